@@ -1,0 +1,38 @@
+# make up      everything, from a fresh checkout to a served model
+# make test    everything that CI runs
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+TRACES ?= 0
+ARGS ?=
+
+.PHONY: help up test check setup router-env engine-env quantizer-env checkpoints clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+up: ## set up what is missing, start three engines and the router (TRACES=1: a trace viewer too; ARGS: for qarr up)
+	@scripts/up "$(TRACES)" $(ARGS)
+
+test: ## lint, types, unit tests, and tests on real engines
+	@scripts/test
+
+check: ## lint and types only
+	@scripts/check
+
+setup: router-env ## make all three environments and the checkpoints, start nothing
+	@$(MAKE) --no-print-directory -j2 engine-env checkpoints
+
+router-env: ## .venv: the router and the command
+	@scripts/setup router
+
+engine-env: ## .venv-engine: vLLM
+	@scripts/setup engine
+
+quantizer-env: ## .venv-quantizer: llm-compressor
+	@scripts/setup quantizer
+
+checkpoints: router-env ## the model's three checkpoints
+	@.venv/bin/qarr model list | grep -q tier || { scripts/setup quantizer && .venv/bin/qarr model prepare; }
+
+clean: ## remove the environments' links and .venv; what is cached stays
+	rm -rf .venv .venv-engine .venv-quantizer

@@ -1,0 +1,174 @@
+"""Rebuild a byte-level BPE tokenizer as a ``tiktoken.Encoding``: the same ids, several times faster.
+
+Whatever this module does not know for certain gives None, and the caller leaves the work to ``tokenizers`` itself.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias
+
+import tiktoken
+
+NormalForm: TypeAlias = Literal["NFC", "NFD", "NFKC", "NFKD"]
+
+# The split of GPT-2, which a ByteLevel stage with use_regex applies.
+_BYTE_LEVEL = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# A Digits stage splits numbers off first: no space joins them, and white space before a number is a piece of its own.
+_DIGITS_BYTE_LEVEL = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|NUMBER| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
+_NORMAL_FORMS: dict[str, NormalForm] = {"NFC": "NFC", "NFD": "NFD", "NFKC": "NFKC", "NFKD": "NFKD"}
+_ASCII_END = 0x80
+_NEVER_IN_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
+
+
+@dataclass(frozen=True, slots=True)
+class ByteLevelBpe:
+    """Encodes as the original tokenizer does, for every text that it ``covers``.
+
+    Attributes:
+        encoding: The rebuilt tokenizer.
+        normal_form: The Unicode normal form that the original applies first, or None.
+        missing_ascii: ASCII characters that the vocabulary lacks.
+        all_high_bytes: Whether the vocabulary has every byte of multi-byte UTF-8 sequences.
+    """
+
+    encoding: tiktoken.Encoding
+    normal_form: NormalForm | None
+    missing_ascii: frozenset[str]
+    all_high_bytes: bool
+
+    def covers(self, text: str) -> bool:
+        """Tell whether the vocabulary has every byte of a text and the text needs no normalizing.
+
+        Added tokens are matched before normalizing, so a text that normalizing would change is not encoded here.
+        """
+        if not self.missing_ascii.isdisjoint(text):
+            return False
+        if text.isascii():
+            return True
+        return self.all_high_bytes and (
+            self.normal_form is None or unicodedata.is_normalized(self.normal_form, text)
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text that is covered; added tokens in the text are matched."""
+        return self.encoding.encode(text, allowed_special="all")
+
+
+def rebuild(definition: dict[str, Any]) -> ByteLevelBpe | None:
+    """Return a tokenizer definition as byte-level BPE, or None where it is not or has unknown stages.
+
+    Args:
+        definition: The decoded ``tokenizer.json``.
+    """
+    model = definition["model"]
+    pattern = _split_pattern(definition.get("pre_tokenizer"))
+    form, known = _normal_form(definition.get("normalizer"))
+    added = _added_tokens(definition.get("added_tokens") or [])
+    if model.get("type") != "BPE" or pattern is None or not known or added is None:
+        return None
+    if any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")):
+        return None
+    ranks = _ranks(model, added)
+    if ranks is None:
+        return None
+    # Regenerated in order of ids: tiktoken numbers nothing itself.
+    encoding = tiktoken.Encoding("model", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added)
+    lacking = {b for b in range(256) if bytes([b]) not in ranks} - _NEVER_IN_UTF8
+    return ByteLevelBpe(
+        encoding,
+        form,
+        frozenset(chr(b) for b in lacking if b < _ASCII_END),
+        all(b < _ASCII_END for b in lacking),
+    )
+
+
+def _split_pattern(stage: dict[str, Any] | None) -> str | None:
+    """Return the split pattern of a pre-tokenizer, or None for one that is not known here."""
+    match stage:
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
+            return _BYTE_LEVEL
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Digits", "individual_digits": bool(individual)},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+            ],
+        }:
+            return _DIGITS_BYTE_LEVEL.replace("NUMBER", r"\p{N}" if individual else r"\p{N}+")
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ],
+        }:
+            return pattern
+        case _:
+            return None
+
+
+def _normal_form(stage: dict[str, Any] | None) -> tuple[NormalForm | None, bool]:
+    """Return the Unicode normal form of a normalizer, and whether the normalizer is known here."""
+    match stage:
+        case None | {"type": "Sequence", "normalizers": []}:
+            return None, True
+        case {"type": "Sequence", "normalizers": [only]}:
+            return _normal_form(only)
+        case {"type": str(name)}:
+            return _NORMAL_FORMS.get(name), name in _NORMAL_FORMS
+        case _:
+            return None, False
+
+
+def _added_tokens(added: list[dict[str, Any]]) -> dict[str, int] | None:
+    """Return added tokens and their ids, or None where they are matched in ways that tiktoken has not.
+
+    tiktoken takes any of two tokens that start at one place, ``tokenizers`` the longer one.
+    """
+    if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added):
+        return None
+    contents = sorted(token["content"] for token in added)
+    if any(later.startswith(earlier) for earlier, later in zip(contents, contents[1:], strict=False)):
+        return None
+    return {token["content"]: token["id"] for token in added}
+
+
+def _ranks(model: dict[str, Any], added: dict[str, int]) -> dict[bytes, int] | None:
+    """Return tiktoken's ranks, or None where ids and merge order do not agree.
+
+    tiktoken merges the pair whose joint token has the lowest id, ``tokenizers`` the pair that comes first in the list of
+    merges: the same as long as ids rise in the order of merges.
+    """
+    vocabulary: dict[str, int] = model["vocab"]
+    last = -1
+    merged = set()
+    for merge in model["merges"]:
+        token = "".join(merge.split(" ", 1) if isinstance(merge, str) else merge)
+        number = vocabulary.get(token, -1)
+        if number < last:
+            return None
+        last = number
+        merged.add(token)
+    alphabet = _byte_alphabet()
+    ranks = {}
+    for token, number in vocabulary.items():
+        if token in added:
+            continue
+        if len(token) > 1 and token not in merged and not model.get("ignore_merges"):
+            return None  # tiktoken would find a token that no merge leads to
+        try:
+            ranks[bytes(alphabet[c] for c in token)] = number
+        except KeyError:
+            return None
+    return ranks
+
+
+@lru_cache(maxsize=1)
+def _byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's mapping from printable characters to the bytes that they stand for."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}

@@ -1,0 +1,13 @@
+"""Errors of the classifier.
+
+ClassifierError
+└── TokenizerError    a tokenizer file is missing or is not one
+"""
+
+
+class ClassifierError(Exception):
+    """Is the base of every error that this package raises."""
+
+
+class TokenizerError(ClassifierError):
+    """Tells that a tokenizer file cannot be read or is not a tokenizer definition."""

@@ -1,0 +1,1 @@
+"""The router: HTTP in and out. Composes the classifier and the fleet."""

@@ -1,0 +1,115 @@
+"""The application: every route, every error, every service, wired in one place."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from pydantic_core import to_json
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Route as Path
+
+from router.generate import ClientGone, Generate, Route, Services, id_headers, take_ids
+from router.policy import PolicyTable
+from router.problems import BodyTooLarge, Refused, describe
+from router.settings import CLASS_FLOOR
+from router.upstream import Upstream, UpstreamError, make_transport
+from router.wire import InvalidBody, render_fleet
+from tiers.spec import ReplicaState
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from starlette.requests import Request
+    from starlette.types import ASGIApp
+
+    from classifier import TokenCounter
+    from router.settings import PolicySettings, Settings
+    from router.telemetry import Telemetry
+    from tiers.fleet import Fleet
+
+# Handlers are looked up by exception type, Exception last: whatever is not listed is a 500 without details.
+HANDLED = (InvalidBody, BodyTooLarge, Refused, UpstreamError, HTTPException, Exception)
+
+
+def create_app(settings: Settings, fleet: Fleet, counter: TokenCounter, telemetry: Telemetry, model: str) -> ASGIApp:
+    """Wire the router.
+
+    Args:
+        settings: All settings.
+        fleet: Kept by a supervisor; read and leased from here.
+        counter: Counts tokens with the tiers' own tokenizer.
+        telemetry: Where spans go.
+        model: The served model's name, for people.
+    """
+    places = sum(spec.max_in_flight * max(len(spec.urls), 1) for spec in fleet.specs)
+    upstream = Upstream(fleet, make_transport(places), settings.upstream, telemetry)
+    services = Services(
+        fleet=fleet,
+        upstream=upstream,
+        counter=counter,
+        table=policy_table(settings.policy),
+        limits=settings.limits,
+        max_body_bytes=settings.server.max_body_bytes,
+        telemetry=telemetry,
+        model=model,
+    )
+    status = Status(services)
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        yield
+        await upstream.aclose()
+
+    app = Starlette(
+        routes=[
+            Path("/generate", Generate(services), methods=["POST"]),
+            Path("/route", Route(services), methods=["POST"]),
+            Path("/tiers", status.tiers),
+            Path("/readyz", status.readyz),
+            Path("/healthz", status.healthz),
+        ],
+        exception_handlers={kind: status.problem for kind in HANDLED},
+        lifespan=lifespan,
+    )
+    return telemetry.instrument(app)
+
+
+def policy_table(policy: PolicySettings) -> PolicyTable:
+    """Return the policy's parameters; classes that the settings leave out keep their defaults."""
+    return PolicyTable({**CLASS_FLOOR, **policy.class_floor}, policy.min_confidence, policy.max_slowdown)
+
+
+class Status:
+    """The endpoints that tell how things stand, and the rendering of errors."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def healthz(self, _request: Request) -> Response:
+        """Answer that the router is alive."""
+        return _json({"status": "alive"})
+
+    async def readyz(self, _request: Request) -> Response:
+        """Answer 200 once a tier is ready, 503 before; the body names every tier and its state."""
+        states = {tier.spec.name: tier.state for tier in self._services.fleet.snapshot().tiers}
+        ready = any(state is ReplicaState.READY for state in states.values())
+        body = {"ready": ready, "tiers": {name: state.value for name, state in states.items()}}
+        return _json(body, 200 if ready else 503)
+
+    async def tiers(self, _request: Request) -> Response:
+        """Answer with the whole fleet as it is now."""
+        return _json(render_fleet(self._services.fleet.snapshot(), self._services.model))
+
+    async def problem(self, request: Request, error: Exception) -> Response:
+        """Answer an error as a problem object."""
+        if isinstance(error, ClientGone):
+            return Response(status_code=499)
+        ids = request.scope.get("qarr.ids") or take_ids(request.scope, self._services)
+        return describe(error).response(ids, id_headers(ids))
+
+
+def _json(body: object, status: int = 200) -> Response:
+    return Response(to_json(body), status, media_type="application/json")

@@ -1,0 +1,315 @@
+"""The ``qarr`` command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from importlib.metadata import version as distribution_version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from pydantic_core import to_json
+from rich.console import Console
+
+from classifier import TokenizerError, extract
+from router.app import policy_table
+from router.policy import Query, decide
+from router.serve import ListenError, StartError, listen, make_counter, make_deployment, run
+from router.settings import Settings, SettingsError, load_settings, schema, table
+from router.telemetry import TelemetryError
+from router.wire import render_features
+from tiers.errors import TierError
+from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TierSnapshot
+from tiers.plan import GIB
+from tiers.prepare import PrepareOptions, find, prepare
+from tiers.spec import ReplicaState, TierName, TierSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from router.policy import PolicyTable
+    from router.serve import Deployment
+    from tiers.checkpoint import Checkpoint
+    from tiers.fleet import Fleet, Replica
+
+app = typer.Typer(
+    help="Serve one language model at three precisions and send each prompt to the lowest one that is good enough.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+model_app = typer.Typer(help="Make and inspect the model's three checkpoints.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+
+err = Console(stderr=True, highlight=False)
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE")
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="Hugging Face id, model folder, or the built-in default.", metavar="MODEL"),
+]
+CalibrationOption = Annotated[
+    Path | None,
+    typer.Option("--calibration", help='Your own prompts for AWQ: JSON lines with a "text" field.', metavar="FILE"),
+]
+
+
+def main() -> None:
+    """Run the command; expected errors end it with their text and status 2, not with a traceback."""
+    try:
+        app()
+    except (SettingsError, TierError, TelemetryError, TokenizerError, ListenError, StartError) as error:
+        fail(str(error))
+
+
+def fail(text: str) -> NoReturn:
+    """End the command with an error text."""
+    err.print(f"[bold red]error:[/] {_plain(text)}", soft_wrap=True)
+    raise SystemExit(2)
+
+
+def version() -> str:
+    """Return the installed version."""
+    return distribution_version("qarr")
+
+
+def _print_version(wanted: bool) -> None:  # noqa: FBT001  typer's callback
+    if wanted:
+        typer.echo(f"qarr {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def up(
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    calibration: CalibrationOption = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+) -> None:
+    """Start everything: make missing checkpoints, start and warm the engines, serve. Ctrl-C stops it all."""
+    started = time.monotonic()
+    settings = load_settings(
+        config,
+        {"server": {"host": host, "port": port}, "model": {"name": model, "calibration": calibration}},
+    )
+    _log_to_stderr()
+    sock = listen(settings)
+    needed = any(not t.urls and t.checkpoint is None for t in _tier_settings(settings))
+    checkpoints = _prepare(settings, started) if needed else ()
+    deployment = make_deployment(settings, checkpoints)
+    _show_plan(deployment)
+    _run(deployment, sock, started)
+
+
+@app.command()
+def serve(
+    config: ConfigOption = None,
+    fast: Annotated[list[str] | None, typer.Option(help="URL of an AWQ int4 engine.", metavar="URL")] = None,
+    balanced: Annotated[list[str] | None, typer.Option(help="URL of an FP8 engine.", metavar="URL")] = None,
+    precise: Annotated[list[str] | None, typer.Option(help="URL of a BF16 engine.", metavar="URL")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="The model's folder, for exact token counts.", metavar="DIR")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+) -> None:
+    """Serve the router alone, in front of engines that run already. Needs no engine environment."""
+    started = time.monotonic()
+    urls = {"fast": fast, "balanced": balanced, "precise": precise}
+    overrides: dict[str, Any] = {name: {"urls": tuple(u) if u else None} for name, u in urls.items()}
+    settings = load_settings(config, {"server": {"host": host, "port": port}, "tiers": overrides})
+    _log_to_stderr()
+    if not any(t.urls for t in _tier_settings(settings)):
+        fail("no engine is given: name at least one with --fast, --balanced or --precise URL, or use 'qarr up'")
+    sock = listen(settings)
+    deployment = make_deployment(settings, (), start_engines=False, tokenizer=tokenizer)
+    if not deployment.counter.exact:
+        err.print("no tokenizer folder is given (--tokenizer DIR): prompt tokens are estimated")
+    _run(deployment, sock, started)
+
+
+@app.command()
+def classify(
+    text: Annotated[str | None, typer.Argument(help="The prompt; without it, standard input is read.")] = None,
+    jsonl: Annotated[
+        bool, typer.Option("--jsonl", help='Read {"text": ...} lines, write one JSON object a line.')
+    ] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Model folder with tokenizer.json.", metavar="DIR")
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Show what the classifier finds in a prompt, and the tier that an idle fleet would serve it with."""
+    settings = load_settings(config)
+    folder = tokenizer or _prepared_folder(settings)
+    counter = make_counter(folder)
+    if not counter.exact:
+        err.print("no tokenizer yet ('qarr model prepare' makes one): tokens are estimated")
+    fleet, policy = idle_fleet(settings), policy_table(settings.policy)
+    if jsonl:
+        for prompt in _jsonl_prompts(sys.stdin.buffer):
+            typer.echo(to_json(_classified(prompt, counter, fleet, policy, settings)))
+        return
+    prompt = text if text is not None else sys.stdin.read()
+    typer.echo(json.dumps(_classified(prompt, counter, fleet, policy, settings), indent=2, ensure_ascii=False))
+
+
+@model_app.command("prepare")
+def model_prepare(
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    calibration: CalibrationOption = None,
+    group_size: Annotated[
+        int | None, typer.Option(help="AWQ weights a scale: 32, 64 or 128; 0 chooses.", metavar="N")
+    ] = None,
+) -> None:
+    """Make the BF16, FP8 and AWQ int4 checkpoints of a model; what is finished is kept."""
+    started = time.monotonic()
+    overrides = {"model": {"name": model, "calibration": calibration, "group_size": group_size}}
+    for checkpoint in _prepare(load_settings(config, overrides), started):
+        typer.echo(f"{checkpoint.tier:9} {checkpoint.path}")
+
+
+@model_app.command("list")
+def model_list(config: ConfigOption = None, model: ModelOption = None) -> None:
+    """Show the finished checkpoints of the model as JSON, with their manifests."""
+    found = find(prepare_options(load_settings(config, {"model": {"name": model}}))) or ()
+    rows = [{"tier": c.tier, "path": str(c.path), **c.manifest.model_dump(mode="json")} for c in found]
+    typer.echo(json.dumps(rows, indent=2))
+
+
+@app.command("settings")
+def show_settings(
+    as_schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema, for editors.")] = False,
+    config: ConfigOption = None,
+) -> None:
+    """List every setting with its default and meaning, after checking the file and the environment."""
+    load_settings(config)
+    typer.echo(json.dumps(schema(), indent=2) if as_schema else table())
+
+
+def prepare_options(settings: Settings) -> PrepareOptions:
+    """Return how the checkpoints are made."""
+    return PrepareOptions(
+        model=settings.model.name,
+        store=settings.model.store,
+        quantizer_python=settings.quantizer.python,
+        calibration=settings.model.calibration,
+        group_size=settings.model.group_size,
+    )
+
+
+def idle_fleet(settings: Settings) -> FleetSnapshot:
+    """Return a fleet with one idle, ready replica a tier and no measurements."""
+    replica = ReplicaSnapshot("", "", None, ReplicaState.READY, None, 0, 0, 0, 0, 0, None, None)
+    specs = [
+        TierSpec(name, t.max_model_len, t.max_num_seqs, t.max_in_flight)
+        for name, t in zip(TierName, _tier_settings(settings), strict=True)
+    ]
+    return FleetSnapshot(tuple(TierSnapshot(spec, (replica,)) for spec in specs), 0, 0)
+
+
+def _tier_settings(settings: Settings) -> list[Any]:
+    return [getattr(settings.tiers, name.value) for name in TierName]
+
+
+def _classified(prompt: str, counter: Any, fleet: FleetSnapshot, policy: PolicyTable, settings: Settings) -> dict[str, Any]:
+    features = extract(prompt, counter)
+    query = Query(features, features.tokens, settings.limits.default_max_tokens)
+    decision = decide(query, fleet, policy)
+    return {**render_features(features), "tier": decision.tier, "reason": decision.reason}
+
+
+def _jsonl_prompts(stream: Any) -> Iterator[str]:
+    for number, line in enumerate(stream, 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            fail(f'line {number} of standard input: expected a JSON object with a "text" string')
+        yield text
+
+
+def _prepared_folder(settings: Settings) -> Path | None:
+    found = find(prepare_options(settings))
+    return found[0].path if found else None
+
+
+def _prepare(settings: Settings, started: float) -> tuple[Checkpoint, ...]:
+    """Make what is missing, with progress on standard error."""
+    options = prepare_options(settings)
+    found = find(options)
+    if found is not None:
+        return found
+    last = ""
+
+    def progress(step: str, done: int, total: int) -> None:
+        nonlocal last
+        line = f"{step} ({done} of {total})" if total else step
+        if line != last:
+            err.print(f"{_clock(started)} {line}")
+            last = line
+
+    return prepare(options, progress)
+
+
+def _show_plan(deployment: Deployment) -> None:
+    err.print(f"model {deployment.model} on {deployment.plan.device}")
+    for share in deployment.plan.shares:
+        spec = next(s for s in deployment.specs if s.name is share.tier)
+        err.print(
+            f"  {spec.name:9}{spec.precision:9} weights {share.weights / GIB:5.2f} GiB, KV cache "
+            f"{share.kv_cache / GIB:5.2f} GiB ({share.kv_tokens} tokens), context {spec.max_model_len}"
+        )
+
+
+def _run(deployment: Deployment, sock: Any, started: float) -> None:
+    host, port = sock.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+
+    def changed(replica: Replica) -> None:
+        detail = f": {replica.detail}" if replica.detail else ""
+        err.print(f"{_clock(started)} {replica.id:12} {replica.state.value}{_plain(detail)}", soft_wrap=True)
+
+    def is_up(_fleet: Fleet) -> None:
+        err.print(f"{_clock(started)} [bold green]up[/]: listening on http://{shown}:{port}, all tiers ready. Ctrl-C stops.")
+
+    asyncio.run(run(deployment, sock, version(), changed, is_up))
+    err.print(f"{_clock(started)} stopped")
+
+
+def _clock(started: float) -> str:
+    return f"{time.monotonic() - started:6.1f} s"
+
+
+def _plain(text: str) -> str:
+    """Keep rich from reading brackets as markup."""
+    return text.replace("[", "\\[")
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("qarr.tiers").setLevel(logging.ERROR)  # shown by the command itself
+
+
+if __name__ == "__main__":
+    main()

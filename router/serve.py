@@ -1,0 +1,253 @@
+"""Run the router, with or without engines of its own, until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import socket
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from classifier import EstimatingCounter, TokenCounter
+from router.app import create_app
+from router.settings import Settings, TierSettings
+from router.telemetry import engine_target, make_telemetry
+from tiers.checkpoint import Checkpoint, check_alike
+from tiers.errors import EngineError
+from tiers.fleet import Fleet
+from tiers.plan import Plan, make_plan, read_machine
+from tiers.spec import EngineLaunch, ReplicaState, TierName, TierSpec
+from tiers.supervisor import Supervisor, SupervisorOptions
+from tiers.warmup import WarmupPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from tiers.fleet import Replica
+
+log = logging.getLogger("qarr.router")
+DRAIN_S = 10  # open streams may finish for this long after a signal
+SETTLED = {ReplicaState.READY, ReplicaState.FAILED, ReplicaState.UNREACHABLE}
+
+
+class ListenError(Exception):
+    """The router's address cannot be listened on."""
+
+
+class StartError(Exception):
+    """An engine that was to be started here did not become ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Everything that is started together, checked before anything starts.
+
+    Attributes:
+        specs: The tiers, by rising precision.
+        launches: Engines to start here.
+        plan: How they share the machine.
+        counter: Counts tokens as the engines do.
+        model: The model's name.
+    """
+
+    settings: Settings
+    specs: tuple[TierSpec, ...]
+    launches: tuple[EngineLaunch, ...]
+    plan: Plan
+    counter: TokenCounter
+    model: str
+
+
+def make_deployment(
+    settings: Settings,
+    checkpoints: tuple[Checkpoint, ...],
+    *,
+    start_engines: bool = True,
+    tokenizer: Path | None = None,
+) -> Deployment:
+    """Lay out the fleet: which tiers run here, on what, and with which tokenizer.
+
+    Args:
+        settings: All settings.
+        checkpoints: Prepared checkpoints; not needed for tiers that have URLs or a folder of their own.
+        start_engines: Start an engine here for each tier without URLs; False leaves such tiers out.
+        tokenizer: Model folder to count tokens with; None takes a checkpoint's.
+
+    Raises:
+        TierError: Tiers differ in tokenizer, or the machine is too small.
+    """
+    prepared = {c.tier: c for c in checkpoints}
+    specs = tuple(_spec(name, getattr(settings.tiers, name.value), prepared) for name in TierName)
+    local = tuple(spec for spec in specs if not spec.urls and start_engines)
+    folders = {spec.name: spec.checkpoint for spec in specs if spec.checkpoint is not None}
+    check_alike(folders)
+    plan = make_plan(read_machine(), local, kv_cache_gib=settings.engine.cpu_kv_cache_gib) if local else Plan("", ())
+    precise = prepared.get(TierName.PRECISE)
+    model = precise.manifest.model if precise else settings.model.name
+    launches = tuple(_launch(spec, plan, settings, model, number) for number, spec in enumerate(local))
+    folder = tokenizer or next(iter(folders.values()), None)
+    return Deployment(settings, specs, launches, plan, make_counter(folder), model)
+
+
+def _launch(spec: TierSpec, plan: Plan, settings: Settings, model: str, number: int) -> EngineLaunch:
+    if not settings.engine.python.is_file():
+        raise EngineError(
+            f"there is no engine environment at {settings.engine.python}: run 'make engine-env', or set engine.python to "
+            f"an interpreter that has vLLM"
+        )
+    return EngineLaunch(
+        tier=spec,
+        placement=plan.placement(spec.name),
+        python=settings.engine.python,
+        served_model=model,
+        host="127.0.0.1",
+        port=settings.engine.base_port + number,
+        api_key=secrets.token_urlsafe(24),
+        otlp=engine_target(),
+        extra_args=settings.engine.extra_args,
+    )
+
+
+def make_counter(folder: Path | None) -> TokenCounter:
+    """Return a counter with a model folder's tokenizer; without one, an estimating counter."""
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return EstimatingCounter()
+    return TokenCounter.from_file(folder / "tokenizer.json")
+
+
+def listen(settings: Settings) -> socket.socket:
+    """Open the router's listening socket before anything slow starts.
+
+    Raises:
+        ListenError: The address is taken or not ours.
+    """
+    host, port = settings.server.host, settings.server.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ListenError(
+            f"cannot listen on {host}:{port} ({error.strerror}): end what listens there, or set server.port"
+        ) from error
+
+
+async def run(
+    deployment: Deployment,
+    sock: socket.socket,
+    version: str,
+    on_change: Callable[[Replica], None],
+    on_up: Callable[[Fleet], None],
+) -> None:
+    """Start the engines and the router; return after a signal has ended both.
+
+    Args:
+        deployment: What to run.
+        sock: The router's listening socket.
+        version: For the trace resource.
+        on_change: Called when a replica changes state.
+        on_up: Called once, when every replica is ready.
+
+    Raises:
+        StartError: An engine that was started here failed before it was ever ready.
+        TierError: An engine could not be started.
+    """
+    settings = deployment.settings
+    telemetry = make_telemetry(version, record_prompts=settings.telemetry.record_prompts)
+    fleet = Fleet(deployment.specs)
+    supervisor = Supervisor(fleet, supervisor_options(settings), on_change)
+    app = create_app(settings, fleet, deployment.counter, telemetry, deployment.model)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_graceful_shutdown=DRAIN_S,
+        )
+    )
+    server.end_on_signals()
+    try:
+        supervisor.start(deployment.launches, [spec for spec in deployment.specs if spec.urls])
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        starting = asyncio.create_task(_started(fleet, {launch.tier.name for launch in deployment.launches}))
+        await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            try:
+                starting.result()
+            except StartError:
+                server.should_exit = True
+                await serving
+                raise
+            on_up(fleet)
+        else:
+            starting.cancel()
+        await serving
+    finally:
+        await supervisor.stop()
+        telemetry.shutdown()
+
+
+def supervisor_options(settings: Settings) -> SupervisorOptions:
+    """Return how engines are supervised."""
+    engine = settings.engine
+    return SupervisorOptions(
+        log_dir=engine.log_dir,
+        start_timeout_s=engine.start_timeout_s,
+        stop_grace_s=engine.stop_grace_s,
+        external_api_key=engine.api_key,
+        warmup=WarmupPlan(engine.warmup_question, engine.warmup_expected),
+    )
+
+
+async def _started(fleet: Fleet, local: set[TierName]) -> None:
+    """Wait until every replica is ready.
+
+    Raises:
+        StartError: One that was started here failed.
+    """
+    while not all(r.state is ReplicaState.READY for r in fleet.replicas):
+        for replica in fleet.replicas:
+            if replica.state is ReplicaState.FAILED and replica.spec.name in local:
+                raise StartError(f"{replica.id} did not start: {replica.detail}")
+        await asyncio.sleep(0.1)
+
+
+def _spec(name: TierName, tier: TierSettings, prepared: Mapping[TierName, Checkpoint]) -> TierSpec:
+    found = prepared.get(name)
+    own_folder = tier.checkpoint is not None or found is None
+    return TierSpec(
+        name=name,
+        max_model_len=tier.max_model_len,
+        max_num_seqs=tier.max_num_seqs,
+        max_in_flight=tier.max_in_flight,
+        urls=tier.urls,
+        checkpoint=None if tier.urls else tier.checkpoint or (found.path if found else None),
+        digest=None if own_folder or tier.urls else found.manifest.weights_digest,
+    )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, without its signal handling: it would raise the signal again before engines are stopped."""
+
+    def end_on_signals(self) -> None:
+        """Drain on the first SIGINT, SIGTERM or SIGHUP, stop at once on the second."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._signalled)
+
+    def _signalled(self) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,321 @@
+"""Every setting of QARR, in one typed tree. The only reader of configuration files and environment variables.
+
+Precedence, highest first: command line, environment (``QARR_SERVER__PORT=8081``), the TOML file, defaults.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from classifier import PromptClass
+from tiers.prepare import DEFAULT_CALIBRATION, DEFAULT_MODEL
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pydantic.fields import FieldInfo
+
+PREFIX = "QARR_"
+PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR"}  # read here, but not keys of the tree
+PROJECT = Path(__file__).resolve().parents[1]
+
+
+class SettingsError(Exception):
+    """A setting is wrong. The text names the key, what is wrong and what is allowed."""
+
+
+def cache_dir() -> Path:
+    """Return the folder for what is expensive to make: ``QARR_CACHE_DIR``, else under the user's cache folder."""
+    named = os.environ.get("QARR_CACHE_DIR")
+    if named:
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qarr"
+
+
+class Section(BaseModel):
+    """A part of the settings: unknown keys are errors, values do not change after start."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ServerSettings(Section):
+    """Where the router listens."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
+    max_body_bytes: int = Field(1 << 20, ge=1024, description="Request bodies over this are refused unread.")
+
+
+class LimitSettings(Section):
+    """What one request may ask."""
+
+    max_prompt_chars: int = Field(16_000, ge=1, description="Characters in a prompt, and in a system prompt.")
+    max_prompt_words: int = Field(5_000, ge=1, description="Words in a prompt, and in a system prompt.")
+    max_tokens: int = Field(4_096, ge=1, description="Highest `max_tokens` of a request.")
+    default_max_tokens: int = Field(256, ge=1, description="`max_tokens` of a request that gives none.")
+    default_temperature: float = Field(0.7, ge=0, le=2, description="Temperature of a request that gives none.")
+
+
+class TierSettings(Section):
+    """One tier."""
+
+    max_model_len: int = Field(ge=16, description="Context: prompt plus output, in tokens.")
+    max_num_seqs: int = Field(16, ge=1, description="Sequences the engine runs at once.")
+    max_in_flight: int = Field(32, ge=1, description="Requests let into one replica; beyond: elsewhere, or 503.")
+    urls: tuple[str, ...] = Field((), description="Engines that run elsewhere; empty: one is started here.")
+    checkpoint: Path | None = Field(None, description="Model folder for this tier instead of the prepared one.")
+
+
+def _tier_defaults(**lengths: int) -> dict[str, Any]:
+    return {name: {"max_model_len": length} for name, length in lengths.items()}
+
+
+DEFAULT_LENGTHS = _tier_defaults(fast=2048, balanced=4096, precise=8192)
+
+
+def _merge_lengths(given: Any) -> Any:
+    """Let a file or variable set one key of one tier without repeating the rest."""
+    if not isinstance(given, dict):
+        return given
+    merged: dict[str, Any] = {}
+    for name in [*DEFAULT_LENGTHS, *(n for n in given if n not in DEFAULT_LENGTHS)]:
+        own = given.get(name, {})
+        merged[name] = {**DEFAULT_LENGTHS.get(name, {}), **own} if isinstance(own, dict) else own
+    return merged
+
+
+class TiersSettings(Section):
+    """The three tiers, from the lowest precision to the highest."""
+
+    fast: TierSettings = Field(description="AWQ int4.")
+    balanced: TierSettings = Field(description="FP8.")
+    precise: TierSettings = Field(description="BF16.")
+
+
+class ModelSettings(Section):
+    """The model and how its checkpoints are made."""
+
+    name: str = Field(DEFAULT_MODEL, description="The default model, a model folder, or a Hugging Face id.")
+    store: Path = Field(
+        default_factory=lambda: cache_dir() / "models", description="Where checkpoints are kept."
+    )
+    calibration: Path = Field(DEFAULT_CALIBRATION, description='JSON lines with a "text" field, for AWQ.')
+    group_size: Literal[0, 32, 64, 128] = Field(0, description="AWQ weights a scale; 0 chooses.")
+
+
+class EngineSettings(Section):
+    """How engines are started, warmed and stopped."""
+
+    python: Path = Field(
+        default_factory=lambda: PROJECT / ".venv-engine/bin/python", description="Interpreter that has vLLM."
+    )
+    base_port: int = Field(9101, ge=1024, le=65000, description="First engine's port; the next ones follow.")
+    api_key: str = Field("", description="Key of engines given by URL. Engines started here get a random one.")
+    extra_args: tuple[str, ...] = Field((), description="More vLLM arguments for every engine started here.")
+    log_dir: Path = Field(default_factory=lambda: cache_dir() / "logs", description="Where engines log.")
+    start_timeout_s: float = Field(600, gt=0, description="From engine start to its first healthy answer.")
+    stop_grace_s: float = Field(10, ge=0, description="From SIGTERM to kill.")
+    cpu_kv_cache_gib: int = Field(1, ge=1, description="KV cache of each CPU engine.")
+    warmup_question: str = Field("What is the capital of France?", description="Asked before an engine is ready.")
+    warmup_expected: str = Field("Paris", description="Must occur in the answer; empty: any sane text.")
+
+
+class QuantizerSettings(Section):
+    """The environment that makes checkpoints."""
+
+    python: Path = Field(
+        default_factory=lambda: PROJECT / ".venv-quantizer/bin/python",
+        description="Interpreter that has llm-compressor.",
+    )
+
+
+# What each class of prompt needs until it is measured. FP8 is close to lossless in every task that was published, int4
+# weights lose most on code and mathematics (arXiv 2411.02355), and small models lose more than those measured there.
+CLASS_FLOOR: dict[PromptClass, TierName] = {
+    PromptClass.CHAT: TierName.FAST,
+    PromptClass.WRITING: TierName.FAST,
+    PromptClass.EXTRACTION: TierName.BALANCED,
+    PromptClass.MULTILINGUAL: TierName.BALANCED,
+    PromptClass.LONG_CONTEXT: TierName.BALANCED,
+    PromptClass.CODE: TierName.BALANCED,
+    PromptClass.MATH: TierName.BALANCED,
+    PromptClass.UNKNOWN: TierName.PRECISE,
+}
+
+
+class PolicySettings(Section):
+    """How a tier is chosen."""
+
+    class_floor: dict[PromptClass, TierName] = Field(
+        CLASS_FLOOR, description="Lowest tier for each class of prompt.", validate_default=True
+    )
+    min_confidence: float = Field(
+        0.6, ge=0, le=1, description="Below this confidence in the class, one tier higher is taken."
+    )
+    max_slowdown: float = Field(
+        4.0, gt=1, description="A tier this many times slower per token than a higher precision is passed over."
+    )
+
+
+class UpstreamSettings(Section):
+    """How the router talks to engines."""
+
+    connect_timeout_s: float = Field(2, gt=0, description="To open a connection.")
+    first_token_timeout_s: float = Field(120, gt=0, description="From sending a request to its first token.")
+    token_timeout_s: float = Field(60, gt=0, description="Between two tokens.")
+    attempts: int = Field(3, ge=1, description="Replicas tried before the first byte.")
+
+
+class TelemetrySettings(Section):
+    """What goes into logs and traces. Exporters are set by the standard `OTEL_*` variables."""
+
+    record_prompts: bool = Field(False, description="Put prompts on spans.")
+
+
+class Settings(BaseSettings):
+    """All settings."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, nested_model_default_partial_update=True
+    )
+
+    server: ServerSettings = ServerSettings()
+    limits: LimitSettings = LimitSettings()
+    tiers: Annotated[TiersSettings, BeforeValidator(_merge_lengths)] = Field(
+        default_factory=lambda: TiersSettings.model_validate(DEFAULT_LENGTHS)
+    )
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    engine: EngineSettings = Field(default_factory=EngineSettings)
+    quantizer: QuantizerSettings = Field(default_factory=QuantizerSettings)
+    policy: PolicySettings = PolicySettings()
+    upstream: UpstreamSettings = UpstreamSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read the environment, then what the caller passed (the file): no .env and no secrets folder."""
+        del settings_cls, dotenv_settings, file_secret_settings
+        return env_settings, init_settings
+
+
+def load_settings(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Settings:
+    """Read the settings.
+
+    Args:
+        path: TOML file; None: the one that ``QARR_CONFIG`` names, or none at all.
+        overrides: Values from the command line, as a nested dictionary; ``None`` values are not set.
+
+    Raises:
+        SettingsError: A key is unknown, a value is not allowed, or the file cannot be read.
+    """
+    named = path or (Path(os.environ["QARR_CONFIG"]) if os.environ.get("QARR_CONFIG") else None)
+    try:
+        settings = Settings(**(_read_toml(named) if named else {}))
+        if overrides:
+            settings = Settings.model_validate(_overlay(settings.model_dump(), overrides))
+    except ValidationError as error:
+        raise SettingsError("\n".join(_explain(e) for e in error.errors(include_url=False))) from error
+    _check_variables()
+    return settings
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise SettingsError(f"settings file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"settings file {path} is not TOML: {error}") from error
+
+
+def _overlay(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        if isinstance(value, dict):
+            merged[key] = _overlay(merged.get(key, {}), value)
+        elif value is not None:
+            merged[key] = value
+    return merged
+
+
+def _explain(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{key}: there is no such setting ('qarr settings' lists all)"
+    return f"{key}: {error['msg']} (got {error['input']!r})"
+
+
+def _check_variables() -> None:
+    """Refuse environment variables with our prefix that set nothing: a typo must not be silent.
+
+    Raises:
+        SettingsError: There is one.
+    """
+    for name in os.environ:
+        if not name.startswith(PREFIX) or name in PLAIN_VARIABLES:
+            continue
+        parts = name.removeprefix(PREFIX).lower().split("__")
+        if not _known(Settings, parts):
+            raise SettingsError(f"environment variable {name}: there is no setting {'.'.join(parts)}")
+
+
+def _known(model: type[BaseModel], parts: list[str]) -> bool:
+    field = model.model_fields.get(parts[0])
+    if field is None:
+        return False
+    inner = field.annotation
+    if isinstance(inner, type) and issubclass(inner, BaseModel):
+        return len(parts) == 1 or _known(inner, parts[1:])
+    return True
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of the settings file."""
+    return Settings.model_json_schema()
+
+
+def table() -> str:
+    """Return every setting with its default and meaning, as a Markdown table."""
+    rows = ["| setting | default | meaning |", "| --- | --- | --- |"]
+    for key, field in _leaves(Settings, ()):
+        default = _shown_default(key, field)
+        rows.append(f"| `{'.'.join(key)}` | {default} | {field.description} |")
+    return "\n".join(rows)
+
+
+def _leaves(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _leaves(inner, (*path, name))
+        else:
+            yield (*path, name), field
+
+
+def _shown_default(key: tuple[str, ...], field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if key[0] == "tiers" and key[2] in DEFAULT_LENGTHS[key[1]]:
+        value = DEFAULT_LENGTHS[key[1]][key[2]]
+    if isinstance(value, Path):
+        for folder, shown in ((cache_dir(), "<cache>"), (PROJECT, "<project>")):
+            if value.is_relative_to(folder):
+                return f"`{shown}/{value.relative_to(folder)}`"
+    if isinstance(value, dict):
+        return ", ".join(f"{k}: {v}" for k, v in value.items())
+    if value in ((), "", None):
+        return "none"
+    return f"`{value}`"

@@ -1,0 +1,229 @@
+"""Bodies of our own endpoints: what comes in, checked strictly, and what goes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from router.policy import CHOSEN, Decision, Query, Sla
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pydantic import ValidationInfo
+    from pydantic_core import ErrorDetails
+
+    from classifier import PromptFeatures
+    from router.settings import LimitSettings
+    from tiers.fleet import FleetSnapshot, ReplicaSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class FieldProblem:
+    """One thing that is wrong with a request's body."""
+
+    field: str
+    problem: str
+    allowed: str
+
+
+class InvalidBody(Exception):  # noqa: N818  named for what it tells
+    """A request body that is not what the endpoint takes."""
+
+    def __init__(self, problems: tuple[FieldProblem, ...]) -> None:
+        super().__init__("; ".join(f"{p.field}: {p.problem}" for p in problems))
+        self.problems = problems
+
+
+class SlaBody(BaseModel):
+    """Bounds that the caller asks for."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    ttft_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
+    tpot_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
+    max_quality_loss: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+
+
+class GenerateBody(BaseModel):
+    """The body of ``POST /generate`` and ``POST /route``. Limits come from the settings, as validation context."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    prompt: str = Field(min_length=1)
+    system_prompt: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    stream: bool = True
+    tier: Literal["auto", "fast", "balanced", "precise"] = "auto"
+    tier_policy: Literal["prefer", "require"] = "prefer"
+    sla: SlaBody = SlaBody()
+    priority: Literal["interactive", "standard", "batch"] = "standard"
+
+    @field_validator("prompt", "system_prompt")
+    @classmethod
+    def _within_text_limits(cls, text: str | None, info: ValidationInfo) -> str | None:
+        limits: LimitSettings = info.context
+        if text is None:
+            return text
+        if len(text) > limits.max_prompt_chars:
+            raise ValueError(f"has {len(text)} characters")
+        # A word needs a separator, so a text of up to twice the limit in characters cannot hold more.
+        if len(text) > 2 * limits.max_prompt_words and (words := len(text.split())) > limits.max_prompt_words:
+            raise ValueError(f"has {words} words")
+        return text
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _within_token_limit(cls, tokens: int | None, info: ValidationInfo) -> int | None:
+        limits: LimitSettings = info.context
+        if tokens is not None and tokens > limits.max_tokens:
+            raise ValueError(f"is {tokens}")
+        return tokens
+
+    @property
+    def hint(self) -> TierName | None:
+        """Return the tier asked for, None for ``auto``."""
+        return None if self.tier == "auto" else TierName(self.tier)
+
+
+def parse_generate(body: bytes, limits: LimitSettings) -> GenerateBody:
+    """Read a body.
+
+    Raises:
+        InvalidBody: It is not UTF-8, not JSON, or a field is wrong; every problem found is listed.
+    """
+    try:
+        return GenerateBody.model_validate_json(body, context=limits)
+    except ValidationError as error:
+        allowed = allowed_values(limits)
+        problems = [_problem(e, allowed) for e in error.errors(include_url=False, include_input=False)]
+        raise InvalidBody(tuple(problems)) from None  # pydantic's own text quotes the input
+
+
+def allowed_values(limits: LimitSettings) -> dict[str, str]:
+    """Return, for each field, what is allowed."""
+    text = f"{limits.max_prompt_chars} characters and at most {limits.max_prompt_words} words"
+    return {
+        "prompt": f"a string of 1 to {text}",
+        "system_prompt": f"null or a string of at most {text}",
+        "max_tokens": f"an integer from 1 to {limits.max_tokens}",
+        "temperature": "a number from 0 to 2",
+        "stream": "true or false",
+        "tier": "auto, fast, balanced or precise",
+        "tier_policy": "prefer or require",
+        "sla": "an object with any of ttft_ms, tpot_ms, max_quality_loss",
+        "sla.ttft_ms": "a number of milliseconds above 0",
+        "sla.tpot_ms": "a number of milliseconds above 0",
+        "sla.max_quality_loss": "a number from 0 to 1",
+        "priority": "interactive, standard or batch",
+    }
+
+
+def _problem(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem:
+    field = ".".join(str(part) for part in error["loc"])
+    if not field:
+        text = error["msg"].removeprefix("Invalid JSON: ")
+        return FieldProblem("body", text, "a JSON object in UTF-8")
+    if error["type"] == "extra_forbidden":
+        prefix = field.rpartition(".")[0]
+        names = [n.rpartition(".")[2] for n in allowed if n.rpartition(".")[0] == prefix]
+        return FieldProblem(field, "there is no such field", ", ".join(names))
+    message = error["msg"].removeprefix("Value error, ")
+    return FieldProblem(field, message[:1].lower() + message[1:], allowed.get(field, ""))
+
+
+def make_query(body: GenerateBody, features: PromptFeatures, prompt_tokens: int, max_tokens: int) -> Query:
+    """Return the request as the policy sees it."""
+    sla = Sla(body.sla.ttft_ms, body.sla.tpot_ms, body.sla.max_quality_loss)
+    require = body.tier_policy == "require"
+    return Query(features, prompt_tokens, max_tokens, hint=body.hint, require=require, sla=sla)
+
+
+def render_features(features: PromptFeatures) -> dict[str, Any]:
+    """Return the classifier's findings as JSON values."""
+    return {
+        "class": features.prompt_class.value,
+        "confidence": round(features.confidence, 3),
+        "contains_code": features.contains_code,
+        "asks_for_code": features.asks_for_code,
+        "language": features.language,
+        "tokens": features.tokens,
+        "tokens_exact": features.tokens_exact,
+        "words": features.words,
+        "chars": features.chars,
+        "signals": list(features.signals),
+    }
+
+
+def render_decision(decision: Decision) -> dict[str, Any]:
+    """Return a decision as the answer of ``POST /route``."""
+    query = decision.query
+    return {
+        "tier": decision.tier,
+        "precision": decision.precision,
+        "reason": decision.reason,
+        "confidence": round(query.features.confidence, 3),
+        "class": query.features.prompt_class.value,
+        "prompt_tokens": query.prompt_tokens,
+        "max_tokens": query.max_tokens,
+        "features": render_features(query.features),
+        "fallbacks": list(decision.fallbacks),
+        "tiers": [
+            {
+                "tier": v.tier,
+                "state": v.state.value,
+                "predicted_ttft_ms": v.predicted_ttft_ms,
+                "predicted_tpot_ms": v.predicted_tpot_ms,
+                "expected_loss": v.expected_loss,
+                "cost": v.cost,
+                "verdict": CHOSEN if v.tier is decision.tier else v.verdict,
+            }
+            for v in decision.verdicts
+        ],
+    }
+
+
+def render_fleet(fleet: FleetSnapshot, model: str) -> dict[str, Any]:
+    """Return the fleet as the answer of ``GET /tiers``."""
+    return {
+        "model": model,
+        "tiers": [
+            {
+                "tier": tier.spec.name,
+                "precision": tier.spec.precision,
+                "state": tier.state.value,
+                "checkpoint": str(tier.spec.checkpoint) if tier.spec.checkpoint else None,
+                "checkpoint_digest": tier.spec.digest,
+                "max_model_len": tier.spec.max_model_len,
+                "max_in_flight": tier.spec.max_in_flight,
+                "replicas": [_render_replica(r) for r in tier.replicas],
+            }
+            for tier in fleet.tiers
+        ],
+    }
+
+
+def _render_replica(replica: ReplicaSnapshot) -> dict[str, Any]:
+    gauges, speed = replica.gauges, replica.speed
+    return {
+        "id": replica.id,
+        "url": replica.url,
+        "pid": replica.pid,
+        "state": replica.state.value,
+        "detail": replica.detail,
+        "in_flight": replica.in_flight,
+        "prompt_tokens_outstanding": replica.prompt_tokens_outstanding,
+        "output_tokens_outstanding": replica.output_tokens_outstanding,
+        "served": replica.served,
+        "failed": replica.failed,
+        "engine_running": gauges.running if gauges else None,
+        "engine_waiting": gauges.waiting if gauges else None,
+        "kv_cache_usage": gauges.kv_cache_usage if gauges else None,
+        "ttft_base_ms": round(speed.ttft_base_ms, 1) if speed else None,
+        "prefill_ms_per_token": round(speed.prefill_ms_per_token, 3) if speed else None,
+        "tpot_ms": round(speed.tpot_ms, 2) if speed else None,
+    }

@@ -1,0 +1,230 @@
+"""Checkpoints and their manifests: the store on disk, and the making of the three precisions from one base model.
+
+A checkpoint is finished when its folder holds ``qarr-manifest.json``: it is made in a folder of another name, which is
+renamed as the last step, so interrupted work is never taken for finished work. A checkpoint's folder name holds a digest
+of its recipe; another calibration set or group size makes another folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tiers.errors import CheckpointError, TokenizerMismatch
+from tiers.spec import PRECISIONS, Precision, TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+MANIFEST = "qarr-manifest.json"
+RECIPE_VERSION = 1  # raise it when quantize.py changes what it makes
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_SAMPLE = 1 << 20
+
+
+
+class Manifest(BaseModel):
+    """What a checkpoint is and was made from. Digests are SHA-256 in hexadecimal.
+
+    Attributes:
+        base_digest: Of the base model's files.
+        weights_digest: Of this checkpoint's weight files.
+        tokenizer_digest: Of its tokenizer definition.
+        chat_template_digest: Of its chat template.
+        group_size: Weights that share a scale (AWQ).
+        calibration_digest: Of the calibration prompts (AWQ).
+        calibration_samples: Number of calibration prompts (AWQ).
+        versions: Of the libraries that made it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    recipe_version: int
+    model: str
+    precision: Precision
+    method: str
+    base_digest: str
+    weights_digest: str
+    tokenizer_digest: str
+    chat_template_digest: str
+    group_size: int | None = None
+    calibration_digest: str | None = None
+    calibration_samples: int | None = None
+    calibration_max_tokens: int | None = None
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A finished checkpoint."""
+
+    tier: TierName
+    path: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What must be the same in all tiers: digests of tokenizer and chat template."""
+
+    tokenizer_digest: str
+    chat_template_digest: str
+
+
+def read_checkpoint(tier: TierName, path: Path) -> Checkpoint | None:
+    """Return the finished checkpoint in a folder, or None where there is none."""
+    try:
+        manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValidationError:
+        return None
+    return Checkpoint(tier, path, manifest)
+
+
+def identity(path: Path) -> Identity:
+    """Compute the tokenizer and chat-template digests of a checkpoint folder from its files.
+
+    The tokenizer is digested as JSON with sorted keys: libraries write the same definition in different ways.
+
+    Raises:
+        CheckpointError: The folder has no tokenizer.
+    """
+    definition, model = path / "tokenizer.json", path / "tokenizer.model"
+    if definition.is_file():
+        canonical = json.dumps(json.loads(definition.read_bytes()), sort_keys=True).encode()
+    elif model.is_file():
+        canonical = model.read_bytes()
+    else:
+        raise CheckpointError(f"{path} has no tokenizer.json or tokenizer.model: not a model folder")
+    template, config = path / "chat_template.jinja", path / "tokenizer_config.json"
+    if template.is_file():
+        text = template.read_text("utf-8")
+    else:
+        text = json.loads(config.read_bytes()).get("chat_template") or "" if config.is_file() else ""
+    return Identity(_sha256(canonical), _sha256(json.dumps(text).encode()))
+
+
+def check_alike(folders: Mapping[TierName, Path]) -> None:
+    """Check that all tiers read a prompt as the same tokens.
+
+    Raises:
+        TokenizerMismatch: Two tiers differ in tokenizer or chat template; both digests are named.
+    """
+    seen: tuple[TierName, Identity] | None = None
+    for tier, path in folders.items():
+        mine = identity(path)
+        if seen is None:
+            seen = (tier, mine)
+            continue
+        other, theirs = seen
+        for part in ("tokenizer_digest", "chat_template_digest"):
+            left, right = getattr(theirs, part), getattr(mine, part)
+            if left != right:
+                name = part.removesuffix("_digest").replace("_", " ")
+                raise TokenizerMismatch(
+                    f"{name}s differ: {other} ({folders[other]}) has {left}, {tier} ({path}) has {right}. The tiers "
+                    f"must be made from one base model: run 'qarr model prepare', or correct tiers.{tier}.checkpoint"
+                )
+
+
+def fingerprint(folder: Path) -> str:
+    """Digest a model folder by its files' names, sizes and first and last MiB: quick for any model size."""
+    digest = hashlib.sha256()
+    names = sorted(p for p in folder.iterdir() if p.suffix in {".safetensors", ".json", ".jinja", ".model", ".gguf"})
+    for path in names:
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLE))
+            if size > 2 * _SAMPLE:
+                file.seek(-_SAMPLE, os.SEEK_END)
+                digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()
+
+
+def recipe_digest(method: str, options: Mapping[str, Any]) -> str:
+    """Return eight hexadecimal digits that stand for how a checkpoint is made."""
+    recipe = {"version": RECIPE_VERSION, "method": method, **options}
+    return _sha256(json.dumps(recipe, sort_keys=True).encode())[:8]
+
+
+@contextmanager
+def making(target: Path) -> Iterator[Path]:
+    """Yield an empty folder to work in; when it was filled without error it becomes ``target``, else nothing is left.
+
+    Other processes that make something in the same parent folder wait their turn.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for stale in target.parent.glob(f"{target.name}.partial*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        work = target.with_name(f"{target.name}.partial")
+        work.mkdir()
+        try:
+            yield work
+            if not any(work.iterdir()):
+                return
+            shutil.rmtree(target, ignore_errors=True)
+            work.rename(target)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def seal(folder: Path, tier: TierName, *, model: str, base_digest: str, made: Mapping[str, Any]) -> None:
+    """Write the manifest of a checkpoint whose files are complete.
+
+    Args:
+        folder: The checkpoint.
+        tier: The tier that it is for.
+        model: The base model's name.
+        base_digest: Digest of the base model.
+        made: Method, options and library versions.
+
+    Raises:
+        CheckpointError: The folder lacks weights or tokenizer.
+    """
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise CheckpointError(f"{folder} has no weights")
+    digest = hashlib.sha256()
+    for path in weights:
+        with path.open("rb") as file:
+            while block := file.read(1 << 24):
+                digest.update(block)
+    ours = identity(folder)
+    manifest = Manifest(
+        recipe_version=RECIPE_VERSION,
+        model=model,
+        precision=PRECISIONS[tier],
+        base_digest=base_digest,
+        weights_digest=digest.hexdigest(),
+        tokenizer_digest=ours.tokenizer_digest,
+        chat_template_digest=ours.chat_template_digest,
+        **made,
+    )
+    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", "utf-8")
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,77 @@
+"""What an engine is started with. Pure: a launch in, an argument list and an environment out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tiers.spec import EngineLaunch
+
+# Set by the parent for itself, harmful in an engine: bytecode caching halves an engine's start-up CPU, and the parent's
+# virtual environment and trace exporter are not the engine's.
+DROPPED = frozenset({
+    "PYTHONDONTWRITEBYTECODE",
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "VIRTUAL_ENV",
+    "OTEL_SERVICE_NAME",
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "OTEL_TRACES_EXPORTER",
+    "OTEL_EXPORTER_OTLP_PROTOCOL",
+})
+
+
+def engine_argv(launch: EngineLaunch) -> list[str]:
+    """Return the argument list that starts vLLM's OpenAI server for this launch.
+
+    The server is started by module: the CPU wheel's ``vllm`` script looks up the wrong distribution name and exits. The
+    quantization method is left to the checkpoint's own configuration.
+    """
+    tier, place = launch.tier, launch.placement
+    argv = [str(launch.python), "-m", "vllm.entrypoints.openai.api_server"]
+    argv += ["--model", str(tier.checkpoint), "--served-model-name", launch.served_model]
+    argv += ["--host", launch.host, "--port", str(launch.port)]
+    argv += ["--max-model-len", str(tier.max_model_len), "--max-num-seqs", str(tier.max_num_seqs)]
+    argv += ["--scheduling-policy", "priority", "--disable-uvicorn-access-log"]
+    if place.gpu is None:
+        # Compiled graphs were seen to answer nonsense on CPU (vLLM 0.32): eager mode starts faster and is correct.
+        argv += ["--enforce-eager"]
+    else:
+        argv += ["--gpu-memory-utilization", f"{place.gpu_memory_fraction:.3f}"]
+    if launch.otlp:
+        argv += ["--otlp-traces-endpoint", launch.otlp.endpoint]
+    return [*argv, *launch.extra_args]
+
+
+def engine_environment(launch: EngineLaunch, parent: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of an engine, made from the parent's."""
+    place = launch.placement
+    env = {name: value for name, value in parent.items() if name not in DROPPED}
+    env |= {
+        "VLLM_API_KEY": launch.api_key,  # in the environment, not on the command line that every user can list
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if launch.otlp:
+        env |= {
+            "OTEL_SERVICE_NAME": f"vllm-{launch.tier.name}",
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": launch.otlp.protocol,
+            "OTEL_EXPORTER_OTLP_TRACES_INSECURE": str(launch.otlp.endpoint.startswith("http://")).lower(),
+        }
+    if place.gpu is None:
+        env |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(place.kv_cache_gib),
+            # vLLM's own binding pins every engine of a machine to the same cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(place.threads),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+    else:
+        env["CUDA_VISIBLE_DEVICES"] = str(place.gpu)
+    return env

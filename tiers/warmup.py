@@ -1,0 +1,113 @@
+"""Warm an engine, and prove that it answers sane text, before it gets traffic.
+
+A healthy engine is not a warm one: its first request can take seconds of just-in-time work. And a healthy engine is not a
+correct one: a wrong kernel or a broken graph answers HTTP 200 with nonsense.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tiers.errors import WarmupFailed
+from tiers.fleet import Speed
+from tiers.probe import CHAT, COMPLETIONS
+
+if TYPE_CHECKING:
+    from tiers.probe import EngineProbe, Generation
+
+_SENTENCE = "The lighthouse keeper wrote the weather into a ledger every evening before the lamp was lit. "
+_SHORT = "Water boils at"
+_LONG_TOKENS = 256
+# Digits, white space, scripts and accents: where tokenizers of one family differ from one another.
+_TOKENIZER_TEXT = "In 1984 x_1 += 3.50;\t\u00e9tude \u4f60\u597d \U0001f600\n\n  indented 12345"
+_WORD = re.compile(r"[^\W\d_]{2,}")
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupPlan:
+    """What an engine is asked before it counts as ready.
+
+    Attributes:
+        question: Sent through the chat template.
+        expected: Must occur in the answer, in any case; empty: any sane text will do.
+        timeout_s: Limit of each generation, in seconds.
+    """
+
+    question: str = "What is the capital of France?"
+    expected: str = "Paris"
+    timeout_s: float = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupReport:
+    """What the warm-up measured.
+
+    Attributes:
+        speed: With one request at a time.
+        template_tokens: Tokens that the chat template adds to a prompt.
+        system_template_tokens: The same where there is a system prompt.
+        tokens_digest: SHA-256 of the ids of a fixed, varied chat: equal for engines that read prompts alike.
+    """
+
+    speed: Speed
+    template_tokens: int
+    system_template_tokens: int
+    tokens_digest: str
+
+
+async def warm_up(probe: EngineProbe, model: str, plan: WarmupPlan) -> WarmupReport:
+    """Run a short, a long and a chat-templated generation, check the answer, and measure.
+
+    Raises:
+        WarmupFailed: The answer is not sane text, or lacks what was expected.
+        ProbeError: The engine did not answer.
+    """
+    chat = {"model": model, "messages": [{"role": "user", "content": plan.question}], "max_tokens": 16}
+    await probe.generate(COMPLETIONS, {"model": model, "prompt": _SHORT, "max_tokens": 4}, plan.timeout_s)
+    long_prompt = _SENTENCE * (_LONG_TOKENS // 16)
+    long = await probe.generate(
+        COMPLETIONS, {"model": model, "prompt": long_prompt, "max_tokens": 2}, plan.timeout_s
+    )
+    answer = await probe.generate(CHAT, chat, plan.timeout_s)
+    check_answer(answer.text, plan)
+    ids = await probe.chat_tokens(model, [{"role": "user", "content": _TOKENIZER_TEXT}])
+    digest = hashlib.sha256(repr(ids).encode()).hexdigest()
+    return WarmupReport(_speed(answer, long), *await _template_tokens(probe, model, plan.question), digest)
+
+
+def check_answer(text: str, plan: WarmupPlan) -> None:
+    """Check that an answer is text a person could read, and holds what the plan expects.
+
+    Raises:
+        WarmupFailed: It is not, or does not.
+    """
+    words = _WORD.findall(text)
+    broken = not words or "\ufffd" in text or (len(words) > 5 and len(set(words)) <= 2)  # noqa: PLR2004
+    if broken or plan.expected.casefold() not in text.casefold():
+        raise WarmupFailed(
+            f"asked {plan.question!r}, the engine answered {text!r}, expected {plan.expected or 'sane text'!r}: "
+            f"a wrong checkpoint or a broken kernel; for a model that answers otherwise set engine.warmup_question and "
+            f"engine.warmup_expected"
+        )
+
+
+def _speed(short: Generation, long: Generation) -> Speed:
+    span = max(long.prompt_tokens - short.prompt_tokens, 1)
+    slope = max((long.ttft_ms - short.ttft_ms) / span, 0.0)
+    return Speed(
+        ttft_base_ms=max(short.ttft_ms - slope * short.prompt_tokens, 0.0),
+        prefill_ms_per_token=slope,
+        tpot_ms=short.tpot_ms or short.ttft_ms,
+    )
+
+
+async def _template_tokens(probe: EngineProbe, model: str, text: str) -> tuple[int, int]:
+    """Return the tokens that the chat template adds without and with a system prompt."""
+    user = {"role": "user", "content": text}
+    plain = len(await probe.text_tokens(model, text))
+    alone = len(await probe.chat_tokens(model, [user]))
+    both = len(await probe.chat_tokens(model, [{"role": "system", "content": text}, user]))
+    return alone - plain, both - 2 * plain
