@@ -71,7 +71,7 @@ def create_app(settings: Settings, fleet: Fleet, counter: TokenCounter, telemetr
             Path("/readyz", status.readyz),
             Path("/healthz", status.healthz),
         ],
-        exception_handlers={kind: status.problem for kind in HANDLED},
+        exception_handlers=dict.fromkeys(HANDLED, status.problem),
         lifespan=lifespan,
     )
     return telemetry.instrument(app)

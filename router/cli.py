@@ -150,9 +150,7 @@ def classify(
     jsonl: Annotated[
         bool, typer.Option("--jsonl", help='Read {"text": ...} lines, write one JSON object a line.')
     ] = False,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Model folder with tokenizer.json.", metavar="DIR")
-    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Model folder with tokenizer.json.", metavar="DIR")] = None,
     config: ConfigOption = None,
 ) -> None:
     """Show what the classifier finds in a prompt, and the tier that an idle fleet would serve it with."""
@@ -229,7 +227,9 @@ def _tier_settings(settings: Settings) -> list[Any]:
     return [getattr(settings.tiers, name.value) for name in TierName]
 
 
-def _classified(prompt: str, counter: Any, fleet: FleetSnapshot, policy: PolicyTable, settings: Settings) -> dict[str, Any]:
+def _classified(
+    prompt: str, counter: Any, fleet: FleetSnapshot, policy: PolicyTable, settings: Settings
+) -> dict[str, Any]:
     features = extract(prompt, counter)
     query = Query(features, features.tokens, settings.limits.default_max_tokens)
     decision = decide(query, fleet, policy)
@@ -291,7 +291,9 @@ def _run(deployment: Deployment, sock: Any, started: float) -> None:
         err.print(f"{_clock(started)} {replica.id:12} {replica.state.value}{_plain(detail)}", soft_wrap=True)
 
     def is_up(_fleet: Fleet) -> None:
-        err.print(f"{_clock(started)} [bold green]up[/]: listening on http://{shown}:{port}, all tiers ready. Ctrl-C stops.")
+        err.print(
+            f"{_clock(started)} [bold green]up[/]: listening on http://{shown}:{port}, all tiers ready. Ctrl-C stops."
+        )
 
     asyncio.run(run(deployment, sock, version(), changed, is_up))
     err.print(f"{_clock(started)} stopped")
@@ -307,7 +309,9 @@ def _plain(text: str) -> str:
 
 
 def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(
+        level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s"
+    )
     logging.getLogger("qarr.tiers").setLevel(logging.ERROR)  # shown by the command itself
 
 

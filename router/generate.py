@@ -33,7 +33,7 @@ PRIORITIES = {"interactive": -1, "standard": 0, "batch": 1}
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 
 
-class ClientGone(Exception):  # noqa: N818  named for what it tells
+class ClientGone(Exception):
     """The client closed the connection."""
 
 
@@ -158,7 +158,9 @@ def choose(body: GenerateBody, services: Services) -> Decision:
     return decision
 
 
-def chat_request(body: GenerateBody, decision: Decision, ids: dict[str, str], default_temperature: float) -> ChatRequest:
+def chat_request(
+    body: GenerateBody, decision: Decision, ids: dict[str, str], default_temperature: float
+) -> ChatRequest:
     """Return what the engine is asked: the prompt goes through the model's own chat template there."""
     system = ({"role": "system", "content": body.system_prompt},) if body.system_prompt is not None else ()
     return ChatRequest(

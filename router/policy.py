@@ -224,9 +224,7 @@ def _refuse(
     return Decision(None, None, reason, query, (), verdicts, cause)
 
 
-def _why_not(
-    query: Query, fleet: FleetSnapshot, doubts: Mapping[TierName, tuple[Refusal, str] | None]
-) -> str:
+def _why_not(query: Query, fleet: FleetSnapshot, doubts: Mapping[TierName, tuple[Refusal, str] | None]) -> str:
     assert query.hint is not None
     doubt = doubts[query.hint]
     return doubt[1] if doubt else _outside_sla(fleet.tier(query.hint), query) or "not chosen"

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from router.policy import Decision, Refusal
-from router.upstream import EngineBroke, EngineRefused, NoEngineAnswered, UpstreamError
+from router.upstream import EngineBroke, EngineRefused, NoEngineAnswered, NoPlace, UpstreamError
 from router.wire import FieldProblem, InvalidBody
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ BUSY_RETRY_S = 1  # a place frees up with the next finished request
 STARTING_RETRY_S = 10  # engines start and warm in tens of seconds
 
 
-class BodyTooLarge(Exception):  # noqa: N818  named for what it tells
+class BodyTooLarge(Exception):
     """A request body over the limit."""
 
     def __init__(self, limit: int) -> None:
@@ -32,7 +32,7 @@ class BodyTooLarge(Exception):  # noqa: N818  named for what it tells
         self.limit = limit
 
 
-class Refused(Exception):  # noqa: N818  named for what it tells
+class Refused(Exception):
     """The policy found no tier."""
 
     def __init__(self, decision: Decision) -> None:
@@ -69,20 +69,30 @@ class Problem:
         more = {"retry-after": str(self.retry_after_s)} if self.retry_after_s is not None else {}
         if self.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
             more["connection"] = "close"  # the rest of the body is not going to be read
-        return Response(
-            to_json(self.body(ids)), self.status, media_type=MEDIA_TYPE, headers={**headers, **more}
-        )
+        return Response(to_json(self.body(ids)), self.status, media_type=MEDIA_TYPE, headers={**headers, **more})
 
 
 _REFUSALS: dict[Refusal, tuple[HTTPStatus, str, int | None]] = {
     Refusal.TOO_LONG: (HTTPStatus.UNPROCESSABLE_ENTITY, "The request fits no tier's context", None),
-    Refusal.NOT_READY: (HTTPStatus.SERVICE_UNAVAILABLE, "No tier that could serve this is ready", STARTING_RETRY_S),
-    Refusal.AT_CAPACITY: (HTTPStatus.SERVICE_UNAVAILABLE, "Every tier that could serve this is full", BUSY_RETRY_S),
-    Refusal.SLA_UNMET: (HTTPStatus.SERVICE_UNAVAILABLE, "No tier can meet the required SLA now", BUSY_RETRY_S),
+    Refusal.NOT_READY: (
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "No tier that could serve this is ready",
+        STARTING_RETRY_S,
+    ),
+    Refusal.AT_CAPACITY: (
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "Every tier that could serve this is full",
+        BUSY_RETRY_S,
+    ),
+    Refusal.SLA_UNMET: (
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "No tier can meet the required SLA now",
+        BUSY_RETRY_S,
+    ),
 }
 
 
-def describe(error: Exception) -> Problem:
+def describe(error: Exception) -> Problem:  # noqa: PLR0911  a table, written as a match
     """Return the problem for an exception. Anything unforeseen is a 500 that tells nothing of the inside."""
     match error:
         case InvalidBody():
@@ -95,10 +105,11 @@ def describe(error: Exception) -> Problem:
         case EngineRefused():
             wrong = FieldProblem("prompt", error.detail, "what the engine accepts")
             return Problem(422, "engine-refused", "The engine refused the request", error.detail, (wrong,))
+        case NoPlace():
+            status, title, retry = _REFUSALS[Refusal.AT_CAPACITY]
+            return Problem(int(status), "at-capacity", title, str(error), retry_after_s=retry)
         case NoEngineAnswered():
-            return Problem(
-                503, "no-engine-answered", "No engine answered", str(error), retry_after_s=BUSY_RETRY_S
-            )
+            return Problem(503, "no-engine-answered", "No engine answered", str(error), retry_after_s=BUSY_RETRY_S)
         case EngineBroke():
             return Problem(502, "stream-broken", "The answer is incomplete: its engine failed", str(error))
         case UpstreamError():

@@ -15,7 +15,6 @@ import uvicorn
 
 from classifier import EstimatingCounter, TokenCounter
 from router.app import create_app
-from router.settings import Settings, TierSettings
 from router.telemetry import engine_target, make_telemetry
 from tiers.checkpoint import Checkpoint, check_alike
 from tiers.errors import EngineError
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    from router.settings import Settings, TierSettings
     from tiers.fleet import Replica
 
 log = logging.getLogger("qarr.router")
@@ -222,16 +222,15 @@ async def _started(fleet: Fleet, local: set[TierName]) -> None:
 
 
 def _spec(name: TierName, tier: TierSettings, prepared: Mapping[TierName, Checkpoint]) -> TierSpec:
-    found = prepared.get(name)
-    own_folder = tier.checkpoint is not None or found is None
+    found = None if tier.urls or tier.checkpoint is not None else prepared.get(name)
     return TierSpec(
         name=name,
         max_model_len=tier.max_model_len,
         max_num_seqs=tier.max_num_seqs,
         max_in_flight=tier.max_in_flight,
         urls=tier.urls,
-        checkpoint=None if tier.urls else tier.checkpoint or (found.path if found else None),
-        digest=None if own_folder or tier.urls else found.manifest.weights_digest,
+        checkpoint=found.path if found else None if tier.urls else tier.checkpoint,
+        digest=found.manifest.weights_digest if found else None,
     )
 
 

@@ -103,9 +103,7 @@ class ModelSettings(Section):
     """The model and how its checkpoints are made."""
 
     name: str = Field(DEFAULT_MODEL, description="The default model, a model folder, or a Hugging Face id.")
-    store: Path = Field(
-        default_factory=lambda: cache_dir() / "models", description="Where checkpoints are kept."
-    )
+    store: Path = Field(default_factory=lambda: cache_dir() / "models", description="Where checkpoints are kept.")
     calibration: Path = Field(DEFAULT_CALIBRATION, description='JSON lines with a "text" field, for AWQ.')
     group_size: Literal[0, 32, 64, 128] = Field(0, description="AWQ weights a scale; 0 chooses.")
 
@@ -160,7 +158,9 @@ class PolicySettings(Section):
         0.6, ge=0, le=1, description="Below this confidence in the class, one tier higher is taken."
     )
     max_slowdown: float = Field(
-        4.0, gt=1, description="A tier this many times slower per token than a higher precision is passed over."
+        4.0,
+        gt=1,
+        description="A tier this many times slower per token than a higher precision is passed over.",
     )
 
 
@@ -183,7 +183,11 @@ class Settings(BaseSettings):
     """All settings."""
 
     model_config = SettingsConfigDict(
-        env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, nested_model_default_partial_update=True
+        env_prefix=PREFIX,
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        nested_model_default_partial_update=True,
     )
 
     server: ServerSettings = ServerSettings()

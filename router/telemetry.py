@@ -108,14 +108,16 @@ class Telemetry:
         """Put the classifier's findings on its span; the prompt only when that is switched on."""
         if not span.is_recording():
             return
-        span.set_attributes({
-            "qarr.class": features.prompt_class.value,
-            "qarr.confidence": features.confidence,
-            "qarr.contains_code": features.contains_code,
-            "qarr.asks_for_code": features.asks_for_code,
-            "qarr.prompt.tokens": features.tokens,
-            "qarr.signals": list(features.signals),
-        })
+        span.set_attributes(
+            {
+                "qarr.class": features.prompt_class.value,
+                "qarr.confidence": features.confidence,
+                "qarr.contains_code": features.contains_code,
+                "qarr.asks_for_code": features.asks_for_code,
+                "qarr.prompt.tokens": features.tokens,
+                "qarr.signals": list(features.signals),
+            }
+        )
         if features.language:
             span.set_attribute("qarr.language", features.language)
         if self._record_prompts:
@@ -135,11 +137,13 @@ class Telemetry:
         """Put who served the request on the server span."""
         span = trace.get_current_span()
         if span.is_recording():
-            span.set_attributes({
-                "qarr.served.tier": tier.value,
-                "qarr.served.replica": replica_id,
-                "qarr.attempts.failed": attempts_failed,
-            })
+            span.set_attributes(
+                {
+                    "qarr.served.tier": tier.value,
+                    "qarr.served.replica": replica_id,
+                    "qarr.attempts.failed": attempts_failed,
+                }
+            )
 
     def start_attempt(  # noqa: PLR0917
         self, tier: TierName, replica_id: str, url: str, model: str, request: ChatRequest, number: int

@@ -5,6 +5,7 @@ UpstreamError
 ├── EngineFailed        an answer of 5xx, or one that makes no sense  tried elsewhere
 ├── EngineRefused       the request itself is at fault               not tried elsewhere
 ├── EngineBroke         failed after the first token                 told to the caller
+├── NoPlace             every place was taken since the decision
 └── NoEngineAnswered    every attempt failed
 """
 
@@ -60,6 +61,10 @@ class EngineBroke(UpstreamError):
     """The engine failed after the first token."""
 
 
+class NoPlace(UpstreamError):
+    """Every place was taken between the decision and the attempt."""
+
+
 class NoEngineAnswered(UpstreamError):
     """Every attempt failed before the first token."""
 
@@ -85,15 +90,17 @@ class ChatRequest:
 
     def body(self, model: str) -> bytes:
         """Return the engine's request body. Answers are always streamed, so that a stalled engine is noticed."""
-        return to_json({
-            "model": model,
-            "messages": self.messages,
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "priority": self.priority,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        })
+        return to_json(
+            {
+                "model": model,
+                "messages": self.messages,
+                "max_tokens": self.max_tokens,
+                "temperature": self.temperature,
+                "priority": self.priority,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
 
 
 def make_transport(max_connections: int) -> httpx.AsyncBaseTransport:
@@ -225,14 +232,13 @@ class Answer:
         self.finish_reason = delta.finish_reason or self.finish_reason
         if delta.usage:
             self.usage = {
-                name: int(delta.usage.get(name) or 0)
-                for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+                name: int(delta.usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens", "total_tokens")
             }
 
     async def aclose(self, error: BaseException | None = None) -> None:
         """Give the lease back, close the connection and end the span."""
         if self._complete:
-            self._lease.finished(self.tpot_ms)
+            self._lease.finished(self.ttft_ms, self.tpot_ms)
         elif isinstance(error, UpstreamError):
             self._lease.failed()
         self._lease.release()
@@ -270,7 +276,8 @@ class Upstream:
 
         Raises:
             EngineRefused: An engine says that the request is wrong.
-            NoEngineAnswered: All attempts failed, or no replica had a place.
+            NoPlace: No replica had a place any more.
+            NoEngineAnswered: All attempts failed.
         """
         assert decision.tier is not None
         tried: dict[str, str] = {}
@@ -286,8 +293,10 @@ class Upstream:
                     return await self._attempt(tier, lease, request, len(tried))
                 except (EngineUnreachable, EngineFailed, EngineBroke) as error:
                     tried[lease.replica.id] = str(error)
+        if not tried:
+            raise NoPlace(f"every place on {', '.join((decision.tier, *decision.fallbacks))} is taken")
         causes = "; ".join(f"{replica}: {cause}" for replica, cause in tried.items())
-        raise NoEngineAnswered(causes or "every place was taken in the meantime")
+        raise NoEngineAnswered(causes)
 
     async def aclose(self) -> None:
         """Close the pooled connections."""
@@ -303,7 +312,9 @@ class Upstream:
             async with asyncio.timeout(self._options.first_token_timeout_s):
                 response = await self._transport.handle_async_request(self._http(lease, request, span))
                 if response.status_code != httpx.codes.OK:
-                    raise _status_error(response.status_code, await _body_of(response))
+                    raise _status_error(  # noqa: TRY301  one place ends the attempt
+                        response.status_code, await _body_of(response)
+                    )
                 answer = Answer(tier, lease, EngineStream(response), span, self._options.token_timeout_s)
                 answer.failed_attempts = number
                 await answer.begin(started)

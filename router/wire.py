@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -30,7 +30,7 @@ class FieldProblem:
     allowed: str
 
 
-class InvalidBody(Exception):  # noqa: N818  named for what it tells
+class InvalidBody(Exception):
     """A request body that is not what the endpoint takes."""
 
     def __init__(self, problems: tuple[FieldProblem, ...]) -> None:
@@ -46,6 +46,11 @@ class SlaBody(BaseModel):
     ttft_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
     tpot_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
     max_quality_loss: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+
+
+def _limits(info: ValidationInfo) -> LimitSettings:
+    limits: Any = info.context
+    return cast("LimitSettings", limits)
 
 
 class GenerateBody(BaseModel):
@@ -66,7 +71,7 @@ class GenerateBody(BaseModel):
     @field_validator("prompt", "system_prompt")
     @classmethod
     def _within_text_limits(cls, text: str | None, info: ValidationInfo) -> str | None:
-        limits: LimitSettings = info.context
+        limits = _limits(info)
         if text is None:
             return text
         if len(text) > limits.max_prompt_chars:
@@ -79,7 +84,7 @@ class GenerateBody(BaseModel):
     @field_validator("max_tokens")
     @classmethod
     def _within_token_limit(cls, tokens: int | None, info: ValidationInfo) -> int | None:
-        limits: LimitSettings = info.context
+        limits = _limits(info)
         if tokens is not None and tokens > limits.max_tokens:
             raise ValueError(f"is {tokens}")
         return tokens

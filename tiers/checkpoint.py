@@ -14,7 +14,6 @@ import os
 import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -23,7 +22,8 @@ from tiers.errors import CheckpointError, TokenizerMismatch
 from tiers.spec import PRECISIONS, Precision, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
 MANIFEST = "qarr-manifest.json"
 RECIPE_VERSION = 1  # raise it when quantize.py changes what it makes
@@ -39,7 +39,6 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 _SAMPLE = 1 << 20
-
 
 
 class Manifest(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -9,29 +10,32 @@ if TYPE_CHECKING:
 
     from tiers.spec import EngineLaunch
 
+ENGINE_MAIN = Path(__file__).with_name("engine_main.py")
 # Set by the parent for itself, harmful in an engine: bytecode caching halves an engine's start-up CPU, and the parent's
 # virtual environment and trace exporter are not the engine's.
-DROPPED = frozenset({
-    "PYTHONDONTWRITEBYTECODE",
-    "PYTHONPATH",
-    "PYTHONHOME",
-    "VIRTUAL_ENV",
-    "OTEL_SERVICE_NAME",
-    "OTEL_EXPORTER_OTLP_ENDPOINT",
-    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-    "OTEL_TRACES_EXPORTER",
-    "OTEL_EXPORTER_OTLP_PROTOCOL",
-})
+DROPPED = frozenset(
+    {
+        "PYTHONDONTWRITEBYTECODE",
+        "PYTHONPATH",
+        "PYTHONHOME",
+        "VIRTUAL_ENV",
+        "OTEL_SERVICE_NAME",
+        "OTEL_EXPORTER_OTLP_ENDPOINT",
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+        "OTEL_TRACES_EXPORTER",
+        "OTEL_EXPORTER_OTLP_PROTOCOL",
+    }
+)
 
 
 def engine_argv(launch: EngineLaunch) -> list[str]:
     """Return the argument list that starts vLLM's OpenAI server for this launch.
 
-    The server is started by module: the CPU wheel's ``vllm`` script looks up the wrong distribution name and exits. The
-    quantization method is left to the checkpoint's own configuration.
+    Not by the ``vllm`` script: the CPU wheel's looks up the wrong distribution name and exits. The quantization method is
+    left to the checkpoint's own configuration.
     """
     tier, place = launch.tier, launch.placement
-    argv = [str(launch.python), "-m", "vllm.entrypoints.openai.api_server"]
+    argv = [str(launch.python), str(ENGINE_MAIN)]
     argv += ["--model", str(tier.checkpoint), "--served-model-name", launch.served_model]
     argv += ["--host", launch.host, "--port", str(launch.port)]
     argv += ["--max-model-len", str(tier.max_model_len), "--max-num-seqs", str(tier.max_num_seqs)]

@@ -7,15 +7,15 @@ lag by seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
 
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-SPEED_MEMORY = 0.9  # weight of the past in the moving average of TPOT: about the last ten requests
+SPEED_MEMORY = 0.8  # weight of the past in the moving averages of TTFT and TPOT: about the last five requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,16 @@ class Speed:
     def ttft_ms(self, prompt_tokens: int) -> float:
         """Predict the time to first token of an idle replica."""
         return self.ttft_base_ms + self.prefill_ms_per_token * prompt_tokens
+
+    def after(self, prompt_tokens: int, ttft_ms: float, tpot_ms: float | None) -> Speed:
+        """Return the estimate moved towards one more answer's times; TTFT moves as a whole, by its ratio."""
+        new = 1 - SPEED_MEMORY
+        scale = SPEED_MEMORY + new * ttft_ms / max(self.ttft_ms(prompt_tokens), 1.0)
+        return Speed(
+            ttft_base_ms=self.ttft_base_ms * scale,
+            prefill_ms_per_token=self.prefill_ms_per_token * scale,
+            tpot_ms=self.tpot_ms if tpot_ms is None else SPEED_MEMORY * self.tpot_ms + new * tpot_ms,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +165,7 @@ class Replica:
         """Change the state; ``detail`` says why, for a person."""
         self.state, self.detail = state, detail
         if state is not ReplicaState.READY:
-            self.gauges = None
+            self.gauges = self.speed = None
 
     def snapshot(self) -> ReplicaSnapshot:
         """Return a frozen copy."""
@@ -182,6 +192,7 @@ class Lease:
     replica: Replica
     _prompt_tokens: int
     _output_tokens: int
+    _asked_tokens: int
     _released: bool = False
 
     def first_token(self) -> None:
@@ -195,13 +206,11 @@ class Lease:
         self.replica.output_tokens -= tokens
         self._output_tokens -= tokens
 
-    def finished(self, tpot_ms: float | None) -> None:
-        """Note a completed answer and, where it had at least two tokens, its time per output token."""
+    def finished(self, ttft_ms: float, tpot_ms: float | None) -> None:
+        """Note a completed answer and its times; ``tpot_ms`` is None for fewer than two tokens."""
         self.replica.served += 1
-        speed = self.replica.speed
-        if tpot_ms is not None and speed is not None:
-            average = SPEED_MEMORY * speed.tpot_ms + (1 - SPEED_MEMORY) * tpot_ms
-            self.replica.speed = replace(speed, tpot_ms=average)
+        if self.replica.speed is not None:
+            self.replica.speed = self.replica.speed.after(self._asked_tokens, ttft_ms, tpot_ms)
 
     def failed(self) -> None:
         """Note an attempt that the replica failed."""
@@ -216,7 +225,7 @@ class Lease:
         self.replica.prompt_tokens -= self._prompt_tokens
         self.replica.output_tokens -= self._output_tokens
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exc: object) -> None:
@@ -265,7 +274,7 @@ class Fleet:
         replica.in_flight += 1
         replica.prompt_tokens += prompt_tokens
         replica.output_tokens += max_tokens
-        return Lease(replica, prompt_tokens, max_tokens)
+        return Lease(replica, prompt_tokens, max_tokens, prompt_tokens)
 
     def _open(self, tier: TierName, exclude: Collection[str]) -> Iterable[Replica]:
         return (

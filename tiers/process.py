@@ -36,7 +36,7 @@ class EngineProcess:
     ) -> EngineProcess:
         """Start an engine with its output going to ``log_path`` (written over) and its CPU affinity to ``cores``."""
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        log_path.write_bytes(b"")
+        log_path.write_bytes(b"")  # noqa: ASYNC240
         pinned = ["taskset", "-c", ",".join(map(str, cores)), *argv] if cores else list(argv)
         guard = await asyncio.create_subprocess_exec(
             sys.executable,

@@ -66,7 +66,10 @@ def import_gguf(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
         raise ValueError(f"{source.name}: tokenizer.ggml.pre is {pre!r}, only 'smollm' can be imported; give a folder")
     report.progress("reading the GGUF file")
     model = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        source.parent,
+        gguf_file=source.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
     )
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
@@ -88,7 +91,14 @@ def fetch_hub(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
     snapshot_download(
         args.source,
         local_dir=args.target,
-        allow_patterns=["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "LICENSE*"],
+        allow_patterns=[
+            "*.safetensors",
+            "*.safetensors.index.json",
+            "*.json",
+            "*.jinja",
+            "*.model",
+            "LICENSE*",
+        ],
         ignore_patterns=["original/*", "consolidated*"],
     )
     return {}
@@ -130,12 +140,16 @@ def quantize_awq(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(args.source)
     prompts = [json.loads(line)["text"] for line in Path(args.calibration).read_text("utf-8").splitlines() if line]
     rows = [_calibration_ids(tokenizer, text, args.max_tokens) for text in prompts]
-    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": group_size}
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": False,
+        "strategy": "group",
+        "group_size": group_size,
+    }
     recipe = [
         AWQModifier(n_grid=GRID),
-        QuantizationModifier(
-            ignore=["lm_head"], config_groups={"linear": {"targets": ["Linear"], "weights": weights}}
-        ),
+        QuantizationModifier(ignore=["lm_head"], config_groups={"linear": {"targets": ["Linear"], "weights": weights}}),
     ]
     _without_pinned_memory()
     with _counted_layers(report, f"quantizing to AWQ int4, groups of {group_size}"):
@@ -209,7 +223,7 @@ class _counted_layers:  # noqa: N801  a context manager, named as one
 
     def __enter__(self) -> None:
         self._stderr = sys.stderr
-        sys.stderr = _Tee(sys.stderr, self._seen)  # type: ignore[assignment]
+        sys.stderr = _Tee(sys.stderr, self._seen)
         self._last = -1
 
     def _seen(self, text: str) -> None:

@@ -22,7 +22,7 @@ from tiers.fleet import Fleet, Replica
 from tiers.probe import EngineProbe
 from tiers.process import EngineProcess, check_port_free
 from tiers.spec import EngineLaunch, ReplicaState, TierSpec
-from tiers.warmup import WarmupPlan, warm_up
+from tiers.warmup import WarmupPlan, measure_speed, warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,6 +85,7 @@ class Supervisor:
                 model=launch.served_model,
             )
             self._watch(self._fleet.add(replica), self._run_here(replica, launch))
+        self._tasks.append(asyncio.create_task(self._measure_when_idle(), name="measure speeds"))
         for spec in external:
             for url in spec.urls:
                 replica = Replica(
@@ -137,9 +138,7 @@ class Supervisor:
         if launch.placement.gpu is not None:
             await self._until_earlier_settled(replica)
         env = engine_environment(launch, os.environ)
-        process = await EngineProcess.start(
-            engine_argv(launch), env, self.log_path(replica), launch.placement.cores
-        )
+        process = await EngineProcess.start(engine_argv(launch), env, self.log_path(replica), launch.placement.cores)
         self._processes[replica.id] = process
         replica.pid = process.pid
         life = asyncio.create_task(self._serve(replica))
@@ -170,7 +169,7 @@ class Supervisor:
     async def _until_earlier_settled(self, replica: Replica) -> None:
         """Wait for the engines before this one: vLLM measures a GPU's free memory while it starts."""
         earlier = self._fleet.replicas[: self._fleet.replicas.index(replica)]
-        while any(r.state in {ReplicaState.STARTING, ReplicaState.WARMING} for r in earlier):
+        while any(r.state in {ReplicaState.STARTING, ReplicaState.WARMING} for r in earlier):  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
 
     async def _until_alive(self, replica: Replica, probe: EngineProbe, limit_s: float) -> None:
@@ -205,7 +204,6 @@ class Supervisor:
             )
         report = await warm_up(probe, replica.model, self._options.warmup)
         self._check_tokens(replica, report.tokens_digest)
-        replica.speed = report.speed
         self._fleet.template(report.template_tokens, report.system_template_tokens)
         self._mark(replica, ReplicaState.READY)
 
@@ -229,6 +227,17 @@ class Supervisor:
             except TierError:
                 missed += 1
         self._mark(replica, ReplicaState.UNREACHABLE, f"{replica.url} answers no probes")
+
+    async def _measure_when_idle(self) -> None:
+        """Measure each ready replica's speed once, when no engine is starting: starts take every core there is."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            if any(r.state in {ReplicaState.STARTING, ReplicaState.WARMING} for r in self._fleet.replicas):
+                continue
+            for replica in self._fleet.replicas:
+                if replica.state is ReplicaState.READY and replica.speed is None and replica.in_flight == 0:
+                    with contextlib.suppress(TierError):
+                        replica.speed = await measure_speed(self._probe(replica), replica.model, self._options.warmup)
 
     def _probe(self, replica: Replica) -> EngineProbe:
         return EngineProbe(self._client, replica.url, replica.api_key)

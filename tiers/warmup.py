@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from tiers.fleet import Speed
 from tiers.probe import CHAT, COMPLETIONS
 
 if TYPE_CHECKING:
-    from tiers.probe import EngineProbe, Generation
+    from tiers.probe import EngineProbe
 
 _SENTENCE = "The lighthouse keeper wrote the weather into a ledger every evening before the lamp was lit. "
 _SHORT = "Water boils at"
@@ -43,39 +44,34 @@ class WarmupPlan:
 
 @dataclass(frozen=True, slots=True)
 class WarmupReport:
-    """What the warm-up measured.
+    """What the warm-up found out about the engine's tokenizer.
 
     Attributes:
-        speed: With one request at a time.
         template_tokens: Tokens that the chat template adds to a prompt.
         system_template_tokens: The same where there is a system prompt.
         tokens_digest: SHA-256 of the ids of a fixed, varied chat: equal for engines that read prompts alike.
     """
 
-    speed: Speed
     template_tokens: int
     system_template_tokens: int
     tokens_digest: str
 
 
 async def warm_up(probe: EngineProbe, model: str, plan: WarmupPlan) -> WarmupReport:
-    """Run a short, a long and a chat-templated generation, check the answer, and measure.
+    """Run a short, a long and a chat-templated generation, and check the answer.
 
     Raises:
         WarmupFailed: The answer is not sane text, or lacks what was expected.
         ProbeError: The engine did not answer.
     """
     chat = {"model": model, "messages": [{"role": "user", "content": plan.question}], "max_tokens": 16}
-    await probe.generate(COMPLETIONS, {"model": model, "prompt": _SHORT, "max_tokens": 4}, plan.timeout_s)
-    long_prompt = _SENTENCE * (_LONG_TOKENS // 16)
-    long = await probe.generate(
-        COMPLETIONS, {"model": model, "prompt": long_prompt, "max_tokens": 2}, plan.timeout_s
-    )
+    await probe.generate(COMPLETIONS, {"model": model, "prompt": _SHORT, "max_tokens": 2}, plan.timeout_s)
+    await probe.generate(COMPLETIONS, _long(model), plan.timeout_s)
     answer = await probe.generate(CHAT, chat, plan.timeout_s)
     check_answer(answer.text, plan)
     ids = await probe.chat_tokens(model, [{"role": "user", "content": _TOKENIZER_TEXT}])
     digest = hashlib.sha256(repr(ids).encode()).hexdigest()
-    return WarmupReport(_speed(answer, long), *await _template_tokens(probe, model, plan.question), digest)
+    return WarmupReport(*await _template_tokens(probe, model, plan.question), digest)
 
 
 def check_answer(text: str, plan: WarmupPlan) -> None:
@@ -94,14 +90,25 @@ def check_answer(text: str, plan: WarmupPlan) -> None:
         )
 
 
-def _speed(short: Generation, long: Generation) -> Speed:
+async def measure_speed(probe: EngineProbe, model: str, plan: WarmupPlan) -> Speed:
+    """Measure an idle engine: TTFT of a short and of a long prompt, and TPOT.
+
+    Raises:
+        ProbeError: The engine did not answer.
+    """
+    body = {"model": model, "prompt": _SHORT, "max_tokens": 6, "ignore_eos": True}
+    short = await probe.generate(COMPLETIONS, body, plan.timeout_s)
+    long = await probe.generate(COMPLETIONS, _long(model), plan.timeout_s)
     span = max(long.prompt_tokens - short.prompt_tokens, 1)
     slope = max((long.ttft_ms - short.ttft_ms) / span, 0.0)
-    return Speed(
-        ttft_base_ms=max(short.ttft_ms - slope * short.prompt_tokens, 0.0),
-        prefill_ms_per_token=slope,
-        tpot_ms=short.tpot_ms or short.ttft_ms,
-    )
+    base = max(short.ttft_ms - slope * short.prompt_tokens, 0.0)
+    return Speed(ttft_base_ms=base, prefill_ms_per_token=slope, tpot_ms=short.tpot_ms or short.ttft_ms)
+
+
+def _long(model: str) -> dict[str, str | int]:
+    """Return a long prompt that starts unlike any before, so that no prefix cache shortens it."""
+    prompt = f"{secrets.token_hex(4)} {_SENTENCE * (_LONG_TOKENS // 16)}"
+    return {"model": model, "prompt": prompt, "max_tokens": 1}
 
 
 async def _template_tokens(probe: EngineProbe, model: str, text: str) -> tuple[int, int]:

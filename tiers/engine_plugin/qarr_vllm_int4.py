@@ -90,9 +90,7 @@ def _kernel_class() -> type:
         ) -> torch.Tensor:
             packed, scales_and_offsets, _ = self._get_weight_params(layer)
             rows = x.reshape(-1, x.shape[-1])
-            out = torch.ops.aten._weight_int4pack_mm_for_cpu(
-                rows, packed, self.config.group_size, scales_and_offsets
-            )
+            out = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, packed, self.config.group_size, scales_and_offsets)
             if bias is not None:
                 out += bias
             return out.view(*x.shape[:-1], out.shape[-1])

@@ -1,0 +1,125 @@
+"""Real engines for the tests: ``qarr up`` as a person starts it, once for the session."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from tests.engine.collector import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+QARR = Path(sys.executable).with_name("qarr")
+START_LIMIT_S = 1500  # checkpoints are made first where the cache has none
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark everything below this folder, and give it time: a CPU engine's token can take a second."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("engine")
+            item.add_marker(pytest.mark.timeout(START_LIMIT_S + 300))
+
+
+@dataclass(slots=True)
+class Up:
+    """A running ``qarr up``."""
+
+    process: subprocess.Popen[str]
+    url: str
+    collector: Collector
+    output: list[str] = field(default_factory=list)
+
+    def tiers(self) -> dict[str, dict[str, Any]]:
+        """Return /tiers by tier."""
+        return {t["tier"]: t for t in httpx.get(f"{self.url}/tiers", trust_env=False).json()["tiers"]}
+
+    def replica(self, tier: str) -> dict[str, Any]:
+        """Return the one replica of a tier."""
+        found: dict[str, Any] = self.tiers()[tier]["replicas"][0]
+        return found
+
+    def generate(self, **body: Any) -> httpx.Response:
+        """Post to /generate, with an answer of a few tokens at temperature 0 unless said otherwise."""
+        body = {"prompt": "What is the capital of France?", "max_tokens": 16, "temperature": 0, **body}
+        return httpx.post(f"{self.url}/generate", json=body, timeout=300, trust_env=False)
+
+
+def free_ports(count: int) -> int:
+    """Return the first of ``count`` free consecutive ports."""
+    for first in range(20101, 30000, 10):
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no free ports")
+
+
+@pytest.fixture(scope="session")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """Start three engines and the router with tracing on; stop them after the session."""
+    collector = Collector()
+    endpoint = collector.start()
+    base = free_ports(4)
+    env = {
+        **os.environ,
+        "QARR_ENGINE__BASE_PORT": str(base),
+        "QARR_ENGINE__LOG_DIR": str(tmp_path_factory.mktemp("logs")),
+        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+        "OTEL_BSP_SCHEDULE_DELAY": "500",
+    }
+    process = subprocess.Popen(
+        [str(QARR), "up", "--port", str(base + 3)], env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    running = Up(process, f"http://127.0.0.1:{base + 3}", collector)
+    threading.Thread(target=_collect, args=(process, running.output), daemon=True).start()
+    try:
+        _wait_until_up(running)
+        yield running
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+        collector.close()
+
+
+def _collect(process: subprocess.Popen[str], lines: list[str]) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        lines.append(line)
+        print(line, end="")  # noqa: T201  shown with the test's output when it fails
+
+
+def _wait_until_up(running: Up) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    while not any("all tiers ready" in line for line in running.output):
+        assert running.process.poll() is None, "".join(running.output)
+        assert time.monotonic() < deadline, "".join(running.output)
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="session")
+def engine_keys(up: Up) -> dict[str, str]:
+    """Return each engine's random key, which only its process knows."""
+    return {name: _key_of(tier["replicas"][0]["pid"]) for name, tier in up.tiers().items()}
+
+
+def _key_of(pid: int) -> str:
+    environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return next(v.removeprefix("VLLM_API_KEY=") for v in environment if v.startswith("VLLM_API_KEY="))

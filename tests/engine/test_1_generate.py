@@ -1,0 +1,134 @@
+"""The main job on real vLLM: one model, three precisions, one router."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from classifier import TokenCounter
+from tests.unit.router_stack import events
+from tiers.checkpoint import read_checkpoint
+from tiers.fleet import Gauges
+from tiers.probe import EngineProbe
+from tiers.spec import PRECISIONS, TierName
+
+if TYPE_CHECKING:
+    from tests.engine.conftest import Up
+
+
+@pytest.mark.parametrize("tier", list(TierName))
+def test_each_tier_streams_the_right_answer(up: Up, tier: TierName) -> None:
+    """Asked by hint, every precision answers that the capital of France is Paris, and discloses itself."""
+    answer = up.generate(tier=tier.value)
+    assert answer.status_code == 200
+    assert answer.headers["x-qarr-tier"] == tier
+    assert answer.headers["x-qarr-precision"] == PRECISIONS[tier]
+    for name in ("x-qarr-reason", "x-qarr-trace-id", "x-request-id"):
+        assert answer.headers[name]
+    seen = events(answer.text)
+    assert "Paris" in "".join(data["text"] for name, data in seen if name == "message")
+    assert seen[-1][0] == "done"
+    usage = seen[-1][1]["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def test_greeting_goes_to_fast_and_code_does_not(up: Up) -> None:
+    """Without a hint the prompt's class decides."""
+    assert up.generate(prompt="hi").headers["x-qarr-tier"] == "fast"
+    code = up.generate(prompt="Write a Python function that reverses a linked list.", max_tokens=4)
+    assert code.headers["x-qarr-tier"] in {"balanced", "precise"}
+
+
+def test_system_prompt_goes_through_the_models_template(up: Up) -> None:
+    """The engine counts the system prompt's tokens, rendered by its own chat template, as the router predicted."""
+    body = {"prompt": "Who are you?", "system_prompt": "You are a ship's cook named Ada.", "tier": "fast"}
+    decision = httpx.post(f"{up.url}/route", json=body, trust_env=False).json()
+    answer = up.generate(**body, stream=False, max_tokens=8).json()
+    assert answer["usage"]["prompt_tokens"] == decision["prompt_tokens"]
+
+
+def test_prompt_tokens_are_exact(up: Up) -> None:
+    """The router's own count, without asking an engine, is the engine's: digits, code, scripts, white space."""
+    prompts = ["In 1984, 3.50 + 12345", "def f(x):\n\treturn x ** 2\n", "你好，世界 étude", "  a \n\n b  "]
+    for prompt in prompts:
+        decision = httpx.post(f"{up.url}/route", json={"prompt": prompt}, trust_env=False).json()
+        assert decision["features"]["tokens_exact"] is True
+        served = up.generate(prompt=prompt, tier="fast", stream=False, max_tokens=1).json()
+        assert served["usage"]["prompt_tokens"] == decision["prompt_tokens"], prompt
+
+
+def test_checkpoints_are_real(up: Up) -> None:
+    """Each tier names the digest of its checkpoint, whose manifest says how it was made."""
+    tiers = up.tiers()
+    manifests = {}
+    for name in TierName:
+        path = Path(tiers[name]["checkpoint"])
+        checkpoint = read_checkpoint(name, path)
+        assert checkpoint is not None, f"{path} is not a finished checkpoint"
+        manifests[name] = checkpoint.manifest
+        assert tiers[name]["checkpoint_digest"] == checkpoint.manifest.weights_digest
+        quantization = json.loads((path / "config.json").read_text()).get("quantization_config")
+        assert (quantization is None) == (name is TierName.PRECISE)
+    assert len({m.weights_digest for m in manifests.values()}) == 3
+    assert len({m.tokenizer_digest for m in manifests.values()}) == 1
+    assert manifests[TierName.FAST].group_size == 64
+    assert (manifests[TierName.FAST].calibration_samples or 0) >= 128
+    counter = TokenCounter.from_file(Path(tiers["fast"]["checkpoint"], "tokenizer.json"))
+    assert len(counter.encode("12345")) == 5  # numbers are split into digits, as in the model's training
+
+
+def test_prompt_that_fits_no_tier_is_a_422(up: Up) -> None:
+    """A prompt and max_tokens over every context are refused with the numbers; one that fits a larger tier goes there."""
+    long = "word " * 3000
+    answer = up.generate(prompt=long, max_tokens=4096, tier="fast", stream=False)
+    assert answer.headers.get("x-qarr-tier") == "precise" or answer.status_code == 422
+    refused = httpx.post(f"{up.url}/route", json={"prompt": "1 " * 4500, "max_tokens": 4096}, trust_env=False).json()
+    assert refused["tier"] is None
+    assert "exceed" in refused["tiers"][2]["verdict"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_client_that_leaves_frees_the_engine_within_a_second(up: Up, stream: bool) -> None:  # noqa: FBT001
+    """vLLM's own count of running requests falls to zero within a second after the client closed its connection."""
+    leave = threading.Event()
+
+    def ask() -> None:
+        body = {"prompt": "Tell me a very long story.", "tier": "precise", "max_tokens": 2000, "stream": stream}
+        with httpx.Client(timeout=60, trust_env=False) as client:
+            try:
+                with client.stream("POST", f"{up.url}/generate", json=body, timeout=0.1 if not stream else 60) as r:
+                    next(r.iter_bytes())
+                    leave.wait(30)
+            except httpx.ReadTimeout:
+                pass
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    _until(lambda: _engine(up).running == 1, 20) if stream else asking.join()
+    leave.set()
+    asking.join()
+    left = time.monotonic()
+    _until(lambda: up.replica("precise")["in_flight"] == 0 and _engine(up).running == 0, 10)
+    assert time.monotonic() - left < 1.5, "the engine went on for a client that is gone"
+
+
+def _engine(up: Up) -> Gauges:
+    async def read() -> Gauges:
+        async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+            return await EngineProbe(client, up.replica("precise")["url"], "").gauges()
+
+    return asyncio.run(read())
+
+
+def _until(condition: object, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)

@@ -1,0 +1,42 @@
+"""One request is one trace, from the router to inside vLLM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.engine.conftest import Up
+
+SPANS = 5
+
+
+def test_one_trace_with_the_right_parents(up: Up) -> None:
+    """The collector gets the server span, classify, route, the attempt, and vLLM's llm_request below the attempt."""
+    answer = up.generate(tier="fast", prompt="What is the capital of France? Be secretive.")
+    trace = up.collector.trace(answer.headers["x-qarr-trace-id"], until=SPANS)
+    by_name = {span.name: span for span in trace}
+    assert len(trace) == SPANS, sorted(by_name)
+    server, attempt, engine = by_name["POST /generate"], by_name["chat smollm2-135m-instruct"], by_name["llm_request"]
+    assert server.parent == ""
+    assert {by_name[n].parent for n in ("classify", "route")} == {server.span_id}
+    assert attempt.parent == server.span_id
+    assert engine.parent == attempt.span_id
+    assert (server.service, engine.service) == ("qarr-router", "vllm-fast")
+    assert server.attributes["http.route"] == "/generate"
+    assert server.attributes["qarr.tier"] == attempt.attributes["qarr.tier"] == "fast"
+    assert attempt.attributes["gen_ai.operation.name"] == "chat"
+    assert attempt.attributes["gen_ai.usage.output_tokens"] > 0
+    assert not [s for s in trace if "secretive" in repr(s)], "a prompt is on a span though that is not switched on"
+
+
+def test_the_callers_trace_is_continued(up: Up) -> None:
+    """A traceparent of the caller is the parent of the server span, and the answer names its trace id."""
+    import httpx
+
+    trace_id, span_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    body = {"prompt": "hi", "max_tokens": 2}
+    headers = {"traceparent": f"00-{trace_id}-{span_id}-01"}
+    answer = httpx.post(f"{up.url}/generate", json=body, headers=headers, timeout=60, trust_env=False)
+    assert answer.headers["x-qarr-trace-id"] == trace_id
+    trace = up.collector.trace(trace_id, until=SPANS)
+    assert next(s for s in trace if s.name == "POST /generate").parent == span_id

@@ -1,0 +1,70 @@
+"""The fake engine is honest: one script, run against it and against real vLLM, sees the same surface."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from tests.fakes.engine import FakeEngine, serving
+
+if TYPE_CHECKING:
+    from tests.engine.conftest import Up
+
+
+async def script(url: str, key: str) -> dict[str, Any]:
+    """Use everything that QARR uses of an engine; return the shape of what came back."""
+    headers = {"authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60, headers=headers) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]
+        chat = {"model": model["id"], "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "stream": True}
+        extra = {"stream_options": {"include_usage": True}, "temperature": 0, "priority": 0}
+        text = {"model": model["id"], "prompt": "The", "max_tokens": 3, "stream": True}
+        metrics = (await client.get("/metrics")).text
+        return {
+            "health": (await client.get("/health")).status_code,
+            "model": type(model["max_model_len"]).__name__,
+            "metrics": [n in metrics for n in ("vllm:num_requests_running{", "vllm:kv_cache_usage_perc{")],
+            "tokenize": type(
+                (await client.post("/tokenize", json={"prompt": "a", **_of(chat)})).json()["tokens"]
+            ).__name__,
+            "chat": await _shape(client, "/v1/chat/completions", {**chat, **extra}),
+            "completions": await _shape(client, "/v1/completions", {**text, **extra}),
+        }
+
+
+def _of(body: dict[str, Any]) -> dict[str, Any]:
+    return {"model": body["model"]}
+
+
+async def _shape(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    import json
+
+    answer = (await client.post(path, json=body)).text
+    lines = [line for line in answer.split("\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    chunks = [json.loads(line[6:]) for line in lines[:-1]]
+    choices = [c["choices"][0] for c in chunks if c["choices"]]
+    return {
+        "last": lines[-1],
+        "finish": choices[-1]["finish_reason"],
+        "text_in": "delta" if "delta" in choices[0] else "text",
+        "usage_last": sorted(chunks[-1]["usage"].keys() & {"prompt_tokens", "completion_tokens", "total_tokens"}),
+        "usage_earlier": any(c.get("usage") for c in chunks[:-1]),
+        "choices_with_usage": chunks[-1]["choices"],
+        "tokens": chunks[-1]["usage"]["completion_tokens"],
+    }
+
+
+@pytest.mark.parametrize("tier", ["fast"])
+def test_fake_and_real_engine_look_alike(up: Up, tier: str, engine_keys: dict[str, str]) -> None:
+    """Health, model card, gauges, tokens, and both streams have the same shape on both."""
+
+    async def both() -> tuple[dict[str, Any], dict[str, Any]]:
+        async with serving(FakeEngine().app) as fake:
+            return await script(fake, ""), await script(up.replica(tier)["url"], engine_keys[tier])
+
+    fake, real = asyncio.run(both())
+    assert fake == real

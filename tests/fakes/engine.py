@@ -1,0 +1,169 @@
+"""A fake vLLM server, for faults and timings that a real engine cannot be told to produce.
+
+It speaks the part of vLLM's API that QARR uses. ``tests/engine/test_contract.py`` runs one script against this fake and
+against a real engine, and compares what comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from starlette.requests import Request
+    from starlette.types import ASGIApp
+
+ANSWER = ("The", " capital", " of", " France", " is", " Paris", ".")
+TEMPLATE_TOKENS = 6
+
+
+@dataclass(slots=True)
+class Behaviour:
+    """How the fake behaves; change it between requests.
+
+    Attributes:
+        answer: Pieces of every answer.
+        delay_s: Before the first piece, and between pieces.
+        status: HTTP status of generations.
+        error: Body of a generation that is not 200.
+        break_after: Close the connection after that many pieces, without an end.
+        stall_after: Send nothing more after that many pieces.
+        error_after: Send an error chunk after that many pieces.
+        alive: Whether /health answers 200.
+        vocabulary: Changes every token id: another tokenizer.
+    """
+
+    answer: tuple[str, ...] = ANSWER
+    delay_s: float = 0.0
+    status: int = 200
+    error: str = "broken"
+    break_after: int | None = None
+    stall_after: int | None = None
+    error_after: int | None = None
+    alive: bool = True
+    vocabulary: int = 0
+    max_model_len: int = 8192
+    running: int = 0
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+
+
+class FakeEngine:
+    """The fake's application; ``behaviour`` is shared with the test."""
+
+    def __init__(self, behaviour: Behaviour | None = None, model: str = "fake") -> None:
+        self.behaviour = behaviour or Behaviour()
+        self._model = model
+        self.app: ASGIApp = Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+                Route("/v1/models", self._models),
+                Route("/tokenize", self._tokenize, methods=["POST"]),
+                Route("/v1/completions", self._generate, methods=["POST"]),
+                Route("/v1/chat/completions", self._generate, methods=["POST"]),
+            ]
+        )
+
+    async def _health(self, _request: Request) -> Response:
+        return Response(status_code=200 if self.behaviour.alive else 503)
+
+    async def _metrics(self, _request: Request) -> Response:
+        label = f'{{engine="0",model_name="{self._model}"}}'
+        return PlainTextResponse(
+            f"vllm:num_requests_running{label} {float(self.behaviour.running)}\n"
+            f"vllm:num_requests_waiting{label} 0.0\nvllm:kv_cache_usage_perc{label} 0.25\n"
+        )
+
+    async def _models(self, _request: Request) -> Response:
+        card = {"id": self._model, "object": "model", "max_model_len": self.behaviour.max_model_len}
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = await request.json()
+        if "messages" in body:
+            tokens = [n for m in body["messages"] for n in self._ids(m["content"])] + [1] * TEMPLATE_TOKENS
+        else:
+            tokens = self._ids(body["prompt"])
+        return JSONResponse({"count": len(tokens), "max_model_len": 8192, "tokens": tokens, "token_strs": None})
+
+    def _ids(self, text: str) -> list[int]:
+        return [self.behaviour.vocabulary + len(word) for word in text.split()]
+
+    async def _generate(self, request: Request) -> Response:
+        body = await request.json()
+        b = self.behaviour
+        b.requests.append(body)
+        b.headers.append(dict(request.headers))
+        if b.status != 200:
+            error = {"message": b.error, "type": "BadRequestError", "param": None, "code": b.status}
+            return JSONResponse({"error": error}, b.status)
+        chat = request.url.path.endswith("/chat/completions")
+        return StreamingResponse(self._stream(body, chat=chat), media_type="text/event-stream")
+
+    async def _stream(self, body: dict[str, Any], *, chat: bool) -> AsyncIterator[bytes]:
+        b = self.behaviour
+        b.running += 1
+        try:
+            if chat:
+                yield self._chunk({"role": "assistant", "content": ""}, None, chat=True)
+            pieces = b.answer[: body.get("max_tokens") or 16]
+            for number, piece in enumerate(pieces):
+                await asyncio.sleep(b.delay_s)
+                if number == b.break_after:
+                    raise ConnectionResetError
+                if number == b.stall_after:
+                    await asyncio.sleep(3600)
+                if number == b.error_after:
+                    yield b'data: {"error": {"message": "engine died", "code": 500}}\n\n'
+                    return
+                yield self._chunk({"content": piece}, None, chat=chat)
+            reason = "length" if len(pieces) < len(b.answer) else "stop"
+            yield self._chunk({"content": ""}, reason, chat=chat)
+            usage = {"prompt_tokens": 10, "completion_tokens": len(pieces), "total_tokens": 10 + len(pieces)}
+            yield self._event({"choices": [], "usage": usage})
+            yield b"data: [DONE]\n\n"
+        finally:
+            b.running -= 1
+
+    def _chunk(self, delta: dict[str, str], reason: str | None, *, chat: bool) -> bytes:
+        part = {"delta": delta} if chat else {"text": delta["content"]}
+        return self._event({"choices": [{"index": 0, **part, "finish_reason": reason}], "usage": None})
+
+    def _event(self, fields: dict[str, Any]) -> bytes:
+        chunk = {"id": "x", "object": "chunk", "created": int(time.time()), "model": self._model, **fields}
+        return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+@asynccontextmanager
+async def serving(app: ASGIApp, port: int = 0) -> AsyncIterator[str]:
+    """Serve an application on a loopback socket; yield its base URL."""
+    config = uvicorn.Config(app, port=port, log_config=None, ws="none", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.005)
+        if task.done():
+            task.result()
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+if __name__ == "__main__":
+    import sys
+
+    uvicorn.run(FakeEngine().app, port=int(sys.argv[1]), log_config=None)

@@ -1,0 +1,85 @@
+"""A router on a real socket in front of fake engines, wired as in production."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from classifier import EstimatingCounter
+from router.app import create_app
+from router.settings import Settings, load_settings
+from router.telemetry import Telemetry
+from tests.fakes.engine import Behaviour, FakeEngine, serving
+from tiers.fleet import Fleet
+from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.supervisor import Supervisor, SupervisorOptions
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from opentelemetry.sdk.trace import TracerProvider
+
+
+@dataclass(slots=True)
+class Stack:
+    """A running router and its engines' behaviours."""
+
+    url: str
+    client: httpx.AsyncClient
+    fleet: Fleet
+    engines: dict[TierName, Behaviour]
+
+    async def generate(self, **body: Any) -> httpx.Response:
+        """Post to /generate and read the whole answer."""
+        return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", **body})
+
+    def leases(self) -> int:
+        """Return the leases that are out."""
+        return sum(r.in_flight + r.prompt_tokens + r.output_tokens for r in self.fleet.replicas)
+
+
+@asynccontextmanager
+async def router_stack(
+    tmp_path: Path,
+    overrides: dict[str, Any] | None = None,
+    tracing: TracerProvider | None = None,
+    **behaviours: Behaviour,
+) -> AsyncIterator[Stack]:
+    """Run a router in front of one fake engine a tier, ready and warmed through the real supervisor."""
+    async with AsyncExitStack() as cleanup:
+        engines = {name: behaviours.get(name.value, Behaviour()) for name in TierName}
+        urls = {n: await cleanup.enter_async_context(serving(FakeEngine(b).app)) for n, b in engines.items()}
+        settings: Settings = load_settings(None, overrides)
+        specs = tuple(
+            TierSpec(n, tier.max_model_len, tier.max_num_seqs, tier.max_in_flight, urls=(urls[n],))
+            for n, tier in ((n, getattr(settings.tiers, n.value)) for n in TierName)
+        )
+        fleet = Fleet(specs)
+        supervisor = Supervisor(fleet, SupervisorOptions(log_dir=tmp_path))
+        supervisor.start([], specs)
+        cleanup.push_async_callback(supervisor.stop)
+        while not all(r.state is ReplicaState.READY for r in fleet.replicas):
+            await asyncio.sleep(0.01)
+        for behaviour in engines.values():
+            behaviour.requests.clear()
+            behaviour.headers.clear()
+        app = create_app(settings, fleet, EstimatingCounter(), Telemetry(tracing), "fake")
+        url = await cleanup.enter_async_context(serving(app))
+        client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
+        yield Stack(url, client, fleet, engines)
+
+
+def events(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return a stream's events as (name, data)."""
+    import json
+
+    found = []
+    for block in text.strip().split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in block.splitlines())
+        found.append((lines.get("event", "message"), json.loads(lines["data"])))
+    return found

@@ -1,0 +1,207 @@
+"""POST /generate over real sockets, in front of fake engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.fakes.engine import ANSWER, Behaviour
+from tests.unit.router_stack import events, router_stack
+from tiers.spec import ReplicaState, TierName
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.anyio
+FULL = "".join(ANSWER)
+
+
+async def test_streams_text_then_one_done_event(tmp_path: Path) -> None:
+    """A stream is text events, then exactly one done event with usage, and carries the decision in its headers."""
+    async with router_stack(tmp_path) as stack:
+        answer = await stack.generate(tier="precise")
+        seen = events(answer.text)
+        assert "".join(data["text"] for name, data in seen if name == "message") == FULL
+        assert [name for name, _ in seen if name != "message"] == ["done"]
+        done = seen[-1][1]
+        assert done["usage"]["completion_tokens"] == len(ANSWER)
+        assert (done["finish_reason"], done["tier"], done["continued_on"]) == ("stop", "precise", [])
+        assert answer.headers["x-qarr-tier"] == "precise"
+        assert answer.headers["x-qarr-precision"] == "bf16"
+        assert "hint precise" in answer.headers["x-qarr-reason"]
+        assert len(answer.headers["x-qarr-trace-id"]) == 32
+        assert answer.headers["x-request-id"]
+        assert stack.leases() == 0
+
+
+async def test_answers_json_when_asked(tmp_path: Path) -> None:
+    """With stream false the same answer comes as one JSON object."""
+    async with router_stack(tmp_path) as stack:
+        answer = (await stack.generate(stream=False)).json()
+        assert (answer["text"], answer["finish_reason"], answer["tier"]) == (FULL, "stop", "fast")
+
+
+async def test_passes_the_request_on(tmp_path: Path) -> None:
+    """System prompt, sampling, priority and our id reach the engine; its key does, the caller's headers do not."""
+    async with router_stack(tmp_path) as stack:
+        await stack.client.post(
+            f"{stack.url}/generate",
+            json={
+                "prompt": "hi", "system_prompt": "be brief", "max_tokens": 3, "temperature": 0, "priority": "batch",
+                "tier": "fast",
+            },
+            headers={"x-request-id": "mine-1", "authorization": "Bearer client-secret", "cookie": "a=b"},
+        )  # fmt: skip
+        engine = stack.engines[TierName.FAST]
+        sent = engine.requests[0]
+        assert sent["messages"] == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+        assert (sent["max_tokens"], sent["temperature"], sent["priority"]) == (3, 0, 1)
+        assert engine.headers[0]["x-request-id"].startswith("mine-1-")
+        assert "authorization" not in engine.headers[0]
+        assert "cookie" not in engine.headers[0]
+
+
+@pytest.mark.parametrize(
+    "fault", [Behaviour(status=500), Behaviour(break_after=0), Behaviour(error_after=0), Behaviour(stall_after=0)]
+)
+async def test_retries_elsewhere_before_the_first_byte(tmp_path: Path, fault: Behaviour) -> None:
+    """A tier that fails before its first token is replaced, and the answer says by whom."""
+    options = {"upstream": {"first_token_timeout_s": 0.3}}
+    async with router_stack(tmp_path, options) as stack:
+        broken = stack.engines[TierName.FAST]
+        broken.status, broken.break_after = fault.status, fault.break_after
+        broken.error_after, broken.stall_after = fault.error_after, fault.stall_after
+        answer = await stack.generate()
+        assert answer.status_code == 200
+        assert answer.headers["x-qarr-tier"] == "balanced"
+        assert "fast failed before the first token" in answer.headers["x-qarr-reason"]
+        assert events(answer.text)[-1][0] == "done"
+        assert stack.leases() == 0
+
+
+async def test_required_tier_is_not_replaced(tmp_path: Path) -> None:
+    """With tier_policy require a failing tier is an error, not another tier."""
+    async with router_stack(tmp_path) as stack:
+        stack.engines[TierName.FAST].status = 500
+        answer = await stack.generate(tier="fast", tier_policy="require")
+        assert answer.status_code == 503
+        assert answer.json()["type"] == "urn:qarr:problem:no-engine-answered"
+        assert answer.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("fault", ["break_after", "stall_after", "error_after"])
+async def test_failure_after_the_first_byte_is_an_error_event(tmp_path: Path, fault: str) -> None:
+    """A stream that cannot be finished ends with an explicit error event, never with a clean end."""
+    async with router_stack(tmp_path, {"upstream": {"token_timeout_s": 0.3}}) as stack:
+        setattr(stack.engines[TierName.FAST], fault, 3)
+        seen = events((await stack.generate(tier="fast")).text)
+        assert "".join(d["text"] for name, d in seen if name == "message") == "The capital of"
+        name, problem = seen[-1]
+        assert name == "error"
+        assert problem["status"] == 502
+        assert problem["request_id"]
+        assert [n for n, _ in seen].count("done") == 0
+        assert stack.leases() == 0
+
+
+async def test_failure_in_a_json_answer_is_a_502(tmp_path: Path) -> None:
+    """Without a stream, an answer that broke off is an error and not a shorter answer."""
+    async with router_stack(tmp_path) as stack:
+        stack.engines[TierName.FAST].break_after = 3
+        answer = await stack.generate(tier="fast", stream=False)
+        assert answer.status_code == 502
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert stack.leases() == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_disconnect_aborts_the_engines_request(tmp_path: Path, stream: bool) -> None:  # noqa: FBT001
+    """When the client goes away its request ends in the engine, and every lease comes back."""
+    async with router_stack(tmp_path) as stack:
+        engine = stack.engines[TierName.FAST]
+        engine.delay_s, engine.answer = 0.05, ("x",) * 400
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rsplit(":", 1)[1]))
+        body = json.dumps({"prompt": "hi", "tier": "fast", "stream": stream, "max_tokens": 400}).encode()
+        head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        writer.write(head + body)
+        await writer.drain()
+        while engine.running == 0:
+            await asyncio.sleep(0.01)
+        if stream:
+            await reader.readuntil(b"data: ")
+        writer.close()
+        async with asyncio.timeout(5):
+            while engine.running or stack.leases():
+                await asyncio.sleep(0.01)
+
+
+async def test_full_tier_sends_elsewhere_and_full_fleet_refuses(tmp_path: Path) -> None:
+    """Places are bounded: a full tier's requests go to another one, a full fleet answers 503 with Retry-After."""
+    one = {"max_in_flight": 1}
+    async with router_stack(tmp_path, {"tiers": {n.value: one for n in TierName}}) as stack:
+        for engine in stack.engines.values():
+            engine.delay_s = 0.1
+        answers = await asyncio.gather(*(stack.generate() for _ in range(4)))
+        assert sorted(a.status_code for a in answers) == [200, 200, 200, 503]
+        assert {a.headers.get("x-qarr-tier") for a in answers if a.status_code == 200} == {
+            "fast",
+            "balanced",
+            "precise",
+        }
+        refused = next(a for a in answers if a.status_code == 503)
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["type"] == "urn:qarr:problem:at-capacity"
+        assert stack.leases() == 0
+
+
+async def test_dead_engine_is_seen_and_avoided(tmp_path: Path) -> None:
+    """A replica that stops answering probes leaves the rotation, and requests go on elsewhere."""
+    async with router_stack(tmp_path) as stack:
+        stack.fleet.replicas[0].mark(ReplicaState.FAILED, "killed")
+        answer = await stack.generate(tier="fast")
+        assert answer.headers["x-qarr-tier"] == "balanced"
+        assert "hint fast not taken: is failed" in answer.headers["x-qarr-reason"]
+        ready = await stack.client.get(f"{stack.url}/readyz")
+        assert ready.json() == {
+            "ready": True,
+            "tiers": {"fast": "failed", "balanced": "ready", "precise": "ready"},
+        }
+
+
+async def test_nothing_ready_is_503(tmp_path: Path) -> None:
+    """With no tier ready, /readyz and /generate answer 503 and /healthz still 200."""
+    async with router_stack(tmp_path) as stack:
+        for replica in stack.fleet.replicas:
+            replica.mark(ReplicaState.FAILED)
+        assert (await stack.client.get(f"{stack.url}/readyz")).status_code == 503
+        refused = await stack.generate()
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
+        assert (await stack.client.get(f"{stack.url}/healthz")).status_code == 200
+
+
+async def test_engine_refusal_is_a_422_and_not_retried(tmp_path: Path) -> None:
+    """A request that the engine calls wrong is the caller's to mend: no other tier is tried."""
+    async with router_stack(tmp_path) as stack:
+        engine = stack.engines[TierName.FAST]
+        engine.status, engine.error = 400, "maximum context length is 2048 tokens"
+        answer = await stack.generate(tier="fast")
+        assert answer.status_code == 422
+        assert "2048" in answer.json()["detail"]
+        assert not stack.engines[TierName.BALANCED].requests
+
+
+async def test_route_and_tiers_report_without_generating(tmp_path: Path) -> None:
+    """/route gives the decision that /generate would take, /tiers the whole fleet; no engine is asked."""
+    async with router_stack(tmp_path) as stack:
+        body = {"prompt": "Write a Python function that reverses a list"}
+        decision = (await stack.client.post(f"{stack.url}/route", json=body)).json()
+        assert decision["class"] == "code"
+        assert decision["tier"] != "fast"
+        assert [t["tier"] for t in decision["tiers"]] == ["fast", "balanced", "precise"]
+        fleet = (await stack.client.get(f"{stack.url}/tiers")).json()
+        replica = fleet["tiers"][0]["replicas"][0]
+        assert (replica["state"], replica["pid"], replica["in_flight"]) == ("ready", None, 0)
+        assert not any(e.requests for e in stack.engines.values())
