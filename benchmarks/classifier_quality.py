@@ -1,75 +1,89 @@
-"""Score the classifier against labelled prompts.
+"""Print how well the classifier finds code in labelled prompts.
 
-usage: python benchmarks/classifier_quality.py LABELLED.jsonl [--errors]
+    python benchmarks/classifier_quality.py FILE.jsonl [--errors]
 
-Each line is an object with ``text``, ``contains_code``, ``asks_for_code``, ``language``, and optionally ``kind`` and
-``borderline`` (left out of the scores).
+Each line has ``id``, ``text``, ``contains_code``, ``asks_for_code``, ``has_code``, ``language``, ``kind``, ``borderline`` and
+``programming_topic``. Borderline prompts are left out of all scores. Tokens are estimated: of the classes only
+``long_context`` depends on them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter as Tally
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, TypeAlias
 
 from classifier import EstimatingCounter, PromptFeatures, extract
 
+Pair: TypeAlias = tuple[dict[str, Any], PromptFeatures]
+LABELS = ("contains_code", "asks_for_code", "has_code")
+
 
 def main() -> None:
-    """Print precision, recall and F1 for each label, and where the errors are."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--errors", action="store_true", help="list what was misjudged")
-    args = parser.parse_args()
+    """Read the file, classify and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, help="labelled prompts, one JSON object a line")
+    parser.add_argument(
+        "--errors", action="store_true", help="list the prompts that are judged otherwise than labelled"
+    )
+    options = parser.parse_args()
     counter = EstimatingCounter()
-    cases = [json.loads(line) for line in args.file.read_text("utf-8").splitlines()]
-    results = [(case, extract(case["text"], counter)) for case in cases if not case.get("borderline")]
-    print(f"{len(results)} prompts, {len(cases) - len(results)} borderline ones left out")
-    for label in ("has_code", "contains_code", "asks_for_code"):
-        _scores(label, [(_label(case, label), _found(f, label)) for case, f in results])
-    _false_positives("hard negatives", [r for r in results if r[0].get("kind", "").startswith("hard_negative")])
-    _false_positives("programming topics", [r for r in results if r[0].get("kind") == "programming_topic"])
-    named = [(case["language"], f.language) for case, f in results if case.get("language")]
-    print(f"language: {sum(a == b for a, b in named)} of {len(named)} right")
-    print("classes:", dict(Tally(f.prompt_class.value for _, f in results).most_common()))
-    unsure = sum(f.confidence < 0.6 for _, f in results)
-    print(f"confidence below 0.6: {unsure} of {len(results)}")
-    if args.errors:
-        _list_errors(results)
+    rows = [json.loads(line) for line in options.file.read_text("utf-8").splitlines() if line]
+    strict = [(row, extract(row["text"], counter)) for row in rows if not row["borderline"]]
+    print(f"{len(strict)} prompts; {len(rows) - len(strict)} borderline ones left out")
+    for label in LABELS:
+        print(f"{label:<14} {score(strict, label)}")
+    print_false_positives(strict)
+    print_language(strict)
+    print_classes(strict)
+    if options.errors:
+        print_errors(strict)
 
 
-def _label(case: dict[str, Any], label: str) -> bool:
-    return bool(case["contains_code"] or case["asks_for_code"]) if label == "has_code" else bool(case[label])
+def score(pairs: list[Pair], label: str) -> str:
+    """Return precision, recall and F1 of a label as text."""
+    counts = Counter((bool(row[label]), bool(getattr(features, label))) for row, features in pairs)
+    right, missed, wrong = counts[True, True], counts[True, False], counts[False, True]
+    precision, recall = right / max(right + wrong, 1), right / max(right + missed, 1)
+    f1 = 2 * right / max(2 * right + wrong + missed, 1)
+    return f"precision {precision:.3f}  recall {recall:.3f}  F1 {f1:.3f}  ({wrong} wrongly found, {missed} missed)"
 
 
-def _found(features: PromptFeatures, label: str) -> bool:
-    if label == "has_code":
-        return features.contains_code or features.asks_for_code
-    return bool(getattr(features, label))
+def print_false_positives(pairs: list[Pair]) -> None:
+    """Print how many prompts without code, that look or sound like it, are taken for code."""
+    hard = [features for row, features in pairs if row["kind"].startswith("hard_negative")]
+    topic = [features for row, features in pairs if row["programming_topic"] and not row["has_code"]]
+    for name, group in (("hard negatives", hard), ("programming topic, no code", topic)):
+        print(f"{name}: {sum(features.has_code for features in group)} of {len(group)} taken for code")
 
 
-def _scores(label: str, pairs: list[tuple[bool, bool]]) -> None:
-    tally = Tally(pairs)
-    hit, missed, false = tally[True, True], tally[True, False], tally[False, True]
-    precision, recall = hit / max(hit + false, 1), hit / max(hit + missed, 1)
-    f1 = 2 * hit / max(2 * hit + missed + false, 1)
-    print(f"{label:14} F1 {f1:.3f}  precision {precision:.3f}  recall {recall:.3f}  missed {missed}  false {false}")
+def print_language(pairs: list[Pair]) -> None:
+    """Print how often the labelled language is found."""
+    labelled = [(row["language"], features.language) for row, features in pairs if row["language"]]
+    print(f"language: {sum(a == b for a, b in labelled)} of {len(labelled)} right")
 
 
-def _false_positives(name: str, results: list[tuple[dict[str, Any], PromptFeatures]]) -> None:
-    false = [case.get("id", "?") for case, f in results if _found(f, "has_code")]
-    print(f"false positives on {name}: {len(false)} of {len(results)} {' '.join(false)}")
+def print_classes(pairs: list[Pair]) -> None:
+    """Print how many prompts are of each class, and the confidence in it."""
+    groups: dict[str, list[float]] = {}
+    for _, features in pairs:
+        groups.setdefault(features.prompt_class, []).append(features.confidence)
+    for name, values in sorted(groups.items(), key=lambda item: -len(item[1])):
+        unsure = sum(value < 0.6 for value in values)  # noqa: PLR2004  where the router's default doubts a class
+        print(f"class {name:<13} {len(values):>4}  confidence: median {median(values):.2f}, {unsure} below 0.6")
 
 
-def _list_errors(results: list[tuple[dict[str, Any], PromptFeatures]]) -> None:
-    for case, f in results:
-        wrong = [x for x in ("contains_code", "asks_for_code") if _label(case, x) != _found(f, x)]
-        if case.get("language") and case["language"] != f.language and _found(f, "has_code"):
-            wrong.append(f"language {case['language']} taken for {f.language}")
+def print_errors(pairs: list[Pair]) -> None:
+    """List the prompts that are judged otherwise than labelled."""
+    for row, features in pairs:
+        wrong = [label for label in LABELS if bool(row[label]) != bool(getattr(features, label))]
         if wrong:
-            print(f"\n{case.get('id')} {', '.join(wrong)}; {', '.join(f.signals)}\n    {case['text'][:160]!r}")
+            print(f"{row['id']} {row['kind']}: {', '.join(wrong)} wrong; {list(features.signals)}")
+        elif row["language"] and row["language"] != features.language:
+            print(f"{row['id']} {row['kind']}: language {features.language} instead of {row['language']}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import unicodedata
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
 import tiktoken
@@ -19,8 +20,6 @@ _BYTE_LEVEL = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!
 # A Digits stage splits numbers off first: no space joins them, and white space before a number is a piece of its own.
 _DIGITS_BYTE_LEVEL = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|NUMBER| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
 _NORMAL_FORMS: dict[str, NormalForm] = {"NFC": "NFC", "NFD": "NFD", "NFKC": "NFKC", "NFKD": "NFKD"}
-_ASCII_END = 0x80
-_NEVER_IN_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +29,22 @@ class ByteLevelBpe:
     Attributes:
         encoding: The rebuilt tokenizer.
         normal_form: The Unicode normal form that the original applies first, or None.
-        missing_ascii: ASCII characters that the vocabulary lacks.
-        all_high_bytes: Whether the vocabulary has every byte of multi-byte UTF-8 sequences.
+        missing_bytes: Bytes that the vocabulary lacks.
     """
 
     encoding: tiktoken.Encoding
     normal_form: NormalForm | None
-    missing_ascii: frozenset[str]
-    all_high_bytes: bool
+    missing_bytes: bytes
 
     def covers(self, text: str) -> bool:
         """Tell whether the vocabulary has every byte of a text and the text needs no normalizing.
 
         Added tokens are matched before normalizing, so a text that normalizing would change is not encoded here.
         """
-        if not self.missing_ascii.isdisjoint(text):
+        data = text.encode()
+        if len(data.translate(None, self.missing_bytes)) != len(data):
             return False
-        if text.isascii():
-            return True
-        return self.all_high_bytes and (
-            self.normal_form is None or unicodedata.is_normalized(self.normal_form, text)
-        )
+        return self.normal_form is None or unicodedata.is_normalized(self.normal_form, text)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text that is covered; added tokens in the text are matched."""
@@ -74,15 +68,9 @@ def rebuild(definition: dict[str, Any]) -> ByteLevelBpe | None:
     ranks = _ranks(model, added)
     if ranks is None:
         return None
-    # Regenerated in order of ids: tiktoken numbers nothing itself.
     encoding = tiktoken.Encoding("model", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added)
-    lacking = {b for b in range(256) if bytes([b]) not in ranks} - _NEVER_IN_UTF8
-    return ByteLevelBpe(
-        encoding,
-        form,
-        frozenset(chr(b) for b in lacking if b < _ASCII_END),
-        all(b < _ASCII_END for b in lacking),
-    )
+    missing = bytes(b for b in range(256) if bytes([b]) not in ranks)
+    return ByteLevelBpe(encoding, form, missing)
 
 
 def _split_pattern(stage: dict[str, Any] | None) -> str | None:
@@ -131,7 +119,7 @@ def _added_tokens(added: list[dict[str, Any]]) -> dict[str, int] | None:
     if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added):
         return None
     contents = sorted(token["content"] for token in added)
-    if any(later.startswith(earlier) for earlier, later in zip(contents, contents[1:], strict=False)):
+    if any(later.startswith(earlier) for earlier, later in pairwise(contents)):
         return None
     return {token["content"]: token["id"] for token in added}
 

@@ -1,16 +1,24 @@
-"""What the router knows about a prompt: the classifier's one result and the one function that makes it."""
+"""What the router knows about a prompt: one result, and the one function that makes it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from classifier.classes import PromptClass, classify
-from classifier.code import find_code
+from classifier.asks import weigh_request
+from classifier.classes import PromptClass, judge, judge_code
+from classifier.code import CodeEvidence, find_code
 from classifier.languages import programming_language
+from classifier.natural import foreign_log_odds
+from classifier.vocabulary import roles_of, tokenize
 
 if TYPE_CHECKING:
     from classifier.tokens import TokenCounter
+
+HEAD_CHARS = 600  # of the prose, that are read for what is asked: instructions stand at either end
+TAIL_CHARS = 300
+MAX_SIGNALS = 6
+MIXED_LINES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +29,10 @@ class PromptFeatures:
         chars: Length in code points.
         words: Parts between white space.
         tokens: Of the prompt alone, without chat template.
-        tokens_exact: Whether ``tokens`` was counted with the tier's tokenizer; otherwise it is an estimate.
+        tokens_exact: Whether ``tokens`` is the model's own count rather than an estimate.
         contains_code: The prompt holds source text, a command, a query, a diff, a stack trace or the like.
         asks_for_code: A good answer is mainly code.
-        language: Programming language held or asked for, in lower case; None where there is none or it is open.
+        language: Programming language held or asked for, lower case; None where there is none or it is left open.
         prompt_class: The kind of work.
         confidence: In ``prompt_class``, 0..1.
         signals: Names of the evidence, for people.
@@ -41,29 +49,60 @@ class PromptFeatures:
     confidence: float
     signals: tuple[str, ...]
 
+    @property
+    def has_code(self) -> bool:
+        """Tell whether the prompt holds or asks for code."""
+        return self.contains_code or self.asks_for_code
+
 
 def extract(text: str, counter: TokenCounter) -> PromptFeatures:
-    """Read a prompt. Pure; time grows with its length, and not with its content.
+    """Read a prompt. Pure; the time grows with the length of the text at most.
 
     Args:
         text: The prompt, any string.
-        counter: Counts tokens as the tiers do.
+        counter: Counts tokens as the model does.
     """
     tokens = counter.count(text)
-    code = find_code(text)
-    prompt_class, confidence, evidence = classify(text, tokens, code)
-    language = None
-    if code.contains or code.asks:
-        language = programming_language(text, contains_code=code.contains)
+    lines = text.split("\n")
+    code = find_code(text, lines)
+    prose = _prose(lines, code) if code.present else text
+    excerpt = prose if len(prose) <= HEAD_CHARS + TAIL_CHARS else f"{prose[:HEAD_CHARS]}\n{prose[-TAIL_CHARS:]}"
+    words = tokenize(excerpt.lower())
+    roles = roles_of(words)
+    asks, asked = weigh_request(text, roles, code)
+    has_code = code.present or asks >= 0
+    if has_code:
+        judgement = judge_code(max(code.log_odds, asks), (*code.signals[:4], *(asked if asks >= 0 else ())))
+    else:
+        foreign = foreign_log_odds(excerpt, words)
+        judgement = judge(excerpt, roles, tokens=tokens, foreign=foreign, code=max(code.log_odds, asks))
     return PromptFeatures(
         chars=len(text),
         words=len(text.split()),
         tokens=tokens,
         tokens_exact=counter.exact,
-        contains_code=code.contains,
-        asks_for_code=code.asks,
-        language=language,
-        prompt_class=prompt_class,
-        confidence=confidence,
-        signals=(*(code.signals if prompt_class is PromptClass.CODE else ()), *evidence),
+        contains_code=code.present,
+        asks_for_code=asks >= 0,
+        language=programming_language(tokenize(excerpt), code) if has_code else None,
+        prompt_class=judgement.prompt_class,
+        confidence=judgement.confidence,
+        signals=judgement.signals[:MAX_SIGNALS],
     )
+
+
+def _prose(lines: list[str], code: CodeEvidence) -> str:
+    """Return the lines around code: not in a fence or comment, not indented, without the shape or the marks of code."""
+    if len(lines) <= MIXED_LINES:  # code and request share a line
+        return "\n".join(lines)
+    kept: list[str] = []
+    fenced = False
+    for number, line in enumerate(lines):
+        if line.lstrip().startswith(("```", "~~~")):
+            fenced = not fenced
+        elif (
+            not fenced
+            and number not in code.code_lines
+            and not line.startswith((" ", "\t", "/*", "//", "#", "*", "<", "}"))
+        ):
+            kept.append("" if line.endswith(("{", "}", ";")) else line)
+    return "\n".join(kept)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 CHARS_PER_TOKEN = 3.0  # English prose has 4 to 5, code fewer: the estimate errs on the long side
 _FIRST_WIDE = 0x2E80  # from here on scripts without spaces, about a token a character
-# Longer texts without a white space in them are one piece to the merge loop; tokenizers does better there.
 _PROBES = (
     "The capital of France is Paris.\n\n  It's 1984, or 3.50 x_1 == 12345?",
     "def f(x):\n\treturn x ** 2  # \u00e9tude \u4f60\u597d\u4e16\u754c \U0001f600\U0001f680",

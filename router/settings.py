@@ -226,6 +226,7 @@ def load_settings(path: Path | None = None, overrides: dict[str, Any] | None = N
     Raises:
         SettingsError: A key is unknown, a value is not allowed, or the file cannot be read.
     """
+    _check_variables()
     named = path or (Path(os.environ["QARR_CONFIG"]) if os.environ.get("QARR_CONFIG") else None)
     try:
         settings = Settings(**(_read_toml(named) if named else {}))
@@ -233,7 +234,6 @@ def load_settings(path: Path | None = None, overrides: dict[str, Any] | None = N
             settings = Settings.model_validate(_overlay(settings.model_dump(), overrides))
     except ValidationError as error:
         raise SettingsError("\n".join(_explain(e) for e in error.errors(include_url=False))) from error
-    _check_variables()
     return settings
 
 

@@ -54,6 +54,9 @@ class EngineProcess:
         assert guard.stdout is not None
         first_line = await guard.stdout.readline()
         if not first_line:
+            assert guard.stdin is not None
+            guard.stdin.close()
+            await guard.wait()
             raise EngineDied(f"could not be started: {' '.join(argv[:3])} (is the engine's Python there?)")
         return cls(int(first_line), log_path, guard)
 

@@ -1,0 +1,43 @@
+"""Write the generated documentation: docs/settings.md, docs/settings.schema.json, docs/cli.md.
+
+usage: .venv/bin/python scripts/docs.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from router.cli import app
+from router.settings import schema, table
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+COMMANDS = ((), ("up",), ("serve",), ("classify",), ("model",), ("model", "prepare"), ("model", "list"), ("settings",))
+PLAIN = {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
+
+
+def render() -> dict[str, str]:
+    """Return each generated file's name and text."""
+    portable = re.sub(
+        r'"default": "/[^"]*/(tiers/calibration\.jsonl)"', r'"default": "<project>/\1"', json.dumps(schema(), indent=2)
+    )
+    return {
+        "settings.md": f"# Settings\n\n`<cache>` is `QARR_CACHE_DIR`, by default `~/.cache/qarr`.\n\n{table()}\n",
+        "settings.schema.json": portable + "\n",
+        "cli.md": "# The command\n\n" + "\n".join(_help(command) for command in COMMANDS),
+    }
+
+
+def _help(command: tuple[str, ...]) -> str:
+    result = CliRunner().invoke(app, [*command, "--help"], env=PLAIN, prog_name="qarr")
+    lines = [line.rstrip() for line in result.output.strip().splitlines()]
+    return f"## qarr {' '.join(command)}".rstrip() + "\n\n```\n" + "\n".join(lines) + "\n```\n"
+
+
+if __name__ == "__main__":
+    for name, text in render().items():
+        (DOCS / name).write_text(text, "utf-8")
+        print(f"docs/{name}: {len(text)} characters")

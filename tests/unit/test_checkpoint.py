@@ -1,0 +1,173 @@
+"""Checkpoints: finished or not, alike or not, and the machine's plan."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tiers.checkpoint import MANIFEST, check_alike, fingerprint, identity, making, read_checkpoint, recipe_digest, seal
+from tiers.errors import CheckpointError, PlanError, TokenizerMismatch
+from tiers.plan import GIB, Gpu, Machine, kv_bytes_per_token, make_plan
+from tiers.prepare import DEFAULT_CALIBRATION, PrepareOptions, check_calibration, find, prepare
+from tiers.spec import Precision, TierName, TierSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FAST, BALANCED, PRECISE = TierName
+LLAMA_8B = {
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "vocab_size": 128256,
+}  # fmt: skip
+
+
+def model(folder: Path, vocabulary: int = 1, template: str = "t", size: int = 10) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "version": "1"}))
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "dtype": "bfloat16"}))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(size)
+    return folder
+
+
+def test_interrupted_work_is_not_finished_work(tmp_path: Path) -> None:
+    """An error while a checkpoint is made leaves nothing behind, and what an earlier kill left is swept away."""
+    target = tmp_path / "store" / "awq-1"
+    (tmp_path / "store" / "awq-1.partial").mkdir(parents=True)
+    with pytest.raises(RuntimeError), making(target) as work:
+        (work / "model.safetensors").write_bytes(b"half")
+        raise RuntimeError
+    assert read_checkpoint(FAST, target) is None
+    assert [p.name for p in target.parent.iterdir()] == [".lock"]
+
+
+def test_folder_without_manifest_is_made_again(tmp_path: Path) -> None:
+    """Weights alone do not make a checkpoint: a folder without a manifest, or with a broken one, is not taken."""
+    folder = model(tmp_path / "a")
+    assert read_checkpoint(FAST, folder) is None
+    (folder / MANIFEST).write_text('{"half": ')
+    assert read_checkpoint(FAST, folder) is None
+
+
+def test_sealed_checkpoint_reads_back(tmp_path: Path) -> None:
+    """The manifest says what it is made from, and digests what is there."""
+    target = tmp_path / "fp8-1"
+    with making(target) as work:
+        model(work)
+        seal(work, BALANCED, model="m", base_digest="b", made={"method": "FP8", "versions": {"torch": "2"}})
+    checkpoint = read_checkpoint(BALANCED, target)
+    assert checkpoint is not None
+    assert checkpoint.manifest.precision is Precision.FP8
+    assert checkpoint.manifest.tokenizer_digest == identity(target).tokenizer_digest
+
+
+def test_same_tokenizer_written_differently_is_the_same(tmp_path: Path) -> None:
+    """Key order and white space do not count, content does."""
+    left, right = model(tmp_path / "a"), model(tmp_path / "b")
+    (right / "tokenizer.json").write_text('{"version":"1",  "model":{"vocab":1}}')
+    check_alike({FAST: left, PRECISE: right})
+
+
+@pytest.mark.parametrize("change", [{"vocabulary": 2}, {"template": "other"}])
+def test_tiers_that_differ_are_refused_with_both_digests(tmp_path: Path, change: dict) -> None:
+    """A different tokenizer or chat template is named, with both digests and both folders."""
+    left, right = model(tmp_path / "a"), model(tmp_path / "b", **change)
+    with pytest.raises(TokenizerMismatch) as caught:
+        check_alike({FAST: left, PRECISE: right})
+    part = "tokenizer_digest" if "vocabulary" in change else "chat_template_digest"
+    assert getattr(identity(left), part) in str(caught.value)
+    assert getattr(identity(right), part) in str(caught.value)
+
+
+def test_recipe_and_fingerprint_follow_content(tmp_path: Path) -> None:
+    """Another option is another recipe; another byte is another base."""
+    assert recipe_digest("awq", {"group_size": 64}) != recipe_digest("awq", {"group_size": 128})
+    folder = model(tmp_path / "a", size=5_000_000)
+    before = fingerprint(folder)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    assert fingerprint(folder) != before
+
+
+def test_default_calibration_is_varied() -> None:
+    """The project's own set is large enough, and code does not dominate it."""
+    calibration = check_calibration(DEFAULT_CALIBRATION)
+    assert calibration.prompts >= 128
+    assert 0.1 < calibration.code_share < 0.5
+    rows = [json.loads(line) for line in DEFAULT_CALIBRATION.read_text("utf-8").splitlines()]
+    assert len({row["category"] for row in rows}) >= 7
+    assert len({row["text"] for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("", "has 0 prompts"), ('{"text": "a"}\n' * 127, "has 127 prompts"), ("nonsense\n", "line 1"), ('{"prompt": "a"}\n', "line 1"),
+     ('{"text": "ok"}\n{"text": ""}\n', "line 2")],
+)  # fmt: skip
+def test_bad_calibration_names_the_line(tmp_path: Path, text: str, problem: str) -> None:
+    """A calibration file that cannot be used is refused before anything is made."""
+    file = tmp_path / "c.jsonl"
+    file.write_text(text)
+    with pytest.raises(CheckpointError, match=problem):
+        check_calibration(file)
+
+
+def test_unknown_model_and_missing_quantizer_say_what_to_do(tmp_path: Path) -> None:
+    """Neither a folder nor a hub id is an error that names the choices; no quantizer names the command that makes it."""
+    options = PrepareOptions("no model", tmp_path, tmp_path / "python")
+    with pytest.raises(CheckpointError, match="neither a folder"):
+        prepare(options, lambda *_: None)
+    folder = model(tmp_path / "base")
+    (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "dtype": "float16"}))
+    with pytest.raises(CheckpointError, match="make quantizer-env"):
+        prepare(PrepareOptions(str(folder), tmp_path / "s", tmp_path / "python"), lambda *_: None)
+    assert find(PrepareOptions(str(folder), tmp_path / "s", tmp_path / "python")) is None
+
+
+def specs(tmp_path: Path, gib: dict[TierName, float]) -> list[TierSpec]:
+    return [
+        TierSpec(name, length, 16, 32, checkpoint=model(tmp_path / name, size=int(gib[name] * GIB)))
+        for name, length in zip(TierName, (2048, 4096, 8192), strict=True)
+    ]
+
+
+SIZES_8B = {FAST: 5.4, BALANCED: 8.5, PRECISE: 15.0}
+
+
+def test_kv_cache_per_token() -> None:
+    """An 8B Llama holds 2 x 32 layers x 8 heads x 128 x 2 bytes = 128 KiB a token."""
+    assert kv_bytes_per_token(LLAMA_8B) == 131072
+    with pytest.raises(PlanError, match="num_hidden_layers"):
+        kv_bytes_per_token({"num_attention_heads": 1, "hidden_size": 64})
+
+
+def test_three_engines_share_one_gpu(tmp_path: Path) -> None:
+    """The shares add up to less than the card, and each holds its weights and at least one full context."""
+    machine = Machine((0, 1), 64 * GIB, (Gpu(0, "H200", 141 * GIB, 140 * GIB),))
+    plan = make_plan(machine, specs(tmp_path, SIZES_8B))
+    fractions = [share.placement.gpu_memory_fraction for share in plan.shares]
+    assert sum(fractions) < 0.95
+    for share, length in zip(plan.shares, (2048, 4096, 8192), strict=True):
+        assert share.placement.gpu_memory_fraction * 141 * GIB > share.weights + share.kv_cache
+        assert share.kv_tokens >= length
+
+
+def test_gpu_that_is_too_small_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
+    """Three 8B engines do not fit a 32 GiB card: the error has the numbers and what can be done."""
+    machine = Machine((0,), 64 * GIB, (Gpu(0, "small", 32 * GIB, 31 * GIB),))
+    with pytest.raises(PlanError, match=r"31\.0 GiB free.*28\.9 GiB.*Take a smaller model"):
+        make_plan(machine, specs(tmp_path, SIZES_8B))
+
+
+def test_cpu_plan_shares_cores_and_checks_memory(tmp_path: Path) -> None:
+    """Few cores are shared, many are divided with one left for the router; too little memory is refused."""
+    small = dict.fromkeys(TierName, 0.2)
+    few = make_plan(Machine((0, 1), 24 * GIB, ()), specs(tmp_path, small), kv_cache_gib=1)
+    assert [s.placement.cores for s in few.shares] == [(), (), ()]
+    many = make_plan(Machine(tuple(range(8)), 24 * GIB, ()), specs(tmp_path, small), kv_cache_gib=1)
+    assert [s.placement.cores for s in many.shares] == [(1, 2), (3, 4), (5, 6)]
+    with pytest.raises(PlanError, match="GiB of memory"):
+        make_plan(Machine((0, 1), 4 * GIB, ()), specs(tmp_path, small), kv_cache_gib=1)

@@ -1,0 +1,89 @@
+"""The command as a person uses it, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+QARR = Path(sys.executable).with_name("qarr")
+
+
+def qarr(*args: str, stdin: str | bytes = "", **env: str) -> subprocess.CompletedProcess[str]:
+    given = stdin.encode() if isinstance(stdin, str) else stdin
+    done = subprocess.run(
+        [QARR, *args], input=given, capture_output=True, env={**os.environ, **env}, timeout=60, check=False
+    )
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def test_version() -> None:
+    """--version prints name and number."""
+    assert qarr("--version").stdout.startswith("qarr 0.")
+
+
+@pytest.mark.parametrize("command", [(), ("up",), ("serve",), ("classify",), ("model", "prepare"), ("settings",)])
+def test_help_explains(command: tuple[str, ...]) -> None:
+    """Every --help has usage and a description, and exits with 0."""
+    done = qarr(*command, "--help", COLUMNS="120")
+    assert done.returncode == 0
+    assert "Usage: qarr" in done.stdout
+
+
+def test_classify_jsonl(tmp_path: Path) -> None:
+    """One JSON object a line, in order, with the promised fields; non-ASCII and blank lines pass."""
+    lines = '{"text": "hi"}\n\n{"text": "Schreibe eine Python-Funktion, die Primzahlen z\u00e4hlt"}\n'
+    done = qarr("classify", "--jsonl", stdin=lines, QARR_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    greeting, code = [json.loads(line) for line in done.stdout.splitlines()]
+    fields = {"contains_code", "asks_for_code", "language", "class", "confidence", "tokens", "tier"}
+    assert fields <= greeting.keys()
+    assert (greeting["class"], greeting["tier"], greeting["asks_for_code"]) == ("chat", "fast", False)
+    assert (code["class"], code["asks_for_code"], code["language"]) == ("code", True, "python")
+    assert code["tier"] != "fast"
+
+
+@pytest.mark.parametrize("line", ["nonsense", '{"prompt": "hi"}', '{"text": 7}', "[]"])
+def test_classify_names_the_bad_line(line: str, tmp_path: Path) -> None:
+    """A line of another form ends with its number and what is expected."""
+    done = qarr("classify", "--jsonl", stdin='{"text": "ok"}\n' + line, QARR_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 2
+    assert "line 2" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_wrong_setting_ends_with_its_name() -> None:
+    """Status 2 and one line, no traceback."""
+    done = qarr("settings", QARR_SERVER__PROT="1")
+    assert done.returncode == 2
+    assert "QARR_SERVER__PROT" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_serve_without_engines_says_what_to_give() -> None:
+    """The router alone needs at least one engine's URL."""
+    done = qarr("serve")
+    assert done.returncode == 2
+    assert "--fast" in done.stderr
+
+
+def test_taken_port_ends_before_anything_starts() -> None:
+    """The router's own port is checked first."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = qarr("serve", "--fast", "http://127.0.0.1:1", "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 2
+    assert "cannot listen" in done.stderr
+
+
+def test_up_without_engine_environment_says_how_to_make_it(tmp_path: Path) -> None:
+    """Missing environments are named with the command that makes them."""
+    done = qarr("up", "--port", "0", "--model", "no such model", QARR_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 2
+    assert "neither a folder" in done.stderr

@@ -1,0 +1,65 @@
+"""Generated documentation is up to date, and every problem has a place in the table."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from pathlib import Path
+
+import pytest
+
+from router import problems, upstream
+from router.problems import describe
+from router.settings import Settings
+from router.upstream import EngineRefused, UpstreamError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _generated() -> dict[str, str]:
+    spec = importlib.util.spec_from_file_location("docs", ROOT / "scripts/docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rendered: dict[str, str] = module.render()
+    return rendered
+
+
+@pytest.mark.parametrize("name", ["settings.md", "settings.schema.json", "cli.md"])
+def test_generated_docs_are_current(name: str) -> None:
+    """docs/ is what scripts/docs.py writes now."""
+    assert (ROOT / "docs" / name).read_text("utf-8") == _generated()[name], "run .venv/bin/python scripts/docs.py"
+
+
+def test_every_setting_is_described() -> None:
+    """No setting without a sentence on what it means."""
+
+    def walk(model: type, path: str) -> None:
+        for name, field in model.model_fields.items():  # type: ignore[attr-defined]
+            inner = field.annotation
+            if isinstance(inner, type) and hasattr(inner, "model_fields"):
+                walk(inner, f"{path}{name}.")
+            else:
+                assert field.description, f"{path}{name}"
+
+    walk(Settings, "")
+
+
+def test_every_upstream_error_has_a_problem() -> None:
+    """Each error of the upstream's tree maps to a 4xx or 5xx of its own, none falls through to 500."""
+    errors = [e for _, e in inspect.getmembers(upstream, inspect.isclass) if issubclass(e, UpstreamError)]
+    assert len(errors) >= 6
+    for error in errors:
+        problem = describe(error("why"))
+        assert problem.status in {422, 502, 503}
+        assert problem.kind != "internal-error"
+    assert describe(EngineRefused("why")).status == 422
+
+
+def test_unforeseen_errors_tell_nothing() -> None:
+    """An error that nobody thought of is a 500 without its text."""
+    problem = describe(RuntimeError("secret path /etc/shadow"))
+    assert problem.status == 500
+    assert "secret" not in str(problem.body({}))
+    assert problems.MEDIA_TYPE == "application/problem+json"

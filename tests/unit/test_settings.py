@@ -1,0 +1,82 @@
+"""Settings: defaults, file, environment, and errors that name the key."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from classifier import PromptClass
+from router.app import policy_table
+from router.settings import SettingsError, load_settings
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_defaults_need_no_file() -> None:
+    """Without a file the contract's bounds hold, and the router listens on loopback."""
+    settings = load_settings()
+    assert (settings.server.host, settings.server.port) == ("127.0.0.1", 8080)
+    assert (settings.limits.max_prompt_chars, settings.limits.max_prompt_words, settings.limits.max_tokens) == (
+        16000,
+        5000,
+        4096,
+    )
+    assert [getattr(settings.tiers, n.value).max_model_len for n in TierName] == [2048, 4096, 8192]
+
+
+def test_file_then_environment_then_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each source overrides the one before, key by key."""
+    file = tmp_path / "qarr.toml"
+    file.write_text("[server]\nport = 1111\nhost = '0.0.0.0'\n[tiers.fast]\nmax_in_flight = 7\n")
+    monkeypatch.setenv("QARR_SERVER__PORT", "2222")
+    monkeypatch.setenv("QARR_TIERS__FAST__MAX_NUM_SEQS", "3")
+    settings = load_settings(file, {"server": {"host": "127.0.0.2", "port": None}})
+    assert (settings.server.port, settings.server.host) == (2222, "127.0.0.2")
+    assert (settings.tiers.fast.max_in_flight, settings.tiers.fast.max_num_seqs) == (7, 3)
+    assert settings.tiers.fast.max_model_len == 2048
+
+
+def test_a_class_can_be_changed_alone(tmp_path: Path) -> None:
+    """One row of the class table can be set without repeating the others."""
+    file = tmp_path / "qarr.toml"
+    file.write_text("[policy.class_floor]\ncode = 'fast'\n")
+    table = policy_table(load_settings(file).policy)
+    assert table.class_floor[PromptClass.CODE] is TierName.FAST
+    assert table.class_floor[PromptClass.MATH] is TierName.BALANCED
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[server]\nprot = 1", "server.prot: there is no such setting"),
+        ("[server]\nport = 70000", "server.port"),
+        ("[tiers.fast]\nmax_model_len = 'long'", "tiers.fast.max_model_len"),
+        ("[tiers.huge]\nmax_model_len = 1", "tiers.huge"),
+        ("[policy.class_floor]\npoetry = 'fast'", "policy.class_floor.poetry"),
+        ("[policy]\nmin_confidence = 2", "policy.min_confidence"),
+        ("not toml", "is not TOML"),
+    ],
+)
+def test_mistakes_in_the_file_name_the_key(tmp_path: Path, text: str, named: str) -> None:
+    """A wrong key or value ends the start with the key's name."""
+    file = tmp_path / "qarr.toml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=named.replace(".", r"\.")):
+        load_settings(file)
+
+
+def test_missing_file_is_an_error(tmp_path: Path) -> None:
+    """A file that was named must be there."""
+    with pytest.raises(SettingsError, match="No such file"):
+        load_settings(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("name", ["QARR_SERVER__PROT", "QARR_SEVER__PORT", "QARR_PORT"])
+def test_mistyped_variable_is_an_error(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A variable with our prefix that sets nothing is refused, not ignored."""
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(SettingsError, match=name):
+        load_settings()
