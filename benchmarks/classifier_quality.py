@@ -2,8 +2,8 @@
 
     python benchmarks/classifier_quality.py FILE.jsonl [--errors]
 
-Each line has ``id``, ``text``, ``contains_code``, ``asks_for_code``, ``has_code``, ``language``, ``kind``, ``borderline`` and
-``programming_topic``. Borderline prompts are left out of all scores. Tokens are estimated: of the classes only
+Each line has ``id``, ``text``, ``contains_code``, ``asks_for_code``, ``has_code``, ``language``, ``kind``, ``borderline``
+and ``programming_topic``. Borderline prompts are left out of all scores. Tokens are estimated: of the classes only
 ``long_context`` depends on them.
 """
 
@@ -72,7 +72,7 @@ def print_classes(pairs: list[Pair]) -> None:
     for _, features in pairs:
         groups.setdefault(features.prompt_class, []).append(features.confidence)
     for name, values in sorted(groups.items(), key=lambda item: -len(item[1])):
-        unsure = sum(value < 0.6 for value in values)  # noqa: PLR2004  where the router's default doubts a class
+        unsure = sum(value < 0.6 for value in values)  # where the router's default doubts a class
         print(f"class {name:<13} {len(values):>4}  confidence: median {median(values):.2f}, {unsure} below 0.6")
 
 

@@ -39,6 +39,7 @@ def role_pattern(name: str, weight: float, pattern: str) -> RolePattern:
 
 
 _ASKS = (
+    role_pattern("asks: code noun and its purpose", 3.2, r"^_?N[tP]|^L_?n[tP]"),
     role_pattern(
         "asks: build verb, code noun", 3.4, r"B[^|af]{0,3}[nN]|[nN]_{0,6}B(?:$|\|)|B[^|anNf]{0,5}[Ll][^|af]{0,2}[nN]"
     ),
@@ -49,7 +50,7 @@ _ASKS = (
     role_pattern("asks: language, code noun", 1.8, r"[Ll]_{0,2}[nN]"),
     role_pattern("asks: starts with code noun", 2.2, r"^[.P]?[Ll]_?[nN]|^_{0,2}N"),
     role_pattern("asks: named and needed", 2.0, r"u_?BN|uB_?N|^_{0,2}n_{0,6}g?$"),
-    role_pattern("asks: implement", 3.6, r"(?:^|\|)_{0,5}i_{0,8}[cnNLl]|[cnNLl]_{0,8}i(?:$|\|)"),
+    role_pattern("asks: implement", 3.6, r"(?:^|\|)_{0,5}i_{0,8}[cnNLl]|[cnNLl]_{0,8}i(?:$|\|)|L_{0,2}i"),
     role_pattern("asks: code noun in a language", 2.4, r"[nN]_{0,6}[Pt]_?L|[nN]P_?[Ll]"),
     role_pattern(
         "asks: how to, in a language",
@@ -57,7 +58,7 @@ _ASKS = (
         r"H_{0,3}[vMBcmi]_{0,14}P_?[Ll]|H_{0,3}[vMBc]_{0,3}L|^[Ll][^|]{0,2}[:v|]{1,2}",
     ),
     role_pattern("asks: imperative, in a language", 1.5, r"^.?[vMBcmi]_{0,14}P_?[Ll]"),
-    role_pattern("asks: which command", 2.8, r"W_{0,4}[nN][Pt]v|W_{0,4}[Ll]n|[nN][Pt][vcMB]"),
+    role_pattern("asks: which command", 2.8, r"W_{0,4}[nN][Pt]v|W_{0,4}[Ll]n|[nN]t[vcMB]"),
     role_pattern("things that programs work on", 1.0, r"[nNL]_{0,20}c"),
     role_pattern("more things that programs work on", 0.8, r"[nNL]_{0,20}c_{0,12}c"),
     role_pattern("names a language", 0.8, r"L"),

@@ -30,10 +30,9 @@ _MAX_ENDINGS = 5
 _BRACE_WEIGHT = 0.5
 
 _SHAPES = re.compile("|".join(f"(?P<_{number}>{shape.pattern})" for number, shape in enumerate(LINE_SHAPES)))
-# A line without any of these marks is matched only where its first word is one of the words below.
-_MARK = re.compile(
-    r"[{}<>=$\\|@`\[\]&^~]|(?<=\w)\(|;$|::|_(?=\w)|(?<=\w)/(?=\w)|#(?=\w)|%(?=\w)| --?(?=[a-zA-Z])|^\W|^[\w.-]+:(?:\s|\d|$)"
-)
+_MARK = re.compile(r"[{}<>=$\\|@`\[\]&^~]")
+_CALL = re.compile(r"(?<=\w)\(")
+# Of lines without any mark of code, those that start with one of these words are matched.
 _FIRST_WORDS = frozenset(
     """
     def class import from return puts end else begin package use using select SELECT insert INSERT update UPDATE
@@ -45,7 +44,6 @@ _FIRST_WORDS = frozenset(
     type pragma contract unless print echo pass break continue
     """.split()  # noqa: SIM905
 )
-_CALL = re.compile(r"(?<=\w)\(")
 _LITERAL_MARKS = "(=<[{&|:$+!_"
 _FENCE = re.compile(r"^[ \t]{0,3}(?:```|~~~)[ \t]*([\w+#.-]*)", re.MULTILINE)
 _DATA_FENCES = frozenset(
@@ -137,7 +135,7 @@ def find_code(text: str, lines: list[str]) -> CodeEvidence:
     tag = _weigh_fences(text, tally)
     code_lines = _weigh_lines(lines, tally)
     if tally.score < 2 * PLAIN:
-        calls = _CALL.search(text) is not None
+        calls = text.count("(") > text.count(" (") + text.count("\n(") + text.startswith("(")
         chars = set(text)
         _weigh_literals(text, chars, tally, calls=calls)
         if tally.score < PLAIN:
@@ -173,7 +171,7 @@ def _weigh_lines(lines: list[str], tally: _Tally) -> frozenset[int]:
         if last in "{}[]," and _JSON_LINE.match(line):
             json_lines += 1
             continue
-        if not _MARK.search(line) and line.split(None, 1)[0].rstrip(":") not in _FIRST_WORDS:
+        if not _may_be_code(line):
             continue
         match = _SHAPES.match(line)
         if match is None:
@@ -190,6 +188,22 @@ def _weigh_lines(lines: list[str], tally: _Tally) -> frozenset[int]:
     if braces > 1 and braces > 2 * json_lines:
         tally.add("lines end in braces", _BRACE_WEIGHT * min(braces, _MAX_ENDINGS), "")
     return frozenset(found)
+
+
+def _may_be_code(line: str) -> bool:
+    """Tell whether a line has marks that prose has not, and is worth matching."""
+    first = line.split(None, 1)[0]
+    return (
+        first.rstrip(":") in _FIRST_WORDS
+        or ":" in first
+        or not line[0].isalnum()
+        or line[-1] == ";"
+        or "_" in line
+        or "::" in line
+        or " -" in line
+        or _MARK.search(line) is not None
+        or ("(" in line and _CALL.search(line) is not None)
+    )
 
 
 def _sample(count: int) -> range | list[int]:

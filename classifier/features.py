@@ -15,8 +15,8 @@ from classifier.vocabulary import roles_of, tokenize
 if TYPE_CHECKING:
     from classifier.tokens import TokenCounter
 
-HEAD_CHARS = 600  # of the prose, that are read for what is asked: instructions stand at either end
-TAIL_CHARS = 300
+HEAD_CHARS = 450  # of the prose, that are read for what is asked: instructions stand at either end
+TAIL_CHARS = 250
 MAX_SIGNALS = 6
 MIXED_LINES = 2
 

@@ -97,6 +97,8 @@ LITERALS: tuple[tuple[str, float, str], ...] = (
     ("<svg", 3.0, "svg"),
     ("Segmentation fault", 2.5, "c cpp"),
     ("undefined reference to", 3.0, "c cpp"),
+    ("Uncaught ", 2.0, "javascript"),
+    ("Cannot read propert", 2.5, "javascript"),
     ("npm ERR!", 3.5, "javascript"),
     ("syntax error", 0.8, ""),
 )
@@ -106,7 +108,7 @@ def _inline(name: str, weight: float, languages: str, marks: tuple[str, ...], pa
     return Inline(name, weight, languages, marks, re.compile(pattern, re.MULTILINE))
 
 
-_FLAGS = (" --", *(f" -{letter}" for letter in "acdefhilmnoprstuvxzEXLP"))
+_FLAGS = (" --", *(f" -{letter}" for letter in "abcdefghiklmnopqrstuvwxzACELPRSX"))
 # fmt: off
 INLINES: tuple[Inline, ...] = (
     _inline("def statement", 3.5, "python", ("def ",), r"\bdef \w+\([^)\n]*\)(?: ?-> ?[^:\n]+)?:|\basync def \w"),

@@ -7,6 +7,7 @@ A byte-level BPE tokenizer is rebuilt for ``tiktoken`` from the model's own ``to
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Literal
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CHARS_PER_TOKEN = 3.0  # English prose has 4 to 5, code fewer: the estimate errs on the long side
-_FIRST_WIDE = 0x2E80  # from here on scripts without spaces, about a token a character
+# From here on scripts without spaces, about a token a character.
+_WIDE = re.compile("[\u2e80-\U0010ffff]")
 _PROBES = (
     "The capital of France is Paris.\n\n  It's 1984, or 3.50 x_1 == 12345?",
     "def f(x):\n\treturn x ** 2  # \u00e9tude \u4f60\u597d\u4e16\u754c \U0001f600\U0001f680",
@@ -69,7 +71,7 @@ class EstimatingCounter(TokenCounter):
         """Return an estimate: a token for three characters, or for one character of a script without spaces."""
         if text.isascii():
             return -int(-len(text) // CHARS_PER_TOKEN)
-        wide = sum(ord(c) >= _FIRST_WIDE for c in text)
+        wide = len(_WIDE.findall(text))
         return wide - int(-(len(text) - wide) // CHARS_PER_TOKEN)
 
 

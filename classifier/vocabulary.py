@@ -99,7 +99,7 @@ _WORDS: dict[str, str] = {
         download upload scrape undo revert install kill run import export access handle catch center centre align
         round format initialize instantiate plot traverse invertir ordenar leer contar trier lire inverser sortieren
         lesen umkehren zählen ler leggere ordinare""",
-    "P": "in using with en mit dans con em на usando avec för auf w",
+    "P": "in on using with en mit dans con em на usando avec för auf w",
     "t": "to into as for por per nach",
     # Prose and other things that are written but are not code
     "a": """
@@ -178,7 +178,7 @@ _UNSPACED: dict[str, str] = {
     "a": "诗 故事 文章 作文 邮件 信 小说 詩 物語 メール 手紙 記事 시 이야기 편지 이메일",
     "W": "什么 吗 谁 哪 何 ですか 무엇",
 }
-_TOKEN = re.compile(r"[^\W\d_][\w+#'’]*(?:-[a-z]{2,}(?=\s))?|\d[\d.,]*|[.?!;:\n。？！]")
+_TOKEN = re.compile(r"[^\W\d_][\w+#'’]*|\d[\d.,]*|[.?!;:\n。？！]")
 _UNSPACED_SCRIPT = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 
 

@@ -130,11 +130,14 @@ def listen(settings: Settings) -> socket.socket:
     host, port = settings.server.host, settings.server.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        sock = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise ListenError(
             f"cannot listen on {host}:{port} ({error.strerror}): end what listens there, or set server.port"
         ) from error
+    # Inherited by every connection: without it the first token waits for the acknowledgement of the headers, 40 ms and more.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
 
 
 async def run(

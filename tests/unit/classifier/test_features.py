@@ -1,7 +1,8 @@
+# ruff: noqa: RUF001  (a full-width question mark)
 """What is read from prompts."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from classifier import EstimatingCounter, PromptClass, PromptFeatures, extract
@@ -12,10 +13,12 @@ LONG_PROSE = "The committee met again in the spring and spoke about the harbour 
 
 
 def read(text: str) -> PromptFeatures:
+    """Return the features of a text, its tokens estimated."""
     return extract(text, COUNTER)
 
 
 def language_fits(expected: str, found: str | None) -> bool:
+    """Tell whether a language is the expected one."""
     return expected == "?" or found == (None if expected == "-" else expected)
 
 
@@ -110,6 +113,7 @@ def test_near_code_is_doubted() -> None:
     assert marked.confidence <= plain.confidence
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=400))
 def test_any_text_is_read(text: str) -> None:
     """No text raises, and the same text gives the same features."""
@@ -119,6 +123,7 @@ def test_any_text_is_read(text: str) -> None:
     assert len(set(first.signals)) == len(first.signals)
 
 
+@settings(deadline=None)
 @given(st.text("(){}[]<>=:;.,_`'\"#$%^&*\\|/-+ \n\tabX019", max_size=400))
 def test_any_punctuation_is_read(text: str) -> None:
     """No mixture of the marks of code raises."""
@@ -127,7 +132,8 @@ def test_any_punctuation_is_read(text: str) -> None:
 
 @pytest.mark.parametrize(
     "unit",
-    ["(", " ", "a", "{", "`", "7", "\n", "a.", "a_", "a(", "[", "\\", "<a ", "$", "* ", "- ", "def f(\n", "{\n", '"a": 1,\n', "x = 1\n",
+    ["(", " ", "a", "{", "`", "7", "\n", "a.", "a_", "a(", "[", "\\", "<a ", "$", "* ", "- ", "def f(\n", "{\n",
+     '"a": 1,\n', "x = 1\n",
      "SELECT ", "how many ", "写", "é", "=", "a, ", "|", "```\n", "f(x) "],
 )  # fmt: skip
 def test_hostile_text_ends(unit: str) -> None:

@@ -4,12 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from classifier import EstimatingCounter, ModelTokenCounter, TokenCounter, TokenizerError
 
+GIVEN = os.environ.get("QARR_TEST_TOKENIZER")
 TRAINING = [
     "the quick brown fox jumps over the lazy dog and the fox runs again",
     "def add(first, second):\n    return first + second  # adds 1234 and 5678",
@@ -32,13 +33,17 @@ TEXTS = [
     " " * 3000,
     "\U000f0000 private \U00050000 use",
 ]
-LLAMA = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
 def byte_level(
     pre_tokenizer: pre_tokenizers.PreTokenizer, normalizer: normalizers.Normalizer | None = None
 ) -> Tokenizer:
+    """Return a byte-level BPE tokenizer with the whole alphabet."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,6 +58,7 @@ def byte_level(
 
 
 def fewer_bytes() -> Tokenizer:
+    """Return one whose vocabulary lacks bytes that the training text has not."""
     tokenizer = Tokenizer(models.BPE(unk_token="<|end|>"))
     tokenizer.pre_tokenizer = BYTE_LEVEL
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|end|>"], show_progress=False)
@@ -61,6 +67,7 @@ def fewer_bytes() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
+    """Return a tokenizer like SentencePiece's."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
@@ -69,6 +76,7 @@ def unigram() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
+    """Return a tokenizer like BERT's."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]"], show_progress=False)
@@ -77,16 +85,19 @@ def word_piece() -> Tokenizer:
 
 
 def greedy_added_token() -> Tokenizer:
+    """Return one whose added token takes the white space around it."""
     tokenizer = byte_level(BYTE_LEVEL)
     tokenizer.add_tokens([AddedToken("<tool>", lstrip=True, rstrip=True)])
     return tokenizer
 
 
 def digits(*, individual: bool) -> pre_tokenizers.PreTokenizer:
+    """Return the stages that split digits off first."""
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=individual), BYTE_LEVEL])
 
 
 def llama() -> pre_tokenizers.PreTokenizer:
+    """Return the stages of Llama 3."""
     split = pre_tokenizers.Split(Regex(LLAMA), "isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
@@ -105,6 +116,7 @@ PAIRS = {name: (t, ModelTokenCounter(t.to_str())) for name, t in (FAST | SLOW).i
 
 
 def reference(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids that the library gives."""
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
@@ -125,6 +137,7 @@ def test_backend(name: str) -> None:
     assert counter.exact
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(PAIRS)), st.text(st.characters(exclude_categories=["Cs"]), max_size=80))
 def test_any_text_has_the_reference_ids(name: str, text: str) -> None:
     """No text that Unicode allows has other ids than the reference gives."""
@@ -132,6 +145,7 @@ def test_any_text_has_the_reference_ids(name: str, text: str) -> None:
     assert counter.encode(text) == reference(tokenizer, text)
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(sorted(PAIRS)),
     st.text("aes'tTlLvV 019\n\r\t.,!<|end>\u00e9\u0301\u0663\u00bd\u3000\u00a0\u017f", max_size=80),
@@ -142,13 +156,13 @@ def test_any_mixture_of_boundaries_has_the_reference_ids(name: str, text: str) -
     assert counter.encode(text) == reference(tokenizer, text)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60))
 def test_a_given_tokenizer_has_the_reference_ids(text: str) -> None:
     """The tokenizer that QARR_TEST_TOKENIZER names is counted with as exactly as the small ones."""
-    path = os.environ.get("QARR_TEST_TOKENIZER")
-    if path is None:
+    if GIVEN is None:
         pytest.skip("QARR_TEST_TOKENIZER names no file")
-    counter, tokenizer = _given(path)
+    counter, tokenizer = _given(GIVEN)
     clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     assert counter.encode(text) == reference(tokenizer, clean)
 
@@ -157,6 +171,7 @@ _GIVEN: dict[str, tuple[ModelTokenCounter, Tokenizer]] = {}
 
 
 def _given(path: str) -> tuple[ModelTokenCounter, Tokenizer]:
+    """Return the given tokenizer, read once."""
     if path not in _GIVEN:
         _GIVEN[path] = TokenCounter.from_file(Path(path)), Tokenizer.from_file(path)
     return _GIVEN[path]
@@ -195,6 +210,7 @@ def test_estimates() -> None:
     assert counter.count("word " * 300) == 500
 
 
+@settings(deadline=None)
 @given(st.text(), st.text())
 def test_estimates_never_shrink(text: str, more: str) -> None:
     """More text never has fewer tokens."""

@@ -1,0 +1,135 @@
+"""Load /generate with mixed prompts, hints and SLAs; ends with a summary per tier.
+
+usage: .venv/bin/locust -f benchmarks/locustfile.py --headless -H http://127.0.0.1:8080
+
+By default 50 requests a second for 60 seconds, offered by 50 users of one request a second each (LOAD_RPS and
+LOAD_SECONDS change that). A user waits for its answer, so a fleet that is slower than the load gets less. Locust's own
+timing of a stream ends at its first byte: this file fires events of its own for time to first token and for the whole answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from locust import HttpUser, LoadTestShape, constant_throughput, events, task
+
+if TYPE_CHECKING:
+    from locust.env import Environment
+
+# Bare names, not settings of the router: the router refuses variables with its prefix that it does not know.
+RPS = float(os.environ.get("LOAD_RPS", "50"))
+SECONDS = float(os.environ.get("LOAD_SECONDS", "60"))
+PROMPTS = (
+    "hi",
+    "What is the capital of France?",
+    "Thanks, that was very kind of you!",
+    "Explain how a refrigerator works to a curious child.",
+    "Write a Python function that returns the longest word of a sentence.",
+    "def add(a, b):\n    return a - b\n\nFix this.",
+    "Write a haiku about rain on a tin roof.",
+    "A train travels 120 km in 90 minutes. What is its average speed in km/h?",
+    "Extract the date and the amount as JSON: 'Paid 34.50 on 3 May 2024 to the bakery.'",
+    "Quelle est la différence entre un lac et un étang ?",
+    "Summarise in one sentence: " + "The committee met and decided to meet again. " * 20,
+)
+HINTS = ("auto", "auto", "auto", "auto", "fast", "precise")
+SLAS: tuple[dict[str, float], ...] = ({}, {}, {}, {"ttft_ms": 2000}, {"tpot_ms": 100}, {"max_quality_loss": 0.01})
+PRIORITIES = ("standard", "standard", "interactive", "batch")
+
+
+@dataclass(slots=True)
+class TierTally:
+    """What one tier did. Times in milliseconds."""
+
+    ttft: list[float] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
+    tokens: int = 0
+    errors: int = 0
+
+
+TALLY: defaultdict[str, TierTally] = defaultdict(TierTally)
+
+
+class Caller(HttpUser):
+    """One request a second, if the answers come in time."""
+
+    wait_time = constant_throughput(1)
+
+    @task
+    def generate(self) -> None:
+        """Ask one prompt, read its stream to the end, and report TTFT and total time."""
+        choose = random.choice
+        body = {
+            "prompt": choose(PROMPTS),
+            "max_tokens": choose((8, 16, 32)),
+            "tier": choose(HINTS),
+            "sla": choose(SLAS),
+            "priority": choose(PRIORITIES),
+        }
+        started = time.perf_counter()
+        with self.client.post("/generate", json=body, stream=True, catch_response=True, name="accepted") as response:
+            tier = response.headers.get("x-qarr-tier", f"refused ({response.status_code})")
+            if response.status_code != 200:
+                TALLY[tier].errors += 1
+                response.failure(f"HTTP {response.status_code}")
+                return
+            if not self._read(response, tier, started):
+                response.failure("the stream did not end with done")
+
+    def _read(self, response: Any, tier: str, started: float) -> bool:
+        tally, event, length = TALLY[tier], "", 0
+        for line in response.iter_lines():
+            length += len(line)
+            if line.startswith(b"event: "):
+                event = line[7:].decode()
+            elif line.startswith(b"data: ") and not event:
+                if length == len(line):
+                    tally.ttft.append((time.perf_counter() - started) * 1000)
+                    _fire(self.environment, "TTFT", tier, tally.ttft[-1], 0)
+            elif line.startswith(b"data: ") and event == "done":
+                tally.total.append((time.perf_counter() - started) * 1000)
+                tally.tokens += json.loads(line[6:])["usage"]["completion_tokens"]
+                _fire(self.environment, "total", tier, tally.total[-1], length)
+                return True
+        tally.errors += 1
+        return False
+
+
+def _fire(environment: Environment, kind: str, tier: str, took_ms: float, length: int) -> None:
+    environment.events.request.fire(
+        request_type=kind, name=tier, response_time=took_ms, response_length=length, exception=None, context={}
+    )
+
+
+class Steady(LoadTestShape):
+    """The same load throughout, ended by itself."""
+
+    use_common_options = False
+
+    def tick(self) -> tuple[int, float] | None:
+        """Return users and spawn rate, None at the end."""
+        users = max(round(RPS), 1)
+        return (users, users) if self.get_run_time() < SECONDS else None
+
+
+@events.quitting.add_listener
+def _summary(**_kwargs: Any) -> None:
+    print(f"\n{'tier':16}{'answers':>8}{'errors':>8}{'TTFT p50/p95 ms':>20}{'total p50/p95 ms':>20}{'tokens/s':>10}")
+    for tier, t in sorted(TALLY.items()):
+        print(
+            f"{tier:16}{len(t.total):8}{t.errors:8}{_percentiles(t.ttft):>20}{_percentiles(t.total):>20}{t.tokens / SECONDS:10.1f}"
+        )
+
+
+def _percentiles(values: list[float]) -> str:
+    if len(values) < 2:
+        return "-"
+    cuts = statistics.quantiles(values, n=20)
+    return f"{cuts[9]:.0f} / {cuts[18]:.0f}"
