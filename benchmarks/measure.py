@@ -81,7 +81,9 @@ class Result:
     cpu_us: float
 
 
-async def load(port: int, path: str, body: dict[str, object], watched: psutil.Process, *, connections: int, seconds: float) -> Result:
+async def load(
+    port: int, path: str, body: dict[str, object], watched: psutil.Process, *, connections: int, seconds: float
+) -> Result:
     """Send requests over kept-alive connections as fast as they are answered; time first body byte and whole answer."""
     raw = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"

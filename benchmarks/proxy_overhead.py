@@ -31,9 +31,14 @@ def main() -> None:
     args = parser.parse_args()
     os.sched_setaffinity(0, {os.cpu_count() - 1 if os.cpu_count() else 0})
     rows: dict[str, dict[str, Result]] = {}
-    for name, delay_ms, connections in (("as fast as possible, 16 connections", 0, 16), ("5 ms a token, 32 connections", 5, 32)):
+    for name, delay_ms, connections in (
+        ("as fast as possible, 16 connections", 0, 16),
+        ("5 ms a token, 32 connections", 5, 32),
+    ):
         with stub(delay_ms) as (url, engine):
-            direct = _best(int(url.rsplit(":", 1)[1]), "/v1/chat/completions", DIRECT, engine, connections, args.seconds)
+            direct = _best(
+                int(url.rsplit(":", 1)[1]), "/v1/chat/completions", DIRECT, engine, connections, args.seconds
+            )
             port = free_port()
             argv = [".venv/bin/qarr", "serve", "--fast", url, "--port", str(port)]
             with process(argv, 0) as router:
@@ -45,7 +50,9 @@ def main() -> None:
         args.json.write_text(json.dumps(_record(rows), indent=2) + "\n")
 
 
-def _best(port: int, path: str, body: dict[str, object], watched: psutil.Process, connections: int, seconds: float) -> Result:
+def _best(
+    port: int, path: str, body: dict[str, object], watched: psutil.Process, connections: int, seconds: float
+) -> Result:
     """Warm up, then return the median of three passes by CPU time."""
     asyncio.run(load(port, path, body, watched, connections=connections, seconds=1))
     passes = [asyncio.run(load(port, path, body, watched, connections=connections, seconds=seconds)) for _ in range(3)]
@@ -56,7 +63,9 @@ def _show(name: str, direct: Result, routed: Result) -> None:
     print(f"\n{name}")
     print("                answers/s   total p50 / p99 ms   first byte p50 ms   CPU-us/answer")
     for row, r in (("direct", direct), ("through QARR", routed)):
-        print(f"{row:14} {r.per_second:10.0f} {r.total_p50:12.2f} / {r.total_p99:.2f} {r.first_p50:18.2f} {r.cpu_us:15.0f}")
+        print(
+            f"{row:14} {r.per_second:10.0f} {r.total_p50:12.2f} / {r.total_p99:.2f} {r.first_p50:18.2f} {r.cpu_us:15.0f}"
+        )
     print(
         f"ratio          {routed.per_second / direct.per_second:10.2f} {routed.total_p50 / direct.total_p50:12.2f}"
         f"   added first byte {routed.first_p50 - direct.first_p50:.2f} ms   CPU x{routed.cpu_us / max(direct.cpu_us, 1):.0f} of the stub's"
@@ -64,7 +73,9 @@ def _show(name: str, direct: Result, routed: Result) -> None:
 
 
 def _record(rows: dict[str, dict[str, Result]]) -> dict[str, object]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     return {
         "command": "python benchmarks/proxy_overhead.py",
         "commit": commit.stdout.strip(),

@@ -18,7 +18,11 @@ TOKENS = 32
 
 def event(fields: dict[str, object]) -> bytes:
     """Return one server-sent event of a completion."""
-    return b"data: " + json.dumps({"id": "x", "object": "chunk", "created": 0, "model": "stub", **fields}).encode() + b"\n\n"
+    return (
+        b"data: "
+        + json.dumps({"id": "x", "object": "chunk", "created": 0, "model": "stub", **fields}).encode()
+        + b"\n\n"
+    )
 
 
 def chunk(text: str, reason: str | None = None) -> bytes:
@@ -45,8 +49,15 @@ STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-e
 STREAM = [framed(piece) for piece in PIECES]
 STREAM_END = framed(ENDING) + b"0\r\n\r\n"
 MODELS = plain(json.dumps({"data": [{"id": "stub", "max_model_len": 8192}]}).encode())
-METRICS = plain(b"vllm:num_requests_running 0.0\nvllm:num_requests_waiting 0.0\nvllm:kv_cache_usage_perc 0.0\n", "text/plain")
-SIMPLE = {b"/health": plain(b""), b"/metrics": METRICS, b"/v1/models": MODELS, b"/tokenize": plain(b'{"tokens": [1, 2, 3]}')}
+METRICS = plain(
+    b"vllm:num_requests_running 0.0\nvllm:num_requests_waiting 0.0\nvllm:kv_cache_usage_perc 0.0\n", "text/plain"
+)
+SIMPLE = {
+    b"/health": plain(b""),
+    b"/metrics": METRICS,
+    b"/v1/models": MODELS,
+    b"/tokenize": plain(b'{"tokens": [1, 2, 3]}'),
+}
 
 
 class Stub(asyncio.Protocol):

@@ -41,7 +41,9 @@ def role_pattern(name: str, weight: float, pattern: str) -> RolePattern:
 _ASKS = (
     role_pattern("asks: code noun and its purpose", 3.2, r"^_?N[tP]|^L_?n[tP]"),
     role_pattern(
-        "asks: build verb, code noun", 3.4, r"B[^|af]{0,3}[nN]|[nN]_{0,6}B(?:$|\|)|B[^|anNf]{0,5}[Ll][^|af]{0,2}[nN]"
+        "asks: build verb, code noun",
+        3.4,
+        r"B[^|af]{0,3}[nN]|[nN]_{0,6}B(?:$|\|)|L_?nB|B[^|anNf]{0,5}[Ll][^|af]{0,2}[nN]",
     ),
     role_pattern("asks: build verb before a code noun", 1.6, r"B[^|af]{0,12}[nN]"),
     role_pattern("asks: nothing but code", 2.2, r"[BMi]_{0,10}N"),

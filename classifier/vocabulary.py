@@ -148,7 +148,7 @@ _WORDS: dict[str, str] = {
     "W": """
         what what's whats who who's whom whose when when's where where's which is are was were does did do should
         has have had may might am isn't aren't don't doesn't""",
-    "Q": "can could will would",
+    "Q": "can could will would kannst könntest können puedes podrías peux pouvez pourriez puoi pode",
     "i": """
         implement implementing implementa implementar implémente implémenter implementiere implementieren implemente
         implementare реализуй реализуйте""",

@@ -147,14 +147,15 @@ def choose(body: GenerateBody, services: Services) -> Decision:
     with telemetry.classify() as span:
         features = extract(body.prompt, services.counter)
         telemetry.record_features(span, features, body.prompt)
-    with telemetry.route() as span:
+    with telemetry.route():
         fleet = services.fleet.snapshot()
         prompt_tokens = features.tokens + fleet.template_tokens
         if body.system_prompt is not None:
             prompt_tokens = features.tokens + fleet.system_template_tokens + services.counter.count(body.system_prompt)
         max_tokens = body.max_tokens or services.limits.default_max_tokens
         decision = decide(make_query(body, features, prompt_tokens, max_tokens), fleet, services.table)
-        telemetry.record_decision(span, decision)
+        telemetry.record_decision(decision)
+    telemetry.record_decision(decision)  # on the server span too: the one that dashboards list
     return decision
 
 

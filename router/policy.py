@@ -185,9 +185,14 @@ def _choose(query: Query, candidates: Sequence[TierSnapshot], table: PolicyTable
 
 
 def _floor(query: Query, table: PolicyTable) -> tuple[TierName, str]:
-    """Return the lowest tier that the prompt's class allows; an unsure class asks for one tier more."""
+    """Return the lowest tier to take: what the prompt's class allows, or a higher hint that could not be taken itself.
+
+    An unsure class asks for one tier more.
+    """
     features = query.features
     floor = table.class_floor[features.prompt_class]
+    if query.hint is not None and query.hint.rank > floor.rank:
+        return query.hint, f"hint {query.hint}"
     if features.confidence >= table.min_confidence or floor is TierName.PRECISE:
         return floor, f"class {features.prompt_class.value}"
     raised = list(TierName)[floor.rank + 1]

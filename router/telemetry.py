@@ -123,15 +123,12 @@ class Telemetry:
         if self._record_prompts:
             span.set_attribute("gen_ai.input.messages", prompt)
 
-    def record_decision(self, span: Span, decision: Decision) -> None:
-        """Put the decision on its span and on the server span."""
-        server = trace.get_current_span(None)
-        for target in {span, server}:
-            if target.is_recording():
-                target.set_attributes(_decision_attributes(decision))
+    def record_decision(self, decision: Decision) -> None:
+        """Put the decision on the current span, with a verdict for each tier."""
+        span = trace.get_current_span()
         if span.is_recording():
-            for verdict in decision.verdicts:
-                span.set_attribute(f"qarr.verdict.{verdict.tier}", verdict.verdict)
+            verdicts = {f"qarr.verdict.{v.tier}": v.verdict for v in decision.verdicts}
+            span.set_attributes({**_decision_attributes(decision), **verdicts})
 
     def record_served(self, tier: TierName, replica_id: str, attempts_failed: int) -> None:
         """Put who served the request on the server span."""

@@ -81,6 +81,15 @@ def test_hint_that_cannot_be_honoured_is_named() -> None:
     assert "hint fast not taken: is failed" in dead.reason
 
 
+def test_hint_that_is_not_ready_is_a_floor() -> None:
+    """Who asks for balanced gets precise rather than fast when balanced is away, and fast only when nothing else is left."""
+    away = {BALANCED: ReplicaState.FAILED}
+    assert decide(query(hint=BALANCED), fleet(away), TABLE).tier is PRECISE
+    left = decide(query(hint=BALANCED), fleet({**away, PRECISE: ReplicaState.FAILED}), TABLE)
+    assert left.tier is FAST
+    assert left.reason.startswith("degraded to fast: hint balanced wants balanced or higher")
+
+
 def test_required_tier_or_refusal() -> None:
     """Required means that tier, with no fallback, or a refusal that says what passes and what does not."""
     taken = decide(query(hint=FAST, require=True), fleet(), TABLE)
