@@ -4,7 +4,7 @@ usage: .venv/bin/locust -f benchmarks/locustfile.py --headless -H http://127.0.0
 
 By default 50 requests a second for 60 seconds, offered by 50 users of one request a second each (LOAD_RPS and
 LOAD_SECONDS change that). A user waits for its answer, so a fleet that is slower than the load gets less. Locust's own
-timing of a stream ends at its first byte: this file fires events of its own for time to first token and for the whole answer.
+timing of a stream ends at its first byte: this file fires events of its own for time to first token and whole answer.
 """
 
 from __future__ import annotations
@@ -123,9 +123,8 @@ class Steady(LoadTestShape):
 def _summary(**_kwargs: Any) -> None:
     print(f"\n{'tier':16}{'answers':>8}{'errors':>8}{'TTFT p50/p95 ms':>20}{'total p50/p95 ms':>20}{'tokens/s':>10}")
     for tier, t in sorted(TALLY.items()):
-        print(
-            f"{tier:16}{len(t.total):8}{t.errors:8}{_percentiles(t.ttft):>20}{_percentiles(t.total):>20}{t.tokens / SECONDS:10.1f}"
-        )
+        row = f"{tier:16}{len(t.total):8}{t.errors:8}{_percentiles(t.ttft):>20}{_percentiles(t.total):>20}"
+        print(f"{row}{t.tokens / SECONDS:10.1f}")
 
 
 def _percentiles(values: list[float]) -> str:

@@ -14,9 +14,12 @@ import os
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psutil
 from measure import ROOT, Result, free_port, load, process, stub, wait_for
+
+if TYPE_CHECKING:
+    import psutil
 
 PROMPT = "Can you explain how tides work, and why there are two of them a day?"
 DIRECT = {"model": "stub", "messages": [{"role": "user", "content": PROMPT}], "stream": True}
@@ -66,10 +69,9 @@ def _show(name: str, direct: Result, routed: Result) -> None:
         print(
             f"{row:14} {r.per_second:10.0f} {r.total_p50:12.2f} / {r.total_p99:.2f} {r.first_p50:18.2f} {r.cpu_us:15.0f}"
         )
-    print(
-        f"ratio          {routed.per_second / direct.per_second:10.2f} {routed.total_p50 / direct.total_p50:12.2f}"
-        f"   added first byte {routed.first_p50 - direct.first_p50:.2f} ms   CPU x{routed.cpu_us / max(direct.cpu_us, 1):.0f} of the stub's"
-    )
+    rate, total = routed.per_second / direct.per_second, routed.total_p50 / direct.total_p50
+    added, cpu = routed.first_p50 - direct.first_p50, routed.cpu_us / max(direct.cpu_us, 1)
+    print(f"ratio          {rate:10.2f} {total:12.2f}   added first byte {added:.2f} ms   CPU x{cpu:.1f} of the stub's")
 
 
 def _record(rows: dict[str, dict[str, Result]]) -> dict[str, object]:

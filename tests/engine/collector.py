@@ -38,7 +38,7 @@ class Collector:
         collector = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:  # noqa: N802  http.server's name
+            def do_POST(self) -> None:
                 data = self.rfile.read(int(self.headers["content-length"]))
                 collector.take(ExportTraceServiceRequest.FromString(data))
                 self.send_response(200)

@@ -15,12 +15,15 @@ import pytest
 from classifier import TokenCounter
 from tests.unit.router_stack import events
 from tiers.checkpoint import read_checkpoint
-from tiers.fleet import Gauges
 from tiers.probe import EngineProbe
 from tiers.spec import PRECISIONS, TierName
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Up
+    from tiers.fleet import Gauges
+
+
+ENDLESS = "Write the numbers from 1 to 1000, one a line: 1\n2\n3\n4\n5\n6\n7\n8\n9\n10\n11\n12\n13\n"
 
 
 @pytest.mark.parametrize("tier", list(TierName))
@@ -101,7 +104,7 @@ def test_client_that_leaves_frees_the_engine_within_a_second(up: Up, stream: boo
     leave = threading.Event()
 
     def ask() -> None:
-        body = {"prompt": "Tell me a very long story.", "tier": "precise", "max_tokens": 2000, "stream": stream}
+        body = {"prompt": ENDLESS, "tier": "precise", "max_tokens": 4000, "temperature": 0, "stream": stream}
         with httpx.Client(timeout=60, trust_env=False) as client:
             try:
                 with client.stream("POST", f"{up.url}/generate", json=body, timeout=0.1 if not stream else 60) as r:

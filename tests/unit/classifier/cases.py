@@ -1,4 +1,4 @@
-# ruff: noqa: RUF001, E501  (prompts in many languages, one a line)
+# ruff: noqa: RUF001  (prompts in many languages, one a line)
 """Prompts of many kinds with what they hold and ask for, written for these tests."""
 
 from typing import Final
