@@ -18,7 +18,7 @@ from classifier.lineshapes import LINE_SHAPES
 THRESHOLD = 3.0  # log-odds
 PLAIN = 10.0  # of evidence, from which on the rest of the text is not read
 PLAIN_LINES = 30.0  # of evidence, from which on no more lines are read
-INLINE_CHARS = 5000  # of a text that are searched for code within lines
+INLINE_HEAD, INLINE_TAIL = 600, 300  # characters of a text that are searched for code within lines
 LINE_CHARS = 160  # of a line that are matched
 MAX_LINES = 40  # of a text that are matched: the first half, and the rest evenly
 SECOND_FIND = 0.4  # of a pattern within lines, against the first
@@ -139,8 +139,15 @@ def find_code(text: str, lines: list[str]) -> CodeEvidence:
         chars = set(text)
         _weigh_literals(text, chars, tally, calls=calls)
         if tally.score < PLAIN:
-            _weigh_inlines(text[:INLINE_CHARS], chars, tally, calls=calls)
+            _weigh_inlines(_ends(text), chars, tally, calls=calls)
     return CodeEvidence(tally.score - THRESHOLD, tally.votes, tally.solo_votes, tuple(tally.signals), code_lines, tag)
+
+
+def _ends(text: str) -> str:
+    """Return a text's head and tail; a short one whole."""
+    if len(text) <= INLINE_HEAD + INLINE_TAIL:
+        return text
+    return f"{text[:INLINE_HEAD]}\n{text[-INLINE_TAIL:]}"
 
 
 def _weigh_fences(text: str, tally: _Tally) -> str:

@@ -1,0 +1,51 @@
+"""The README's commands, run as they stand there."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.engine.conftest import Up
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _command(start: str) -> str:
+    """Return the README's one command that starts so."""
+    found = re.findall(
+        rf"^```bash\n({re.escape(start)}.*?)\n```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert len(found) == 1, f"{start!r} stands {len(found)} times in the README"
+    return str(found[0])
+
+
+def _run(command: str) -> str:
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)  # noqa: S602
+    return done.stdout
+
+
+def test_curl_streams_an_answer(up: Up) -> None:
+    """The README's curl command streams text events and ends with done."""
+    command = _command("curl -N").replace("localhost:8080", up.url.removeprefix("http://"))
+    answer = _run(command)
+    assert answer.startswith('data: {"text":')
+    assert "event: done" in answer
+
+
+def test_classify_explains_a_prompt() -> None:
+    """The README's classify command prints the features as JSON."""
+    found = json.loads(_run(_command(".venv/bin/qarr classify")))
+    assert (found["class"], found["asks_for_code"], found["language"]) == ("code", True, "sql")
+    assert found["tokens_exact"] is True
+
+
+def test_make_targets_exist() -> None:
+    """Every make target that the documents name is there."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for document in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md"):
+        named = re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / document).read_text(), re.MULTILINE)
+        assert set(named) <= targets, document
