@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tiers.fleet import Fleet
 
 # Handlers are looked up by exception type, Exception last: whatever is not listed is a 500 without details.
-HANDLED = (InvalidBody, BodyTooLarge, Refused, UpstreamError, HTTPException, Exception)
+HANDLED = (InvalidBody, BodyTooLarge, Refused, ClientGone, UpstreamError, HTTPException, Exception)
 
 
 def create_app(settings: Settings, fleet: Fleet, counter: TokenCounter, telemetry: Telemetry, model: str) -> ASGIApp:

@@ -46,7 +46,7 @@ app = typer.Typer(
 model_app = typer.Typer(help="Make and inspect the model's three checkpoints.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 
-err = Console(stderr=True, highlight=False)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE")
 ]
@@ -70,7 +70,7 @@ def main() -> None:
 
 def fail(text: str) -> NoReturn:
     """End the command with an error text."""
-    err.print(f"[bold red]error:[/] {_plain(text)}", soft_wrap=True)
+    err.print(f"[bold red]error:[/] {_plain(text)}")
     raise SystemExit(2)
 
 
@@ -288,7 +288,7 @@ def _run(deployment: Deployment, sock: Any, started: float) -> None:
 
     def changed(replica: Replica) -> None:
         detail = f": {replica.detail}" if replica.detail else ""
-        err.print(f"{_clock(started)} {replica.id:12} {replica.state.value}{_plain(detail)}", soft_wrap=True)
+        err.print(f"{_clock(started)} {replica.id:12} {replica.state.value}{_plain(detail)}")
 
     def is_up(_fleet: Fleet) -> None:
         err.print(

@@ -88,7 +88,7 @@ class ChatRequest:
     priority: int
     request_id: str
 
-    def body(self, model: str) -> bytes:
+    def body(self, model: str, *, with_priority: bool) -> bytes:
         """Return the engine's request body. Answers are always streamed, so that a stalled engine is noticed."""
         return to_json(
             {
@@ -96,7 +96,7 @@ class ChatRequest:
                 "messages": self.messages,
                 "max_tokens": self.max_tokens,
                 "temperature": self.temperature,
-                "priority": self.priority,
+                "priority": self.priority if with_priority else 0,
                 "stream": True,
                 "stream_options": {"include_usage": True},
             }
@@ -348,7 +348,7 @@ class Upstream:
             "POST",
             replica.url + CHAT_PATH,
             headers=headers,
-            content=request.body(replica.model),
+            content=request.body(replica.model, with_priority=replica.takes_priority),
             extensions={"timeout": self._timeouts},
         )
 

@@ -9,6 +9,7 @@ TierError
 │   ├── EngineDied         it exited
 │   └── WarmupFailed       it answers, but not with sane text, or not in time
 └── ProbeError             an engine did not answer a probe as vLLM does
+    └── RefusedError       it answered 400: it does not take such a request
 """
 
 from __future__ import annotations
@@ -48,3 +49,7 @@ class WarmupFailed(EngineError):
 
 class ProbeError(TierError):
     """A probe was not answered as vLLM answers it."""
+
+
+class RefusedError(ProbeError):
+    """The engine does not take such a request (HTTP 400)."""

@@ -147,6 +147,7 @@ class Replica:
     url: str
     api_key: str
     model: str
+    takes_priority: bool = True
     pid: int | None = None
     state: ReplicaState = ReplicaState.STARTING
     detail: str | None = None

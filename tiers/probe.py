@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from tiers.errors import ProbeError
+from tiers.errors import ProbeError, RefusedError
 from tiers.fleet import Gauges
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ class EngineProbe:
         ) as response:
             if response.status_code != httpx.codes.OK:
                 detail = (await response.aread()).decode(errors="replace")[:500]
-                raise ProbeError(f"{self.url}{path}: HTTP {response.status_code}: {detail}")
+                kind = RefusedError if response.status_code == httpx.codes.BAD_REQUEST else ProbeError
+                raise kind(f"{self.url}{path}: HTTP {response.status_code}: {detail}")
             async for line in response.aiter_lines():
                 if not line.startswith("data: {"):
                     continue

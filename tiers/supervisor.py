@@ -204,6 +204,7 @@ class Supervisor:
             )
         report = await warm_up(probe, replica.model, self._options.warmup)
         self._check_tokens(replica, report.tokens_digest)
+        replica.takes_priority = report.takes_priority
         self._fleet.template(report.template_tokens, report.system_template_tokens)
         self._mark(replica, ReplicaState.READY)
 

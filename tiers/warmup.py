@@ -12,7 +12,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tiers.errors import WarmupFailed
+from tiers.errors import RefusedError, WarmupFailed
 from tiers.fleet import Speed
 from tiers.probe import CHAT, COMPLETIONS
 
@@ -50,11 +50,13 @@ class WarmupReport:
         template_tokens: Tokens that the chat template adds to a prompt.
         system_template_tokens: The same where there is a system prompt.
         tokens_digest: SHA-256 of the ids of a fixed, varied chat: equal for engines that read prompts alike.
+        takes_priority: Whether the engine runs with priority scheduling; one without refuses requests that have one.
     """
 
     template_tokens: int
     system_template_tokens: int
     tokens_digest: str
+    takes_priority: bool
 
 
 async def warm_up(probe: EngineProbe, model: str, plan: WarmupPlan) -> WarmupReport:
@@ -65,13 +67,13 @@ async def warm_up(probe: EngineProbe, model: str, plan: WarmupPlan) -> WarmupRep
         ProbeError: The engine did not answer.
     """
     chat = {"model": model, "messages": [{"role": "user", "content": plan.question}], "max_tokens": 16}
-    await probe.generate(COMPLETIONS, {"model": model, "prompt": _SHORT, "max_tokens": 2}, plan.timeout_s)
+    takes_priority = await _short(probe, model, plan)
     await probe.generate(COMPLETIONS, _long(model), plan.timeout_s)
     answer = await probe.generate(CHAT, chat, plan.timeout_s)
     check_answer(answer.text, plan)
     ids = await probe.chat_tokens(model, [{"role": "user", "content": _TOKENIZER_TEXT}])
     digest = hashlib.sha256(repr(ids).encode()).hexdigest()
-    return WarmupReport(*await _template_tokens(probe, model, plan.question), digest)
+    return WarmupReport(*await _template_tokens(probe, model, plan.question), digest, takes_priority)
 
 
 def check_answer(text: str, plan: WarmupPlan) -> None:
@@ -88,6 +90,17 @@ def check_answer(text: str, plan: WarmupPlan) -> None:
             f"a wrong checkpoint or a broken kernel; for a model that answers otherwise set engine.warmup_question and "
             f"engine.warmup_expected"
         )
+
+
+async def _short(probe: EngineProbe, model: str, plan: WarmupPlan) -> bool:
+    """Run a short generation with a priority, or without where that is refused; tell which."""
+    body = {"model": model, "prompt": _SHORT, "max_tokens": 2}
+    try:
+        await probe.generate(COMPLETIONS, {**body, "priority": 1}, plan.timeout_s)
+    except RefusedError:
+        await probe.generate(COMPLETIONS, body, plan.timeout_s)
+        return False
+    return True
 
 
 async def measure_speed(probe: EngineProbe, model: str, plan: WarmupPlan) -> Speed:

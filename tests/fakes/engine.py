@@ -41,6 +41,7 @@ class Behaviour:
         stall_after: Send nothing more after that many pieces.
         error_after: Send an error chunk after that many pieces.
         alive: Whether /health answers 200.
+        priorities: Whether requests may have a priority; vLLM without priority scheduling refuses those that do.
         vocabulary: Changes every token id: another tokenizer.
     """
 
@@ -54,6 +55,7 @@ class Behaviour:
     alive: bool = True
     vocabulary: int = 0
     max_model_len: int = 8192
+    priorities: bool = True
     running: int = 0
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -106,6 +108,8 @@ class FakeEngine:
         b = self.behaviour
         b.requests.append(body)
         b.headers.append(dict(request.headers))
+        if body.get("priority") and not b.priorities:
+            return JSONResponse({"error": {"message": "priority scheduling is not enabled", "code": 400}}, 400)
         if b.status != 200:
             error = {"message": b.error, "type": "BadRequestError", "param": None, "code": b.status}
             return JSONResponse({"error": error}, b.status)

@@ -64,6 +64,14 @@ async def test_passes_the_request_on(tmp_path: Path) -> None:
         assert "cookie" not in engine.headers[0]
 
 
+async def test_engine_without_priority_scheduling_gets_none(tmp_path: Path) -> None:
+    """An engine that refuses priorities is found out in its warm-up, and serves every priority."""
+    async with router_stack(tmp_path, fast=Behaviour(priorities=False)) as stack:
+        answer = await stack.generate(tier="fast", priority="batch")
+        assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, "fast")
+        assert stack.engines[TierName.FAST].requests[-1]["priority"] == 0
+
+
 @pytest.mark.parametrize(
     "fault", [Behaviour(status=500), Behaviour(break_after=0), Behaviour(error_after=0), Behaviour(stall_after=0)]
 )
