@@ -25,7 +25,7 @@ from router.wire import render_features
 from tiers.errors import TierError
 from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TierSnapshot
 from tiers.plan import GIB
-from tiers.prepare import PrepareOptions, find, prepare
+from tiers.prepare import PrepareOptions, find, finished, prepare
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def _jsonl_prompts(stream: Any) -> Iterator[str]:
 
 
 def _prepared_folder(settings: Settings) -> Path | None:
-    found = find(prepare_options(settings))
+    found = finished(prepare_options(settings))
     return found[0].path if found else None
 
 

@@ -96,9 +96,15 @@ def prepare(options: PrepareOptions, progress: Progress) -> tuple[Checkpoint, ..
 
 def find(options: PrepareOptions) -> tuple[Checkpoint, ...] | None:
     """Return the three checkpoints if all are finished, without making anything."""
+    found = finished(options)
+    return found if len(found) == len(TierName) else None
+
+
+def finished(options: PrepareOptions) -> tuple[Checkpoint, ...]:
+    """Return those of the three checkpoints that are finished, fast first."""
     base = _known_base(options)
     if base is None:
-        return None
+        return ()
     home = options.store / f"{base.name}-{base.digest[:12]}"
     awq = _awq_options(options, check_calibration(options.calibration))
     found = [
@@ -109,7 +115,7 @@ def find(options: PrepareOptions) -> tuple[Checkpoint, ...] | None:
             (TierName.PRECISE, "bf16", {}),
         )
     ]
-    return tuple(c for c in found if c) if all(found) else None
+    return tuple(c for c in found if c)
 
 
 @dataclass(frozen=True, slots=True)
