@@ -88,7 +88,8 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         [str(QARR), "up", "--port", str(base + 3)], env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     running = Up(process, f"http://127.0.0.1:{base + 3}", collector)
-    threading.Thread(target=_collect, args=(process, running.output), daemon=True).start()
+    reading = threading.Thread(target=_collect, args=(process, running.output), daemon=True)
+    reading.start()
     try:
         _wait_until_up(running)
         yield running
@@ -96,6 +97,9 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
             process.wait(60)
+        reading.join(10)
+        assert process.stderr is not None
+        process.stderr.close()
         collector.close()
 
 
