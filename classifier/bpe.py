@@ -16,9 +16,10 @@ import tiktoken
 NormalForm: TypeAlias = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
 # The split of GPT-2, which a ByteLevel stage with use_regex applies.
-_BYTE_LEVEL = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# The group without look-ahead is one step for tiktoken's regex engine.
+_BYTE_LEVEL = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|\s+(?!\S)|\s+"
 # A Digits stage splits numbers off first: no space joins them, and white space before a number is a piece of its own.
-_DIGITS_BYTE_LEVEL = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|NUMBER| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
+_DIGITS_BYTE_LEVEL = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+|NUMBER| ?[^\s\p{L}\p{N}]+)|\s+(?=\p{N})|\s+(?!\S)|\s+"
 _NORMAL_FORMS: dict[str, NormalForm] = {"NFC": "NFC", "NFD": "NFD", "NFKC": "NFKC", "NFKD": "NFKD"}
 
 
@@ -30,11 +31,13 @@ class ByteLevelBpe:
         encoding: The rebuilt tokenizer.
         normal_form: The Unicode normal form that the original applies first, or None.
         missing_bytes: Bytes that the vocabulary lacks.
+        added_starts: The first characters of the added tokens.
     """
 
     encoding: tiktoken.Encoding
     normal_form: NormalForm | None
     missing_bytes: bytes
+    added_starts: frozenset[str]
 
     def covers(self, text: str) -> bool:
         """Tell whether the vocabulary has every byte of a text and the text needs no normalizing.
@@ -48,7 +51,10 @@ class ByteLevelBpe:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text that is covered; added tokens in the text are matched."""
-        return self.encoding.encode(text, allowed_special="all")
+        for start in self.added_starts:
+            if start in text:
+                return self.encoding.encode(text, allowed_special="all")
+        return self.encoding.encode_ordinary(text)
 
 
 def rebuild(definition: dict[str, Any]) -> ByteLevelBpe | None:
@@ -70,7 +76,7 @@ def rebuild(definition: dict[str, Any]) -> ByteLevelBpe | None:
         return None
     encoding = tiktoken.Encoding("model", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added)
     missing = bytes(b for b in range(256) if bytes([b]) not in ranks)
-    return ByteLevelBpe(encoding, form, missing)
+    return ByteLevelBpe(encoding, form, missing, frozenset(token[0] for token in added))
 
 
 def _split_pattern(stage: dict[str, Any] | None) -> str | None:

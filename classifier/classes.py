@@ -8,7 +8,7 @@ import string
 from dataclasses import dataclass
 from enum import StrEnum
 
-from classifier.asks import RolePattern, role_pattern
+from classifier.asks import RolePattern, found_in, role_pattern
 
 
 class PromptClass(StrEnum):
@@ -40,34 +40,34 @@ _LEAD_WEIGHT = 0.45
 _MAX_LEAD = 3.0
 
 _MATH = (
-    role_pattern("asks how many", 1.8, r"Hy|HX|[XWmv|]_{0,4}m"),
-    role_pattern("numbers", 0.8, r"#"),
-    role_pattern("several numbers", 1.2, r"#.{1,200}?#.{0,200}?#"),
-    role_pattern("mathematical word", 0.9, r"m"),
-    role_pattern("mathematical words", 1.3, r"m.{0,40}m"),
-    role_pattern("many mathematical words", 0.8, r"m.{0,40}m.{0,40}m"),
+    role_pattern("asks how many", 1.8, "Hm", r"Hy|HX|[XWmv|]_{0,4}m"),
+    role_pattern("numbers", 0.8, "#", r"#"),
+    role_pattern("several numbers", 1.2, "#", r"#.{1,200}?#.{0,200}?#"),
+    role_pattern("mathematical word", 0.9, "m", r"m"),
+    role_pattern("mathematical words", 1.3, "m", r"m.{0,40}m"),
+    role_pattern("many mathematical words", 0.8, "m", r"m.{0,40}m.{0,40}m"),
 )
 _EXTRACTION = (
-    role_pattern("asks to extract", 2.2, r"(?:^|\|)_{0,5}E|[BMW]_{0,6}E"),
-    role_pattern("refers to a given text", 1.6, r"T"),
-    role_pattern("given text and what to do with it", 1.0, r"E_{0,12}T|T_{0,12}E|T\|"),
-    role_pattern("asks for structured output", 2.2, r"J"),
-    role_pattern("question on a given text", 1.0, r"T.{30,}"),
+    role_pattern("asks to extract", 2.2, "E", r"(?:^|\|)_{0,5}E|[BMW]_{0,6}E"),
+    role_pattern("refers to a given text", 1.6, "T", r"T"),
+    role_pattern("given text and what to do with it", 1.0, "T", r"E_{0,12}T|T_{0,12}E|T\|"),
+    role_pattern("asks for structured output", 2.2, "J", r"J"),
+    role_pattern("question on a given text", 1.0, "T", r"T.{30,}"),
 )
 _WRITING = (
-    role_pattern("asks to compose", 3.6, r"[BMO]_{0,12}a"),
-    role_pattern("role-play", 3.0, r"R_{0,3}|u_{0,4}R"),
-    role_pattern("style constraint", 1.4, r"O"),
-    role_pattern("rephrase", 1.2, r"(?:^|\|)_{0,2}O"),
-    role_pattern("starts with a build verb", 1.2, r"^_{0,3}B"),
+    role_pattern("asks to compose", 3.6, "a", r"[BMO]_{0,12}a"),
+    role_pattern("role-play", 3.0, "R", r"R_{0,3}|u_{0,4}R"),
+    role_pattern("style constraint", 1.4, "O", r"O"),
+    role_pattern("rephrase", 1.2, "O", r"(?:^|\|)_{0,2}O"),
+    role_pattern("starts with a build verb", 1.2, "B", r"^_{0,3}B"),
 )
 _CHAT = (
-    role_pattern("greeting or thanks", 3.2, r"^[g]"),
-    role_pattern("question", 2.6, r"(?:^|\|)[g.]?[WHQ]"),
-    role_pattern("asks to explain", 2.0, r"(?:^|\|)_{0,3}X|[WHQ]_{0,6}X"),
-    role_pattern("asks for advice or help", 1.6, r"u"),
-    role_pattern("words of conversation", 0.8, r"u.{0,30}u"),
-    role_pattern("imperative", 1.0, r"^[vBM]"),
+    role_pattern("greeting or thanks", 3.2, "g", r"^[g]"),
+    role_pattern("question", 2.6, "WHQ", r"(?:^|\|)[g.]?[WHQ]"),
+    role_pattern("asks to explain", 2.0, "X", r"(?:^|\|)_{0,3}X|[WHQ]_{0,6}X"),
+    role_pattern("asks for advice or help", 1.6, "u", r"u"),
+    role_pattern("words of conversation", 0.8, "u", r"u.{0,30}u"),
+    role_pattern("imperative", 1.0, "vBM", r"^[vBM]"),
 )
 _TABLES: tuple[tuple[PromptClass, float, tuple[RolePattern, ...]], ...] = (
     (PromptClass.MATH, -3.6, _MATH),
@@ -77,7 +77,8 @@ _TABLES: tuple[tuple[PromptClass, float, tuple[RolePattern, ...]], ...] = (
 )
 # Marks in the text itself, that words do not show.
 _ARITHMETIC = re.compile(
-    r"\d(?: ?[+*/×÷^] ?\d| - \d| ?%)|[$€£]\d|[=<>≤≥^] ?-?\d|[∑∫√∞π]|\\(?:frac|sqrt|sum|int|begin)\b"
+    r"[\d$€£=<>≤≥^∑∫√∞π\\](?:(?<=\d)(?: ?[+*/×÷^] ?\d| - \d| ?%)|(?<=[$€£])\d|(?<=[=<>≤≥^]) ?-?\d|(?<=[∑∫√∞π])"
+    r"|(?<=\\)(?:frac|sqrt|sum|int|begin)\b)"
 )
 _CHOICES = re.compile(r"\n ?\(?[A-Da-d1][.):] ?\S[^\n]*\n ?\(?[B-Eb-e2][.):] ?\S")
 _DATA = re.compile(
@@ -159,7 +160,7 @@ def _score(text: str, roles: str) -> tuple[dict[PromptClass, float], dict[Prompt
     scores: dict[PromptClass, float] = {}
     evidence: dict[PromptClass, list[str]] = {}
     for prompt_class, bias, table in _TABLES:
-        found = [p for p in table if p.pattern.search(roles)]
+        found = found_in(roles, table)
         scores[prompt_class] = bias + sum(p.weight for p in found)
         evidence[prompt_class] = [p.name for p in found]
     lower = text.lower()

@@ -11,14 +11,15 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from classifier.inlines import AGAINST, CALL, INLINES, LITERAL_LIMIT, LITERALS
 from classifier.lineshapes import LINE_SHAPES
 
 THRESHOLD = 3.0  # log-odds
 PLAIN = 10.0  # of evidence, from which on the rest of the text is not read
-PLAIN_LINES = 30.0  # of evidence, from which on no more lines are read
-INLINE_HEAD, INLINE_TAIL = 600, 300  # characters of a text that are searched for code within lines
+PLAIN_LINES = 16.0  # of evidence, from which on no more lines are read
+INLINE_HEAD, INLINE_TAIL = 450, 250  # characters of a text that are searched for code within lines
 LINE_CHARS = 160  # of a line that are matched
 MAX_LINES = 40  # of a text that are matched: the first half, and the rest evenly
 SECOND_FIND = 0.4  # of a pattern within lines, against the first
@@ -29,9 +30,11 @@ _ENDING_WEIGHT = 0.7  # of each line that ends like a statement
 _MAX_ENDINGS = 5
 _BRACE_WEIGHT = 0.5
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 _SHAPES = re.compile("|".join(f"(?P<_{number}>{shape.pattern})" for number, shape in enumerate(LINE_SHAPES)))
-_MARK = re.compile(r"[{}<>=$\\|@`\[\]&^~]")
-_CALL = re.compile(r"(?<=\w)\(")
+_MARK = re.compile(r"[{}<>=$\\|@`\[\]&^~_(:-](?:(?<=[^(:-])|(?<=\w\()|(?<=::)|(?<= -))")  # also a call, :: or an option
 # Of lines without any mark of code, those that start with one of these words are matched.
 _FIRST_WORDS = frozenset(
     """
@@ -44,7 +47,6 @@ _FIRST_WORDS = frozenset(
     type pragma contract unless print echo pass break continue
     """.split()  # noqa: SIM905
 )
-_LITERAL_MARKS = "(=<[{&|:$+!_"
 _FENCE = re.compile(r"^[ \t]{0,3}(?:```|~~~)[ \t]*([\w+#.-]*)", re.MULTILINE)
 _DATA_FENCES = frozenset(
     {
@@ -112,16 +114,27 @@ class _Tally:
             self.solo_votes[languages] = self.solo_votes.get(languages, 0.0) + weight
 
 
-def _by_mark() -> dict[str, list[tuple[str, float, str]]]:
-    """Return the literals by a mark that each has, so that a text without the mark is not searched for them."""
-    grouped: dict[str, list[tuple[str, float, str]]] = {}
-    for entry in LITERALS:
-        mark = next((mark for mark in _LITERAL_MARKS if mark in entry[0]), "")
-        grouped.setdefault(mark, []).append(entry)
-    return grouped
+_RARE = "\\^{}[]<>`$|&+!_*#=(-:/%"  # the rarest in prose first
 
 
-_LITERALS_BY_MARK = _by_mark()
+def _by_rare_character(strings: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return strings by a rare character that each has (or none), so that most texts are not searched for most of them."""
+    grouped: dict[str, list[str]] = {}
+    for string in dict.fromkeys(strings):
+        grouped.setdefault(next((c for c in _RARE if c in string), ""), []).append(string)
+    return {c: tuple(group) for c, group in grouped.items()}
+
+
+_LITERAL_VALUES = {literal: (weight, languages) for literal, weight, languages in LITERALS}
+_LITERALS_BY_CHARACTER = _by_rare_character(_LITERAL_VALUES)
+_AGAINST_VALUES = dict(AGAINST)
+_AGAINST_BY_CHARACTER = _by_rare_character(_AGAINST_VALUES)
+_MARKS_BY_CHARACTER = _by_rare_character(mark for inline in INLINES for mark in inline.marks if mark != CALL)
+
+
+def _present(text: str, chars: set[str], grouped: dict[str, tuple[str, ...]]) -> list[str]:
+    """Return those of the grouped strings that a text has."""
+    return [string for c, group in grouped.items() if not c or c in chars for string in group if string in text]
 
 
 def find_code(text: str, lines: list[str]) -> CodeEvidence:
@@ -135,11 +148,12 @@ def find_code(text: str, lines: list[str]) -> CodeEvidence:
     tag = _weigh_fences(text, tally)
     code_lines = _weigh_lines(lines, tally)
     if tally.score < 2 * PLAIN:
-        calls = text.count("(") > text.count(" (") + text.count("\n(") + text.startswith("(")
-        chars = set(text)
-        _weigh_literals(text, chars, tally, calls=calls)
+        ends = _ends(text)
+        calls = ends.count("(") > ends.count(" (") + ends.count("\n(") + ends.startswith("(")
+        chars = {c for c in _RARE if c in ends}
+        _weigh_literals(ends, chars, tally, calls=calls)
         if tally.score < PLAIN:
-            _weigh_inlines(_ends(text), chars, tally, calls=calls)
+            _weigh_inlines(ends, chars, tally, calls=calls)
     return CodeEvidence(tally.score - THRESHOLD, tally.votes, tally.solo_votes, tuple(tally.signals), code_lines, tag)
 
 
@@ -199,18 +213,10 @@ def _weigh_lines(lines: list[str], tally: _Tally) -> frozenset[int]:
 
 def _may_be_code(line: str) -> bool:
     """Tell whether a line has marks that prose has not, and is worth matching."""
+    if not line[0].isalnum() or line[-1] == ";" or _MARK.search(line) is not None:
+        return True
     first = line.split(None, 1)[0]
-    return (
-        first.rstrip(":") in _FIRST_WORDS
-        or ":" in first
-        or not line[0].isalnum()
-        or line[-1] == ";"
-        or "_" in line
-        or "::" in line
-        or " -" in line
-        or _MARK.search(line) is not None
-        or ("(" in line and _CALL.search(line) is not None)
-    )
+    return ":" in first or first in _FIRST_WORDS
 
 
 def _sample(count: int) -> range | list[int]:
@@ -223,27 +229,17 @@ def _sample(count: int) -> range | list[int]:
 
 def _weigh_literals(text: str, chars: set[str], tally: _Tally, *, calls: bool) -> None:
     """Weigh literals, those with a bracket only in a text that has calls."""
-    for mark, literals in _LITERALS_BY_MARK.items():
-        if calls if mark == "(" else not mark or mark in chars:
-            for literal, weight, languages in literals:
-                if chars.issuperset(literal) and literal in text:
-                    tally.add(literal.strip(), weight * min(text.count(literal), LITERAL_LIMIT), languages)
-    for literal, weight in AGAINST:
-        if chars.issuperset(literal) and literal in text:
-            tally.score += weight
+    for literal in _present(text, chars if calls else chars - {"("}, _LITERALS_BY_CHARACTER):
+        weight, languages = _LITERAL_VALUES[literal]
+        tally.add(literal.strip(), weight * min(text.count(literal), LITERAL_LIMIT), languages)
+    tally.score += sum(map(_AGAINST_VALUES.__getitem__, _present(text, chars, _AGAINST_BY_CHARACTER)))
 
 
 def _weigh_inlines(text: str, chars: set[str], tally: _Tally, *, calls: bool) -> None:
     """Weigh code within lines, until the answer is plain."""
-    marks = {CALL: calls}
+    marks = {*_present(text, chars, _MARKS_BY_CHARACTER), *([CALL] if calls else [])}
     for inline in INLINES:
-        for mark in inline.marks:
-            if mark not in marks:
-                # Most texts lack some character of most marks, which is quicker to see.
-                marks[mark] = chars.issuperset(mark) and mark in text
-            if marks[mark]:
-                break
-        else:
+        if marks.isdisjoint(inline.marks):
             continue
         finds = sum(1 for _ in islice(inline.pattern.finditer(text), LITERAL_LIMIT))
         if finds:

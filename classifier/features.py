@@ -15,8 +15,8 @@ from classifier.vocabulary import roles_of, tokenize
 if TYPE_CHECKING:
     from classifier.tokens import TokenCounter
 
-HEAD_CHARS = 450  # of the prose, that are read for what is asked: instructions stand at either end
-TAIL_CHARS = 250
+HEAD_CHARS = 350  # of the prose, that are read for what is asked: instructions stand at either end
+TAIL_CHARS = 200
 MAX_SIGNALS = 6
 MIXED_LINES = 2
 
@@ -67,7 +67,8 @@ def extract(text: str, counter: TokenCounter) -> PromptFeatures:
     code = find_code(text, lines)
     prose = _prose(lines, code) if code.present else text
     excerpt = prose if len(prose) <= HEAD_CHARS + TAIL_CHARS else f"{prose[:HEAD_CHARS]}\n{prose[-TAIL_CHARS:]}"
-    words = tokenize(excerpt.lower())
+    cased = tokenize(excerpt)
+    words = list(map(str.lower, cased))
     roles = roles_of(words)
     asks, asked = weigh_request(text, roles, code)
     has_code = code.present or asks >= 0
@@ -83,7 +84,7 @@ def extract(text: str, counter: TokenCounter) -> PromptFeatures:
         tokens_exact=counter.exact,
         contains_code=code.present,
         asks_for_code=asks >= 0,
-        language=programming_language(tokenize(excerpt), code) if has_code else None,
+        language=programming_language(cased, words, code) if has_code else None,
         prompt_class=judgement.prompt_class,
         confidence=judgement.confidence,
         signals=judgement.signals[:MAX_SIGNALS],

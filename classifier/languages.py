@@ -80,14 +80,15 @@ _DIALECT_VOTES = 2.0
 _NAMED_BONUS = 3.0  # for a language that the prose names, beside what the code shows
 
 
-def programming_language(tokens: list[str], code: CodeEvidence) -> str | None:
+def programming_language(cased: list[str], words: list[str], code: CodeEvidence) -> str | None:
     """Return the id of the language of the code held or, where none is held, asked for; None where it is left open.
 
     Args:
-        tokens: The words of the prompt's prose.
+        cased: The words of the prompt's prose.
+        words: The same in lower case.
         code: What was found of code.
     """
-    named = _named(tokens)
+    named = _named(cased, words)
     if not code.present:
         return named[0] if named else None
     if code.fence_tag and code.fence_tag not in _NOT_LANGUAGES:
@@ -102,18 +103,17 @@ def programming_language(tokens: list[str], code: CodeEvidence) -> str | None:
     return max(votes, key=votes.__getitem__) if votes else None
 
 
-def _named(tokens: list[str]) -> list[str]:
+def _named(cased: list[str], words: list[str]) -> list[str]:
     """Return the languages that prose names, phrases first, then in their order."""
-    lower = [token.lower() for token in tokens]
-    present = set(lower)
+    present = set(words)
     named = [
         language
         for language, (first, second) in _PHRASES
-        if first in present and second in present and (first, second) in pairwise(lower)
+        if first in present and second in present and (first, second) in pairwise(words)
     ]
     named += [
         language
-        for token, word in zip(tokens, lower, strict=True)
+        for token, word in zip(cased, words, strict=True)
         if (language := _CASED.get(token) or _LANGUAGE_OF.get(word))
     ]
     return named

@@ -49,6 +49,6 @@ def foreign_log_odds(text: str, words: list[str]) -> float:
         if len(_OTHER_SCRIPT.findall(sample)) > _OTHER_SHARE * len(sample):
             return 5.0
         accents = min(len(_LATIN_ACCENT.findall(sample)), _MAX_ACCENTS)
-    english = sum(word in _ENGLISH for word in words)
-    others = sum(word in _OTHERS for word in words)
+    english = sum(map(_ENGLISH.__contains__, words))
+    others = sum(map(_OTHERS.__contains__, words))
     return 1.3 * min(others, 8) - 1.3 * min(english, 8) + _ACCENT_WEIGHT * accents - 1.5

@@ -179,6 +179,7 @@ _UNSPACED: dict[str, str] = {
     "W": "什么 吗 谁 哪 何 ですか 무엇",
 }
 _TOKEN = re.compile(r"[^\W\d_][\w+#'’]*|\d[\d.,]*|[.?!;:\n。？！]")
+_ASCII_TOKEN = re.compile(r"[A-Za-z][\w+#']*|\d[\d.,]*|[.?!;:\n]", re.ASCII)  # the same, on ASCII text
 _UNSPACED_SCRIPT = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 
 
@@ -195,7 +196,9 @@ _ROLES.update(dict.fromkeys(".?!;:\n。？！", STOP))
 
 def tokenize(text: str) -> list[str]:
     """Return the words, numbers and ends of sentences of a text, in its own case."""
-    if not text.isascii() and _UNSPACED_SCRIPT.search(text):
+    if text.isascii():
+        return _ASCII_TOKEN.findall(text)
+    if _UNSPACED_SCRIPT.search(text):
         text = _UNSPACED_WORDS.sub(r" \g<0> ", text)
     return _TOKEN.findall(text)
 

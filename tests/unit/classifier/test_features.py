@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from classifier import EstimatingCounter, PromptClass, PromptFeatures, extract
+from classifier.asks import _ASKS, _ON_CODE
+from classifier.classes import _TABLES
 from tests.unit.classifier.cases import ASKS, CONTAINS, CONTAINS_AND_ASKS, NEITHER
 
 COUNTER = EstimatingCounter()
@@ -139,3 +141,13 @@ def test_any_punctuation_is_read(text: str) -> None:
 def test_hostile_text_ends(unit: str) -> None:
     """The longest prompts of one repeated mark are read to the end."""
     assert read((unit * 16_000)[:16_000]).chars == 16_000
+
+
+@given(st.text(alphabet="._|#tnNLlBMPXWHRSQOETJcvimazuygfb", max_size=40))
+@settings(max_examples=300)
+def test_patterns_match_nothing_without_the_roles_that_they_need(roles: str) -> None:
+    """What is left out for speed is what cannot match."""
+    tables = (_ASKS, _ON_CODE, *(table for _, _, table in _TABLES))
+    for pattern in (pattern for table in tables for pattern in table):
+        lacking = "".join(role for role in roles if role not in pattern.needs)
+        assert pattern.pattern.search(lacking) is None, pattern.name
