@@ -55,12 +55,13 @@ class PromptFeatures:
         return self.contains_code or self.asks_for_code
 
 
-def extract(text: str, counter: TokenCounter) -> PromptFeatures:
+def extract(text: str, counter: TokenCounter, context_tokens: int = 0) -> PromptFeatures:
     """Read a prompt. Pure; the time grows with the length of the text at most.
 
     Args:
         text: The prompt, any string.
         counter: Counts tokens as the model does.
+        context_tokens: Of all that the model reads, where the text is only its last part.
     """
     tokens = counter.count(text)
     lines = text.split("\n")
@@ -76,7 +77,9 @@ def extract(text: str, counter: TokenCounter) -> PromptFeatures:
         judgement = judge_code(max(code.log_odds, asks), (*code.signals[:4], *(asked if asks >= 0 else ())))
     else:
         foreign = foreign_log_odds(excerpt, words)
-        judgement = judge(excerpt, roles, tokens=tokens, foreign=foreign, code=max(code.log_odds, asks))
+        judgement = judge(
+            excerpt, roles, tokens=max(tokens, context_tokens), foreign=foreign, code=max(code.log_odds, asks)
+        )
     return PromptFeatures(
         chars=len(text),
         words=len(text.split()),

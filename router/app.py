@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route as Path
 
-from router.generate import ClientGone, Generate, Route, Services, id_headers, take_ids
+from router.context import BodyTooLarge, ClientGone, context_of
+from router.gate import Gate
+from router.generate import Generate, Route
+from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
 from router.policy import PolicyTable
-from router.problems import BodyTooLarge, Refused, describe
+from router.problems import BeyondKey, NoEmbeddings, Refused, UnknownModel, describe
+from router.quota import OverQuota, Quotas
+from router.services import Services
 from router.settings import CLASS_FLOOR
 from router.upstream import Upstream, UpstreamError, make_transport
 from router.wire import InvalidBody, render_fleet
@@ -26,15 +32,30 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from classifier import TokenCounter
+    from router.keys import KeyStore
     from router.settings import PolicySettings, Settings
     from router.telemetry import Telemetry
     from tiers.fleet import Fleet
 
 # Handlers are looked up by exception type, Exception last: whatever is not listed is a 500 without details.
-HANDLED = (InvalidBody, BodyTooLarge, Refused, ClientGone, UpstreamError, HTTPException, Exception)
+HANDLED = (
+    InvalidBody,
+    BodyTooLarge,
+    UnknownModel,
+    NoEmbeddings,
+    BeyondKey,
+    OverQuota,
+    Refused,
+    ClientGone,
+    UpstreamError,
+    HTTPException,
+    Exception,
+)
 
 
-def create_app(settings: Settings, fleet: Fleet, counter: TokenCounter, telemetry: Telemetry, model: str) -> ASGIApp:
+def create_app(
+    settings: Settings, fleet: Fleet, counter: TokenCounter, telemetry: Telemetry, model: str, *, keys: KeyStore
+) -> ASGIApp:
     """Wire the router.
 
     Args:
@@ -43,30 +64,44 @@ def create_app(settings: Settings, fleet: Fleet, counter: TokenCounter, telemetr
         counter: Counts tokens with the tiers' own tokenizer.
         telemetry: Where spans go.
         model: The served model's name, for people.
+        keys: Of those who may use it.
     """
     places = sum(spec.max_in_flight * max(len(spec.urls), 1) for spec in fleet.specs)
     upstream = Upstream(fleet, make_transport(places), settings.upstream, telemetry)
+    quotas = Quotas(settings.state.redis_url.get_secret_value())
     services = Services(
         fleet=fleet,
         upstream=upstream,
+        quotas=quotas,
         counter=counter,
         table=policy_table(settings.policy),
         limits=settings.limits,
+        openai=settings.openai,
+        engine_key=settings.engine.api_key,
         max_body_bytes=settings.server.max_body_bytes,
         telemetry=telemetry,
         model=model,
     )
     status = Status(services)
+    models = Models(services, int(time.time()))
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         yield
+        await quotas.aclose()
         await upstream.aclose()
 
     app = Starlette(
         routes=[
             Path("/generate", Generate(services), methods=["POST"]),
             Path("/route", Route(services), methods=["POST"]),
+            Path(CHAT, Completions(services, CHAT), methods=["POST"]),
+            Path(COMPLETIONS, Completions(services, COMPLETIONS), methods=["POST"]),
+            Path(EMBEDDINGS, Embeddings(services), methods=["POST"]),
+            Path("/v1/models", models, methods=["GET"]),
+            Path("/v1/models/{id:path}", models, methods=["GET"]),
+            Path("/tokenize", Tokens(services, "/tokenize"), methods=["POST"]),
+            Path("/detokenize", Tokens(services, "/detokenize"), methods=["POST"]),
             Path("/tiers", status.tiers),
             Path("/readyz", status.readyz),
             Path("/healthz", status.healthz),
@@ -74,7 +109,7 @@ def create_app(settings: Settings, fleet: Fleet, counter: TokenCounter, telemetr
         exception_handlers=dict.fromkeys(HANDLED, status.problem),
         lifespan=lifespan,
     )
-    return telemetry.instrument(app)
+    return telemetry.instrument(Gate(app, keys, telemetry))
 
 
 def policy_table(policy: PolicySettings) -> PolicyTable:
@@ -107,8 +142,8 @@ class Status:
         """Answer an error as a problem object."""
         if isinstance(error, ClientGone):
             return Response(status_code=499)
-        ids = request.scope.get("qarr.ids") or take_ids(request.scope, self._services)
-        return describe(error).response(ids, id_headers(ids))
+        openai = speaks_openai(request.scope["path"])
+        return describe(error).response(context_of(request.scope), openai=openai)
 
 
 def _json(body: object, status: int = 200) -> Response:

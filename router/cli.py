@@ -17,13 +17,15 @@ from rich.console import Console
 
 from classifier import TokenizerError, extract
 from router.app import policy_table
+from router.cli_keys import keys_app
+from router.keys import KeysError
 from router.policy import Query, decide
-from router.serve import ListenError, StartError, listen, make_counter, make_deployment, run
+from router.serve import ListenError, StartError, listen, make_counter, make_deployment, open_keys, run
 from router.settings import Settings, SettingsError, load_settings, schema, table
 from router.telemetry import TelemetryError
 from router.wire import render_features
 from tiers.errors import TierError
-from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TierSnapshot
+from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
 from tiers.plan import GIB
 from tiers.prepare import PrepareOptions, find, finished, prepare
 from tiers.spec import ReplicaState, TierName, TierSpec
@@ -31,6 +33,7 @@ from tiers.spec import ReplicaState, TierName, TierSpec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from router.keys import KeyStore
     from router.policy import PolicyTable
     from router.serve import Deployment
     from tiers.checkpoint import Checkpoint
@@ -45,6 +48,7 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Make and inspect the model's three checkpoints.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+app.add_typer(keys_app, name="keys")
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 ConfigOption = Annotated[
@@ -64,7 +68,7 @@ def main() -> None:
     """Run the command; expected errors end it with their text and status 2, not with a traceback."""
     try:
         app()
-    except (SettingsError, TierError, TelemetryError, TokenizerError, ListenError, StartError) as error:
+    except (SettingsError, TierError, TelemetryError, TokenizerError, ListenError, StartError, KeysError) as error:
         fail(str(error))
 
 
@@ -109,12 +113,13 @@ def up(
         {"server": {"host": host, "port": port}, "model": {"name": model, "calibration": calibration}},
     )
     _log_to_stderr()
+    keys = open_keys(settings)
     sock = listen(settings)
     needed = any(not t.urls and t.checkpoint is None for t in _tier_settings(settings))
     checkpoints = _prepare(settings, started) if needed else ()
     deployment = make_deployment(settings, checkpoints)
     _show_plan(deployment)
-    _run(deployment, sock, started)
+    _run(deployment, sock, keys, started)
 
 
 @app.command()
@@ -137,11 +142,12 @@ def serve(
     _log_to_stderr()
     if not any(t.urls for t in _tier_settings(settings)):
         fail("no engine is given: name at least one with --fast, --balanced or --precise URL, or use 'qarr up'")
+    keys = open_keys(settings)
     sock = listen(settings)
     deployment = make_deployment(settings, (), start_engines=False, tokenizer=tokenizer)
     if not deployment.counter.exact:
         err.print("no tokenizer folder is given (--tokenizer DIR): prompt tokens are estimated")
-    _run(deployment, sock, started)
+    _run(deployment, sock, keys, started)
 
 
 @app.command()
@@ -220,7 +226,7 @@ def idle_fleet(settings: Settings) -> FleetSnapshot:
         TierSpec(name, t.max_model_len, t.max_num_seqs, t.max_in_flight)
         for name, t in zip(TierName, _tier_settings(settings), strict=True)
     ]
-    return FleetSnapshot(tuple(TierSnapshot(spec, (replica,)) for spec in specs), 0, 0)
+    return FleetSnapshot(tuple(TierSnapshot(spec, (replica,)) for spec in specs), TemplateTokens())
 
 
 def _tier_settings(settings: Settings) -> list[Any]:
@@ -282,7 +288,7 @@ def _show_plan(deployment: Deployment) -> None:
         )
 
 
-def _run(deployment: Deployment, sock: Any, started: float) -> None:
+def _run(deployment: Deployment, sock: Any, keys: KeyStore, started: float) -> None:
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
 
@@ -295,7 +301,7 @@ def _run(deployment: Deployment, sock: Any, started: float) -> None:
             f"{_clock(started)} [bold green]up[/]: listening on http://{shown}:{port}, all tiers ready. Ctrl-C stops."
         )
 
-    asyncio.run(run(deployment, sock, version(), changed, is_up))
+    asyncio.run(run(deployment, sock, version(), changed, is_up, keys=keys))
     err.print(f"{_clock(started)} stopped")
 
 

@@ -48,6 +48,7 @@ class Query:
         hint: The tier asked for; None: any.
         require: Hint and SLA are conditions, not preferences.
         sla: Bounds.
+        allowed: The tiers that the caller's key may use.
     """
 
     features: PromptFeatures
@@ -56,6 +57,7 @@ class Query:
     hint: TierName | None = None
     require: bool = False
     sla: Sla = Sla()
+    allowed: frozenset[TierName] = frozenset(TierName)
 
 
 class Refusal(Enum):
@@ -65,6 +67,7 @@ class Refusal(Enum):
     NOT_READY = "not_ready"
     AT_CAPACITY = "at_capacity"
     SLA_UNMET = "sla_unmet"
+    NOT_ALLOWED = "not_allowed"
 
 
 CHOSEN = "chosen"
@@ -135,6 +138,8 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyTable) -> Decision:
 def _impossible(tier: TierSnapshot, query: Query) -> tuple[Refusal, str] | None:
     """Return why a tier cannot serve the request now, or None."""
     spec = tier.spec
+    if spec.name not in query.allowed:
+        return Refusal.NOT_ALLOWED, "is not allowed for this key"
     if query.prompt_tokens + query.max_tokens > spec.max_model_len:
         return Refusal.TOO_LONG, (
             f"{query.prompt_tokens} prompt + {query.max_tokens} output tokens exceed its context of {spec.max_model_len}"
@@ -171,7 +176,9 @@ def _choose(query: Query, candidates: Sequence[TierSnapshot], table: PolicyTable
     allowed = [tier for tier in candidates if tier.spec.name.rank >= floor.rank]
     if not allowed:
         best = names[-1]
-        return best, f"degraded to {best}: {why} wants {floor} or higher, none of which can serve now"
+        barred = query.allowed.isdisjoint(name for name in TierName if name.rank >= floor.rank)
+        cause = "none of which this key allows" if barred else "none of which can serve now"
+        return best, f"degraded to {best}: {why} wants {floor} or higher, {cause}"
     chosen = allowed[0]
     for higher in allowed[1:]:
         if _dominated(chosen, higher, table.max_slowdown):
@@ -222,7 +229,7 @@ def _refuse(
     """Refuse: by the kindest cause among the tiers asked for, since that is the one that may pass."""
     asked = [query.hint] if query.require and query.hint is not None else [t.spec.name for t in fleet.tiers]
     causes = [doubt[0] for name, doubt in doubts.items() if doubt is not None and name in asked]
-    kindest = (Refusal.AT_CAPACITY, Refusal.NOT_READY, Refusal.TOO_LONG)
+    kindest = (Refusal.AT_CAPACITY, Refusal.NOT_READY, Refusal.TOO_LONG, Refusal.NOT_ALLOWED)
     cause = refusal or next(c for c in kindest if c in causes)
     verdicts = _verdicts(query, fleet, doubts, None, "")
     reason = "; ".join(f"{v.tier} {v.verdict}" for v in verdicts if v.tier in asked)

@@ -1,7 +1,8 @@
-"""Every error that a caller can see: one table from exception to problem (RFC 9457)."""
+"""Every error that a caller can see: one table from exception to problem (RFC 9457) and to OpenAI's error object."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -10,26 +11,40 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from router.context import BodyTooLarge
+from router.keys import Unauthorized
 from router.policy import Decision, Refusal
-from router.upstream import EngineBroke, EngineRefused, NoEngineAnswered, NoPlace, UpstreamError
+from router.quota import OverQuota
+from router.upstream import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoPlace, UpstreamError
 from router.wire import FieldProblem, InvalidBody
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from starlette.requests import Request
+    from router.context import RequestContext
 
 MEDIA_TYPE = "application/problem+json"
 BUSY_RETRY_S = 1  # a place frees up with the next finished request
 STARTING_RETRY_S = 10  # engines start and warm in tens of seconds
 
 
-class BodyTooLarge(Exception):
-    """A request body over the limit."""
+class UnknownModel(Exception):
+    """A model name that nothing here answers to."""
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"the request body is larger than {limit} bytes")
-        self.limit = limit
+    def __init__(self, model: str, known: tuple[str, ...]) -> None:
+        super().__init__(f"there is no model {model[:100]!r} here: {', '.join(known)}")
+
+
+class NoEmbeddings(Exception):
+    """No engine serves embeddings."""
+
+
+class BeyondKey(Exception):
+    """A key that refuses what it does not allow was asked for more."""
+
+    def __init__(self, field: str, asked: str, allowed: str) -> None:
+        super().__init__(f"{field} {asked} is beyond this key: it allows {allowed}")
+        self.field, self.asked, self.allowed = field, asked, allowed
 
 
 class Refused(Exception):
@@ -42,7 +57,13 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error as the caller sees it. ``kind`` is the last part of the problem's type."""
+    """An error as the caller sees it.
+
+    Attributes:
+        kind: The last part of the problem's type, and, with underscores, OpenAI's code.
+        openai: Status and code under ``/v1`` where OpenAI's differ.
+        headers: More headers.
+    """
 
     status: int
     kind: str
@@ -51,6 +72,8 @@ class Problem:
     errors: tuple[FieldProblem, ...] = ()
     retry_after_s: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    openai: tuple[int, str] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self, ids: Mapping[str, str]) -> dict[str, Any]:
         """Return the problem object, with the request's ids."""
@@ -64,12 +87,35 @@ class Problem:
             rendered["errors"] = [asdict(e) for e in self.errors]
         return {**rendered, **self.extra, **ids}
 
-    def response(self, ids: Mapping[str, str], headers: Mapping[str, str]) -> Response:
-        """Return the problem as a complete answer."""
-        more = {"retry-after": str(self.retry_after_s)} if self.retry_after_s is not None else {}
+    def openai_body(self) -> dict[str, Any]:
+        """Return OpenAI's error object."""
+        status, code = self.openai or (self.status, self.kind.replace("-", "_"))
+        allowed = [f"{e.field}: {e.problem} (allowed: {e.allowed})" for e in self.errors]
+        error = {
+            "message": "; ".join(allowed) or self.detail,
+            "type": _openai_type(status),
+            "param": self.errors[0].field if self.errors else None,
+            "code": code,
+        }
+        return {"error": error}
+
+    def response(self, context: RequestContext, *, openai: bool) -> Response:
+        """Return the problem as a complete answer, in our form or in OpenAI's."""
+        headers = {**context.headers, **self.headers}
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(self.retry_after_s)
         if self.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-            more["connection"] = "close"  # the rest of the body is not going to be read
-        return Response(to_json(self.body(ids)), self.status, media_type=MEDIA_TYPE, headers={**headers, **more})
+            headers["connection"] = "close"  # the rest of the body is not going to be read
+        if openai:
+            status = self.openai[0] if self.openai else self.status
+            return Response(to_json(self.openai_body()), status, media_type="application/json", headers=headers)
+        return Response(to_json(self.body(context.ids)), self.status, media_type=MEDIA_TYPE, headers=headers)
+
+
+def _openai_type(status: int) -> str:
+    """Return the type that OpenAI gives errors of a status."""
+    names = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    return names.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
 
 
 _REFUSALS: dict[Refusal, tuple[HTTPStatus, str, int | None]] = {
@@ -89,14 +135,34 @@ _REFUSALS: dict[Refusal, tuple[HTTPStatus, str, int | None]] = {
         "No tier can meet the required SLA now",
         BUSY_RETRY_S,
     ),
+    Refusal.NOT_ALLOWED: (HTTPStatus.FORBIDDEN, "The key does not allow a tier that could serve this", None),
 }
 
 
-def describe(error: Exception) -> Problem:  # noqa: PLR0911  a table, written as a match
+def describe(error: Exception) -> Problem:  # noqa: C901, PLR0911, PLR0912  a table, written as a match
     """Return the problem for an exception. Anything unforeseen is a 500 that tells nothing of the inside."""
     match error:
         case InvalidBody():
             return Problem(400, "invalid-request", "The request body is not valid", str(error), error.problems)
+        case Unauthorized():
+            challenge = {"www-authenticate": "Bearer"}
+            return Problem(
+                401,
+                "unauthorized",
+                "A valid key is needed",
+                str(error),
+                openai=(401, "invalid_api_key"),
+                headers=challenge,
+            )
+        case OverQuota():
+            return _over_quota(error)
+        case BeyondKey():
+            beyond = FieldProblem(error.field, f"{error.asked} is beyond this key", error.allowed)
+            return Problem(403, "beyond-key", "The key does not allow this", str(error), (beyond,))
+        case UnknownModel():
+            return Problem(404, "model-not-found", "There is no such model", str(error))
+        case NoEmbeddings():
+            return Problem(404, "embeddings-not-served", "No engine here serves embeddings", str(error))
         case BodyTooLarge():
             allowed = FieldProblem("body", str(error), f"at most {error.limit} bytes")
             return Problem(413, "body-too-large", "The request body is too large", str(error), (allowed,))
@@ -105,6 +171,8 @@ def describe(error: Exception) -> Problem:  # noqa: PLR0911  a table, written as
         case EngineRefused():
             wrong = FieldProblem("prompt", error.detail, "what the engine accepts")
             return Problem(422, "engine-refused", "The engine refused the request", error.detail, (wrong,))
+        case EngineTooSlow():
+            return Problem(504, "engine-too-slow", "The engine did not finish in time", str(error))
         case NoPlace():
             status, title, retry = _REFUSALS[Refusal.AT_CAPACITY]
             return Problem(int(status), "at-capacity", title, str(error), retry_after_s=retry)
@@ -120,6 +188,21 @@ def describe(error: Exception) -> Problem:  # noqa: PLR0911  a table, written as
             return Problem(500, "internal-error", "Internal error", "see the router's log for the request id")
 
 
+def _over_quota(error: OverQuota) -> Problem:
+    if error.retry_after_s is None:
+        larger = FieldProblem("max_tokens", str(error), f"prompt and output of at most {error.limit} tokens")
+        return Problem(400, "over-token-quota", "The request is larger than the key's quota", str(error), (larger,))
+    retry = max(math.ceil(error.retry_after_s), 1)
+    return Problem(
+        429,
+        "over-quota",
+        "The key's quota is used up",
+        str(error),
+        retry_after_s=retry,
+        openai=(429, "rate_limit_exceeded"),
+    )
+
+
 def _refused(decision: Decision) -> Problem:
     assert decision.refusal is not None
     status, title, retry = _REFUSALS[decision.refusal]
@@ -130,20 +213,15 @@ def _refused(decision: Decision) -> Problem:
         errors = (FieldProblem("prompt", text, f"prompt and output within one tier's context: {decision.reason}"),)
     kind = decision.refusal.value.replace("_", "-")
     tiers = [{"tier": v.tier, "state": v.state.value, "verdict": v.verdict} for v in decision.verdicts]
-    return Problem(int(status), kind, title, decision.reason, errors, retry, {"tiers": tiers})
+    openai = (400, "context_length_exceeded") if decision.refusal is Refusal.TOO_LONG else None
+    return Problem(int(status), kind, title, decision.reason, errors, retry, {"tiers": tiers}, openai)
 
 
 def _http(error: HTTPException) -> Problem:
     status = HTTPStatus(error.status_code)
     details = {
-        404: "there is nothing at this path: POST /generate, POST /route, GET /tiers, GET /healthz, GET /readyz",
+        404: "there is nothing at this path: try POST /generate or POST /v1/chat/completions; /openapi.json lists all",
         405: f"allowed: {(error.headers or {}).get('Allow', '')}",
     }
     kind = status.phrase.lower().replace(" ", "-")
     return Problem(int(status), kind, status.phrase, details.get(int(status), str(error.detail)))
-
-
-def ids_of(request: Request) -> dict[str, str]:
-    """Return the request's ids for a problem body, as far as they are known by now."""
-    ids = request.scope.get("qarr.ids")
-    return dict(ids) if ids else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import secrets
 import signal
@@ -15,6 +16,7 @@ import uvicorn
 
 from classifier import EstimatingCounter, TokenCounter
 from router.app import create_app
+from router.keys import KeyStore
 from router.telemetry import engine_target, make_telemetry
 from tiers.checkpoint import Checkpoint, check_alike
 from tiers.errors import EngineError
@@ -114,6 +116,31 @@ def _launch(spec: TierSpec, plan: Plan, settings: Settings, model: str, number: 
     )
 
 
+def open_keys(settings: Settings) -> KeyStore:
+    """Return the keys, after checking that nobody but this machine is served without them.
+
+    Raises:
+        KeysError: The key file cannot be used.
+        ListenError: The address is not loopback, and there are no keys.
+    """
+    keys = KeyStore(settings.auth.keys_file)
+    if not keys.required and not settings.auth.allow_keyless and not _is_loopback(settings.server.host):
+        raise ListenError(
+            f"server.host is {settings.server.host}, which others can reach, and there are no keys: make one with "
+            f"'qarr keys add NAME', or say auth.allow_keyless = true to serve everyone"
+        )
+    return keys
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def make_counter(folder: Path | None) -> TokenCounter:
     """Return a counter with a model folder's tokenizer; without one, an estimating counter."""
     if folder is None or not (folder / "tokenizer.json").is_file():
@@ -146,6 +173,8 @@ async def run(
     version: str,
     on_change: Callable[[Replica], None],
     on_up: Callable[[Fleet], None],
+    *,
+    keys: KeyStore,
 ) -> None:
     """Start the engines and the router; return after a signal has ended both.
 
@@ -155,6 +184,7 @@ async def run(
         version: For the trace resource.
         on_change: Called when a replica changes state.
         on_up: Called once, when every replica is ready.
+        keys: Of those who may use the router.
 
     Raises:
         StartError: An engine that was started here failed before it was ever ready.
@@ -164,7 +194,7 @@ async def run(
     telemetry = make_telemetry(version, record_prompts=settings.telemetry.record_prompts)
     fleet = Fleet(deployment.specs)
     supervisor = Supervisor(fleet, supervisor_options(settings), on_change)
-    app = create_app(settings, fleet, deployment.counter, telemetry, deployment.model)
+    app = create_app(settings, fleet, deployment.counter, telemetry, deployment.model, keys=keys)
     server = _Server(
         uvicorn.Config(
             app,

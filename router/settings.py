@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from classifier import PromptClass
@@ -37,6 +37,11 @@ def cache_dir() -> Path:
     if named:
         return Path(named).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qarr"
+
+
+def config_dir() -> Path:
+    """Return the folder for what a user configures."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "qarr"
 
 
 class Section(BaseModel):
@@ -170,7 +175,39 @@ class UpstreamSettings(Section):
     connect_timeout_s: float = Field(2, gt=0, description="To open a connection.")
     first_token_timeout_s: float = Field(120, gt=0, description="From sending a request to its first token.")
     token_timeout_s: float = Field(60, gt=0, description="Between two tokens.")
+    answer_timeout_s: float = Field(600, gt=0, description="To the whole answer of a request that is not streamed.")
     attempts: int = Field(3, ge=1, description="Replicas tried before the first byte.")
+
+
+class OpenAISettings(Section):
+    """OpenAI's API."""
+
+    aliases: dict[str, Literal["auto", "fast", "balanced", "precise"]] = Field(
+        {}, description='More model names, as in `gpt-4o = "auto"`.'
+    )
+    embeddings_urls: tuple[str, ...] = Field(
+        (), description="Engines that serve `/v1/embeddings`; the first that answers."
+    )
+
+
+class AuthSettings(Section):
+    """Who may use the router."""
+
+    keys_file: Path = Field(
+        default_factory=lambda: config_dir() / "keys.json",
+        description="Keys, kept as hashes. As soon as this file exists, requests need one.",
+    )
+    allow_keyless: bool = Field(
+        False, description="Serve without keys to everyone who reaches an address that is not loopback."
+    )
+
+
+class StateSettings(Section):
+    """What several routers share."""
+
+    redis_url: SecretStr = Field(
+        SecretStr(""), description="Redis for quotas over several routers; empty: each its own."
+    )
 
 
 class TelemetrySettings(Section):
@@ -200,6 +237,9 @@ class Settings(BaseSettings):
     quantizer: QuantizerSettings = Field(default_factory=QuantizerSettings)
     policy: PolicySettings = PolicySettings()
     upstream: UpstreamSettings = UpstreamSettings()
+    openai: OpenAISettings = OpenAISettings()
+    auth: AuthSettings = Field(default_factory=AuthSettings)
+    state: StateSettings = StateSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
     @classmethod
@@ -315,11 +355,15 @@ def _shown_default(key: tuple[str, ...], field: FieldInfo) -> str:
     if key[0] == "tiers" and key[2] in DEFAULT_LENGTHS[key[1]]:
         value = DEFAULT_LENGTHS[key[1]][key[2]]
     if isinstance(value, Path):
-        for folder, shown in ((cache_dir(), "<cache>"), (PROJECT, "<project>")):
+        for folder, shown in ((cache_dir(), "<cache>"), (config_dir(), "<config>"), (PROJECT, "<project>")):
             if value.is_relative_to(folder):
                 return f"`{shown}/{value.relative_to(folder)}`"
+    if value == {}:
+        return "none"
     if isinstance(value, dict):
         return ", ".join(f"{k}: {v}" for k, v in value.items())
+    if isinstance(value, SecretStr):
+        value = value.get_secret_value()
     if value in ((), "", None):
         return "none"
     return f"`{value}`"

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from classifier import PromptFeatures
     from router.policy import Decision
-    from router.upstream import ChatRequest
+    from router.upstream import EngineRequest
+    from tiers.fleet import Replica
     from tiers.spec import TierName
 
 SERVICE = "qarr-router"
@@ -79,8 +80,8 @@ class Telemetry:
             span.update_name(f"{scope['method']} {route}")
             span.set_attribute("http.route", route)
 
-    def request_ids(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """Return the request's ids: the caller's where valid, else new ones."""
+    def request_ids(self, headers: Mapping[str, str]) -> tuple[str, str]:
+        """Return the request's id and its trace's: the caller's where valid, else new ones."""
         context = trace.get_current_span().get_span_context()
         if context.is_valid:
             trace_id = trace.format_trace_id(context.trace_id)
@@ -90,7 +91,12 @@ class Telemetry:
             trace_id = given if _is_trace_id(given) else secrets.token_hex(16)
         asked = headers.get("x-request-id", "")
         usable = 0 < len(asked) <= 128 and asked.isascii() and asked.replace("-", "").replace("_", "").isalnum()  # noqa: PLR2004
-        return {"request_id": asked if usable else secrets.token_hex(16), "trace_id": trace_id}
+        return asked if usable else secrets.token_hex(16), trace_id
+
+    def record_caller(self, key_id: str) -> None:
+        """Put the id of the caller's key, which is no secret, on the server span."""
+        if key_id:
+            trace.get_current_span().set_attribute("qarr.key.id", key_id)
 
     @contextmanager
     def classify(self) -> Iterator[Span]:
@@ -142,27 +148,24 @@ class Telemetry:
                 }
             )
 
-    def start_attempt(  # noqa: PLR0917
-        self, tier: TierName, replica_id: str, url: str, model: str, request: ChatRequest, number: int
-    ) -> Span:
+    def start_attempt(self, tier: TierName, replica: Replica, request: EngineRequest, number: int) -> Span:
         """Start the span of one upstream attempt (GenAI semantic conventions); the caller ends it."""
         if self._provider is None:
             return trace.INVALID_SPAN
-        where = urlsplit(url)
+        where = urlsplit(replica.url)
         return self._tracer.start_span(
-            f"chat {model}",
+            f"{request.operation} {replica.model}",
             kind=trace.SpanKind.CLIENT,
             attributes={
-                "gen_ai.operation.name": "chat",
+                "gen_ai.operation.name": request.operation,
                 "gen_ai.provider.name": "vllm",
-                "gen_ai.request.model": model,
-                "gen_ai.request.max_tokens": request.max_tokens,
-                "gen_ai.request.temperature": request.temperature,
+                "gen_ai.request.model": replica.model,
+                **request.parameters,
                 "gen_ai.output.type": "text",
                 "server.address": where.hostname or "",
                 "server.port": where.port or 80,
                 "qarr.tier": tier.value,
-                "qarr.replica": replica_id,
+                "qarr.replica": replica.id,
                 "qarr.attempt": number,
             },
         )

@@ -1,9 +1,10 @@
-"""Send a request to a replica and read its answer: attempts, timeouts, retries before the first byte.
+"""Send a request to a replica and take its answer: attempts, timeouts, retries before the first byte.
 
 UpstreamError
 ├── EngineUnreachable   no connection, or no first token in time     tried elsewhere
 ├── EngineFailed        an answer of 5xx, or one that makes no sense  tried elsewhere
 ├── EngineRefused       the request itself is at fault               not tried elsewhere
+├── EngineTooSlow       no whole answer in time                      not tried elsewhere
 ├── EngineBroke         failed after the first token                 told to the caller
 ├── NoPlace             every place was taken since the decision
 └── NoEngineAnswered    every attempt failed
@@ -12,29 +13,31 @@ UpstreamError
 from __future__ import annotations
 
 import asyncio
-import json
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import httpx
 from httpx_aiohttp import AiohttpTransport
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from opentelemetry.trace import Span
 
     from router.policy import Decision
     from router.settings import UpstreamSettings
     from router.telemetry import Telemetry
-    from tiers.fleet import Fleet, Lease
+    from tiers.fleet import Fleet, Lease, Replica
     from tiers.spec import TierName
 
-CHAT_PATH = "/v1/chat/completions"
-DATA = b"data:"
-DONE = b"[DONE]"
+USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
+MAX_ERROR_BYTES = 65536  # of an engine's error that are read; more of it helps nobody
+# Statuses of an engine that blame the router or the moment, not the request.
+_NOT_THE_REQUEST = {401, 403, 408, 425, 429}
+NOT_IMPLEMENTED = 501  # vLLM's word for an option that it does not have
 
 
 class UpstreamError(Exception):
@@ -50,11 +53,21 @@ class EngineFailed(UpstreamError):
 
 
 class EngineRefused(UpstreamError):
-    """The engine says that the request is wrong."""
+    """The engine says that the request is wrong.
 
-    def __init__(self, detail: str) -> None:
+    Attributes:
+        detail: The engine's message.
+        status: Its HTTP status.
+        body: Its whole answer.
+    """
+
+    def __init__(self, detail: str, status: int = 400, body: bytes = b"") -> None:
         super().__init__(detail)
-        self.detail = detail
+        self.detail, self.status, self.body = detail, status, body
+
+
+class EngineTooSlow(UpstreamError):
+    """The engine did not finish an answer that is not streamed in time."""
 
 
 class EngineBroke(UpstreamError):
@@ -69,38 +82,135 @@ class NoEngineAnswered(UpstreamError):
     """Every attempt failed before the first token."""
 
 
+class EngineRequest(Protocol):
+    """What is asked of an engine, apart from what differs between replicas."""
+
+    @property
+    def path(self) -> str:
+        """Return the path at the engine."""
+
+    @property
+    def operation(self) -> str:
+        """Return the GenAI semantic conventions' name of what is done: ``chat`` or ``text_completion``."""
+
+    @property
+    def request_id(self) -> str:
+        """Return the id that the engine knows the request by; no two requests may share one."""
+
+    @property
+    def streamed(self) -> bool:
+        """Tell whether the answer comes as events."""
+
+    @property
+    def parameters(self) -> Mapping[str, float]:
+        """Return what is told of the request in traces, by semantic conventions' names."""
+
+    def body(self, replica: Replica) -> bytes:
+        """Return the request's body for one replica."""
+
+
 @dataclass(frozen=True, slots=True)
-class Delta:
-    """One piece of an answer. ``usage`` comes once, with the last piece."""
+class Attempt:
+    """One request at one replica that has answered 200.
 
-    text: str = ""
-    finish_reason: str | None = None
-    usage: Mapping[str, int] | None = None
+    Attributes:
+        number: Attempts that failed before this one.
+        started: When it was sent, by the monotonic clock.
+        token_timeout_s: Longest time between two tokens.
+    """
+
+    tier: TierName
+    lease: Lease
+    response: httpx.Response
+    span: Span
+    number: int
+    started: float
+    token_timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """What is asked of an engine, apart from its name for the model."""
+class Exchange(ABC):
+    """A request that an engine answers: its lease, its span, its times and its usage. Close it, however it ends."""
 
-    messages: tuple[Mapping[str, str], ...]
-    max_tokens: int
-    temperature: float
-    priority: int
-    request_id: str
+    def __init__(self, attempt: Attempt) -> None:
+        self.tier = attempt.tier
+        self.failed_attempts = attempt.number
+        self.ttft_ms: float | None = None
+        self.usage: dict[str, int] = {}
+        self.finish_reason: str | None = None
+        self.error: UpstreamError | None = None
+        self._attempt = attempt
+        self._first_at = self._last_at = 0.0
+        self._complete = False
+        self._tokens = 0
 
-    def body(self, model: str, *, with_priority: bool) -> bytes:
-        """Return the engine's request body. Answers are always streamed, so that a stalled engine is noticed."""
-        return to_json(
-            {
-                "model": model,
-                "messages": self.messages,
-                "max_tokens": self.max_tokens,
-                "temperature": self.temperature,
-                "priority": self.priority if with_priority else 0,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-        )
+    @abstractmethod
+    async def begin(self) -> None:
+        """Read up to the first token, or the whole of an answer that is not streamed.
+
+        Raises:
+            UpstreamError: The engine failed; nothing of its answer has been passed on.
+        """
+
+    @property
+    def replica_id(self) -> str:
+        """Return the id of the replica that serves this answer."""
+        return self._attempt.lease.replica.id
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Return the mean time between tokens so far, from the engine's token count; None below two tokens."""
+        tokens = self.usage.get("completion_tokens", 0)
+        if self.ttft_ms is None or tokens < 2:  # noqa: PLR2004
+            return None
+        return (self._last_at - self._first_at) * 1000 / (tokens - 1)
+
+    @property
+    def output_tokens(self) -> int:
+        """Return the tokens produced so far: the engine's count, or until that comes the number of pieces."""
+        return self.usage.get("completion_tokens", self._tokens)
+
+    async def aclose(self, error: BaseException | None = None) -> None:
+        """Give the lease back, close the connection (which aborts an unfinished request) and end the span."""
+        lease, span = self._attempt.lease, self._attempt.span
+        if self._complete:
+            lease.finished(self.ttft_ms, self.tpot_ms)
+        elif isinstance(error, UpstreamError):
+            lease.failed()
+        lease.release()
+        span.set_attributes(self._attributes())
+        end_span(span, error)
+        await self._attempt.response.aclose()
+
+    def _began(self) -> None:
+        """Note the first token."""
+        self._first_at = self._last_at = time.monotonic()
+        self.ttft_ms = (self._first_at - self._attempt.started) * 1000
+        self._attempt.lease.first_token()
+
+    def _produced(self) -> None:
+        """Note one more token."""
+        self._last_at = time.monotonic()
+        self._tokens += 1
+        self._attempt.lease.produced()
+
+    def _note_usage(self, usage: Mapping[str, Any]) -> None:
+        self.usage = {name: int(usage.get(name) or 0) for name in USAGE}
+
+    def _attributes(self) -> dict[str, Any]:
+        attributes: dict[str, Any] = {}
+        if self.ttft_ms is not None:
+            attributes["qarr.ttft_ms"] = self.ttft_ms
+        if self.finish_reason:
+            attributes["gen_ai.response.finish_reasons"] = (self.finish_reason,)
+        if self.usage:
+            attributes["gen_ai.usage.input_tokens"] = self.usage["prompt_tokens"]
+            attributes["gen_ai.usage.output_tokens"] = self.usage["completion_tokens"]
+        if (tpot_ms := self.tpot_ms) is not None:
+            attributes["qarr.tpot_ms"] = tpot_ms
+        return attributes
+
+
+E = TypeVar("E", bound=Exchange)
 
 
 def make_transport(max_connections: int) -> httpx.AsyncBaseTransport:
@@ -113,149 +223,6 @@ def make_transport(max_connections: int) -> httpx.AsyncBaseTransport:
         max_connections=max_connections, max_keepalive_connections=max_connections, keepalive_expiry=30.0
     )
     return AiohttpTransport(trust_env=False, limits=limits)
-
-
-class EngineStream:
-    """One streamed answer of an engine, as deltas."""
-
-    def __init__(self, response: httpx.Response) -> None:
-        self._response = response
-        self._deltas = self._read()
-
-    async def next(self) -> Delta | None:
-        """Return the next delta, or None after the last.
-
-        Raises:
-            EngineBroke: The stream ended early or holds an error.
-        """
-        return await anext(self._deltas, None)
-
-    async def aclose(self) -> None:
-        """Close the connection if the answer is not complete: that aborts the request in the engine."""
-        await self._response.aclose()
-
-    async def _read(self) -> AsyncIterator[Delta]:
-        buffer = b""
-        assert isinstance(self._response.stream, httpx.AsyncByteStream)
-        try:
-            async for chunk in self._response.stream:
-                buffer += chunk
-                *lines, buffer = buffer.split(b"\n")
-                for line in lines:
-                    if not line.startswith(DATA):
-                        continue
-                    data = line[len(DATA) :].strip()
-                    if data == DONE:
-                        return
-                    yield _delta(data)
-        except httpx.HTTPError as error:
-            raise EngineBroke(f"the engine's stream broke off ({type(error).__name__})") from error
-        raise EngineBroke("the engine's stream ended early")
-
-
-def _delta(data: bytes) -> Delta:
-    try:
-        chunk = from_json(data)
-        if "error" in chunk:
-            raise EngineBroke("the engine reported an error in its stream")
-        choices = chunk["choices"]
-        if not choices:
-            return Delta(usage=chunk.get("usage"))
-        choice = choices[0]
-        return Delta(choice["delta"].get("content") or "", choice.get("finish_reason"), chunk.get("usage"))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EngineBroke("the engine's stream holds something that is not a chunk") from error
-
-
-class Answer:
-    """An answer that has begun: its first delta is here, the rest can be read. Close it, however it ends."""
-
-    def __init__(self, tier: TierName, lease: Lease, stream: EngineStream, span: Span, token_timeout_s: float) -> None:
-        self.tier = tier
-        self.ttft_ms = 0.0
-        self.usage: dict[str, int] = {}
-        self.finish_reason: str | None = None
-        self.failed_attempts = 0
-        self.error: UpstreamError | None = None
-        self._lease, self._stream, self._span, self._timeout_s = lease, stream, span, token_timeout_s
-        self._first: Delta | None = None
-        self._first_at = self._last_at = 0.0
-        self._complete = False
-
-    @property
-    def replica_id(self) -> str:
-        """Return the id of the replica that serves this answer."""
-        return self._lease.replica.id
-
-    @property
-    def tpot_ms(self) -> float | None:
-        """Return the mean time between tokens so far, from the engine's token count; None below two tokens."""
-        tokens = self.usage.get("completion_tokens", 0)
-        return (self._last_at - self._first_at) * 1000 / (tokens - 1) if tokens > 1 else None
-
-    async def begin(self, started: float) -> None:
-        """Read up to the first delta that has text or ends the answer."""
-        while True:
-            delta = await self._stream.next()
-            if delta is None:
-                raise EngineBroke("the engine's answer was empty")
-            if delta.text or delta.finish_reason:
-                break
-        self._first = delta
-        self._first_at = self._last_at = time.monotonic()
-        self.ttft_ms = (self._first_at - started) * 1000
-        self._lease.first_token()
-
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """Yield every delta from the first.
-
-        Raises:
-            EngineBroke: The engine failed, or no token came in time.
-        """
-        delta = self._first
-        while delta is not None:
-            self._note(delta)
-            yield delta
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    delta = await self._stream.next()
-            except TimeoutError as error:
-                raise EngineBroke(f"the engine sent no token for {self._timeout_s:g} s") from error
-        if self.finish_reason is None:
-            raise EngineBroke("the engine's stream ended without a finish reason")
-        self._complete = True
-
-    def _note(self, delta: Delta) -> None:
-        if delta.text:
-            self._last_at = time.monotonic()
-            self._lease.produced()
-        self.finish_reason = delta.finish_reason or self.finish_reason
-        if delta.usage:
-            self.usage = {
-                name: int(delta.usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens", "total_tokens")
-            }
-
-    async def aclose(self, error: BaseException | None = None) -> None:
-        """Give the lease back, close the connection and end the span."""
-        if self._complete:
-            self._lease.finished(self.ttft_ms, self.tpot_ms)
-        elif isinstance(error, UpstreamError):
-            self._lease.failed()
-        self._lease.release()
-        self._span.set_attributes(self._attributes())
-        _end_span(self._span, error)
-        await self._stream.aclose()
-
-    def _attributes(self) -> dict[str, Any]:
-        attributes: dict[str, Any] = {"qarr.ttft_ms": self.ttft_ms}
-        if self.finish_reason:
-            attributes["gen_ai.response.finish_reasons"] = (self.finish_reason,)
-        if self.usage:
-            attributes["gen_ai.usage.input_tokens"] = self.usage["prompt_tokens"]
-            attributes["gen_ai.usage.output_tokens"] = self.usage["completion_tokens"]
-        if (tpot_ms := self.tpot_ms) is not None:
-            attributes["qarr.tpot_ms"] = tpot_ms
-        return attributes
 
 
 class Upstream:
@@ -271,11 +238,17 @@ class Upstream:
         self._fleet, self._transport, self._options, self._telemetry = fleet, transport, options, telemetry
         self._timeouts = {"connect": options.connect_timeout_s, "pool": options.connect_timeout_s}
 
-    async def open(self, decision: Decision, request: ChatRequest) -> Answer:
-        """Try the chosen tier, then the fallbacks, until a first token arrives.
+    async def open(self, decision: Decision, request: EngineRequest, kind: Callable[[Attempt], E]) -> E:
+        """Try the chosen tier, then the fallbacks, until an answer has begun.
+
+        Args:
+            decision: Where to try.
+            request: What to ask.
+            kind: Makes the answer, which says how it is read.
 
         Raises:
             EngineRefused: An engine says that the request is wrong.
+            EngineTooSlow: An engine did not finish an answer that is not streamed.
             NoPlace: No replica had a place any more.
             NoEngineAnswered: All attempts failed.
         """
@@ -290,7 +263,7 @@ class Upstream:
                 if lease is None:
                     break
                 try:
-                    return await self._attempt(tier, lease, request, len(tried))
+                    return await self._attempt(tier, lease, request, len(tried), kind)
                 except (EngineUnreachable, EngineFailed, EngineBroke) as error:
                     tried[lease.replica.id] = str(error)
         if not tried:
@@ -298,85 +271,117 @@ class Upstream:
         causes = "; ".join(f"{replica}: {cause}" for replica, cause in tried.items())
         raise NoEngineAnswered(causes)
 
+    async def pass_on(self, url: str, api_key: str, path: str, body: bytes) -> tuple[int, str, bytes]:
+        """Pass a small request on to an engine, without a lease, and return status, media type and body.
+
+        Raises:
+            EngineUnreachable: There was no whole answer in time.
+        """
+        headers = {"content-type": "application/json"}
+        if api_key:
+            headers["authorization"] = f"Bearer {api_key}"
+        request = httpx.Request(
+            "POST", url + path, headers=headers, content=body, extensions={"timeout": self._timeouts}
+        )
+        try:
+            async with asyncio.timeout(self._options.first_token_timeout_s):
+                response = await self._transport.handle_async_request(request)
+                try:
+                    content = await body_of(response)
+                finally:
+                    await response.aclose()
+        except (TimeoutError, httpx.TransportError) as error:
+            raise EngineUnreachable(f"no answer from {url}{path} ({type(error).__name__})") from error
+        return response.status_code, response.headers.get("content-type", "application/json"), content
+
     async def aclose(self) -> None:
         """Close the pooled connections."""
         await self._transport.aclose()
 
-    async def _attempt(self, tier: TierName, lease: Lease, request: ChatRequest, number: int) -> Answer:
+    async def _attempt(
+        self, tier: TierName, lease: Lease, request: EngineRequest, number: int, kind: Callable[[Attempt], E]
+    ) -> E:
         """Make one attempt. The lease, the connection and the span end with it unless an answer is returned."""
-        replica = lease.replica
-        span = self._telemetry.start_attempt(tier, replica.id, replica.url, replica.model, request, number)
+        span = self._telemetry.start_attempt(tier, lease.replica, request, number)
         response: httpx.Response | None = None
         started = time.monotonic()
+        options = self._options
+        limit_s = options.first_token_timeout_s if request.streamed else options.answer_timeout_s
         try:
-            async with asyncio.timeout(self._options.first_token_timeout_s):
-                response = await self._transport.handle_async_request(self._http(lease, request, span))
+            async with asyncio.timeout(limit_s):
+                response = await self._transport.handle_async_request(self._http(lease.replica, request, span))
                 if response.status_code != httpx.codes.OK:
                     raise _status_error(  # noqa: TRY301  one place ends the attempt
-                        response.status_code, await _body_of(response)
+                        response.status_code, await body_of(response, MAX_ERROR_BYTES)
                     )
-                answer = Answer(tier, lease, EngineStream(response), span, self._options.token_timeout_s)
-                answer.failed_attempts = number
-                await answer.begin(started)
+                answer = kind(Attempt(tier, lease, response, span, number, started, options.token_timeout_s))
+                await answer.begin()
                 return answer
         except BaseException as error:
-            failure = self._translate(error)
+            failure = _translate(error, limit_s, streamed=request.streamed)
             if isinstance(failure, UpstreamError) and not isinstance(failure, EngineRefused):
                 lease.failed()
             lease.release()
-            _end_span(span, failure)
+            end_span(span, failure)
             if response is not None:
                 await response.aclose()
             if failure is error:
                 raise
             raise failure from error
 
-    def _translate(self, error: BaseException) -> BaseException:
-        if isinstance(error, TimeoutError):
-            return EngineUnreachable(f"no first token within {self._options.first_token_timeout_s:g} s")
-        if isinstance(error, httpx.TransportError):
-            return EngineUnreachable(f"no connection ({type(error).__name__})")
-        return error
-
-    def _http(self, lease: Lease, request: ChatRequest, span: Span) -> httpx.Request:
-        replica = lease.replica
+    def _http(self, replica: Replica, request: EngineRequest, span: Span) -> httpx.Request:
         headers = {"content-type": "application/json", "x-request-id": request.request_id}
         if replica.api_key:
             headers["authorization"] = f"Bearer {replica.api_key}"
         self._telemetry.inject(span, headers)
         return httpx.Request(
             "POST",
-            replica.url + CHAT_PATH,
+            replica.url + request.path,
             headers=headers,
-            content=request.body(replica.model, with_priority=replica.takes_priority),
+            content=request.body(replica),
             extensions={"timeout": self._timeouts},
         )
 
 
-async def _body_of(response: httpx.Response) -> bytes:
-    body = b""
+async def body_of(response: httpx.Response, limit: int | None = None) -> bytes:
+    """Read a response's body, up to about ``limit`` bytes."""
+    parts: list[bytes] = []
+    size = 0
     assert isinstance(response.stream, httpx.AsyncByteStream)
     async for chunk in response.stream:
-        body += chunk
-        if len(body) > 65536:  # noqa: PLR2004  an error text; more of it helps nobody
+        parts.append(chunk)
+        size += len(chunk)
+        if limit is not None and size > limit:
             break
-    return body
+    return b"".join(parts)
 
 
-def _status_error(status: int, body: bytes) -> UpstreamError:
-    """Return the error for an engine's answer that is not 200."""
-    if status not in {400, 413, 422}:
-        return EngineFailed(f"HTTP {status}")
-    try:
-        message = json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = ""
-    return EngineRefused(str(message)[:300] or f"HTTP {status}")
-
-
-def _end_span(span: Span, error: BaseException | None) -> None:
+def end_span(span: Span, error: BaseException | None) -> None:
+    """End an attempt's span, with its error if it had one."""
     if error is not None:
         span.set_attribute("error.type", type(error).__name__)
         if isinstance(error, Exception):
             span.record_exception(error)
     span.end()
+
+
+def _translate(error: BaseException, limit_s: float, *, streamed: bool) -> BaseException:
+    if isinstance(error, TimeoutError):
+        if streamed:
+            return EngineUnreachable(f"no first token within {limit_s:g} s")
+        return EngineTooSlow(f"no whole answer within {limit_s:g} s; a streamed one may take longer")
+    if isinstance(error, httpx.TransportError):
+        return EngineUnreachable(f"no connection ({type(error).__name__})")
+    return error
+
+
+def _status_error(status: int, body: bytes) -> UpstreamError:
+    """Return the error for an engine's answer that is not 200."""
+    blamed = 400 <= status < 500 and status not in _NOT_THE_REQUEST  # noqa: PLR2004
+    if not blamed and status != NOT_IMPLEMENTED:
+        return EngineFailed(f"HTTP {status}")
+    try:
+        message = from_json(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = ""
+    return EngineRefused(str(message)[:300] or f"HTTP {status}", status, body)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from router.keys import Priority  # noqa: TC001  pydantic reads it
 from router.policy import CHOSEN, Decision, Query, Sla
 from tiers.spec import TierName
 
@@ -53,20 +54,30 @@ def _limits(info: ValidationInfo) -> LimitSettings:
     return cast("LimitSettings", limits)
 
 
-class GenerateBody(BaseModel):
-    """The body of ``POST /generate`` and ``POST /route``. Limits come from the settings, as validation context."""
+class Wishes(BaseModel):
+    """What a caller may say about routing, on every endpoint."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    tier: Literal["auto", "fast", "balanced", "precise"] = "auto"
+    tier_policy: Literal["prefer", "require"] = "prefer"
+    sla: SlaBody = SlaBody()
+    priority: Priority = "standard"
+
+    @property
+    def hint(self) -> TierName | None:
+        """Return the tier asked for, None for ``auto``."""
+        return None if self.tier == "auto" else TierName(self.tier)
+
+
+class GenerateBody(Wishes):
+    """The body of ``POST /generate`` and ``POST /route``. Limits come from the settings, as validation context."""
 
     prompt: str = Field(min_length=1)
     system_prompt: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     stream: bool = True
-    tier: Literal["auto", "fast", "balanced", "precise"] = "auto"
-    tier_policy: Literal["prefer", "require"] = "prefer"
-    sla: SlaBody = SlaBody()
-    priority: Literal["interactive", "standard", "batch"] = "standard"
 
     @field_validator("prompt", "system_prompt")
     @classmethod
@@ -88,11 +99,6 @@ class GenerateBody(BaseModel):
         if tokens is not None and tokens > limits.max_tokens:
             raise ValueError(f"is {tokens}")
         return tokens
-
-    @property
-    def hint(self) -> TierName | None:
-        """Return the tier asked for, None for ``auto``."""
-        return None if self.tier == "auto" else TierName(self.tier)
 
 
 def parse_generate(body: bytes, limits: LimitSettings) -> GenerateBody:
@@ -141,11 +147,13 @@ def _problem(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem:
     return FieldProblem(field, message[:1].lower() + message[1:], allowed.get(field, ""))
 
 
-def make_query(body: GenerateBody, features: PromptFeatures, prompt_tokens: int, max_tokens: int) -> Query:
+def make_query(
+    wishes: Wishes, features: PromptFeatures, prompt_tokens: int, max_tokens: int, allowed: frozenset[TierName]
+) -> Query:
     """Return the request as the policy sees it."""
-    sla = Sla(body.sla.ttft_ms, body.sla.tpot_ms, body.sla.max_quality_loss)
-    require = body.tier_policy == "require"
-    return Query(features, prompt_tokens, max_tokens, hint=body.hint, require=require, sla=sla)
+    sla = Sla(wishes.sla.ttft_ms, wishes.sla.tpot_ms, wishes.sla.max_quality_loss)
+    require = wishes.tier_policy == "require"
+    return Query(features, prompt_tokens, max_tokens, hint=wishes.hint, require=require, sla=sla, allowed=allowed)
 
 
 def render_features(features: PromptFeatures) -> dict[str, Any]:

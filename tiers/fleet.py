@@ -113,18 +113,44 @@ _BEST_FIRST = [
 
 
 @dataclass(frozen=True, slots=True)
+class TemplateTokens:
+    """Tokens that the chat template adds to the texts of a conversation. The tiers share one template.
+
+    Attributes:
+        alone: To a single user message.
+        with_system: To a system and a user message.
+        each_further: To each message after those.
+    """
+
+    alone: int = 0
+    with_system: int = 0
+    each_further: int = 0
+
+    def conversation(self, messages: int, *, system: bool) -> int:
+        """Return what is added to so many messages, the system message among them."""
+        first = (self.with_system, 2) if system else (self.alone, 1)
+        return first[0] + self.each_further * max(messages - first[1], 0)
+
+    def most(self, other: TemplateTokens) -> TemplateTokens:
+        """Return the larger of each figure."""
+        return TemplateTokens(
+            max(self.alone, other.alone),
+            max(self.with_system, other.with_system),
+            max(self.each_further, other.each_further),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class FleetSnapshot:
     """The fleet at one moment: what a routing decision is made from.
 
     Attributes:
         tiers: By rising precision.
-        template_tokens: Tokens that the chat template adds to a prompt without a system prompt.
-        system_template_tokens: The same with one.
+        template: What the chat template adds to prompts.
     """
 
     tiers: tuple[TierSnapshot, ...]
-    template_tokens: int
-    system_template_tokens: int
+    template: TemplateTokens
 
     def tier(self, name: TierName) -> TierSnapshot:
         """Return one tier.
@@ -148,6 +174,7 @@ class Replica:
     api_key: str
     model: str
     takes_priority: bool = True
+    fingerprint: str | None = None  # the engine's own, which it puts into answers
     pid: int | None = None
     state: ReplicaState = ReplicaState.STARTING
     detail: str | None = None
@@ -207,10 +234,15 @@ class Lease:
         self.replica.output_tokens -= tokens
         self._output_tokens -= tokens
 
-    def finished(self, ttft_ms: float, tpot_ms: float | None) -> None:
-        """Note a completed answer and its times; ``tpot_ms`` is None for fewer than two tokens."""
+    def finished(self, ttft_ms: float | None, tpot_ms: float | None) -> None:
+        """Note a completed answer and its times.
+
+        Args:
+            ttft_ms: None for an answer that was not streamed.
+            tpot_ms: None for fewer than two tokens.
+        """
         self.replica.served += 1
-        if self.replica.speed is not None:
+        if self.replica.speed is not None and ttft_ms is not None:
             self.replica.speed = self.replica.speed.after(self._asked_tokens, ttft_ms, tpot_ms)
 
     def failed(self) -> None:
@@ -239,8 +271,7 @@ class Fleet:
 
     specs: tuple[TierSpec, ...]
     replicas: list[Replica] = field(default_factory=list)
-    template_tokens: int = 0
-    system_template_tokens: int = 0
+    template: TemplateTokens = TemplateTokens()
 
     def add(self, replica: Replica) -> Replica:
         """Add a replica; it gets traffic once it is marked ready."""
@@ -287,10 +318,9 @@ class Fleet:
             and r.id not in exclude
         )
 
-    def template(self, tokens: int, with_system: int) -> None:
-        """Note what the chat template adds to a prompt, in tokens. The tiers share one template."""
-        self.template_tokens = max(self.template_tokens, tokens)
-        self.system_template_tokens = max(self.system_template_tokens, with_system)
+    def note_template(self, template: TemplateTokens) -> None:
+        """Note what an engine's chat template adds."""
+        self.template = self.template.most(template)
 
     def snapshot(self) -> FleetSnapshot:
         """Return a frozen copy of the whole fleet."""
@@ -299,8 +329,7 @@ class Fleet:
                 TierSnapshot(spec, tuple(r.snapshot() for r in self.replicas if r.spec.name is spec.name))
                 for spec in self.specs
             ),
-            template_tokens=self.template_tokens,
-            system_template_tokens=self.system_template_tokens,
+            template=self.template,
         )
 
 

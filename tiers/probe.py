@@ -35,6 +35,7 @@ class Generation:
     completion_tokens: int
     ttft_ms: float
     tpot_ms: float | None
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ class EngineProbe:
     async def _stream(self, path: str, body: Mapping[str, Any]) -> Generation:
         parts: list[str] = []
         usage: Mapping[str, int] = {}
+        fingerprint: str | None = None
         started = time.monotonic()
         first = last = 0.0
         async with self.client.stream(
@@ -121,6 +123,7 @@ class EngineProbe:
                     continue
                 chunk = json.loads(line[6:])
                 usage = chunk.get("usage") or usage
+                fingerprint = chunk.get("system_fingerprint") or fingerprint
                 for choice in chunk.get("choices", ()):
                     text = choice["delta"].get("content") if "delta" in choice else choice.get("text")
                     if text:
@@ -129,7 +132,8 @@ class EngineProbe:
                         parts.append(text)
         tokens = usage.get("completion_tokens", 0)
         tpot_ms = (last - first) * 1000 / (tokens - 1) if tokens > 1 else None
-        return Generation("".join(parts), usage.get("prompt_tokens", 0), tokens, (first - started) * 1000, tpot_ms)
+        ttft_ms = (first - started) * 1000
+        return Generation("".join(parts), usage.get("prompt_tokens", 0), tokens, ttft_ms, tpot_ms, fingerprint)
 
     async def _json(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         try:

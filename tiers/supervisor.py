@@ -205,7 +205,8 @@ class Supervisor:
         report = await warm_up(probe, replica.model, self._options.warmup)
         self._check_tokens(replica, report.tokens_digest)
         replica.takes_priority = report.takes_priority
-        self._fleet.template(report.template_tokens, report.system_template_tokens)
+        replica.fingerprint = report.fingerprint
+        self._fleet.note_template(report.template)
         self._mark(replica, ReplicaState.READY)
 
     def _check_tokens(self, replica: Replica, digest: str) -> None:

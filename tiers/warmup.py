@@ -12,8 +12,8 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tiers.errors import RefusedError, WarmupFailed
-from tiers.fleet import Speed
+from tiers.errors import ProbeError, RefusedError, WarmupFailed
+from tiers.fleet import Speed, TemplateTokens
 from tiers.probe import CHAT, COMPLETIONS
 
 if TYPE_CHECKING:
@@ -44,19 +44,19 @@ class WarmupPlan:
 
 @dataclass(frozen=True, slots=True)
 class WarmupReport:
-    """What the warm-up found out about the engine's tokenizer.
+    """What the warm-up found out about the engine.
 
     Attributes:
-        template_tokens: Tokens that the chat template adds to a prompt.
-        system_template_tokens: The same where there is a system prompt.
+        template: What its chat template adds to prompts.
         tokens_digest: SHA-256 of the ids of a fixed, varied chat: equal for engines that read prompts alike.
         takes_priority: Whether the engine runs with priority scheduling; one without refuses requests that have one.
+        fingerprint: The engine's own name for its build, which it puts into its answers; None where it has none.
     """
 
-    template_tokens: int
-    system_template_tokens: int
+    template: TemplateTokens
     tokens_digest: str
     takes_priority: bool
+    fingerprint: str | None
 
 
 async def warm_up(probe: EngineProbe, model: str, plan: WarmupPlan) -> WarmupReport:
@@ -73,7 +73,8 @@ async def warm_up(probe: EngineProbe, model: str, plan: WarmupPlan) -> WarmupRep
     check_answer(answer.text, plan)
     ids = await probe.chat_tokens(model, [{"role": "user", "content": _TOKENIZER_TEXT}])
     digest = hashlib.sha256(repr(ids).encode()).hexdigest()
-    return WarmupReport(*await _template_tokens(probe, model, plan.question), digest, takes_priority)
+    template = await _template_tokens(probe, model, plan.question)
+    return WarmupReport(template, digest, takes_priority, answer.fingerprint)
 
 
 def check_answer(text: str, plan: WarmupPlan) -> None:
@@ -124,10 +125,18 @@ def _long(model: str) -> dict[str, str | int]:
     return {"model": model, "prompt": prompt, "max_tokens": 1}
 
 
-async def _template_tokens(probe: EngineProbe, model: str, text: str) -> tuple[int, int]:
-    """Return the tokens that the chat template adds without and with a system prompt."""
-    user = {"role": "user", "content": text}
+async def _template_tokens(probe: EngineProbe, model: str, text: str) -> TemplateTokens:
+    """Return the tokens that the chat template adds without and with a system prompt, and to each further message."""
     plain = len(await probe.text_tokens(model, text))
-    alone = len(await probe.chat_tokens(model, [user]))
-    both = len(await probe.chat_tokens(model, [{"role": "system", "content": text}, user]))
-    return alone - plain, both - 2 * plain
+
+    async def added(*roles: str) -> int:
+        chat = [{"role": role, "content": text} for role in roles]
+        return len(await probe.chat_tokens(model, chat)) - plain * len(roles)
+
+    alone = await added("user")
+    each_further = -((alone - await added("user", "assistant", "user")) // 2)  # two further messages, rounded up
+    try:
+        with_system = await added("system", "user")
+    except ProbeError:  # some templates take no system message
+        with_system = alone + each_further
+    return TemplateTokens(alone, with_system, max(each_further, 0))

@@ -31,6 +31,10 @@ async def script(url: str, key: str) -> dict[str, Any]:
                 (await client.post("/tokenize", json={"prompt": "a", **_of(chat)})).json()["tokens"]
             ).__name__,
             "chat": await _shape(client, "/v1/chat/completions", {**chat, **extra}),
+            "whole": await _whole(client, "/v1/chat/completions", {**chat, "stream": False, "temperature": 0}),
+            "whole text": await _whole(client, "/v1/completions", {**text, "stream": False, "temperature": 0}),
+            "uncounted": await _uncounted(client, {**chat, "temperature": 0}),
+            "detokenize": list((await client.post("/detokenize", json={"tokens": [1, 2], **_of(chat)})).json()),
             "completions": await _shape(client, "/v1/completions", {**text, **extra}),
         }
 
@@ -56,6 +60,23 @@ async def _shape(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
         "choices_with_usage": chunks[-1]["choices"],
         "tokens": chunks[-1]["usage"]["completion_tokens"],
     }
+
+
+async def _whole(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer = (await client.post(path, json=body)).json()
+    choice = answer["choices"][0]
+    return {
+        "finish": choice["finish_reason"],
+        "text_in": "message" if isinstance(choice.get("message", {}).get("content"), str) else "text",
+        "usage": {name: answer["usage"][name] > 0 for name in ("prompt_tokens", "completion_tokens", "total_tokens")},
+        "fingerprint": type(answer["system_fingerprint"]).__name__,
+    }
+
+
+async def _uncounted(client: httpx.AsyncClient, body: dict[str, Any]) -> list[bool]:
+    """Return which chunks of a stream without usage carry the fingerprint."""
+    lines = [line for line in (await client.post("/v1/chat/completions", json=body)).text.split("\n") if line]
+    return [bool('"choices":[{' in line and '"system_fingerprint":"' in line) for line in lines][-3:]
 
 
 @pytest.mark.parametrize("tier", ["fast"])

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ANSWER = ("The", " capital", " of", " France", " is", " Paris", ".")
 TEMPLATE_TOKENS = 6
+FINGERPRINT = "fake-1"
 
 
 @dataclass(slots=True)
@@ -73,6 +74,7 @@ class FakeEngine:
                 Route("/metrics", self._metrics),
                 Route("/v1/models", self._models),
                 Route("/tokenize", self._tokenize, methods=["POST"]),
+                Route("/detokenize", self._detokenize, methods=["POST"]),
                 Route("/v1/completions", self._generate, methods=["POST"]),
                 Route("/v1/chat/completions", self._generate, methods=["POST"]),
             ]
@@ -100,6 +102,10 @@ class FakeEngine:
             tokens = self._ids(body["prompt"])
         return JSONResponse({"count": len(tokens), "max_model_len": 8192, "tokens": tokens, "token_strs": None})
 
+    async def _detokenize(self, request: Request) -> Response:
+        body = await request.json()
+        return JSONResponse({"prompt": " ".join("x" * n for n in body["tokens"])})
+
     def _ids(self, text: str) -> list[int]:
         return [self.behaviour.vocabulary + len(word) for word in text.split()]
 
@@ -114,11 +120,40 @@ class FakeEngine:
             error = {"message": b.error, "type": "BadRequestError", "param": None, "code": b.status}
             return JSONResponse({"error": error}, b.status)
         chat = request.url.path.endswith("/chat/completions")
-        return StreamingResponse(self._stream(body, chat=chat), media_type="text/event-stream")
+        if not body.get("stream"):
+            return await self._whole(body, chat=chat)
+        return StreamingResponse(self._stream(body, chat=chat), media_type="text/event-stream; charset=utf-8")
+
+    async def _whole(self, body: dict[str, Any], *, chat: bool) -> Response:
+        b = self.behaviour
+        b.running += 1
+        try:
+            pieces = b.answer[: body.get("max_tokens") or 16]
+            for number, _ in enumerate(pieces):
+                await asyncio.sleep(b.delay_s)
+                if number == b.break_after:
+                    raise ConnectionResetError
+                if number == b.stall_after:
+                    await asyncio.sleep(3600)
+            text, reason = "".join(pieces), self._reason(pieces)
+            part = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+            return JSONResponse(
+                self._fields(
+                    {
+                        "choices": [{"index": 0, **part, "finish_reason": reason}],
+                        "usage": self._usage(pieces),
+                        "system_fingerprint": FINGERPRINT,
+                    }
+                )
+            )
+        finally:
+            b.running -= 1
 
     async def _stream(self, body: dict[str, Any], *, chat: bool) -> AsyncIterator[bytes]:
         b = self.behaviour
         b.running += 1
+        counted = bool((body.get("stream_options") or {}).get("include_usage"))
+        last = {"system_fingerprint": FINGERPRINT}  # on the last chunk, whichever that is
         try:
             if chat:
                 yield self._chunk({"role": "assistant", "content": ""}, None, chat=True)
@@ -133,21 +168,29 @@ class FakeEngine:
                     yield b'data: {"error": {"message": "engine died", "code": 500}}\n\n'
                     return
                 yield self._chunk({"content": piece}, None, chat=chat)
-            reason = "length" if len(pieces) < len(b.answer) else "stop"
-            yield self._chunk({"content": ""}, reason, chat=chat)
-            usage = {"prompt_tokens": 10, "completion_tokens": len(pieces), "total_tokens": 10 + len(pieces)}
-            yield self._event({"choices": [], "usage": usage})
+            more = {} if counted else last
+            yield self._chunk({"content": ""}, self._reason(pieces), chat=chat, **more)
+            if counted:
+                yield self._event({"choices": [], "usage": self._usage(pieces), **last})
             yield b"data: [DONE]\n\n"
         finally:
             b.running -= 1
 
-    def _chunk(self, delta: dict[str, str], reason: str | None, *, chat: bool) -> bytes:
+    def _reason(self, pieces: tuple[str, ...]) -> str:
+        return "length" if len(pieces) < len(self.behaviour.answer) else "stop"
+
+    def _usage(self, pieces: tuple[str, ...]) -> dict[str, int]:
+        return {"prompt_tokens": 10, "total_tokens": 10 + len(pieces), "completion_tokens": len(pieces)}
+
+    def _chunk(self, delta: dict[str, str], reason: str | None, *, chat: bool, **more: str) -> bytes:
         part = {"delta": delta} if chat else {"text": delta["content"]}
-        return self._event({"choices": [{"index": 0, **part, "finish_reason": reason}], "usage": None})
+        return self._event({"choices": [{"index": 0, **part, "finish_reason": reason}], **more})
+
+    def _fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        return {"id": "x", "object": "chunk", "created": int(time.time()), "model": self._model, **fields}
 
     def _event(self, fields: dict[str, Any]) -> bytes:
-        chunk = {"id": "x", "object": "chunk", "created": int(time.time()), "model": self._model, **fields}
-        return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+        return b"data: " + json.dumps(self._fields(fields), separators=(",", ":")).encode() + b"\n\n"
 
 
 @asynccontextmanager

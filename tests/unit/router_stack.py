@@ -11,6 +11,7 @@ import httpx
 
 from classifier import EstimatingCounter
 from router.app import create_app
+from router.keys import KeyStore
 from router.settings import Settings, load_settings
 from router.telemetry import Telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving
@@ -68,7 +69,8 @@ async def router_stack(
         for behaviour in engines.values():
             behaviour.requests.clear()
             behaviour.headers.clear()
-        app = create_app(settings, fleet, EstimatingCounter(), Telemetry(tracing), "fake")
+        keys = KeyStore(settings.auth.keys_file)
+        app = create_app(settings, fleet, EstimatingCounter(), Telemetry(tracing), "fake", keys=keys)
         url = await cleanup.enter_async_context(serving(app))
         client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
         yield Stack(url, client, fleet, engines)

@@ -52,8 +52,9 @@ def test_every_upstream_error_has_a_problem() -> None:
     assert len(errors) >= 6
     for error in errors:
         problem = describe(error("why"))
-        assert problem.status in {422, 502, 503}
+        assert problem.status in {422, 502, 503, 504}
         assert problem.kind != "internal-error"
+        assert problem.openai_body()["error"]["code"] != "internal_error"
     assert describe(EngineRefused("why")).status == 422
 
 

@@ -190,7 +190,7 @@ async def test_engine_elsewhere_comes_and_goes(tmp_path: Path) -> None:
         finally:
             await supervisor.stop()
         assert seen == [ReplicaState.UNREACHABLE, ReplicaState.WARMING, ReplicaState.READY]
-        assert fleet.template_tokens == 6
+        assert fleet.template.alone == 6
 
 
 def _external(*urls: str) -> TierSpec:

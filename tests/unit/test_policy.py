@@ -10,7 +10,7 @@ import pytest
 from classifier import PromptClass, PromptFeatures
 from router.policy import CHOSEN, PolicyTable, Query, Refusal, Sla, decide
 from router.settings import CLASS_FLOOR
-from tiers.fleet import FleetSnapshot, ReplicaSnapshot, Speed, TierSnapshot
+from tiers.fleet import TemplateTokens, FleetSnapshot, ReplicaSnapshot, Speed, TierSnapshot
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 TABLE = PolicyTable(CLASS_FLOOR, min_confidence=0.6, max_slowdown=4.0)
@@ -35,7 +35,7 @@ def fleet(
         speed = (speeds or {}).get(name)
         replica = ReplicaSnapshot(f"{name}-0", "u", None, state, None, busy, 0, 0, 0, 0, None, speed)
         tiers.append(TierSnapshot(TierSpec(name, LENGTHS[name], 16, 32), (replica,)))
-    return FleetSnapshot(tuple(tiers), 0, 0)
+    return FleetSnapshot(tuple(tiers), TemplateTokens())
 
 
 @pytest.mark.parametrize(("kind", "tier"), CLASS_FLOOR.items())

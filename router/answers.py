@@ -1,0 +1,147 @@
+"""Answers as text: what ``POST /generate`` asks of an engine, and how it reads what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import httpx
+from pydantic_core import from_json, to_json
+
+from router.upstream import Attempt, EngineBroke, Exchange
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from tiers.fleet import Replica
+
+DATA = b"data:"
+DONE = b"[DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One piece of an answer. ``usage`` comes once, with the last piece."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    usage: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A chat, made from a prompt and perhaps a system prompt."""
+
+    messages: tuple[Mapping[str, str], ...]
+    max_tokens: int
+    temperature: float
+    priority: int
+    request_id: str
+    path: str = "/v1/chat/completions"
+    operation: str = "chat"
+    streamed: bool = True  # always, so that a stalled engine is noticed
+
+    @property
+    def parameters(self) -> Mapping[str, float]:
+        """Return what is told of the request in traces."""
+        return {"gen_ai.request.max_tokens": self.max_tokens, "gen_ai.request.temperature": self.temperature}
+
+    def body(self, replica: Replica) -> bytes:
+        """Return the request's body for one replica."""
+        return to_json(
+            {
+                "model": replica.model,
+                "messages": self.messages,
+                "max_tokens": self.max_tokens,
+                "temperature": self.temperature,
+                "priority": self.priority if replica.takes_priority else 0,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
+
+
+class Answer(Exchange):
+    """An answer that has begun: its first delta is here, the rest can be read."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        super().__init__(attempt)
+        self._stream = _read(attempt.response)
+        self._first: Delta | None = None
+
+    async def begin(self) -> None:
+        """Read up to the first delta that has text or ends the answer."""
+        while True:
+            delta = await anext(self._stream, None)
+            if delta is None:
+                raise EngineBroke("the engine's answer was empty")
+            if delta.text or delta.finish_reason:
+                break
+        self._first = delta
+        self._began()
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Yield every delta from the first.
+
+        Raises:
+            EngineBroke: The engine failed, or no token came in time.
+        """
+        limit_s = self._attempt.token_timeout_s
+        delta = self._first
+        while delta is not None:
+            self._note(delta)
+            yield delta
+            try:
+                async with asyncio.timeout(limit_s):
+                    delta = await anext(self._stream, None)
+            except TimeoutError as error:
+                raise EngineBroke(f"the engine sent no token for {limit_s:g} s") from error
+        if self.finish_reason is None:
+            raise EngineBroke("the engine's stream ended without a finish reason")
+        self._complete = True
+
+    def _note(self, delta: Delta) -> None:
+        if delta.text:
+            self._produced()
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        if delta.usage:
+            self._note_usage(delta.usage)
+
+
+async def _read(response: httpx.Response) -> AsyncIterator[Delta]:
+    """Yield a stream's deltas.
+
+    Raises:
+        EngineBroke: The stream ended early or holds an error.
+    """
+    buffer = b""
+    assert isinstance(response.stream, httpx.AsyncByteStream)
+    try:
+        async for chunk in response.stream:
+            buffer += chunk
+            *lines, buffer = buffer.split(b"\n")
+            for line in lines:
+                if not line.startswith(DATA):
+                    continue
+                data = line[len(DATA) :].strip()
+                if data == DONE:
+                    return
+                yield _delta(data)
+    except httpx.HTTPError as error:
+        raise EngineBroke(f"the engine's stream broke off ({type(error).__name__})") from error
+    raise EngineBroke("the engine's stream ended early")
+
+
+def _delta(data: bytes) -> Delta:
+    try:
+        chunk = from_json(data)
+        if "error" in chunk:
+            raise EngineBroke("the engine reported an error in its stream")
+        choices = chunk["choices"]
+        if not choices:
+            return Delta(usage=chunk.get("usage"))
+        choice = choices[0]
+        return Delta(choice["delta"].get("content") or "", choice.get("finish_reason"), chunk.get("usage"))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EngineBroke("the engine's stream holds something that is not a chunk") from error

@@ -1,0 +1,103 @@
+"""``qarr keys``: make, list and revoke the keys that requests carry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from router.keys import add_key, read_keys, revoke_key
+from router.settings import load_settings
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from router.keys import KeyRecord
+
+keys_app = typer.Typer(help="Make, list and revoke the keys that requests carry.", no_args_is_help=True)
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE")
+]
+LimitOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="No limit without it.")]
+
+
+@keys_app.command("add")
+def keys_add(
+    name: Annotated[str, typer.Argument(help="Whose key it is, for people and logs.")],
+    tier: Annotated[
+        list[TierName] | None, typer.Option(help="A tier that may serve it; repeat for more. All without it.")
+    ] = None,
+    over: Annotated[
+        str, typer.Option(help="A hint or priority beyond the key is taken down (clamp) or refused (refuse).")
+    ] = "clamp",
+    max_priority: Annotated[str, typer.Option(help="interactive, standard or batch.")] = "interactive",
+    requests_per_minute: LimitOption = None,
+    tokens_per_minute: LimitOption = None,
+    concurrent_requests: LimitOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Make a key and print it: it is shown this once and kept nowhere."""
+    path = load_settings(config).auth.keys_file
+    rights: dict[str, Any] = {
+        "over": over,
+        "max_priority": max_priority,
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "concurrent_requests": concurrent_requests,
+    }
+    if tier:
+        rights["tiers"] = tuple(tier)
+    first = not path.exists()
+    key, record = add_key(path, name, **rights)
+    typer.echo(key)
+    out = Console(stderr=True, highlight=False, soft_wrap=True)
+    out.print(f"key {record.id} for {name}, in {path}; this is the only time that it is shown")
+    if first:
+        out.print("it is the first one: from now on every request needs a key")
+
+
+@keys_app.command("list")
+def keys_list(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Show all keys, revoked ones too; never the keys themselves."""
+    keys = read_keys(load_settings(config).auth.keys_file)
+    if as_json:
+        typer.echo("[" + ",\n".join(k.model_dump_json(exclude={"sha256"}) for k in keys) + "]")
+        return
+    if not keys:
+        typer.echo("no keys: make one with 'qarr keys add NAME'")
+        return
+    table = Table("id", "name", "made", "state", "tiers", "priority", "requests/min", "tokens/min", "at once", box=None)
+    for key in keys:
+        table.add_row(*_row(key))
+    Console(highlight=False, width=None if Console().is_terminal else 160).print(table)
+
+
+@keys_app.command("revoke")
+def keys_revoke(
+    id_or_name: Annotated[str, typer.Argument(metavar="ID|NAME", help="As 'qarr keys list' shows it.")],
+    config: ConfigOption = None,
+) -> None:
+    """Revoke a key. Running routers refuse it within a second; requests that are being served end as usual."""
+    gone = revoke_key(load_settings(config).auth.keys_file, id_or_name)
+    typer.echo(f"revoked key {gone.id} of {gone.name}")
+
+
+def _row(key: KeyRecord) -> list[str]:
+    state = f"revoked {key.revoked:%Y-%m-%d}" if key.revoked else "in force"
+    tiers = "all" if len(key.tiers) == len(TierName) else " ".join(key.tiers)
+    limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrent_requests)
+    priority = f"{key.max_priority} ({key.over})"
+    return [
+        key.id,
+        key.name,
+        f"{key.created:%Y-%m-%d}",
+        state,
+        tiers,
+        priority,
+        *("-" if limit is None else str(limit) for limit in limits),
+    ]

@@ -1,0 +1,133 @@
+"""What is known of a request apart from its body, and what every endpoint does with its connection."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import Headers
+
+from router.keys import ANONYMOUS, Caller
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Mapping
+
+    from starlette.types import Message, Receive, Scope
+
+_KEY = "qarr.context"
+
+
+class ClientGone(Exception):
+    """The client closed the connection."""
+
+
+class BodyTooLarge(Exception):
+    """A request body over the limit."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the request body is larger than {limit} bytes")
+        self.limit = limit
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """A request's ids and caller, from its first to its last byte.
+
+    Attributes:
+        request_id: The caller's own where it sent a usable one.
+        trace_id: Of the trace that the request belongs to.
+        caller: Whose key it carries.
+        limits: Headers about the key's quotas; filled once they are known, carried by errors as well.
+    """
+
+    request_id: str
+    trace_id: str
+    caller: Caller = ANONYMOUS
+    limits: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """Return the ids as bodies of errors and answers carry them."""
+        return {"request_id": self.request_id, "trace_id": self.trace_id}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Return the headers that every answer carries."""
+        return {"x-request-id": self.request_id, "x-qarr-trace-id": self.trace_id, **self.limits}
+
+
+def keep(scope: Scope, context: RequestContext) -> None:
+    """Keep a request's context where its handlers, and those of its errors, find it."""
+    scope[_KEY] = context
+
+
+def context_of(scope: Scope) -> RequestContext:
+    """Return a request's context."""
+    context: RequestContext = scope[_KEY]
+    return context
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """Read a request's body, up to ``limit`` bytes.
+
+    Raises:
+        BodyTooLarge: It is announced or found to be larger; the rest is left unread.
+        ClientGone: The client went away before it was complete.
+    """
+    announced = Headers(scope=scope).get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit:
+        raise BodyTooLarge(limit)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise BodyTooLarge(limit)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Run ``work`` to its end, unless the client disconnects first: then cancel it.
+
+    Raises:
+        ClientGone: The client disconnected.
+    """
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+            return
+        raise ClientGone
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.wait({working, watching})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def start_message(headers: Mapping[str, str], media_type: str, more: Mapping[str, str]) -> Message:
+    """Return the ASGI message that starts an answer of status 200."""
+    pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in {**headers, **more}.items()]
+    return {
+        "type": "http.response.start",
+        "status": 200,
+        "headers": [(b"content-type", media_type.encode("latin-1")), *pairs],
+    }
+
+
+def body_message(data: bytes, *, more: bool) -> Message:
+    """Return the ASGI message that carries a part of a body."""
+    return {"type": "http.response.body", "body": data, "more_body": more}

@@ -1,0 +1,129 @@
+"""What routing reads of an OpenAI request: the text to classify, and how many tokens it is. Nothing is changed or checked.
+
+What is malformed reads as empty: the engine, which gets the body as it is, says best what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from classifier import PromptClass, extract
+
+if TYPE_CHECKING:
+    from classifier import PromptFeatures, TokenCounter
+    from router.jsontext import JsonObject
+    from tiers.fleet import TemplateTokens
+
+SHORT_CHARS = 200  # a shorter last turn ("and now in Rust?") is read together with the user's turn before it
+PART_TOKENS = 1000  # taken for each part that is not text; no tier's tokenizer can count those
+MAX_CHARS = 400_000  # of text that are counted exactly: more fits no context, and an estimate says so as well
+CHARS_PER_TOKEN = 3
+SYSTEM_ROLES = {"system", "developer"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was read of a request.
+
+    Attributes:
+        text: To classify: the user's last turn.
+        prompt_tokens: Of the longest prompt as the engine will see it, the chat template not counted.
+        all_tokens: Of all prompts together; a chat is one prompt.
+        messages: Of a chat; 0 for a completion.
+        system: The chat has a system message.
+        other_parts: Kinds of parts that are not text, such as ``image_url``.
+    """
+
+    text: str
+    prompt_tokens: int
+    all_tokens: int
+    messages: int = 0
+    system: bool = False
+    other_parts: tuple[str, ...] = ()
+
+    def with_template(self, template: TemplateTokens) -> int:
+        """Return the prompt's tokens with what the chat template adds."""
+        if not self.messages:
+            return self.prompt_tokens
+        return self.prompt_tokens + template.conversation(self.messages, system=self.system)
+
+
+def classify(reading: Reading, counter: TokenCounter) -> PromptFeatures:
+    """Classify what was read. Parts that are not text make the class unknown, which routes to a higher precision."""
+    features = extract(reading.text, counter, max(reading.prompt_tokens, 0))
+    if not reading.other_parts:
+        return features
+    signals = tuple(f"part that is not text: {kind}" for kind in reading.other_parts)
+    return replace(features, prompt_class=PromptClass.UNKNOWN, signals=signals)
+
+
+def read_chat(document: JsonObject, counter: TokenCounter) -> Reading:
+    """Read the body of a chat completion."""
+    given = document.get("messages")
+    messages = [m for m in given if isinstance(m, dict)] if isinstance(given, list) else []
+    texts = [_text_of(m.get("content")) for m in messages]
+    kinds = tuple(dict.fromkeys(kind for m in messages for kind in _other_parts(m.get("content"))))
+    extras = [document.text_of(key) for key in ("tools", "functions", "documents") if document.get(key)]
+    calls = [str(m[key]) for m in messages for key in ("tool_calls", "function_call") if m.get(key)]
+    tokens = sum(count(counter, text) for text in [*texts, *extras, *calls])
+    tokens += PART_TOKENS * sum(len(_other_parts(m.get("content"))) for m in messages)
+    return Reading(
+        text=_last_turn(messages, texts),
+        prompt_tokens=tokens,
+        all_tokens=tokens,
+        messages=len(messages),
+        system=bool(messages) and messages[0].get("role") in SYSTEM_ROLES,
+        other_parts=kinds,
+    )
+
+
+def read_completion(document: JsonObject, counter: TokenCounter) -> Reading:
+    """Read the body of a completion: text, texts, token ids, or several lists of them."""
+    prompt = document.get("prompt")
+    several = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
+    texts = [item for item in several if isinstance(item, str)]
+    counts = [count(counter, text) for text in texts] + [len(item) for item in several if _is_ids(item)]
+    ids = () if texts or not counts else ("token ids",)
+    return Reading("\n\n".join(texts), max(counts, default=0), sum(counts), other_parts=ids)
+
+
+def count(counter: TokenCounter, text: str) -> int:
+    """Count a text's tokens; estimate those of one that no context can hold."""
+    return counter.count(text) if len(text) <= MAX_CHARS else len(text) // CHARS_PER_TOKEN
+
+
+def _last_turn(messages: list[dict[str, Any]], texts: list[str]) -> str:
+    """Return what the user asks now: the last user messages, with the turn before them where they are short."""
+    turns: list[list[str]] = [[]]
+    for message, text in zip(messages, texts, strict=True):
+        if message.get("role") == "user":
+            turns[-1].append(text)
+        elif message.get("role") == "assistant" and turns[-1]:
+            turns.append([])
+    asked = ["\n\n".join(turn) for turn in turns if turn]
+    if not asked:
+        return "\n\n".join(texts[-1:])
+    if len(asked[-1]) < SHORT_CHARS:
+        return "\n\n".join(asked[-2:])
+    return asked[-1]
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return ""
+    parts = [p if isinstance(p, str) else p.get("text") for p in content if isinstance(p, dict | str)]
+    return "\n".join(part for part in parts if isinstance(part, str))
+
+
+def _other_parts(content: Any) -> list[str]:
+    if not isinstance(content, list):
+        return []
+    kinds = [str(p.get("type", "untyped"))[:40] for p in content if isinstance(p, dict) and "text" not in p]
+    return [kind for kind in kinds if kind != "text"]
+
+
+def _is_ids(item: Any) -> bool:
+    return isinstance(item, list) and bool(item) and all(isinstance(number, int) for number in item)

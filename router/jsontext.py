@@ -1,0 +1,122 @@
+"""A JSON object that keeps its text: values can be read, and some of them replaced without touching the others' bytes.
+
+Rendering a decoded body anew would lose what decoding does not keep: the digits of numbers, escapes, repeated keys.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pydantic_core import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class NotJson(ValueError):
+    """A text is not a JSON object; says why."""
+
+
+def _no_constants(name: str) -> NoReturn:
+    raise NotJson(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constants)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member of an object, with the texts of its key and value."""
+
+    key: str
+    value: Any
+    key_text: str
+    value_text: str
+
+
+@dataclass(frozen=True, slots=True)
+class JsonObject:
+    """A JSON object. Of members that share a key the last counts, as in most decoders."""
+
+    members: tuple[Member, ...]
+    values: Mapping[str, Any]
+
+    @staticmethod
+    def parse(body: bytes) -> JsonObject:
+        """Read an object.
+
+        Raises:
+            NotJson: It is not UTF-8, not JSON, nested too deep, or not an object.
+        """
+        try:
+            text = body.decode()
+            members = tuple(_members(text))
+        except UnicodeDecodeError as error:
+            raise NotJson(f"not UTF-8: {error.reason} at byte {error.start}") from None
+        except RecursionError:
+            raise NotJson("nested too deep") from None
+        except json.JSONDecodeError as error:
+            raise NotJson(f"{error.msg} at line {error.lineno} column {error.colno}") from None
+        except NotJson:
+            raise
+        except ValueError as error:  # a number of more digits than Python converts
+            raise NotJson(str(error)) from None
+        return JsonObject(members, {member.key: member.value for member in members})
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a member's value."""
+        return self.values.get(key, default)
+
+    def text_of(self, key: str) -> str:
+        """Return a member's value as it is written; empty where there is none."""
+        return next((member.value_text for member in reversed(self.members) if member.key == key), "")
+
+    def edited(self, changes: Mapping[str, Any]) -> bytes:
+        """Return the object as JSON with members replaced, added, or, by None, left out."""
+        kept = [f"{m.key_text}:{m.value_text}" for m in self.members if m.key not in changes]
+        new = [f"{to_json(k).decode()}:{to_json(v).decode()}" for k, v in changes.items() if v is not None]
+        return ("{" + ",".join([*kept, *new]) + "}").encode("utf-8", "surrogatepass")
+
+
+def _members(text: str) -> list[Member]:
+    position = _skip(text, 0)
+    if text[position : position + 1] != "{":
+        raise NotJson("not a JSON object")
+    found: list[Member] = []
+    position = _skip(text, position + 1)
+    if text[position : position + 1] == "}":
+        return _ended(text, position + 1, found)
+    while True:
+        key, key_end = _DECODER.raw_decode(text, position)
+        if not isinstance(key, str):
+            raise json.JSONDecodeError("Expecting property name enclosed in double quotes", text, position)
+        colon = _skip(text, key_end)
+        if text[colon : colon + 1] != ":":
+            raise json.JSONDecodeError("Expecting ':' delimiter", text, colon)
+        start = _skip(text, colon + 1)
+        value, end = _DECODER.raw_decode(text, start)
+        found.append(Member(key, value, text[position:key_end], text[start:end]))
+        position = _skip(text, end)
+        mark = text[position : position + 1]
+        if mark == "}":
+            return _ended(text, position + 1, found)
+        if mark != ",":
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
+        position = _skip(text, position + 1)
+
+
+def _ended(text: str, position: int, found: list[Member]) -> list[Member]:
+    if _skip(text, position) != len(text):
+        raise json.JSONDecodeError("Extra data", text, position)
+    return found
+
+
+def _skip(text: str, position: int) -> int:
+    match = _SPACE.match(text, position)
+    assert match is not None
+    return match.end()

@@ -1,0 +1,277 @@
+"""Callers' keys: made, kept as hashes in one file, looked up, revoked.
+
+A key has 256 random bits, so that one SHA-256 is hash enough: there is nothing to guess. The file is read again when it
+has changed; a running router needs no restart.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import tempfile
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+log = logging.getLogger("qarr.router")
+PREFIX = "qarr-"
+RELOAD_S = 1.0  # a change of the file is seen at the latest after this
+Priority = Literal["interactive", "standard", "batch"]
+# Highest first; the values are vLLM's priorities: lower ones are scheduled first.
+PRIORITIES: dict[Priority, int] = {"interactive": -1, "standard": 0, "batch": 1}
+
+
+class KeysError(Exception):
+    """The key file cannot be used, or there is no such key."""
+
+
+class Unauthorized(Exception):
+    """A request without a key, or with one that is not known or was revoked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a key may use; None: unlimited."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+
+    @property
+    def unlimited(self) -> bool:
+        """Tell whether there is nothing to count."""
+        return self == _UNLIMITED
+
+
+_UNLIMITED = Quota()
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sends a request, and what the key allows.
+
+    Attributes:
+        key_id: Names the key in logs; not secret. Empty for callers without a key.
+        tiers: Tiers that may serve it.
+        over: What happens to a hint or priority beyond what is allowed: taken down and disclosed, or refused.
+        max_priority: Highest priority.
+        quota: Limits by the minute, and at once.
+    """
+
+    key_id: str
+    name: str
+    tiers: frozenset[TierName] = frozenset(TierName)
+    over: Literal["clamp", "refuse"] = "clamp"
+    max_priority: Priority = "interactive"
+    quota: Quota = _UNLIMITED
+
+
+ANONYMOUS = Caller("", "anonymous")
+
+
+class KeyRecord(BaseModel):
+    """One key, as the file has it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str
+    name: str = Field(min_length=1, max_length=100)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    created: datetime
+    revoked: datetime | None = None
+    tiers: tuple[TierName, ...] = tuple(TierName)
+    over: Literal["clamp", "refuse"] = "clamp"
+    max_priority: Priority = "interactive"
+    requests_per_minute: int | None = Field(None, ge=1)
+    tokens_per_minute: int | None = Field(None, ge=1)
+    concurrent_requests: int | None = Field(None, ge=1)
+
+    @field_validator("tiers")
+    @classmethod
+    def _some_tier(cls, tiers: tuple[TierName, ...]) -> tuple[TierName, ...]:
+        if not tiers:
+            raise ValueError("a key needs at least one tier")
+        return tiers
+
+    def caller(self) -> Caller:
+        """Return whom the key stands for."""
+        quota = Quota(self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
+        return Caller(self.id, self.name, frozenset(self.tiers), self.over, self.max_priority, quota)
+
+
+class KeyFile(BaseModel):
+    """The file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: Literal[1] = 1
+    keys: tuple[KeyRecord, ...] = ()
+
+
+class KeyStore:
+    """The keys of one file. Keys are asked for as soon as the file exists, even when all in it are revoked."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file.
+
+        Raises:
+            KeysError: It is there and cannot be used.
+        """
+        self.path = path
+        self._callers: dict[str, tuple[str, Caller]] = {}
+        self._seen: tuple[int, int, int] | None = None
+        self._next_look = 0.0
+        self._load()
+
+    @property
+    def required(self) -> bool:
+        """Tell whether requests need a key."""
+        self._refresh()
+        return self._seen is not None
+
+    def find(self, key: str) -> Caller:
+        """Return whom a key stands for.
+
+        How long it takes tells nothing of the keys: only hashes are looked up, which a sender cannot steer, and the last
+        step compares in constant time.
+
+        Raises:
+            Unauthorized: The key is not known, or was revoked.
+        """
+        self._refresh()
+        digest = hash_key(key)
+        known, caller = self._callers.get(digest, ("", ANONYMOUS))
+        if not hmac.compare_digest(known, digest):
+            raise Unauthorized("the key is not known here, or was revoked")
+        return caller
+
+    def _refresh(self) -> None:
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + RELOAD_S
+        if _state_of(self.path) == self._seen:
+            return
+        try:
+            self._load()
+        except KeysError as error:
+            log.error("%s; the keys read before stay in force", error)  # noqa: TRY400  the text says it all
+            return
+        log.info("keys read again from %s: %d in force", self.path, len(self._callers))
+
+    def _load(self) -> None:
+        state = _state_of(self.path)
+        if state is None and self._seen is not None:
+            raise KeysError(f"the key file {self.path} is gone")
+        if state is not None:
+            self._callers = {r.sha256: (r.sha256, r.caller()) for r in read_keys(self.path) if r.revoked is None}
+        self._seen = state
+
+
+def hash_key(key: str) -> str:
+    """Return a key's hash as the file keeps it."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def read_keys(path: Path) -> tuple[KeyRecord, ...]:
+    """Return the keys of a file, revoked ones too; none if there is no file.
+
+    Raises:
+        KeysError: The file cannot be read or is not a key file.
+    """
+    try:
+        return KeyFile.model_validate_json(path.read_bytes()).keys
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise KeysError(f"the key file {path} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise KeysError(f"the key file {path} is not valid: {where}: {first['msg']}") from None
+
+
+def add_key(path: Path, name: str, **rights: object) -> tuple[str, KeyRecord]:
+    """Make a key and add it to the file, which is made where there is none.
+
+    Args:
+        path: The file.
+        name: For people; no two keys in force may share one.
+        rights: Fields of ``KeyRecord``.
+
+    Returns:
+        The key, which is kept nowhere, and its record.
+
+    Raises:
+        KeysError: The name is taken, a right is not valid, or the file cannot be used.
+    """
+    key = PREFIX + secrets.token_urlsafe(32)
+    fields = {"id": secrets.token_hex(4), "name": name, "sha256": hash_key(key), "created": datetime.now(UTC)}
+    try:
+        record = KeyRecord.model_validate({**fields, **rights})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise KeysError(f"{where}: {first['msg']} (got {first['input']!r})") from None
+    with _locked(path):
+        keys = read_keys(path)
+        if any(k.name == name and k.revoked is None for k in keys):
+            raise KeysError(f"there is a key named {name!r} already: revoke it first, or take another name")
+        _write(path, (*keys, record))
+    return key, record
+
+
+def revoke_key(path: Path, id_or_name: str) -> KeyRecord:
+    """Revoke a key. Its record stays, so that logs can still be read.
+
+    Raises:
+        KeysError: There is no such key in force.
+    """
+    with _locked(path):
+        keys = read_keys(path)
+        found = [k for k in keys if k.revoked is None and id_or_name in {k.id, k.name}]
+        if not found:
+            raise KeysError(f"there is no key in force with the id or name {id_or_name!r}: 'qarr keys list' shows all")
+        gone = found[0].model_copy(update={"revoked": datetime.now(UTC)})
+        _write(path, tuple(gone if k.id == gone.id else k for k in keys))
+    return gone
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with path.with_name(path.name + ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _write(path: Path, keys: tuple[KeyRecord, ...]) -> None:
+    """Replace the file as a whole: a reader sees the old one or the new one. Only its owner may read it."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w") as file:
+        file.write(KeyFile(keys=keys).model_dump_json(indent=2, exclude_none=True))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(name, path)  # noqa: PTH105  both are plain strings or paths
+
+
+def _state_of(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino

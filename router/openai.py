@@ -1,0 +1,457 @@
+"""OpenAI's API: what vLLM serves under ``/v1``, routed. Bodies pass through as they are, both ways."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import ValidationError
+from pydantic_core import to_json
+from starlette.datastructures import Headers
+from starlette.responses import Response
+
+from router.context import RequestContext, body_message, context_of, read_body, start_message, while_connected
+from router.conversation import Reading, classify, read_chat, read_completion
+from router.generate import STREAM_HEADERS
+from router.jsontext import JsonObject, NotJson
+from router.problems import NoEmbeddings, UnknownModel, describe
+from router.relays import DONE, SEPARATOR, EventRelay, RelayRequest, WholeRelay
+from router.services import (
+    Services,
+    answer_headers,
+    check_hint,
+    choose,
+    engine_request_id,
+    lowered_priority,
+    priority_of,
+    reason_of,
+    served,
+)
+from router.upstream import EngineRefused, EngineUnreachable, NoEngineAnswered, NoPlace, UpstreamError
+from router.wire import FieldProblem, InvalidBody, Wishes, make_query
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from starlette.types import Receive, Scope, Send
+
+    from classifier import PromptFeatures
+    from router.policy import Decision, Query
+    from router.upstream import Exchange
+    from tiers.fleet import FleetSnapshot
+
+log = logging.getLogger("qarr.router")
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+ModelChoice = Literal["auto", "fast", "balanced", "precise"]
+MODELS: dict[str, ModelChoice] = {
+    "auto": "auto",
+    "qarr": "auto",
+    "fast": "fast",
+    "balanced": "balanced",
+    "precise": "precise",
+}
+# Header → member of ``Wishes``; numbers are written as such.
+HEADERS: dict[str, tuple[str, ...]] = {
+    "x-qarr-tier": ("tier",),
+    "x-qarr-tier-policy": ("tier_policy",),
+    "x-qarr-priority": ("priority",),
+    "x-qarr-sla-ttft-ms": ("sla", "ttft_ms"),
+    "x-qarr-sla-tpot-ms": ("sla", "tpot_ms"),
+    "x-qarr-sla-max-quality-loss": ("sla", "max_quality_loss"),
+}
+ALLOWED = {
+    "tier": "auto, fast, balanced or precise",
+    "tier_policy": "prefer or require",
+    "priority": "interactive, standard or batch",
+    "sla": "an object with any of ttft_ms, tpot_ms, max_quality_loss",
+    "sla.ttft_ms": "a number of milliseconds above 0",
+    "sla.tpot_ms": "a number of milliseconds above 0",
+    "sla.max_quality_loss": "a number from 0 to 1",
+    "report": "true or false",
+    "": "an object with any of tier, tier_policy, sla, priority, report",
+}
+OWN_SHAPE = {"/tokenize", "/detokenize"}
+
+
+def speaks_openai(path: str) -> bool:
+    """Tell whether errors at a path are to be in OpenAI's form."""
+    return path.startswith("/v1/") or path in OWN_SHAPE
+
+
+class OpenAIWishes(Wishes):
+    """The ``qarr`` object of a body (``extra_body`` in the SDKs)."""
+
+    report: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request for a completion, read."""
+
+    document: JsonObject
+    reading: Reading
+    wishes: OpenAIWishes
+    hint_field: str
+    streamed: bool
+    max_tokens: int
+    choices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completions:
+    """The endpoints ``POST /v1/chat/completions`` and ``POST /v1/completions``, as ASGI applications."""
+
+    services: Services
+    path: str
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. Work stops when the client goes away."""
+        services, context = self.services, context_of(scope)
+        services.telemetry.name_server_span(scope, self.path)
+        document = read_document(await read_body(scope, receive, services.max_body_bytes))
+        call = read_call(document, Headers(scope=scope), services, chat=self.path == CHAT)
+        decision = decision_for(call, context, services)
+        request = RelayRequest(
+            document=document,
+            path=self.path,
+            operation="chat" if self.path == CHAT else "text_completion",
+            request_id=engine_request_id(context),
+            streamed=call.streamed,
+            priority=_priority(call, context),
+            report_usage=_wants_usage(document),
+        )
+        await while_connected(self._serve(call, decision, request, context, send), receive)
+
+    async def _serve(
+        self, call: Call, decision: Decision, request: RelayRequest, context: RequestContext, send: Send
+    ) -> None:
+        services = self.services
+        tokens = call.reading.all_tokens + call.max_tokens * call.choices
+        kind = partial(EventRelay, report_usage=request.report_usage) if call.streamed else WholeRelay
+        try:
+            async with served(services, context, decision, request, kind, tokens=tokens) as answer:
+                headers = answer_headers(context, decision, answer, services)
+                report = report_on(decision, answer, services) if call.wishes.report else None
+                if isinstance(answer, EventRelay):
+                    await relay_events(answer, headers, report, context, send)
+                elif isinstance(answer, WholeRelay):
+                    content = with_member(answer.content, "qarr", report) if report else answer.content
+                    length = {"content-length": str(len(content))}
+                    await send(start_message(headers, answer.media_type, length))
+                    await send(body_message(content, more=False))
+        except EngineRefused as error:
+            if not error.body:
+                raise
+            # The engine's own words, in OpenAI's form already.
+            response = Response(error.body, error.status, context.headers, "application/json")
+            await response({"type": "http"}, _nothing, send)
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The endpoints ``GET /v1/models`` and ``GET /v1/models/{id}``."""
+
+    services: Services
+    created: int
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the list, or one model of it."""
+        services, context = self.services, context_of(scope)
+        wanted = scope["path_params"].get("id")
+        services.telemetry.name_server_span(scope, "/v1/models/{id}" if wanted else "/v1/models")
+        names = model_names(services)
+        if wanted is not None and wanted not in names:
+            raise UnknownModel(wanted, tuple(names))
+        cards = [self._card(name, choice) for name, choice in names.items() if wanted in {None, name}]
+        body = cards[0] if wanted is not None else {"object": "list", "data": cards}
+        response = Response(to_json(body), media_type="application/json", headers=context.headers)
+        await response(scope, receive, send)
+
+    def _card(self, name: str, choice: ModelChoice) -> dict[str, Any]:
+        specs = self.services.fleet.specs
+        tier = None if choice == "auto" else TierName(choice)
+        lengths = [spec.max_model_len for spec in specs if tier in {None, spec.name}]
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "qarr",
+            "root": self.services.model,
+            "parent": None if name == choice else choice,
+            "max_model_len": max(lengths, default=0),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The endpoints ``POST /tokenize`` and ``POST /detokenize``: any ready engine answers, they share a tokenizer."""
+
+    services: Services
+    path: str
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on."""
+        services, context = self.services, context_of(scope)
+        services.telemetry.name_server_span(scope, self.path)
+        document = read_document(await read_body(scope, receive, services.max_body_bytes))
+        resolve(document, services)
+        causes: list[str] = []
+        for tier in context.caller.tiers:
+            lease = services.fleet.lease(tier, prompt_tokens=0, max_tokens=0)
+            if lease is None:
+                continue
+            with lease:
+                replica = lease.replica
+                body = document.edited({"model": replica.model})
+                try:
+                    answer = await services.upstream.pass_on(replica.url, replica.api_key, self.path, body)
+                except EngineUnreachable as error:
+                    causes.append(str(error))
+                    continue
+            await _send_passed(answer, context, scope, receive, send)
+            return
+        if causes:
+            raise NoEngineAnswered("; ".join(causes))
+        raise NoPlace("no tier is ready, or every place is taken")
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """The endpoint ``POST /v1/embeddings``: passed on to the engines that the settings name for it."""
+
+    services: Services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on."""
+        services, context = self.services, context_of(scope)
+        services.telemetry.name_server_span(scope, EMBEDDINGS)
+        body = await read_body(scope, receive, services.max_body_bytes)
+        document = read_document(body)
+        if not services.openai.embeddings_urls:
+            raise NoEmbeddings(
+                "no engine here serves embeddings: the tiers generate text; set openai.embeddings_urls to one that does"
+            )
+        tokens = sum(len(text) for text in _strings(document.get("input"))) // 3
+        grant = await services.quotas.enter(context.caller, tokens, context.limits)
+        causes: list[str] = []
+        served_tokens: int | None = None
+        try:
+            for url in services.openai.embeddings_urls:
+                try:
+                    answer = await services.upstream.pass_on(url, services.engine_key, EMBEDDINGS, body)
+                except EngineUnreachable as error:
+                    causes.append(str(error))
+                    continue
+                served_tokens = tokens
+                await _send_passed(answer, context, scope, receive, send)
+                return
+        finally:
+            if grant is not None:
+                await grant.settle(served_tokens)
+        raise NoEngineAnswered("; ".join(causes))
+
+
+def read_document(body: bytes) -> JsonObject:
+    """Read a request's body.
+
+    Raises:
+        InvalidBody: It is not a JSON object.
+    """
+    try:
+        return JsonObject.parse(body)
+    except NotJson as error:
+        raise InvalidBody((FieldProblem("body", str(error), "a JSON object in UTF-8"),)) from None
+
+
+def model_names(services: Services) -> dict[str, ModelChoice]:
+    """Return every model name that is answered to."""
+    return {**MODELS, **services.openai.aliases}
+
+
+def resolve(document: JsonObject, services: Services) -> ModelChoice:
+    """Return what a body's model name stands for; ``auto`` where it has none, as vLLM does.
+
+    Raises:
+        UnknownModel: It stands for nothing.
+    """
+    name = document.get("model")
+    if name is None:
+        return "auto"
+    names = model_names(services)
+    if not isinstance(name, str) or name not in names:
+        raise UnknownModel(str(name), tuple(names))
+    return names[name]
+
+
+def read_call(document: JsonObject, headers: Headers, services: Services, *, chat: bool) -> Call:
+    """Read what routing needs of a request for a completion.
+
+    Raises:
+        InvalidBody: Its wishes are not valid.
+        UnknownModel: Its model is none of ours.
+    """
+    model = resolve(document, services)
+    given = {**_from_headers(headers), **_from_body(document)}
+    hint_field = (
+        "qarr.tier" if "tier" in (document.get("qarr") or {}) else "x-qarr-tier" if "tier" in given else "model"
+    )
+    wishes = OpenAIWishes.model_validate({"tier": model, **given})
+    read = read_chat if chat else read_completion
+    limit = document.get("max_completion_tokens") or document.get("max_tokens")
+    choices = document.get("n")
+    return Call(
+        document=document,
+        reading=read(document, services.counter),
+        wishes=wishes,
+        hint_field=hint_field,
+        streamed=document.get("stream") is True,
+        max_tokens=limit if _is_count(limit) else services.limits.default_max_tokens,
+        choices=choices if _is_count(choices) else 1,
+    )
+
+
+def decision_for(call: Call, context: RequestContext, services: Services) -> Decision:
+    """Classify the request and decide."""
+    check_hint(context.caller, call.wishes.hint, call.hint_field)
+
+    def ask(features: PromptFeatures, fleet: FleetSnapshot) -> Query:
+        tokens = call.reading.with_template(fleet.template)
+        return make_query(call.wishes, features, tokens, call.max_tokens, context.caller.tiers)
+
+    return choose(services, call.reading.text, lambda: classify(call.reading, services.counter), ask)
+
+
+async def relay_events(
+    answer: EventRelay, headers: Mapping[str, str], report: dict[str, Any] | None, context: RequestContext, send: Send
+) -> None:
+    """Relay a stream as the engine sends it. One that breaks ends with an error event, and without ``[DONE]``."""
+    await send(start_message(headers, answer.media_type, STREAM_HEADERS))
+    end = DONE + SEPARATOR
+    try:
+        async for data in answer.chunks():
+            if report is not None and data.endswith(end):
+                await send(body_message(data[: -len(end)] + _report_event(report) + end, more=True))
+            else:
+                await send(body_message(data, more=True))
+        last = b""
+    except UpstreamError as error:
+        answer.error = error
+        log.warning("request %s: %s on %s", context.request_id, error, answer.replica_id)
+        last = b"data: " + to_json(describe(error).openai_body()) + SEPARATOR
+    await send(body_message(last, more=False))
+
+
+def report_on(decision: Decision, answer: Exchange, services: Services) -> dict[str, Any]:
+    """Return who serves an answer and why, for bodies whose caller asked for it."""
+    spec = services.fleet.spec(answer.tier)
+    return {
+        "tier": answer.tier.value,
+        "precision": spec.precision.value,
+        "checkpoint": spec.digest[:16] if spec.digest else None,
+        "reason": reason_of(decision, answer),
+        "class": decision.query.features.prompt_class.value,
+    }
+
+
+def with_member(content: bytes, name: str, value: object) -> bytes:
+    """Return a JSON object with one more member at its end."""
+    whole = content.rstrip()
+    return whole[:-1] + b"," + to_json(name) + b":" + to_json(value) + b"}"
+
+
+def _report_event(report: dict[str, Any]) -> bytes:
+    chunk = {"id": "", "object": "chat.completion.chunk", "created": 0, "model": "", "choices": [], "qarr": report}
+    return b"data: " + to_json(chunk) + SEPARATOR
+
+
+def _from_headers(headers: Headers) -> dict[str, Any]:
+    """Return the wishes in a request's headers, each checked by itself, so that errors name the header.
+
+    Raises:
+        InvalidBody: One is not valid.
+    """
+    given: dict[str, Any] = {}
+    problems = []
+    for name, path in HEADERS.items():
+        text = headers.get(name)
+        if text is None:
+            continue
+        try:
+            value: Any = float(text) if path[0] == "sla" else text
+            one = {path[-1]: value} if len(path) == 1 else {path[0]: {path[1]: value}}
+            OpenAIWishes.model_validate(one)
+        except ValueError:  # pydantic's is one as well
+            problems.append(FieldProblem(name, f"is {text[:40]!r}", ALLOWED[".".join(path)]))
+            continue
+        if len(path) == 1:
+            given[path[0]] = value
+        else:
+            given.setdefault("sla", {})[path[1]] = value
+    if problems:
+        raise InvalidBody(tuple(problems))
+    return given
+
+
+def _from_body(document: JsonObject) -> dict[str, Any]:
+    """Return the wishes in a body's ``qarr`` object.
+
+    Raises:
+        InvalidBody: They are not valid.
+    """
+    given = document.get("qarr")
+    if given is None:
+        return {}
+    try:
+        wishes = OpenAIWishes.model_validate(given)
+    except ValidationError as error:
+        problems = []
+        for e in error.errors(include_url=False, include_input=False):
+            field = ".".join(map(str, e["loc"]))
+            problems.append(
+                FieldProblem(f"qarr.{field}".rstrip("."), e["msg"].lower(), ALLOWED.get(field, ALLOWED[""]))
+            )
+        raise InvalidBody(tuple(problems)) from None
+    return wishes.model_dump(exclude_unset=True)
+
+
+def _priority(call: Call, context: RequestContext) -> int | None:
+    """Return the priority to send; None leaves the body's own."""
+    own = call.document.get("priority")
+    if "priority" not in call.wishes.model_fields_set and isinstance(own, int) and not isinstance(own, bool):
+        return lowered_priority(context.caller, own, "priority", str(own))
+    value = priority_of(context.caller, call.wishes.priority, "qarr.priority")
+    return value if value or "priority" in call.wishes.model_fields_set else None
+
+
+def _wants_usage(document: JsonObject) -> bool:
+    options = document.get("stream_options")
+    return isinstance(options, dict) and options.get("include_usage") is True
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _strings(value: Any) -> list[str]:
+    return (
+        [value]
+        if isinstance(value, str)
+        else [v for v in value if isinstance(v, str)]
+        if isinstance(value, list)
+        else []
+    )
+
+
+async def _send_passed(
+    answer: tuple[int, str, bytes], context: RequestContext, scope: Scope, receive: Receive, send: Send
+) -> None:
+    status, media_type, content = answer
+    await Response(content, status, context.headers, media_type)(scope, receive, send)
+
+
+async def _nothing() -> Any:
+    """Stand for a body that is read already."""
+    return {"type": "http.request", "body": b"", "more_body": False}

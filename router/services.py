@@ -1,0 +1,175 @@
+"""What the handlers work with, and the steps that every served request goes through."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from router.keys import PRIORITIES
+from router.policy import Decision, PolicyTable, Query, decide
+from router.problems import BeyondKey, Refused
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from classifier import PromptFeatures, TokenCounter
+    from router.context import RequestContext
+    from router.keys import Caller, Priority
+    from router.quota import Quotas
+    from router.settings import LimitSettings, OpenAISettings
+    from router.telemetry import Telemetry
+    from router.upstream import Attempt, E, EngineRequest, Exchange, Upstream
+    from tiers.fleet import Fleet, FleetSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the handlers work with; wired once, in ``create_app``."""
+
+    fleet: Fleet
+    upstream: Upstream
+    quotas: Quotas
+    counter: TokenCounter
+    table: PolicyTable
+    limits: LimitSettings
+    openai: OpenAISettings
+    engine_key: str
+    max_body_bytes: int
+    telemetry: Telemetry
+    model: str
+
+
+def choose(
+    services: Services,
+    text: str,
+    read: Callable[[], PromptFeatures],
+    ask: Callable[[PromptFeatures, FleetSnapshot], Query],
+) -> Decision:
+    """Classify and decide, each under its span.
+
+    Args:
+        services: For telemetry, fleet and policy.
+        text: What is classified; put on the span only when that is switched on.
+        read: Classifies.
+        ask: Makes the policy's question from features and fleet.
+    """
+    telemetry = services.telemetry
+    with telemetry.classify() as span:
+        features = read()
+        telemetry.record_features(span, features, text)
+    with telemetry.route():
+        fleet = services.fleet.snapshot()
+        decision = decide(ask(features, fleet), fleet, services.table)
+        telemetry.record_decision(decision)
+    telemetry.record_decision(decision)  # on the server span too: the one that dashboards list
+    return decision
+
+
+def check_hint(caller: Caller, hint: TierName | None, field: str) -> None:
+    """Refuse a hint beyond the caller's key, where the key says so; otherwise the policy takes it down and says so.
+
+    Raises:
+        BeyondKey: It is refused.
+    """
+    if caller.over == "refuse" and hint is not None and hint not in caller.tiers:
+        raise BeyondKey(field, hint.value, ", ".join(tier for tier in TierName if tier in caller.tiers))
+
+
+def priority_of(caller: Caller, asked: Priority, field: str) -> int:
+    """Return vLLM's priority, lowered to what the caller's key allows.
+
+    Raises:
+        BeyondKey: It is higher, and the key refuses what is.
+    """
+    return lowered_priority(caller, PRIORITIES[asked], field, asked)
+
+
+def lowered_priority(caller: Caller, value: int, field: str, asked: str) -> int:
+    """Return a priority in vLLM's numbers (lower is sooner), lowered to what the caller's key allows.
+
+    Raises:
+        BeyondKey: It is higher, and the key refuses what is.
+    """
+    highest = PRIORITIES[caller.max_priority]
+    if value < highest and caller.over == "refuse":
+        raise BeyondKey(field, asked, f"{caller.max_priority} or lower")
+    return max(value, highest) if caller.max_priority != "interactive" else value
+
+
+def engine_request_id(context: RequestContext) -> str:
+    """Return an id that is unique even where callers repeat theirs: an engine mixes up requests of one id."""
+    return f"{context.request_id}-{secrets.token_hex(4)}"
+
+
+@asynccontextmanager
+async def served(
+    services: Services,
+    context: RequestContext,
+    decision: Decision,
+    request: EngineRequest,
+    kind: Callable[[Attempt], E],
+    *,
+    tokens: int,
+) -> AsyncIterator[E]:
+    """Take the quota, open an answer, and give back both however the request ends.
+
+    Args:
+        services: For quotas and engines.
+        context: Whose quota; gets the headers about it.
+        decision: Where to.
+        request: What to ask.
+        kind: Makes the answer, which says how it is read.
+        tokens: Prompt and highest output tokens, for the quota.
+
+    Raises:
+        OverQuota: The caller's quota is used up.
+        Refused: The policy found no tier.
+        UpstreamError: No engine began an answer.
+    """
+    if decision.tier is None:
+        raise Refused(decision)
+    grant = await services.quotas.enter(context.caller, tokens, context.limits)
+    used: int | None = None
+    try:
+        answer = await services.upstream.open(decision, request, kind)
+        error: BaseException | None = None
+        try:
+            services.telemetry.record_served(answer.tier, answer.replica_id, answer.failed_attempts)
+            yield answer
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            used = _tokens_used(answer, decision)
+            await answer.aclose(error or answer.error)
+    finally:
+        if grant is not None:
+            await grant.settle(used)
+
+
+def _tokens_used(answer: Exchange, decision: Decision) -> int:
+    return answer.usage.get("prompt_tokens", decision.query.prompt_tokens) + answer.output_tokens
+
+
+def answer_headers(context: RequestContext, decision: Decision, answer: Exchange, services: Services) -> dict[str, str]:
+    """Return the headers that disclose who serves the answer and why."""
+    spec = services.fleet.spec(answer.tier)
+    headers = {
+        **context.headers,
+        "x-qarr-tier": answer.tier.value,
+        "x-qarr-precision": spec.precision.value,
+        "x-qarr-reason": reason_of(decision, answer),
+    }
+    if spec.digest:
+        headers["x-qarr-checkpoint"] = spec.digest[:16]
+    return headers
+
+
+def reason_of(decision: Decision, answer: Exchange) -> str:
+    """Return why a tier serves an answer, for a person."""
+    if answer.tier is decision.tier:
+        return decision.reason
+    return f"{decision.reason}; {decision.tier} failed before the first token, so {answer.tier} took over"
