@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Coroutine
 
     from starlette.requests import Request
     from starlette.types import ASGIApp
@@ -60,6 +60,8 @@ class Behaviour:
     running: int = 0
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    raw: list[bytes] = field(default_factory=list)
+    sent: list[bytes] = field(default_factory=list)
 
 
 class FakeEngine:
@@ -113,6 +115,7 @@ class FakeEngine:
         body = await request.json()
         b = self.behaviour
         b.requests.append(body)
+        b.raw.append(await request.body())
         b.headers.append(dict(request.headers))
         if body.get("priority") and not b.priorities:
             return JSONResponse({"error": {"message": "priority scheduling is not enabled", "code": 400}}, 400)
@@ -121,8 +124,17 @@ class FakeEngine:
             return JSONResponse({"error": error}, b.status)
         chat = request.url.path.endswith("/chat/completions")
         if not body.get("stream"):
-            return await self._whole(body, chat=chat)
+            return await self._unless_disconnected(request, self._whole(body, chat=chat))
         return StreamingResponse(self._stream(body, chat=chat), media_type="text/event-stream; charset=utf-8")
+
+    async def _unless_disconnected(self, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+        """Abort, as vLLM does, when the client goes away before the whole answer is there."""
+        working = asyncio.create_task(work)
+        while not working.done():
+            if await request.is_disconnected():
+                working.cancel()
+            await asyncio.wait({working}, timeout=0.02)
+        return Response(status_code=499) if working.cancelled() else working.result()
 
     async def _whole(self, body: dict[str, Any], *, chat: bool) -> Response:
         b = self.behaviour
@@ -137,15 +149,11 @@ class FakeEngine:
                     await asyncio.sleep(3600)
             text, reason = "".join(pieces), self._reason(pieces)
             part = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-            return JSONResponse(
-                self._fields(
-                    {
-                        "choices": [{"index": 0, **part, "finish_reason": reason}],
-                        "usage": self._usage(pieces),
-                        "system_fingerprint": FINGERPRINT,
-                    }
-                )
-            )
+            choices = [{"index": 0, **part, "finish_reason": reason}]
+            rest = {"usage": self._usage(pieces), "system_fingerprint": FINGERPRINT}
+            answer = JSONResponse(self._fields({"choices": choices, **rest}))
+            b.sent.append(bytes(answer.body))
+            return answer
         finally:
             b.running -= 1
 

@@ -10,7 +10,7 @@ import pytest
 from classifier import PromptClass, PromptFeatures
 from router.policy import CHOSEN, PolicyTable, Query, Refusal, Sla, decide
 from router.settings import CLASS_FLOOR
-from tiers.fleet import TemplateTokens, FleetSnapshot, ReplicaSnapshot, Speed, TierSnapshot
+from tiers.fleet import FleetSnapshot, ReplicaSnapshot, Speed, TemplateTokens, TierSnapshot
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 TABLE = PolicyTable(CLASS_FLOOR, min_confidence=0.6, max_slowdown=4.0)

@@ -1,0 +1,334 @@
+"""OpenAI's API over real sockets, in front of fake engines: what routing adds, and what faults look like."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.fakes.engine import ANSWER, FINGERPRINT, Behaviour
+from tests.unit.router_stack import router_stack
+from tiers.spec import ReplicaState, TierName
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import httpx
+
+    from tests.unit.router_stack import Stack
+
+pytestmark = pytest.mark.anyio
+CHAT = "/v1/chat/completions"
+FULL = "".join(ANSWER)
+HI = [{"role": "user", "content": "hi"}]
+
+
+async def chat(stack: Stack, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+    """Post a chat completion and read the whole answer."""
+    body = {"model": "auto", "messages": HI, **body}
+    return await stack.client.post(stack.url + CHAT, json=body, headers=headers)
+
+
+def chunks(text: str) -> list[dict[str, Any]]:
+    """Return a stream's chunks, after checking that it ends with [DONE]."""
+    *events, done, empty = text.split("\n\n")
+    assert (done, empty) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+async def test_the_body_passes_as_it_is(tmp_path: Path) -> None:
+    """The engine gets the caller's bytes for every field but the model; unknown fields and odd spellings survive."""
+    raw = (
+        b'{ "messages":[{"role":"user","content":"caf\\u00e9 \\ud83d\\ude00"}], "temperature": 1.0e-1, "model":"fast",'
+        b'"logit_bias":{"42":-1.50}, "vllm_xargs":{"a":[1,2]}, "unknown":"\xc3\xa9", "seed":123456789012345678901}'
+    )
+    async with router_stack(tmp_path) as stack:
+        engine = stack.engines[TierName.FAST]
+        answer = await stack.client.post(stack.url + CHAT, content=raw, headers={"content-type": "application/json"})
+        assert answer.status_code == 200
+        sent = engine.raw[-1]
+        for part in (
+            b'"messages":[{"role":"user","content":"caf\\u00e9 \\ud83d\\ude00"}]', b'"temperature":1.0e-1',
+            b'"logit_bias":{"42":-1.50}', b'"vllm_xargs":{"a":[1,2]}', b'"unknown":"\xc3\xa9"',
+            b'"seed":123456789012345678901', b'"model":"fake"',
+        ):  # fmt: skip
+            assert part in sent
+        assert set(json.loads(sent)) == set(json.loads(raw))
+
+
+async def test_the_answer_passes_as_it_is(tmp_path: Path) -> None:
+    """An answer that is not streamed is the engine's own bytes, with our headers."""
+    async with router_stack(tmp_path) as stack:
+        answer = await chat(stack, model="precise")
+        assert answer.content == stack.engines[TierName.PRECISE].sent[-1]
+        assert answer.headers["x-qarr-tier"] == "precise"
+        assert answer.headers["content-length"] == str(len(answer.content))
+        assert stack.leases() == 0
+
+
+@pytest.mark.parametrize("counted", [True, False])
+async def test_a_stream_passes_as_the_engine_would_have_sent_it(tmp_path: Path, counted: bool) -> None:  # noqa: FBT001
+    """The router asks for token counts; a caller that did not never sees that."""
+    async with router_stack(tmp_path) as stack:
+        engine_url = stack.fleet.replicas[0].url
+        options = {"stream_options": {"include_usage": True}} if counted else {}
+        body = {"messages": HI, "stream": True, **options}
+        direct = chunks((await stack.client.post(engine_url + CHAT, json={"model": "fake", **body})).text)
+        routed = await stack.client.post(stack.url + CHAT, json={"model": "fast", **body})
+        assert [{**c, "created": 0} for c in chunks(routed.text)] == [{**c, "created": 0} for c in direct]
+        assert routed.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert any(c.get("usage") for c in chunks(routed.text)) is counted
+        assert FINGERPRINT in routed.text
+        assert stack.engines[TierName.FAST].requests[-1]["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "tier"),
+    [
+        ({}, {"model": "balanced"}, "balanced"),
+        ({}, {"model": "qarr"}, "fast"),
+        ({}, {"model": "gpt-4o"}, "fast"),
+        ({}, {"model": "gpt-4-turbo"}, "precise"),
+        ({"x-qarr-tier": "precise"}, {}, "precise"),
+        ({"x-qarr-tier": "precise"}, {"qarr": {"tier": "balanced"}}, "balanced"),
+        ({"x-qarr-sla-max-quality-loss": "0"}, {}, "precise"),
+        ({}, {"qarr": {"sla": {"max_quality_loss": 0}}}, "precise"),
+        ({}, {"messages": [{"role": "user", "content": "Write a Python function that adds"}]}, "balanced"),
+        ({}, {"messages": [*HI, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "precise"),
+    ],
+)
+async def test_hints_come_by_model_header_and_body(
+    tmp_path: Path, headers: dict[str, str], body: dict[str, Any], tier: str
+) -> None:
+    """The body's qarr object goes before headers, headers before the model's name; aliases stand for any of them."""
+    options = {"openai": {"aliases": {"gpt-4o": "auto", "gpt-4-turbo": "precise"}}}
+    async with router_stack(tmp_path, options) as stack:
+        answer = await chat(stack, headers, **body)
+        assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, tier)
+        assert "qarr" not in stack.engines[TierName(tier)].requests[-1]
+
+
+async def test_follow_ups_are_read_with_the_turn_before(tmp_path: Path) -> None:
+    """A short last turn is classified together with what it follows."""
+    talk = [
+        {"role": "user", "content": "Write a Python function that reverses a linked list in place"},
+        {"role": "assistant", "content": "def reverse(head): ..."},
+        {"role": "user", "content": "and now with types"},
+    ]
+    async with router_stack(tmp_path) as stack:
+        answer = await chat(stack, messages=talk)
+        assert "code" in answer.headers["x-qarr-reason"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "param"),
+    [
+        ({"x-qarr-tier": "turbo"}, {}, "x-qarr-tier"),
+        ({"x-qarr-sla-ttft-ms": "soon"}, {}, "x-qarr-sla-ttft-ms"),
+        ({"x-qarr-sla-tpot-ms": "nan"}, {}, "x-qarr-sla-tpot-ms"),
+        ({}, {"qarr": {"tier": 3}}, "qarr.tier"),
+        ({}, {"qarr": {"sla": {"ttft_ms": -1}}}, "qarr.sla.ttft_ms"),
+        ({}, {"qarr": {"colour": "red"}}, "qarr.colour"),
+        ({}, {"qarr": []}, "qarr"),
+    ],
+)
+async def test_wishes_that_are_not_valid_are_named(
+    tmp_path: Path, headers: dict[str, str], body: dict[str, Any], param: str
+) -> None:
+    """A wrong wish is a 400 in OpenAI's form that names the field or header and what is allowed."""
+    async with router_stack(tmp_path) as stack:
+        answer = await chat(stack, headers, **body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+        assert "allowed" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b'{"model"', b"\xff", b'{"a":NaN}', b'{"a":' + b"[" * 100_000, b'{"a":1}x', b"{1:2}", b'{"a":1,}'],
+)
+async def test_bodies_that_are_not_json_objects(tmp_path: Path, body: bytes) -> None:
+    """What is not a JSON object is a 400, in OpenAI's form."""
+    async with router_stack(tmp_path) as stack:
+        answer = await stack.client.post(stack.url + CHAT, content=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body")
+
+
+async def test_unknown_model(tmp_path: Path) -> None:
+    """A name that stands for nothing is OpenAI's model_not_found, and lists those that do."""
+    async with router_stack(tmp_path) as stack:
+        answer = await chat(stack, model="gpt-4o")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        assert "precise" in answer.json()["error"]["message"]
+        one = await stack.client.get(f"{stack.url}/v1/models/nope")
+        assert (one.status_code, one.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_models_are_listed(tmp_path: Path) -> None:
+    """Every name that is answered to is listed, aliases too, and each can be fetched."""
+    async with router_stack(tmp_path, {"openai": {"aliases": {"org/gpt": "fast"}}}) as stack:
+        listed = (await stack.client.get(f"{stack.url}/v1/models")).json()["data"]
+        assert [m["id"] for m in listed] == ["auto", "qarr", "fast", "balanced", "precise", "org/gpt"]
+        for card in listed:
+            assert (await stack.client.get(f"{stack.url}/v1/models/{card['id']}")).json() == card
+        assert listed[-1]["max_model_len"] == 2048
+
+
+async def test_the_engines_refusal_is_the_callers_answer(tmp_path: Path) -> None:
+    """What the engine says of a wrong request is passed on as it is, and nobody else is asked."""
+    async with router_stack(tmp_path) as stack:
+        engine = stack.engines[TierName.FAST]
+        engine.status, engine.error = 400, "max_tokens must be at least 1, got 0."
+        answer = await chat(stack, max_tokens=0)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, engine.error)
+        assert not stack.engines[TierName.BALANCED].requests
+        assert stack.leases() == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "stream"),
+    [
+        (Behaviour(status=500), True),
+        (Behaviour(status=500), False),
+        (Behaviour(break_after=0), True),
+        (Behaviour(break_after=0), False),
+        (Behaviour(error_after=0), True),
+        (Behaviour(stall_after=0), True),
+    ],
+)
+async def test_retries_elsewhere_before_the_first_byte(tmp_path: Path, fault: Behaviour, stream: bool) -> None:  # noqa: FBT001
+    """A tier that fails before its first token is replaced, and the headers say so."""
+    async with router_stack(tmp_path, {"upstream": {"first_token_timeout_s": 0.3}}) as stack:
+        broken = stack.engines[TierName.FAST]
+        broken.status, broken.break_after = fault.status, fault.break_after
+        broken.error_after, broken.stall_after = fault.error_after, fault.stall_after
+        answer = await chat(stack, stream=stream)
+        assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, "balanced")
+        assert "fast failed before the first token" in answer.headers["x-qarr-reason"]
+        assert stack.leases() == 0
+
+
+@pytest.mark.parametrize("fault", ["break_after", "stall_after", "error_after"])
+async def test_a_broken_stream_ends_with_an_error_and_without_done(tmp_path: Path, fault: str) -> None:
+    """A stream that broke never looks finished: OpenAI's error object comes last, and no [DONE]."""
+    async with router_stack(tmp_path, {"upstream": {"token_timeout_s": 0.3}}) as stack:
+        setattr(stack.engines[TierName.FAST], fault, 3)
+        answer = await chat(stack, model="fast", stream=True)
+        *events, last, _ = answer.text.split("\n\n")
+        assert "[DONE]" not in answer.text
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "stream_broken"
+        text = "".join(json.loads(e[6:])["choices"][0]["delta"]["content"] for e in events)
+        assert text == "The capital of"
+        assert stack.leases() == 0
+
+
+async def test_a_whole_answer_that_never_comes_is_a_504(tmp_path: Path) -> None:
+    """An answer that is not streamed has its own limit, and its request is not run again elsewhere."""
+    async with router_stack(tmp_path, {"upstream": {"answer_timeout_s": 0.3}}) as stack:
+        stack.engines[TierName.FAST].stall_after = 3
+        answer = await chat(stack)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "engine_too_slow")
+        assert not stack.engines[TierName.BALANCED].requests
+        assert stack.leases() == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_frees_the_engine(tmp_path: Path, stream: bool) -> None:  # noqa: FBT001
+    """When the client goes away its request ends in the engine, streamed or not."""
+    async with router_stack(tmp_path) as stack:
+        engine = stack.engines[TierName.FAST]
+        engine.delay_s, engine.answer = 0.05, ("x",) * 400
+        _, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rsplit(":", 1)[1]))
+        body = json.dumps({"model": "fast", "messages": HI, "stream": stream, "max_tokens": 400}).encode()
+        writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+        await writer.drain()
+        while engine.running == 0:
+            await asyncio.sleep(0.01)
+        writer.close()
+        async with asyncio.timeout(5):
+            while engine.running or stack.leases():
+                await asyncio.sleep(0.01)
+
+
+async def test_the_report_is_added_when_asked_for(tmp_path: Path) -> None:
+    """With qarr.report the body itself tells who served it; without, it is the engine's alone."""
+    async with router_stack(tmp_path) as stack:
+        whole = (await chat(stack, qarr={"report": True})).json()
+        assert whole["qarr"] == {
+            "tier": "fast", "precision": "awq-int4", "checkpoint": None, "class": "chat",
+            "reason": "class chat: lowest precision that serves is fast",
+        }  # fmt: skip
+        streamed = chunks((await chat(stack, stream=True, qarr={"report": True})).text)
+        assert streamed[-1]["qarr"]["tier"] == "fast"
+        assert "qarr" not in (await chat(stack)).json()
+
+
+async def test_completions_take_texts_and_token_ids(tmp_path: Path) -> None:
+    """The older endpoint is routed as well, by its text; token ids cannot be read and go to the highest precision."""
+    async with router_stack(tmp_path) as stack:
+        for prompt, tier in (("hi there", "fast"), (["hello", "good morning"], "fast"), ([1, 2, 3], "precise")):
+            answer = await stack.client.post(f"{stack.url}/v1/completions", json={"model": "auto", "prompt": prompt})
+            assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, tier), prompt
+            assert answer.json()["choices"][0]["text"] == FULL
+
+
+async def test_tokens_are_passed_on(tmp_path: Path) -> None:
+    """Any ready engine tokenizes, under our names for the model; a failed tier is passed over."""
+    async with router_stack(tmp_path) as stack:
+        for name in (TierName.FAST, TierName.BALANCED):
+            stack.fleet.replicas[name.rank].mark(ReplicaState.FAILED)
+        answer = await stack.client.post(f"{stack.url}/tokenize", json={"model": "auto", "prompt": "a bc"})
+        assert answer.json()["tokens"] == [1, 2]
+        back = await stack.client.post(f"{stack.url}/detokenize", json={"tokens": [1, 2]})
+        assert back.json() == {"prompt": "x xx"}
+        stack.fleet.replicas[2].mark(ReplicaState.FAILED)
+        none = await stack.client.post(f"{stack.url}/tokenize", json={"prompt": "a"})
+        assert (none.status_code, none.json()["error"]["code"]) == (503, "at_capacity")
+        assert stack.leases() == 0
+
+
+async def test_embeddings_need_an_engine_that_serves_them(tmp_path: Path) -> None:
+    """Without one there is a 404 that says what to set."""
+    async with router_stack(tmp_path) as stack:
+        answer = await stack.client.post(f"{stack.url}/v1/embeddings", json={"model": "e", "input": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "embeddings_not_served")
+        assert "openai.embeddings_urls" in answer.json()["error"]["message"]
+
+
+async def test_errors_of_our_own_have_openais_form(tmp_path: Path) -> None:
+    """Too long, too large, full, not ready, unknown path and wrong method: each has OpenAI's object."""
+    full = {"max_in_flight": 1}
+    async with router_stack(tmp_path, {"tiers": {n.value: full for n in TierName}}) as stack:
+        long = await chat(stack, messages=[{"role": "user", "content": "word " * 9000}])
+        assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
+        large = await chat(stack, messages=[{"role": "user", "content": "x" * (1 << 20)}])
+        assert (large.status_code, large.json()["error"]["code"]) == (413, "body_too_large")
+        for engine in stack.engines.values():
+            engine.delay_s = 0.1
+        several = await asyncio.gather(*(chat(stack) for _ in range(4)))
+        refused = next(a for a in several if a.status_code != 200)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "at_capacity")
+        assert refused.headers["retry-after"] == "1"
+        for replica in stack.fleet.replicas:
+            replica.mark(ReplicaState.FAILED)
+        down = await chat(stack)
+        assert (down.status_code, down.json()["error"]["type"]) == (503, "server_error")
+        lost = await stack.client.get(f"{stack.url}/v1/nothing")
+        assert (lost.status_code, lost.json()["error"]["code"]) == (404, "not_found")
+        wrong = await stack.client.get(stack.url + CHAT)
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+        assert stack.leases() == 0
+
+
+async def test_vllms_own_priority_is_kept(tmp_path: Path) -> None:
+    """A body may give vLLM's numeric priority; qarr.priority goes before it."""
+    async with router_stack(tmp_path) as stack:
+        engine = stack.engines[TierName.FAST]
+        await chat(stack, priority=7)
+        assert engine.requests[-1]["priority"] == 7
+        await chat(stack, priority=7, qarr={"priority": "interactive"})
+        assert engine.requests[-1]["priority"] == -1
+        await chat(stack)
+        assert "priority" not in engine.requests[-1]
