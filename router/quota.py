@@ -16,7 +16,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import RedisError
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ log = logging.getLogger("qarr.router")
 WINDOW_S = 60
 LEASE_S = 180  # a place of a router that died is given back after this
 RENEW_S = 60
-REDIS_TIMEOUT_S = 0.5
+REDIS_TIMEOUT_S = 1.0  # longer than a busy event loop keeps an answer waiting
+REDIS_CONNECTIONS = 8
 REDIS_RETRY_S = 5  # after a failure, the local view holds for so long
 Resource = Literal["requests", "tokens", "concurrent"]
 
@@ -338,9 +339,15 @@ class RedisLedger:
     """Counts in Redis, for several routers at once. Every change is one script, which Redis runs as a whole."""
 
     def __init__(self, url: str) -> None:
-        self._redis: Any = Redis.from_url(
-            url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S, decode_responses=True
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=REDIS_CONNECTIONS,
+            timeout=REDIS_TIMEOUT_S,
+            socket_timeout=REDIS_TIMEOUT_S,
+            socket_connect_timeout=REDIS_TIMEOUT_S,
+            decode_responses=True,
         )
+        self._redis: Any = Redis.from_pool(pool)
         self._take = self._redis.register_script(_TAKE)
         self._give_back = self._redis.register_script(_GIVE_BACK)
 

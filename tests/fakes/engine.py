@@ -202,20 +202,29 @@ class FakeEngine:
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp, port: int = 0) -> AsyncIterator[str]:
+async def serving(*apps: ASGIApp, port: int = 0) -> AsyncIterator[str]:
     """Serve an application on a loopback socket; yield its base URL."""
-    config = uvicorn.Config(app, port=port, log_config=None, ws="none", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve())
-    while not server.started:
+    async with serving_all(*apps, port=port) as urls:
+        yield urls[0]
+
+
+@asynccontextmanager
+async def serving_all(*apps: ASGIApp, port: int = 0) -> AsyncIterator[list[str]]:
+    """Serve applications on loopback sockets, started and stopped together; yield their base URLs."""
+    configs = [uvicorn.Config(app, port=port, log_config=None, ws="none", timeout_graceful_shutdown=1) for app in apps]
+    servers = [uvicorn.Server(config) for config in configs]
+    tasks = [asyncio.create_task(server.serve()) for server in servers]
+    while not all(server.started for server in servers):
         await asyncio.sleep(0.005)
-        if task.done():
-            task.result()
+        for task in tasks:
+            if task.done():
+                task.result()
     try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield [f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}" for server in servers]
     finally:
-        server.should_exit = True
-        await task
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*tasks)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from router.app import create_app
 from router.keys import KeyStore
 from router.settings import Settings, load_settings
 from router.telemetry import Telemetry
-from tests.fakes.engine import Behaviour, FakeEngine, serving
+from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
 from tiers.fleet import Fleet
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.supervisor import Supervisor, SupervisorOptions
@@ -54,7 +54,8 @@ async def router_stack(
     """Run a router in front of one fake engine a tier, ready and warmed through the real supervisor."""
     async with AsyncExitStack() as cleanup:
         engines = {name: behaviours.get(name.value, Behaviour()) for name in TierName}
-        urls = {n: await cleanup.enter_async_context(serving(FakeEngine(b).app)) for n, b in engines.items()}
+        served = await cleanup.enter_async_context(serving_all(*(FakeEngine(b).app for b in engines.values())))
+        urls = dict(zip(engines, served, strict=True))
         # Fakes answer in no time at all, so which of them was measured to be faster is chance.
         settings: Settings = load_settings(None, {"policy": {"max_slowdown": 1e9}, **(overrides or {})})
         specs = tuple(

@@ -1,0 +1,257 @@
+"""Keys: made, kept, checked, revoked; and what they let a caller do."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from typer.testing import CliRunner
+
+from router.cli import app
+from router.keys import KeysError, KeyStore, Unauthorized, add_key, read_keys, revoke_key
+from router.serve import ListenError, open_keys
+from router.settings import load_settings
+from tests.unit.router_stack import router_stack
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import httpx
+
+    from tests.unit.router_stack import Stack
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> Path:
+    """Return where keys are kept, no file yet."""
+    return tmp_path / "keys" / "keys.json"
+
+
+def test_keys_are_kept_as_hashes(keys_file: Path) -> None:
+    """The file has the hash, not the key, and only its owner may read it."""
+    key, record = add_key(keys_file, "ci")
+    text = keys_file.read_text()
+    assert key not in text
+    assert key.removeprefix("qarr-") not in text
+    assert record.sha256 in text
+    assert keys_file.stat().st_mode & 0o777 == 0o600
+    assert KeyStore(keys_file).find(key).name == "ci"
+
+
+def test_wrong_and_revoked_keys_are_refused(keys_file: Path) -> None:
+    """A key is refused unless it is in force; its record outlives it."""
+    key, record = add_key(keys_file, "ci")
+    for wrong in (key + "x", key[:-1], "", record.sha256, record.id):
+        with pytest.raises(Unauthorized):
+            KeyStore(keys_file).find(wrong)
+    revoke_key(keys_file, "ci")
+    store = KeyStore(keys_file)
+    with pytest.raises(Unauthorized):
+        store.find(key)
+    assert store.required  # an emptied file opens nothing
+    assert read_keys(keys_file)[0].revoked is not None
+
+
+def test_a_running_store_sees_changes(keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys made and revoked later count without a restart; a file that breaks or goes away changes nothing."""
+    monkeypatch.setattr("router.keys.RELOAD_S", 0.0)
+    store = KeyStore(keys_file)
+    assert not store.required
+    key, _ = add_key(keys_file, "one")
+    assert store.required
+    assert store.find(key).name == "one"
+    good = keys_file.read_bytes()
+    keys_file.write_text("{")
+    assert store.find(key).name == "one"
+    keys_file.unlink()
+    assert store.required
+    assert store.find(key).name == "one"
+    keys_file.write_bytes(good)
+    revoke_key(keys_file, "one")
+    with pytest.raises(Unauthorized):
+        store.find(key)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("{", "JSON"), ('{"version": 2}', "version"), ('{"keys": [{"id": "a"}]}', "keys.0.name")]
+)
+def test_a_broken_file_is_named(keys_file: Path, text: str, says: str) -> None:
+    """A file that is not a key file is refused, with what is wrong in it."""
+    keys_file.parent.mkdir()
+    keys_file.write_text(text)
+    with pytest.raises(KeysError, match=says):
+        KeyStore(keys_file)
+
+
+@pytest.mark.parametrize(
+    "rights", [{"requests_per_minute": 0}, {"tiers": ()}, {"over": "maybe"}, {"max_priority": "top"}, {"name": ""}]
+)
+def test_rights_are_checked(keys_file: Path, rights: dict[str, Any]) -> None:
+    """A right that is not valid is refused and named; nothing is written."""
+    name = rights.pop("name", "ci")
+    with pytest.raises(KeysError):
+        add_key(keys_file, name, **rights)
+    assert not keys_file.exists()
+
+
+def test_the_command_makes_lists_and_revokes(keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key is on standard output alone, so that it can be piped; the list never shows it."""
+    monkeypatch.setenv("QARR_AUTH__KEYS_FILE", str(keys_file))
+    run = CliRunner()
+    made = run.invoke(app, ["keys", "add", "ci", "--tier", "fast", "--requests-per-minute", "5", "--over", "refuse"])
+    assert made.exit_code == 0, made.output
+    key = made.stdout.strip()
+    assert key.startswith("qarr-")
+    assert "from now on every request needs a key" in made.stderr
+    shown = run.invoke(app, ["keys", "list"]).stdout
+    assert "ci" in shown
+    assert "in force" in shown
+    assert key not in shown
+    listed = json.loads(run.invoke(app, ["keys", "list", "--json"]).stdout)
+    assert (listed[0]["tiers"], listed[0]["requests_per_minute"]) == (["fast"], 5)
+    assert "sha256" not in listed[0]
+    assert run.invoke(app, ["keys", "revoke", "ci"]).stdout.startswith("revoked key")
+    assert "revoked" in run.invoke(app, ["keys", "list"]).stdout
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "router.example"])
+def test_no_keys_no_other_address(host: str, keys_file: Path) -> None:
+    """Off loopback the router does not start without keys, unless told to in so many words."""
+    auth = {"keys_file": str(keys_file)}
+    with pytest.raises(ListenError, match="qarr keys add"):
+        open_keys(load_settings(None, {"server": {"host": host}, "auth": auth}))
+    open_keys(load_settings(None, {"server": {"host": host}, "auth": {**auth, "allow_keyless": True}}))
+    add_key(keys_file, "ci")
+    assert open_keys(load_settings(None, {"server": {"host": host}, "auth": auth})).required
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.9.9.9"])
+def test_loopback_needs_no_keys(host: str, keys_file: Path) -> None:
+    """On loopback there are no keys until some are made."""
+    settings = load_settings(None, {"server": {"host": host}, "auth": {"keys_file": str(keys_file)}})
+    assert not open_keys(settings).required
+
+
+async def ask(stack: Stack, key: str | None, **body: Any) -> httpx.Response:
+    """Post a chat completion with a key."""
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    body = {"model": "auto", "messages": [{"role": "user", "content": "hi"}], **body}
+    return await stack.client.post(f"{stack.url}/v1/chat/completions", json=body, headers=headers)
+
+
+@pytest.mark.anyio
+async def test_requests_need_a_key(tmp_path: Path, keys_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a valid key every endpoint but the probes is a 401 in its own form; keys never reach engines or logs."""
+    caplog.set_level(logging.DEBUG, "qarr")
+    key, _ = add_key(keys_file, "ci")
+    async with router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack:
+        for wrong in (None, "qarr-wrong", key + "x"):
+            answer = await ask(stack, wrong)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert answer.headers["www-authenticate"] == "Bearer"
+        for path in ("/tiers", "/route", "/generate", "/v1/models", "/tokenize", "/nowhere"):
+            assert (await stack.client.get(stack.url + path)).status_code == 401, path
+        ours = await stack.client.post(f"{stack.url}/generate", json={"prompt": "hi"})
+        assert ours.json()["type"] == "urn:qarr:problem:unauthorized"
+        for path in ("/healthz", "/readyz"):
+            assert (await stack.client.get(stack.url + path)).status_code == 200
+        assert (await ask(stack, key)).status_code == 200
+        engine = stack.engines[TierName.FAST]
+        assert key not in str(engine.headers)
+        assert key not in str(engine.raw)
+    assert key not in caplog.text
+    assert "qarr-wrong" not in caplog.text
+
+
+@pytest.mark.anyio
+async def test_a_key_bounds_tiers_and_priority(tmp_path: Path, keys_file: Path) -> None:
+    """Beyond the key is taken down and disclosed, or refused, as the key says."""
+    rights = {"tiers": ("fast",), "max_priority": "standard"}
+    soft, _ = add_key(keys_file, "soft", **rights)
+    hard, _ = add_key(keys_file, "hard", over="refuse", **rights)
+    async with router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack:
+        taken = await ask(stack, soft, model="precise")
+        assert taken.headers["x-qarr-tier"] == "fast"
+        assert "hint precise not taken: is not allowed for this key" in taken.headers["x-qarr-reason"]
+        code = await ask(stack, soft, messages=[{"role": "user", "content": "Write a Python function that adds"}])
+        assert code.headers["x-qarr-tier"] == "fast"
+        assert "none of which this key allows" in code.headers["x-qarr-reason"]
+        refused = await ask(stack, hard, model="precise")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "beyond_key")
+        assert refused.json()["error"]["param"] == "model"
+        required = await ask(stack, soft, model="precise", qarr={"tier_policy": "require"})
+        assert (required.status_code, required.json()["error"]["code"]) == (403, "not_allowed")
+        engine = stack.engines[TierName.FAST]
+        await ask(stack, soft, qarr={"priority": "interactive"})
+        assert engine.requests[-1]["priority"] == 0
+        await ask(stack, soft, priority=-100)
+        assert engine.requests[-1]["priority"] == 0
+        urgent = await ask(stack, hard, qarr={"priority": "interactive"})
+        assert (urgent.status_code, urgent.json()["error"]["param"]) == (403, "qarr.priority")
+        # A tier that fails is not replaced by one that the key does not allow.
+        engine.status = 500
+        assert (await ask(stack, soft)).status_code == 503
+
+
+@pytest.mark.anyio
+async def test_a_key_over_its_quota_gets_429(tmp_path: Path, keys_file: Path) -> None:
+    """Requests a minute: counted, told in headers on every answer, and a 429 with Retry-After when they are used up."""
+    key, _ = add_key(keys_file, "ci", requests_per_minute=2)
+    async with router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack:
+        first = await ask(stack, key)
+        assert first.headers["x-ratelimit-limit-requests"] == "2"
+        assert first.headers["x-ratelimit-remaining-requests"] == "1"
+        assert (await ask(stack, key)).headers["x-ratelimit-remaining-requests"] == "0"
+        over = await ask(stack, key)
+        assert (over.status_code, over.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert 1 <= int(over.headers["retry-after"]) <= 61
+        assert over.headers["x-ratelimit-remaining-requests"] == "0"
+        ours = await stack.client.post(
+            f"{stack.url}/generate", json={"prompt": "hi"}, headers={"authorization": f"Bearer {key}"}
+        )
+        assert (ours.status_code, ours.json()["type"]) == (429, "urn:qarr:problem:over-quota")
+
+
+@pytest.mark.anyio
+async def test_tokens_are_taken_in_advance_and_given_back(tmp_path: Path, keys_file: Path) -> None:
+    """A request takes prompt and max_tokens; what it did not use comes back, and a failed one takes nothing."""
+    key, _ = add_key(keys_file, "ci", tokens_per_minute=500)
+    async with router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack:
+        for _ in range(5):  # 5 x 400 in advance, 17 used: 10 of the prompt and 7 of the answer
+            answer = await ask(stack, key, max_tokens=400)
+            assert answer.status_code == 200
+        assert 500 - int(answer.headers["x-ratelimit-remaining-tokens"]) in range(4 * 17 + 400, 4 * 17 + 420)
+        larger = await ask(stack, key, max_tokens=600)
+        assert (larger.status_code, larger.json()["error"]["code"]) == (400, "over_token_quota")
+        over = await ask(stack, key, max_tokens=490)
+        assert over.status_code == 429
+        stack.engines[TierName.FAST].status = 400
+        used = 5 * 17
+        for _ in range(20):
+            failed = await ask(stack, key, max_tokens=300)
+            assert failed.status_code == 400
+        stack.engines[TierName.FAST].status = 200
+        last = await ask(stack, key, max_tokens=300)
+        assert 500 - int(last.headers["x-ratelimit-remaining-tokens"]) in range(used + 300, used + 320)
+
+
+@pytest.mark.anyio
+async def test_places_are_given_back(tmp_path: Path, keys_file: Path) -> None:
+    """Requests at once: the next one is let in as soon as one has ended, however it ended."""
+    key, _ = add_key(keys_file, "ci", concurrent_requests=1)
+    async with router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack:
+        engine = stack.engines[TierName.FAST]
+        engine.delay_s = 0.2
+        import asyncio
+
+        several = await asyncio.gather(*(ask(stack, key) for _ in range(3)))
+        assert sorted(a.status_code for a in several) == [200, 429, 429]
+        for fault in ("error_after", "break_after"):
+            setattr(engine, fault, 2)
+            engine.delay_s = 0.0
+            await ask(stack, key, stream=True, model="fast")
+            setattr(engine, fault, None)
+            assert (await ask(stack, key)).status_code == 200
