@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from pydantic_core import to_json
@@ -16,6 +17,7 @@ from router.context import BodyTooLarge, ClientGone, context_of
 from router.gate import Gate
 from router.generate import Generate, Route
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
+from router.openapi import document
 from router.policy import PolicyTable
 from router.problems import BeyondKey, NoEmbeddings, Refused, UnknownModel, describe
 from router.quota import OverQuota, Quotas
@@ -105,6 +107,7 @@ def create_app(
             Path("/tiers", status.tiers),
             Path("/readyz", status.readyz),
             Path("/healthz", status.healthz),
+            Path("/openapi.json", status.openapi),
         ],
         exception_handlers=dict.fromkeys(HANDLED, status.problem),
         lifespan=lifespan,
@@ -137,6 +140,10 @@ class Status:
     async def tiers(self, _request: Request) -> Response:
         """Answer with the whole fleet as it is now."""
         return _json(render_fleet(self._services.fleet.snapshot(), self._services.model))
+
+    async def openapi(self, _request: Request) -> Response:
+        """Answer with the document of everything that is served."""
+        return _json(document(version("qarr"), self._services.limits))
 
     async def problem(self, request: Request, error: Exception) -> Response:
         """Answer an error as a problem object."""

@@ -208,9 +208,9 @@ def _floor(query: Query, table: PolicyTable) -> tuple[TierName, str]:
 
 def _dominated(lower: TierSnapshot, higher: TierSnapshot, max_slowdown: float) -> bool:
     """Tell whether a higher precision is so much faster that the lower one has nothing to offer."""
-    if lower.speed is None or higher.speed is None:
+    if lower.idle_speed is None or higher.idle_speed is None:
         return False
-    return lower.speed.tpot_ms > max_slowdown * higher.speed.tpot_ms
+    return lower.idle_speed.tpot_ms > max_slowdown * higher.idle_speed.tpot_ms
 
 
 def _fallback_order(chosen: TierName, others: Sequence[TierName]) -> tuple[TierName, ...]:

@@ -72,6 +72,7 @@ class ReplicaSnapshot:
     failed: int
     gauges: Gauges | None
     speed: Speed | None
+    idle_speed: Speed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,11 @@ class TierSnapshot:
         """Return the speed of the fastest ready replica, None before any was measured."""
         return min((r.speed for r in self.ready if r.speed), key=lambda s: s.tpot_ms, default=None)
 
+    @property
+    def idle_speed(self) -> Speed | None:
+        """Return the same as it was measured when the replica was idle: what it can do, not what it does now."""
+        return min((r.idle_speed for r in self.ready if r.idle_speed), key=lambda s: s.tpot_ms, default=None)
+
 
 _BEST_FIRST = [
     ReplicaState.READY,
@@ -119,24 +125,24 @@ class TemplateTokens:
     Attributes:
         alone: To a single user message.
         with_system: To a system and a user message.
-        each_further: To each message after those.
+        further_pair: To each two messages after those: an answer, and what the user says next.
     """
 
     alone: int = 0
     with_system: int = 0
-    each_further: int = 0
+    further_pair: int = 0
 
     def conversation(self, messages: int, *, system: bool) -> int:
         """Return what is added to so many messages, the system message among them."""
-        first = (self.with_system, 2) if system else (self.alone, 1)
-        return first[0] + self.each_further * max(messages - first[1], 0)
+        added, first = (self.with_system, 2) if system else (self.alone, 1)
+        return added + -(-self.further_pair * max(messages - first, 0) // 2)
 
     def most(self, other: TemplateTokens) -> TemplateTokens:
         """Return the larger of each figure."""
         return TemplateTokens(
             max(self.alone, other.alone),
             max(self.with_system, other.with_system),
-            max(self.each_further, other.each_further),
+            max(self.further_pair, other.further_pair),
         )
 
 
@@ -185,6 +191,7 @@ class Replica:
     failed: int = 0
     gauges: Gauges | None = None
     speed: Speed | None = None
+    idle_speed: Speed | None = None
 
     def __repr__(self) -> str:
         return f"<Replica {self.id} {self.state.value} in_flight={self.in_flight} {self.url}>"
@@ -193,7 +200,7 @@ class Replica:
         """Change the state; ``detail`` says why, for a person."""
         self.state, self.detail = state, detail
         if state is not ReplicaState.READY:
-            self.gauges = self.speed = None
+            self.gauges = self.speed = self.idle_speed = None
 
     def snapshot(self) -> ReplicaSnapshot:
         """Return a frozen copy."""
@@ -210,6 +217,7 @@ class Replica:
             failed=self.failed,
             gauges=self.gauges,
             speed=self.speed,
+            idle_speed=self.idle_speed,
         )
 
 

@@ -239,7 +239,8 @@ class Supervisor:
             for replica in self._fleet.replicas:
                 if replica.state is ReplicaState.READY and replica.speed is None and replica.in_flight == 0:
                     with contextlib.suppress(TierError):
-                        replica.speed = await measure_speed(self._probe(replica), replica.model, self._options.warmup)
+                        speed = await measure_speed(self._probe(replica), replica.model, self._options.warmup)
+                        replica.speed = replica.idle_speed = speed
 
     def _probe(self, replica: Replica) -> EngineProbe:
         return EngineProbe(self._client, replica.url, replica.api_key)

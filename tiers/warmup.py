@@ -126,7 +126,7 @@ def _long(model: str) -> dict[str, str | int]:
 
 
 async def _template_tokens(probe: EngineProbe, model: str, text: str) -> TemplateTokens:
-    """Return the tokens that the chat template adds without and with a system prompt, and to each further message."""
+    """Return the tokens that the chat template adds without and with a system prompt, and to two further messages."""
     plain = len(await probe.text_tokens(model, text))
 
     async def added(*roles: str) -> int:
@@ -134,9 +134,9 @@ async def _template_tokens(probe: EngineProbe, model: str, text: str) -> Templat
         return len(await probe.chat_tokens(model, chat)) - plain * len(roles)
 
     alone = await added("user")
-    each_further = -((alone - await added("user", "assistant", "user")) // 2)  # two further messages, rounded up
+    further_pair = max(await added("user", "assistant", "user") - alone, 0)
     try:
         with_system = await added("system", "user")
     except ProbeError:  # some templates take no system message
-        with_system = alone + each_further
-    return TemplateTokens(alone, with_system, max(each_further, 0))
+        with_system = alone + further_pair
+    return TemplateTokens(alone, with_system, further_pair)

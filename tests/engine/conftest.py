@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 QARR = Path(sys.executable).with_name("qarr")
+ENGINE_ARGS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 START_LIMIT_S = 1500  # checkpoints are made first where the cache has none
 
 
@@ -35,9 +37,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(slots=True)
 class Up:
-    """A running ``qarr up``."""
+    """A running ``qarr up``; ``process`` is None where ``QARR_TEST_URL`` named one that ran already."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | None
     url: str
     collector: Collector
     output: list[str] = field(default_factory=list)
@@ -73,12 +75,16 @@ def free_ports(count: int) -> int:
 @pytest.fixture(scope="session")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """Start three engines and the router with tracing on; stop them after the session."""
+    if named := os.environ.get("QARR_TEST_URL"):
+        yield Up(None, named, Collector())
+        return
     collector = Collector()
     endpoint = collector.start()
     base = free_ports(4)
     env = {
         **os.environ,
         "QARR_ENGINE__BASE_PORT": str(base),
+        "QARR_ENGINE__EXTRA_ARGS": json.dumps(ENGINE_ARGS),
         "QARR_ENGINE__LOG_DIR": str(tmp_path_factory.mktemp("logs")),
         "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
@@ -112,6 +118,7 @@ def _collect(process: subprocess.Popen[str], lines: list[str]) -> None:
 
 def _wait_until_up(running: Up) -> None:
     deadline = time.monotonic() + START_LIMIT_S
+    assert running.process is not None
     while not any("all tiers ready" in line for line in running.output):
         assert running.process.poll() is None, "".join(running.output)
         assert time.monotonic() < deadline, "".join(running.output)

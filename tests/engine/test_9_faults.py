@@ -31,10 +31,11 @@ def test_killed_engine_is_seen_and_the_others_serve(up: Up) -> None:
 
 def test_killed_supervisor_leaves_no_engine(up: Up) -> None:
     """After kill -9 of ``qarr up`` every process that it started, at any depth, is gone within seconds."""
-    everything = psutil.Process(up.process.pid).children(recursive=True)
+    everything = psutil.Process(up.process.pid if up.process else None).children(recursive=True)
     assert len(everything) >= 6  # guards and engines, and below them the engines' own processes
     logs = {Path(p.cwd()) for p in everything if p.is_running()}
     assert logs
+    assert up.process is not None
     up.process.kill()
     up.process.wait()
     _until(lambda: not [p for p in everything if p.is_running() and p.status() != psutil.STATUS_ZOMBIE])

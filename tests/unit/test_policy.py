@@ -33,7 +33,7 @@ def fleet(
     for name in TierName:
         state = (states or {}).get(name, ReplicaState.READY)
         speed = (speeds or {}).get(name)
-        replica = ReplicaSnapshot(f"{name}-0", "u", None, state, None, busy, 0, 0, 0, 0, None, speed)
+        replica = ReplicaSnapshot(f"{name}-0", "u", None, state, None, busy, 0, 0, 0, 0, None, speed, speed)
         tiers.append(TierSnapshot(TierSpec(name, LENGTHS[name], 16, 32), (replica,)))
     return FleetSnapshot(tuple(tiers), TemplateTokens())
 

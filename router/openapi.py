@@ -1,0 +1,297 @@
+"""The OpenAPI document of everything that is served, made from the models that check requests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, HEADERS, OpenAIWishes
+from router.problems import MEDIA_TYPE
+from router.wire import GenerateBody, allowed_values
+from tiers.spec import Precision, ReplicaState, TierName
+
+if TYPE_CHECKING:
+    from router.settings import LimitSettings
+
+Schema = dict[str, Any]
+JSON, EVENTS = "application/json", "text/event-stream"
+_TIER: Schema = {"type": "string", "enum": [tier.value for tier in TierName]}
+_NUMBER_OR_NULL: Schema = {"type": ["number", "null"]}
+_WHOLE_OR_NULL: Schema = {"type": ["integer", "null"]}
+_TEXT: Schema = {"type": "string"}
+_USAGE: Schema = {
+    "type": "object",
+    "properties": {name: {"type": "integer"} for name in ("prompt_tokens", "completion_tokens", "total_tokens")},
+}
+# What each kind of endpoint may answer besides 200.
+_ALWAYS = (400, 401, 413, 500)
+_GENERATING = (*_ALWAYS, 403, 422, 429, 502, 503, 504)
+_PASSED = (*_GENERATING, 404, 501)
+_MEANINGS = {
+    400: "The request is not valid",
+    401: "No key, or not one in force",
+    403: "The key does not allow it",
+    404: "There is no such model, or nothing that serves this",
+    413: "The body is too large",
+    422: "The request fits no tier, or the engine refuses it",
+    429: "The key's quota is used up; see Retry-After",
+    500: "A fault of the router",
+    501: "The engine does not have an option that was asked for",
+    502: "The engine failed after its first token",
+    503: "No tier that could serve this is ready or has room; see Retry-After",
+    504: "The engine did not finish in time",
+}
+
+
+def document(version: str, limits: LimitSettings) -> Schema:
+    """Return the document.
+
+    Args:
+        version: Of the router.
+        limits: What one request may ask.
+    """
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "QARR",
+            "version": version,
+            "description": "One language model at three precisions; each prompt goes to the lowest that is good enough.",
+        },
+        "paths": {
+            "/generate": {"post": _generate()},
+            "/route": {"post": _route()},
+            CHAT: {"post": _completion("Chat completion, routed", ["messages"])},
+            COMPLETIONS: {"post": _completion("Completion, routed", ["prompt"])},
+            EMBEDDINGS: {"post": _passed("Embeddings, from the engines named for them", {"model": _TEXT, "input": {}})},
+            "/v1/models": {"get": _get("Every model name that is answered to", _ref("ModelList"), openai=True)},
+            "/v1/models/{id}": {"get": _one_model()},
+            "/tokenize": {
+                "post": _passed("Tokens of a text or a chat", {"model": _MODEL, "prompt": {}, "messages": {}})
+            },
+            "/detokenize": {"post": _passed("Text of tokens", {"model": _MODEL, "tokens": {}})},
+            "/tiers": {"get": _get("The fleet as it is now", _ref("Fleet"))},
+            "/readyz": {"get": _ready()},
+            "/healthz": {"get": _open("The router is alive", {"type": "object"})},
+            "/openapi.json": {"get": _get("This document", {"type": "object"})},
+        },
+        "components": {
+            "schemas": _schemas(limits),
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer", "description": "'qarr keys add' makes one"}
+            },
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+_MODEL: Schema = {"type": ["string", "null"], "description": "auto, qarr, fast, balanced, precise, or an alias"}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _content(schema: Schema, media_type: str = JSON) -> Schema:
+    return {media_type: {"schema": schema}}
+
+
+def _errors(statuses: tuple[int, ...], *, openai: bool) -> Schema:
+    content = _content(_ref("OpenAIError")) if openai else _content(_ref("Problem"), MEDIA_TYPE)
+    if openai:
+        # vLLM's own refusals are passed on as they are.
+        content = _content({"anyOf": [_ref("OpenAIError"), {"type": "object"}]})
+    return {str(status): {"description": _MEANINGS[status], "content": content} for status in sorted(statuses)}
+
+
+def _generate() -> Schema:
+    return {
+        "summary": "Generate, streamed or as one object",
+        "requestBody": {"required": True, "content": _content(_ref("GenerateBody"))},
+        "responses": {
+            "200": {
+                "description": "Text events and one done or error event; with stream false, one object",
+                "headers": _answer_headers(),
+                "content": {**_content(_TEXT, EVENTS), **_content(_ref("Answer"))},
+            },
+            **_errors(_GENERATING, openai=False),
+        },
+    }
+
+
+def _route() -> Schema:
+    return {
+        "summary": "The decision, without generating",
+        "requestBody": {"required": True, "content": _content(_ref("GenerateBody"))},
+        "responses": {
+            "200": {
+                "description": "The decision; tier is null where it is a refusal",
+                "content": _content(_ref("Decision")),
+            },
+            **_errors((*_ALWAYS, 403), openai=False),
+        },
+    }
+
+
+def _completion(summary: str, fields: list[str]) -> Schema:
+    body = {
+        "type": "object",
+        "description": "Whatever vLLM takes; besides model and qarr it is passed on as it is",
+        "properties": {
+            "model": _MODEL,
+            "stream": {"type": ["boolean", "null"]},
+            "qarr": _ref("Wishes"),
+            **{field: {"description": "As vLLM has it"} for field in fields},
+        },
+    }
+    return {
+        "summary": summary,
+        "parameters": [
+            {"name": name, "in": "header", "schema": _TEXT, "description": f"As qarr.{'.'.join(path)}"}
+            for name, path in HEADERS.items()
+        ],
+        "requestBody": {"required": True, "content": _content(body)},
+        "responses": {
+            "200": {
+                "description": "The engine's own answer",
+                "headers": _answer_headers(),
+                "content": {**_content({"type": "object"}), **_content(_TEXT, EVENTS)},
+            },
+            **_errors(_PASSED, openai=True),
+        },
+    }
+
+
+def _passed(summary: str, properties: Schema) -> Schema:
+    body = {"type": "object", "properties": properties}
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": _content(body)},
+        "responses": {
+            "200": {"description": "The engine's own answer", "content": _content({"type": "object"})},
+            **_errors(_PASSED, openai=True),
+        },
+    }
+
+
+def _get(summary: str, schema: Schema, *, openai: bool = False) -> Schema:
+    return {
+        "summary": summary,
+        "responses": {
+            "200": {"description": summary, "content": _content(schema)},
+            **_errors((401, 500), openai=openai),
+        },
+    }
+
+
+def _open(summary: str, schema: Schema) -> Schema:
+    return {
+        "summary": summary,
+        "security": [],
+        "responses": {"200": {"description": summary, "content": _content(schema)}},
+    }
+
+
+def _ready() -> Schema:
+    schema = {
+        "type": "object",
+        "required": ["ready", "tiers"],
+        "properties": {"ready": {"type": "boolean"}, "tiers": {"type": "object"}},
+    }
+    answered = _open("At least one tier serves", schema)
+    answered["responses"]["503"] = {"description": "No tier serves yet", "content": _content(schema)}
+    return answered
+
+
+def _one_model() -> Schema:
+    found = _get("One model name", _ref("Model"), openai=True)
+    found["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": _TEXT}]
+    found["responses"] |= _errors((404,), openai=True)
+    return found
+
+
+def _answer_headers() -> Schema:
+    meanings = {
+        "x-qarr-tier": "Who served it",
+        "x-qarr-precision": "At which precision",
+        "x-qarr-reason": "Why",
+        "x-qarr-checkpoint": "Digest of the weights, where known",
+        "x-qarr-trace-id": "The request's trace",
+        "x-request-id": "The caller's, or a new one",
+    }
+    return {name: {"description": text, "schema": _TEXT} for name, text in meanings.items()}
+
+
+def _schemas(limits: LimitSettings) -> Schema:
+    body = GenerateBody.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas: Schema = body.pop("$defs")
+    wishes = OpenAIWishes.model_json_schema(ref_template="#/components/schemas/{model}")
+    wishes.pop("$defs")
+    for field, allowed in allowed_values(limits).items():
+        if field in body["properties"]:
+            body["properties"][field]["description"] = allowed
+    for field in ("prompt", "system_prompt"):
+        _text_of(body["properties"][field])["maxLength"] = limits.max_prompt_chars
+    body["properties"]["max_tokens"]["anyOf"][0]["maximum"] = limits.max_tokens
+    replica = {"type": "object", "required": ["id", "url", "state", "in_flight"]}
+    states = [state.value for state in ReplicaState]
+    tier = _object(
+        tier=_TIER,
+        precision={"type": "string", "enum": [p.value for p in Precision]},
+        state={"type": "string", "enum": states},
+        checkpoint_digest={"type": ["string", "null"]},
+        max_model_len={"type": "integer"},
+        max_in_flight={"type": "integer"},
+        replicas={"type": "array", "items": replica},
+    )
+    verdict = _object(
+        tier=_TIER,
+        state={"type": "string", "enum": states},
+        predicted_ttft_ms=_NUMBER_OR_NULL,
+        predicted_tpot_ms=_NUMBER_OR_NULL,
+        expected_loss=_NUMBER_OR_NULL,
+        cost=_NUMBER_OR_NULL,
+        verdict=_TEXT,
+    )
+    return {
+        **schemas,
+        "GenerateBody": body,
+        "Wishes": wishes,
+        "Answer": _object(text=_TEXT, usage=_USAGE, finish_reason=_TEXT, tier=_TIER, continued_on={"type": "array"}),
+        "Decision": _object(
+            tier={"anyOf": [_TIER, {"type": "null"}]},
+            precision={"type": ["string", "null"]},
+            reason=_TEXT,
+            confidence={"type": "number"},
+            **{"class": _TEXT},
+            prompt_tokens={"type": "integer"},
+            tiers={"type": "array", "items": verdict},
+        ),
+        "Fleet": _object(model=_TEXT, tiers={"type": "array", "items": tier}),
+        "Model": _object(id=_TEXT, object={"const": "model"}, owned_by=_TEXT, max_model_len={"type": "integer"}),
+        "ModelList": _object(object={"const": "list"}, data={"type": "array", "items": _ref("Model")}),
+        "Problem": {
+            **_object(
+                type=_TEXT, title=_TEXT, status={"type": "integer"}, detail=_TEXT, request_id=_TEXT, trace_id=_TEXT
+            ),
+            "description": "RFC 9457; errors names each field, what is wrong and what is allowed",
+        },
+        "OpenAIError": _object(
+            error=_object(
+                message=_TEXT,
+                type=_TEXT,
+                param={"type": ["string", "null"]},
+                code={"type": ["string", "integer", "null"]},
+            )
+        ),
+    }
+
+
+def _object(**properties: Schema) -> Schema:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def _text_of(schema: Schema) -> Schema:
+    """Return the part of a schema that is for strings."""
+    if schema.get("type") == "string":
+        return schema
+    found: Schema = next(part for part in schema["anyOf"] if part.get("type") == "string")
+    return found

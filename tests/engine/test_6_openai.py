@@ -1,0 +1,287 @@
+"""OpenAI's API in front of real engines: what vLLM answers directly is what it answers through the router."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.engine.conftest import Up
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TIER = "fast"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+PLACE = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+# What a caller may send, over and above a question. Each is sent directly and through the router.
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain chat": {},
+    "system prompt": {"messages": [{"role": "system", "content": "Answer in one word."}, *QUESTION]},
+    "several turns": {
+        "messages": [
+            *QUESTION,
+            {"role": "assistant", "content": "Paris."},
+            {"role": "user", "content": "And of Spain?"},
+        ]
+    },
+    "content parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "Say hello"}]}]},
+    "max_completion_tokens": {"max_completion_tokens": 5},
+    "stop": {"stop": ["Paris", "."]},
+    "seed and sampling": {"temperature": 0.8, "top_p": 0.9, "seed": 7},
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.2},
+    "logit_bias": {"logit_bias": {"42": -50}},
+    "logprobs": {"logprobs": True, "top_logprobs": 3},
+    "n": {"n": 2, "temperature": 0.5, "seed": 3},
+    "response_format json_object": {"response_format": {"type": "json_object"}},
+    "response_format json_schema": {
+        "max_tokens": 40,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE}},
+    },
+    "structured_outputs (vLLM)": {"structured_outputs": {"choice": ["red", "green"]}},
+    "tools, auto": {"tools": [WEATHER], "tool_choice": "auto"},
+    "tools, required": {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 40},
+    "tools, none": {"tools": [WEATHER], "tool_choice": "none"},
+    "tool results": {
+        "tools": [WEATHER],
+        "messages": [
+            {"role": "user", "content": "Weather in Paris?"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Paris"}'}}
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+        ],
+    },
+    "return_token_ids (vLLM)": {"return_token_ids": True},
+    "min_tokens, ignore_eos (vLLM)": {"min_tokens": 8, "ignore_eos": True},
+    "prompt_logprobs (vLLM)": {"prompt_logprobs": 1, "max_tokens": 2},
+    "chat_template_kwargs (vLLM)": {"chat_template_kwargs": {"anything": True}},
+    "priority (vLLM)": {"priority": 3},
+    "unknown fields": {"made_up": {"a": [1, 2.50, None]}},
+}
+REFUSED: dict[str, dict[str, Any]] = {
+    "no messages": {"messages": []},
+    "max_tokens of 0": {"max_tokens": 0},
+    "wrong type": {"max_tokens": "many"},
+    "temperature out of range": {"temperature": -1},
+    "image for a text model": {
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]}
+        ]
+    },
+}
+TOPICS = ("rain", "tin", "the moon", "bread", "chess", "Ünïcödé", "北京", "a 🦊")
+VARIED: list[dict[str, Any]] = [
+    *FEATURES.values(),
+    *({"messages": [{"role": "user", "content": f"Tell me about {topic}."}]} for topic in TOPICS),
+    *(
+        {"messages": [{"role": "user", "content": f"What is {n} times {n + 3}?"}], "max_tokens": 3 + n}
+        for n in range(8)
+    ),
+    *(
+        {"messages": [{"role": "system", "content": "You are a pirate."}, {"role": "user", "content": f"{topic}?"}]}
+        for topic in TOPICS
+    ),
+    {"messages": [{"role": "user", "content": "word " * 600}], "max_tokens": 4},
+    {"messages": [{"role": "user", "content": "Write a Python function that adds."}], "max_tokens": 24},
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A client of the tier's own engine, or of the router, and its name for the model."""
+
+    client: httpx.Client
+    model: str
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        """Post a body as JSON."""
+        return self.client.post(path, json={"model": self.model, **body})
+
+
+@pytest.fixture(scope="module")
+def engine(up: Up, engine_keys: dict[str, str]) -> Iterator[Side]:
+    """Return the tier's own engine."""
+    headers = {"authorization": f"Bearer {engine_keys[TIER]}"}
+    with httpx.Client(base_url=up.replica(TIER)["url"], headers=headers, timeout=120, trust_env=False) as client:
+        yield Side(client, client.get("/v1/models").json()["data"][0]["id"])
+
+
+@pytest.fixture(scope="module")
+def router(up: Up) -> Iterator[Side]:
+    """Return the router, with the tier as its model."""
+    with httpx.Client(base_url=up.url, timeout=120, trust_env=False) as client:
+        yield Side(client, TIER)
+
+
+def ask(side: Side, path: str = CHAT, **body: Any) -> httpx.Response:
+    """Ask briefly and without chance, unless the body says otherwise."""
+    prompt = {"prompt": "The capital of France is"} if path == COMPLETIONS else {"messages": QUESTION}
+    return side.post(path, **{"max_tokens": 8, "temperature": 0, **prompt, **body})
+
+
+def comparable(answer: Any) -> Any:
+    """Return an answer without what differs between any two: ids and times."""
+    if isinstance(answer, dict):
+        return {k: comparable(v) for k, v in answer.items() if k not in {"id", "created"}}
+    if isinstance(answer, list):
+        return [comparable(item) for item in answer]
+    return answer
+
+
+def chunks(answer: httpx.Response) -> list[Any]:
+    """Return a stream's chunks, after checking that it ends with [DONE]."""
+    *events, done, empty = answer.text.split("\n\n")
+    assert (done, empty) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def text_of(stream: list[Any]) -> dict[int, str]:
+    """Return each choice's text."""
+    texts: dict[int, str] = {}
+    for choice in (choice for chunk in stream for choice in chunk["choices"]):
+        piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        texts[choice["index"]] = texts.get(choice["index"], "") + piece
+    return texts
+
+
+def arguments_of(stream: list[Any]) -> str:
+    """Return the arguments of all tool calls."""
+    deltas = [choice["delta"] for chunk in stream for choice in chunk["choices"]]
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls") or ()]
+    return "".join(call.get("arguments") or "" for call in calls)
+
+
+def test_fifty_varied_chats_are_answered_alike(engine: Side, router: Side) -> None:
+    """Whole answers are equal but for ids and times, and streams concatenate to the same text."""
+    assert len(VARIED) == 50
+    for body in VARIED:
+        direct, routed = ask(engine, **body), ask(router, **body)
+        assert routed.status_code == direct.status_code == 200, routed.text
+        assert comparable(routed.json()) == comparable(direct.json()), body
+        assert list(routed.json()) == list(direct.json())
+        if "tools" not in body and "prompt_logprobs" not in body:  # text in tool calls; vLLM streams no prompt logprobs
+            streamed = text_of(chunks(ask(router, stream=True, **body)))
+            assert streamed == {c["index"]: c["message"]["content"] for c in direct.json()["choices"]}, body
+
+
+@pytest.mark.parametrize("feature", sorted(FEATURES.keys() - {"prompt_logprobs (vLLM)"}))
+def test_streams_are_the_engines_own(engine: Side, router: Side, feature: str) -> None:
+    """Chunk for chunk, a stream is what the engine would have sent: deltas, tool calls, logprobs, finish reasons."""
+    direct = chunks(ask(engine, stream=True, **FEATURES[feature]))
+    routed = chunks(ask(router, stream=True, **FEATURES[feature]))
+    if feature in {"n", "tools, auto", "tools, required"}:  # choices interleave by chance, tool calls get random ids
+        assert text_of(routed) == text_of(direct)
+        assert arguments_of(routed) == arguments_of(direct)
+        assert routed[-1]["choices"][0]["finish_reason"] == direct[-1]["choices"][0]["finish_reason"]
+    else:
+        assert comparable(routed) == comparable(direct)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_usage_comes_when_asked_for(engine: Side, router: Side, counted: bool) -> None:  # noqa: FBT001
+    """The final chunk with token counts is there exactly when the caller wants it."""
+    options = {"stream_options": {"include_usage": counted}}
+    direct, routed = (chunks(ask(side, stream=True, **options)) for side in (engine, router))
+    assert comparable(routed) == comparable(direct)
+    assert any(chunk.get("usage") for chunk in routed) is counted
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"prompt": ["The sea is", "One, two,"]},
+        {"prompt": [504, 3575, 282]},
+        {"echo": True},
+        {"logprobs": 2},
+        {"n": 2, "temperature": 0.5, "seed": 3},
+    ],
+)
+def test_completions_are_answered_alike(engine: Side, router: Side, body: dict[str, Any]) -> None:
+    """The older endpoint: texts, several texts, token ids, echo, logprobs."""
+    direct, routed = (ask(side, COMPLETIONS, **body) for side in (engine, router))
+    assert comparable(routed.json()) == comparable(direct.json())
+    assert text_of(chunks(ask(router, COMPLETIONS, stream=True, **body))) == {
+        c["index"]: c["text"] for c in direct.json()["choices"]
+    }
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_mistakes_are_answered_alike(engine: Side, router: Side, mistake: str) -> None:
+    """A request that the engine refuses gets the engine's own status and words."""
+    direct, routed = (ask(side, **REFUSED[mistake]) for side in (engine, router))
+    assert routed.status_code == direct.status_code == 400
+    assert routed.json() == direct.json()
+
+
+def test_tokenize_and_detokenize(engine: Side, router: Side) -> None:
+    """Tokens of texts and of chats, and back."""
+    for body in ({"prompt": "Grüße, 世界!"}, {"messages": QUESTION}):
+        direct, routed = engine.post("/tokenize", **body), router.post("/tokenize", **body)
+        assert routed.json()["tokens"] == direct.json()["tokens"]
+        tokens = routed.json()["tokens"]
+        assert router.post("/detokenize", tokens=tokens).json() == engine.post("/detokenize", tokens=tokens).json()
+
+
+@pytest.mark.parametrize("messages", [1, 2, 3, 4])
+def test_prompt_tokens_are_counted_as_the_engine_counts(router: Side, messages: int) -> None:
+    """The router's count of a conversation, by which it chooses a tier that holds it, is the engine's own."""
+    roles = ["system", "user", "assistant", "user"] if messages % 2 == 0 else ["user", "assistant", "user"]
+    talk = [{"role": role, "content": f"{role} says hello, number {n}"} for n, role in enumerate(roles[:messages])]
+    used = ask(router, messages=talk, max_tokens=1).json()["usage"]["prompt_tokens"]
+    fits = ask(
+        router, messages=talk, max_tokens=2048 - used, qarr={"tier_policy": "require"}, stop=["e", "a", "o", "i"]
+    )
+    assert fits.status_code == 200, fits.text
+    over = ask(router, messages=talk, max_tokens=2048 - used + 1, qarr={"tier_policy": "require"})
+    assert (over.status_code, over.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert f"{used} prompt" in over.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_the_engine(up: Up, stream: bool) -> None:  # noqa: FBT001
+    """A request whose client disconnects leaves vLLM's running count within a second, streamed or not."""
+    body = {"max_tokens": 1500, "ignore_eos": True, "stream": stream}
+    with httpx.Client(base_url=up.url, timeout=1.5, trust_env=False) as client:
+        if stream:
+            with client.stream("POST", CHAT, json={"model": TIER, "messages": QUESTION, **body}) as answer:
+                next(answer.iter_raw())
+                until(lambda: running(up), 1, limit_s=5)
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                ask(Side(client, TIER), **body)
+    until(lambda: running(up), 0, limit_s=1)
+    until(lambda: int(up.replica(TIER)["in_flight"]), 0, limit_s=1)
+
+
+def until(read: Callable[[], int], wanted: int, *, limit_s: float) -> None:
+    """Wait for a count that must come in time."""
+    deadline = time.monotonic() + limit_s
+    while (now := read()) != wanted:
+        assert time.monotonic() < deadline, f"after {limit_s} s it is {now}, not {wanted}"
+        time.sleep(0.02)
+
+
+def running(up: Up) -> int:
+    """Return what the engine itself counts as running."""
+    metrics = httpx.get(f"{up.replica(TIER)['url']}/metrics", trust_env=False).text
+    line = next(line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running{"))
+    return int(float(line.rsplit(" ", 1)[1]))
