@@ -29,7 +29,7 @@ from router.services import (
     reason_of,
     served,
 )
-from router.upstream import EngineRefused, EngineUnreachable, NoEngineAnswered, NoPlace, UpstreamError
+from router.upstream import EngineFailed, EngineRefused, EngineUnreachable, NoEngineAnswered, NoPlace, UpstreamError
 from router.wire import FieldProblem, InvalidBody, Wishes, make_query
 from tiers.spec import TierName
 
@@ -208,7 +208,7 @@ class Tokens:
                 body = document.edited({"model": replica.model})
                 try:
                     answer = await services.upstream.pass_on(replica.url, replica.api_key, self.path, body)
-                except EngineUnreachable as error:
+                except (EngineUnreachable, EngineFailed) as error:
                     causes.append(str(error))
                     continue
             await _send_passed(answer, context, scope, receive, send)
@@ -242,7 +242,7 @@ class Embeddings:
             for url in services.openai.embeddings_urls:
                 try:
                     answer = await services.upstream.pass_on(url, services.engine_key, EMBEDDINGS, body)
-                except EngineUnreachable as error:
+                except (EngineUnreachable, EngineFailed) as error:
                     causes.append(str(error))
                     continue
                 served_tokens = tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from router.keys import PRIORITIES
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, HEADERS, OpenAIWishes
 from router.problems import MEDIA_TYPE
 from router.wire import GenerateBody, allowed_values
@@ -21,6 +22,12 @@ _TEXT: Schema = {"type": "string"}
 _USAGE: Schema = {
     "type": "object",
     "properties": {name: {"type": "integer"} for name in ("prompt_tokens", "completion_tokens", "total_tokens")},
+}
+_EVENT: Schema = {
+    "type": "object",
+    "description": "One server-sent event",
+    "required": ["data"],
+    "properties": {"event": _TEXT, "data": _TEXT},
 }
 # What each kind of endpoint may answer besides 200.
 _ALWAYS = (400, 401, 413, 500)
@@ -86,6 +93,17 @@ def document(version: str, limits: LimitSettings) -> Schema:
 _MODEL: Schema = {"type": ["string", "null"], "description": "auto, qarr, fast, balanced, precise, or an alias"}
 
 
+_ABOVE_0: Schema = {"type": "number", "exclusiveMinimum": 0}
+_HEADER_VALUES: Schema = {
+    "tier": {"type": "string", "enum": ["auto", *TierName]},
+    "tier_policy": {"type": "string", "enum": ["prefer", "require"]},
+    "priority": {"type": "string", "enum": list(PRIORITIES)},
+    "ttft_ms": _ABOVE_0,
+    "tpot_ms": _ABOVE_0,
+    "max_quality_loss": {"type": "number", "minimum": 0, "maximum": 1},
+}
+
+
 def _ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
@@ -110,7 +128,7 @@ def _generate() -> Schema:
             "200": {
                 "description": "Text events and one done or error event; with stream false, one object",
                 "headers": _answer_headers(),
-                "content": {**_content(_TEXT, EVENTS), **_content(_ref("Answer"))},
+                "content": {**_content(_EVENT, EVENTS), **_content(_ref("Answer"))},
             },
             **_errors(_GENERATING, openai=False),
         },
@@ -145,7 +163,12 @@ def _completion(summary: str, fields: list[str]) -> Schema:
     return {
         "summary": summary,
         "parameters": [
-            {"name": name, "in": "header", "schema": _TEXT, "description": f"As qarr.{'.'.join(path)}"}
+            {
+                "name": name,
+                "in": "header",
+                "schema": _HEADER_VALUES[path[-1]],
+                "description": f"As qarr.{'.'.join(path)}",
+            }
             for name, path in HEADERS.items()
         ],
         "requestBody": {"required": True, "content": _content(body)},
@@ -153,7 +176,7 @@ def _completion(summary: str, fields: list[str]) -> Schema:
             "200": {
                 "description": "The engine's own answer",
                 "headers": _answer_headers(),
-                "content": {**_content({"type": "object"}), **_content(_TEXT, EVENTS)},
+                "content": {**_content({"type": "object"}), **_content(_EVENT, EVENTS)},
             },
             **_errors(_PASSED, openai=True),
         },

@@ -224,4 +224,5 @@ def _http(error: HTTPException) -> Problem:
         405: f"allowed: {(error.headers or {}).get('Allow', '')}",
     }
     kind = status.phrase.lower().replace(" ", "-")
-    return Problem(int(status), kind, status.phrase, details.get(int(status), str(error.detail)))
+    detail = details.get(int(status), str(error.detail))
+    return Problem(int(status), kind, status.phrase, detail, headers=error.headers or {})

@@ -276,6 +276,7 @@ class Upstream:
 
         Raises:
             EngineUnreachable: There was no whole answer in time.
+            EngineFailed: The answer is an error of the engine's own.
         """
         headers = {"content-type": "application/json"}
         if api_key:
@@ -292,6 +293,8 @@ class Upstream:
                     await response.aclose()
         except (TimeoutError, httpx.TransportError) as error:
             raise EngineUnreachable(f"no answer from {url}{path} ({type(error).__name__})") from error
+        if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+            raise EngineFailed(f"HTTP {response.status_code} from {url}{path}")
         return response.status_code, response.headers.get("content-type", "application/json"), content
 
     async def aclose(self) -> None:

@@ -98,15 +98,21 @@ class FakeEngine:
 
     async def _tokenize(self, request: Request) -> Response:
         body = await request.json()
-        if "messages" in body:
-            tokens = [n for m in body["messages"] for n in self._ids(m["content"])] + [1] * TEMPLATE_TOKENS
-        else:
-            tokens = self._ids(body["prompt"])
+        try:
+            if "messages" in body:
+                tokens = [n for m in body["messages"] for n in self._ids(m["content"])] + [1] * TEMPLATE_TOKENS
+            else:
+                tokens = self._ids(body["prompt"])
+        except (KeyError, TypeError, AttributeError) as error:
+            return _refused(str(error))
         return JSONResponse({"count": len(tokens), "max_model_len": 8192, "tokens": tokens, "token_strs": None})
 
     async def _detokenize(self, request: Request) -> Response:
         body = await request.json()
-        return JSONResponse({"prompt": " ".join("x" * n for n in body["tokens"])})
+        try:
+            return JSONResponse({"prompt": " ".join("x" * n for n in body["tokens"])})
+        except (KeyError, TypeError) as error:
+            return _refused(str(error))
 
     def _ids(self, text: str) -> list[int]:
         return [self.behaviour.vocabulary + len(word) for word in text.split()]
@@ -199,6 +205,11 @@ class FakeEngine:
 
     def _event(self, fields: dict[str, Any]) -> bytes:
         return b"data: " + json.dumps(self._fields(fields), separators=(",", ":")).encode() + b"\n\n"
+
+
+def _refused(why: str) -> Response:
+    error = {"message": why, "type": "BadRequestError", "param": None, "code": 400}
+    return JSONResponse({"error": error}, 400)
 
 
 @asynccontextmanager
