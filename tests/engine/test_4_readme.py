@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,3 +50,13 @@ def test_make_targets_exist() -> None:
     for document in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md"):
         named = re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / document).read_text(), re.MULTILINE)
         assert set(named) <= targets, document
+
+
+def test_the_sdk_example_answers(up: Up) -> None:
+    """The README's Python example runs as it stands."""
+    found = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(found) == 1
+    code = found[0].replace("http://localhost:8080", up.url)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout

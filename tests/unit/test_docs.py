@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,11 @@ def test_unforeseen_errors_tell_nothing() -> None:
     assert problem.status == 500
     assert "secret" not in str(problem.body({}))
     assert problems.MEDIA_TYPE == "application/problem+json"
+
+
+def test_what_the_documents_call_tested_is_tested() -> None:
+    """Every test that docs/openai.md names is there."""
+    named = set(re.findall(r"`(test_\w+)` \|", (ROOT / "docs/openai.md").read_text("utf-8")))
+    assert len(named) > 10
+    tests = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert {name for name in named if f"def {name}(" not in tests} == set()
