@@ -127,7 +127,8 @@ class Telemetry:
         if features.language:
             span.set_attribute("qarr.language", features.language)
         if self._record_prompts:
-            span.set_attribute("gen_ai.input.messages", prompt)
+            # A lone surrogate, which JSON can escape, would spoil the export of every span beside it.
+            span.set_attribute("gen_ai.input.messages", prompt.encode("utf-8", "replace").decode())
 
     def record_decision(self, decision: Decision) -> None:
         """Put the decision on the current span, with a verdict for each tier."""

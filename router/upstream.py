@@ -360,10 +360,12 @@ async def body_of(response: httpx.Response, limit: int | None = None) -> bytes:
 
 
 def end_span(span: Span, error: BaseException | None) -> None:
-    """End an attempt's span, with its error if it had one."""
+    """End an attempt's span, with its error if it had one; not with an engine's refusal, which may quote the prompt."""
     if error is not None:
         span.set_attribute("error.type", type(error).__name__)
-        if isinstance(error, Exception):
+        if isinstance(error, EngineRefused):
+            span.set_attribute("http.response.status_code", error.status)
+        elif isinstance(error, Exception):
             span.record_exception(error)
     span.end()
 

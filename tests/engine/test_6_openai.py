@@ -263,7 +263,8 @@ def test_a_client_that_leaves_frees_the_engine(up: Up, stream: bool) -> None:  #
     with httpx.Client(base_url=up.url, timeout=1.5, trust_env=False) as client:
         if stream:
             with client.stream("POST", CHAT, json={"model": TIER, "messages": QUESTION, **body}) as answer:
-                next(answer.iter_raw())
+                assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, TIER), answer.headers
+                assert next(answer.iter_raw()).startswith(b"data: {")
                 until(lambda: running(up), 1, limit_s=5)
         else:
             with pytest.raises(httpx.ReadTimeout):
