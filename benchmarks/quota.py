@@ -77,6 +77,7 @@ async def send(
                 f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
             )
             head = await reader.readuntil(b"\r\n\r\n")
+            assert head[9:12] in {b"200", b"429"}, head
             length = head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
             if length:
                 await reader.readexactly(int(length))

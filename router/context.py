@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,11 @@ from starlette.datastructures import Headers
 from router.keys import ANONYMOUS, Caller
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping
+    from collections.abc import Callable, Coroutine, Mapping
 
-    from starlette.types import Message, Receive, Scope
+    from starlette.types import Message, Receive, Scope, Send
 
+log = logging.getLogger("qarr.router")
 _KEY = "qarr.context"
 
 
@@ -93,20 +95,36 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             return b"".join(parts)
 
 
-async def while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Run ``work`` to its end, unless the client disconnects first: then cancel it.
+async def while_connected(
+    context: RequestContext, work: Callable[[Send], Coroutine[Any, Any, None]], receive: Receive, send: Send
+) -> None:
+    """Answer a request, unless its client disconnects before it has the whole answer: then cancel the work.
 
-    Raises:
-        ClientGone: The client disconnected.
+    What is left to do after the last byte is always done: servers report the end of an answer as a disconnect as well.
+
+    Args:
+        context: Of the request.
+        work: Answers by the ``send`` that it is given.
+        receive: Tells of the disconnect.
+        send: To the client.
     """
-    working = asyncio.create_task(work)
+    complete = False
+
+    async def noting(message: Message) -> None:
+        nonlocal complete
+        await send(message)
+        complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+    working = asyncio.create_task(work(noting))
     watching = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done() and complete:
+            await asyncio.wait({working})
         if working.done():
             working.result()
-            return
-        raise ClientGone
+        else:
+            log.info("request %s: the client went away", context.request_id)
     finally:
         for task in (working, watching):
             task.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
@@ -42,7 +43,7 @@ class Generate:
         body = parse_generate(await read_body(scope, receive, services.max_body_bytes), services.limits)
         decision = decision_for(body, context, services)
         request = chat_request(body, decision, context, services.limits.default_temperature)
-        await while_connected(self._serve(body, decision, request, context, send), receive)
+        await while_connected(context, partial(self._serve, body, decision, request, context), receive, send)
 
     async def _serve(
         self, body: GenerateBody, decision: Decision, request: ChatRequest, context: RequestContext, send: Send

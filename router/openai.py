@@ -123,7 +123,7 @@ class Completions:
             priority=_priority(call, context),
             report_usage=_wants_usage(document),
         )
-        await while_connected(self._serve(call, decision, request, context, send), receive)
+        await while_connected(context, partial(self._serve, call, decision, request, context), receive, send)
 
     async def _serve(
         self, call: Call, decision: Decision, request: RelayRequest, context: RequestContext, send: Send

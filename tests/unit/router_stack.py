@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, asynccontextmanager
+import logging
+import traceback
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ import httpx
 from classifier import EstimatingCounter
 from router.app import create_app
 from router.keys import KeyStore
-from router.settings import Settings, load_settings
+from router.settings import PROJECT, Settings, load_settings
 from router.telemetry import Telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
 from tiers.fleet import Fleet
@@ -20,7 +22,7 @@ from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.supervisor import Supervisor, SupervisorOptions
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
     from opentelemetry.sdk.trace import TracerProvider
@@ -53,6 +55,7 @@ async def router_stack(
 ) -> AsyncIterator[Stack]:
     """Run a router in front of one fake engine a tier, ready and warmed through the real supervisor."""
     async with AsyncExitStack() as cleanup:
+        cleanup.enter_context(no_faults_in_the_router())
         engines = {name: behaviours.get(name.value, Behaviour()) for name in TierName}
         served = await cleanup.enter_async_context(serving_all(*(FakeEngine(b).app for b in engines.values())))
         urls = dict(zip(engines, served, strict=True))
@@ -76,6 +79,26 @@ async def router_stack(
         url = await cleanup.enter_async_context(serving(app))
         client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
         yield Stack(url, client, fleet, engines)
+
+
+@contextmanager
+def no_faults_in_the_router() -> Iterator[None]:
+    """Fail when the server reports an exception that came out of the router: callers see little of those."""
+    faults: list[str] = []
+
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            trace = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else ""
+            if f"{PROJECT}/router/" in trace:
+                faults.append(trace)
+
+    watch = Watch()
+    logging.getLogger("uvicorn.error").addHandler(watch)
+    try:
+        yield
+    finally:
+        logging.getLogger("uvicorn.error").removeHandler(watch)
+    assert not faults, faults[0]
 
 
 def events(text: str) -> list[tuple[str, dict[str, Any]]]:
