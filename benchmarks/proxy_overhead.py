@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PROMPT = "Can you explain how tides work, and why there are two of them a day?"
 DIRECT = {"model": "stub", "messages": [{"role": "user", "content": PROMPT}], "stream": True}
 ROUTED = {"prompt": PROMPT, "tier": "fast"}
+RELAYED = {**DIRECT, "model": "fast"}
 
 
 def main() -> None:
@@ -47,8 +48,9 @@ def main() -> None:
             with process(argv, 0) as router:
                 wait_for(port, "/readyz")
                 routed = _best(port, "/generate", ROUTED, router, connections, args.seconds)
-        rows[name] = {"direct": direct, "through QARR": routed}
-        _show(name, direct, routed)
+                relayed = _best(port, "/v1/chat/completions", RELAYED, router, connections, args.seconds)
+        rows[name] = {"direct": direct, "/generate": routed, "/v1/chat": relayed}
+        _show(name, rows[name])
     if args.json:
         args.json.write_text(json.dumps(_record(rows), indent=2) + "\n")
 
@@ -62,16 +64,20 @@ def _best(
     return sorted(passes, key=lambda r: r.cpu_us)[1]
 
 
-def _show(name: str, direct: Result, routed: Result) -> None:
+def _show(name: str, rows: dict[str, Result]) -> None:
     print(f"\n{name}")
     print("                answers/s   total p50 / p99 ms   first byte p50 ms   CPU-us/answer")
-    for row, r in (("direct", direct), ("through QARR", routed)):
+    for row, r in rows.items():
         print(
             f"{row:14} {r.per_second:10.0f} {r.total_p50:12.2f} / {r.total_p99:.2f} {r.first_p50:18.2f} {r.cpu_us:15.0f}"
         )
-    rate, total = routed.per_second / direct.per_second, routed.total_p50 / direct.total_p50
-    added, cpu = routed.first_p50 - direct.first_p50, routed.cpu_us / max(direct.cpu_us, 1)
-    print(f"ratio          {rate:10.2f} {total:12.2f}   added first byte {added:.2f} ms   CPU x{cpu:.1f} of the stub's")
+    direct, *routed = rows.values()
+    for row, r in zip(list(rows)[1:], routed, strict=True):
+        rate, total = r.per_second / direct.per_second, r.total_p50 / direct.total_p50
+        added, cpu = r.first_p50 - direct.first_p50, r.cpu_us / max(direct.cpu_us, 1)
+        print(
+            f"{row:9} to direct: rate x{rate:.2f}, total x{total:.2f}, first byte +{added:.2f} ms, CPU x{cpu:.1f} the stub's"
+        )
 
 
 def _record(rows: dict[str, dict[str, Result]]) -> dict[str, object]:
