@@ -11,15 +11,16 @@ from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.routing import Route as Path
+from starlette.routing import Route as Endpoint
 
 from router.context import BodyTooLarge, ClientGone, context_of
 from router.gate import Gate
 from router.generate import Generate, Route
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
 from router.openapi import document
-from router.policy import PolicyTable
+from router.policy import ExpectedLoss, PolicyTable
 from router.problems import BeyondKey, NoEmbeddings, Refused, UnknownModel, describe
+from router.quality import load_profile, profile_name
 from router.quota import OverQuota, Quotas
 from router.services import Services
 from router.settings import CLASS_FLOOR
@@ -29,15 +30,18 @@ from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
     from starlette.requests import Request
     from starlette.types import ASGIApp
 
-    from classifier import TokenCounter
+    from classifier import PromptClass, TokenCounter
     from router.keys import KeyStore
+    from router.quality import QualityProfile
     from router.settings import PolicySettings, Settings
     from router.telemetry import Telemetry
     from tiers.fleet import Fleet
+    from tiers.spec import TierName, TierSpec
 
 # Handlers are looked up by exception type, Exception last: whatever is not listed is a 500 without details.
 HANDLED = (
@@ -76,7 +80,7 @@ def create_app(
         upstream=upstream,
         quotas=quotas,
         counter=counter,
-        table=policy_table(settings.policy),
+        table=policy_table(settings.policy, find_profile(settings.policy.profiles, fleet.specs)),
         limits=settings.limits,
         openai=settings.openai,
         engine_key=settings.engine.api_key,
@@ -95,19 +99,19 @@ def create_app(
 
     app = Starlette(
         routes=[
-            Path("/generate", Generate(services), methods=["POST"]),
-            Path("/route", Route(services), methods=["POST"]),
-            Path(CHAT, Completions(services, CHAT), methods=["POST"]),
-            Path(COMPLETIONS, Completions(services, COMPLETIONS), methods=["POST"]),
-            Path(EMBEDDINGS, Embeddings(services), methods=["POST"]),
-            Path("/v1/models", models, methods=["GET"]),
-            Path("/v1/models/{id:path}", models, methods=["GET"]),
-            Path("/tokenize", Tokens(services, "/tokenize"), methods=["POST"]),
-            Path("/detokenize", Tokens(services, "/detokenize"), methods=["POST"]),
-            Path("/tiers", status.tiers),
-            Path("/readyz", status.readyz),
-            Path("/healthz", status.healthz),
-            Path("/openapi.json", status.openapi),
+            Endpoint("/generate", Generate(services), methods=["POST"]),
+            Endpoint("/route", Route(services), methods=["POST"]),
+            Endpoint(CHAT, Completions(services, CHAT), methods=["POST"]),
+            Endpoint(COMPLETIONS, Completions(services, COMPLETIONS), methods=["POST"]),
+            Endpoint(EMBEDDINGS, Embeddings(services), methods=["POST"]),
+            Endpoint("/v1/models", models, methods=["GET"]),
+            Endpoint("/v1/models/{id:path}", models, methods=["GET"]),
+            Endpoint("/tokenize", Tokens(services, "/tokenize"), methods=["POST"]),
+            Endpoint("/detokenize", Tokens(services, "/detokenize"), methods=["POST"]),
+            Endpoint("/tiers", status.tiers),
+            Endpoint("/readyz", status.readyz),
+            Endpoint("/healthz", status.healthz),
+            Endpoint("/openapi.json", status.openapi),
         ],
         exception_handlers=dict.fromkeys(HANDLED, status.problem),
         lifespan=lifespan,
@@ -115,9 +119,33 @@ def create_app(
     return telemetry.instrument(Gate(app, keys, telemetry))
 
 
-def policy_table(policy: PolicySettings) -> PolicyTable:
-    """Return the policy's parameters; classes that the settings leave out keep their defaults."""
-    return PolicyTable({**CLASS_FLOOR, **policy.class_floor}, policy.min_confidence, policy.max_slowdown)
+def policy_table(policy: PolicySettings, profile: QualityProfile | None = None) -> PolicyTable:
+    """Return the policy's parameters; classes that the settings leave out keep their defaults.
+
+    Args:
+        policy: The settings.
+        profile: What was measured of the checkpoints served; None: nothing yet.
+    """
+    losses: dict[TierName, dict[PromptClass, ExpectedLoss]] = {}
+    for loss in profile.losses if profile else ():
+        share = loss.top1_disagreement
+        losses.setdefault(loss.tier, {})[loss.prompt_class] = ExpectedLoss(share.mean, share.low, share.high)
+    return PolicyTable({**CLASS_FLOOR, **policy.class_floor}, policy.min_confidence, policy.max_slowdown, losses)
+
+
+def find_profile(folder: Path, specs: tuple[TierSpec, ...]) -> QualityProfile | None:
+    """Return the quality profile of these checkpoints, or None if none was made.
+
+    Raises:
+        ProfileError: There is a file of theirs that cannot be used.
+    """
+    checkpoints = {spec.name: spec.digest for spec in specs}
+    path = folder / profile_name(checkpoints)
+    if not path.exists():
+        return None
+    profile = load_profile(path)
+    profile.check(checkpoints, path)
+    return profile
 
 
 class Status:

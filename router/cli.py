@@ -18,8 +18,10 @@ from rich.console import Console
 from classifier import TokenizerError, extract
 from router.app import policy_table
 from router.cli_keys import keys_app
+from router.cli_profile import profile_app
 from router.keys import KeysError
 from router.policy import Query, decide
+from router.quality import ProfileError
 from router.serve import ListenError, StartError, listen, make_counter, make_deployment, open_keys, run
 from router.settings import Settings, SettingsError, load_settings, schema, table
 from router.telemetry import TelemetryError
@@ -49,6 +51,7 @@ app = typer.Typer(
 model_app = typer.Typer(help="Make and inspect the model's three checkpoints.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(keys_app, name="keys")
+app.add_typer(profile_app, name="profile")
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 ConfigOption = Annotated[
@@ -68,7 +71,16 @@ def main() -> None:
     """Run the command; expected errors end it with their text and status 2, not with a traceback."""
     try:
         app()
-    except (SettingsError, TierError, TelemetryError, TokenizerError, ListenError, StartError, KeysError) as error:
+    except (
+        SettingsError,
+        TierError,
+        TelemetryError,
+        TokenizerError,
+        ListenError,
+        StartError,
+        KeysError,
+        ProfileError,
+    ) as error:
         fail(str(error))
 
 

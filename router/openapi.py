@@ -254,6 +254,16 @@ def _schemas(limits: LimitSettings) -> Schema:
     for field in ("prompt", "system_prompt"):
         _text_of(body["properties"][field])["maxLength"] = limits.max_prompt_chars
     body["properties"]["max_tokens"]["anyOf"][0]["maximum"] = limits.max_tokens
+    return {
+        **schemas,
+        "GenerateBody": body,
+        "Wishes": wishes,
+        **_answers(),
+        **_faults(),
+    }
+
+
+def _answers() -> Schema:
     replica = {"type": "object", "required": ["id", "url", "state", "in_flight"]}
     states = [state.value for state in ReplicaState]
     tier = _object(
@@ -275,9 +285,6 @@ def _schemas(limits: LimitSettings) -> Schema:
         verdict=_TEXT,
     )
     return {
-        **schemas,
-        "GenerateBody": body,
-        "Wishes": wishes,
         "Answer": _object(text=_TEXT, usage=_USAGE, finish_reason=_TEXT, tier=_TIER, continued_on={"type": "array"}),
         "Decision": _object(
             tier={"anyOf": [_TIER, {"type": "null"}]},
@@ -291,6 +298,11 @@ def _schemas(limits: LimitSettings) -> Schema:
         "Fleet": _object(model=_TEXT, tiers={"type": "array", "items": tier}),
         "Model": _object(id=_TEXT, object={"const": "model"}, owned_by=_TEXT, max_model_len={"type": "integer"}),
         "ModelList": _object(object={"const": "list"}, data={"type": "array", "items": _ref("Model")}),
+    }
+
+
+def _faults() -> Schema:
+    return {
         "Problem": {
             **_object(
                 type=_TEXT, title=_TEXT, status={"type": "integer"}, detail=_TEXT, request_id=_TEXT, trace_id=_TEXT

@@ -6,7 +6,7 @@ prompt's class. What loses is named in the reason.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,28 @@ class PolicyTable:
     class_floor: Mapping[PromptClass, TierName]
     min_confidence: float
     max_slowdown: float
+    losses: Mapping[TierName, Mapping[PromptClass, ExpectedLoss]] = field(default_factory=dict)
+
+    def loss(self, tier: TierName, features: PromptFeatures) -> ExpectedLoss | None:
+        """Return what a tier is measured to lose on a prompt; of a class in doubt, the worst of all classes."""
+        if tier is TierName.PRECISE:
+            return NO_LOSS
+        measured = self.losses.get(tier, {})
+        if features.confidence >= self.min_confidence:
+            return measured.get(features.prompt_class)
+        return max(measured.values(), key=lambda loss: loss.high, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedLoss:
+    """Share of tokens, 0..1, that are not the highest precision's first choice: estimate and interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+NO_LOSS = ExpectedLoss(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +136,15 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyTable) -> Decision:
     if query.require and query.hint is not None:
         possible = [tier for tier in possible if tier.spec.name is query.hint]
     if not possible:
-        return _refuse(query, fleet, doubts)
-    within = [tier for tier in possible if _outside_sla(tier, query) is None]
+        return _refuse(query, fleet, table, doubts)
+    within = [tier for tier in possible if _outside_sla(tier, query, table) is None]
     if query.require and not within:
-        return _refuse(query, fleet, doubts, Refusal.SLA_UNMET)
+        return _refuse(query, fleet, table, doubts, Refusal.SLA_UNMET)
     chosen, reason = _choose(query, within or possible, table)
     notes = [] if within else ["no tier is expected to meet the SLA, so it was set aside"]
     if query.hint is not None and chosen is not query.hint:
-        notes.append(f"hint {query.hint} not taken: {_why_not(query, fleet, doubts)}")
-    if query.sla.max_quality_loss is not None and within:
+        notes.append(f"hint {query.hint} not taken: {_why_not(query, fleet, table, doubts)}")
+    if query.sla.max_quality_loss is not None and within and not table.losses:
         notes.append("loss is not measured yet, so only the reference precision is sure to keep max_quality_loss")
     order = [] if query.require else [tier.spec.name for tier in possible if tier.spec.name is not chosen]
     return Decision(
@@ -131,7 +153,7 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyTable) -> Decision:
         reason="; ".join([reason, *notes]),
         query=query,
         fallbacks=_fallback_order(chosen, order),
-        verdicts=_verdicts(query, fleet, doubts, chosen, reason),
+        verdicts=_verdicts(query, fleet, table, doubts, chosen, reason),
     )
 
 
@@ -151,11 +173,15 @@ def _impossible(tier: TierSnapshot, query: Query) -> tuple[Refusal, str] | None:
     return None
 
 
-def _outside_sla(tier: TierSnapshot, query: Query) -> str | None:
+def _outside_sla(tier: TierSnapshot, query: Query, table: PolicyTable) -> str | None:
     """Return the bound that a tier is expected to break, or None. An unknown latency does not break a bound."""
     sla, speed = query.sla, tier.speed
-    if sla.max_quality_loss is not None and tier.spec.precision is not Precision.BF16:
-        return f"its loss is not measured, max_quality_loss is {sla.max_quality_loss:g}"
+    if sla.max_quality_loss is not None:
+        loss = table.loss(tier.spec.name, query.features)
+        if loss is None:
+            return f"its loss is not measured, max_quality_loss is {sla.max_quality_loss:g}"
+        if loss.high > sla.max_quality_loss:
+            return f"its loss may be {loss.high:.3f} (measured {loss.mean:.3f}), {sla.max_quality_loss:g} asked"
     if speed is None:
         return None
     ttft_ms = speed.ttft_ms(query.prompt_tokens)
@@ -223,6 +249,7 @@ def _fallback_order(chosen: TierName, others: Sequence[TierName]) -> tuple[TierN
 def _refuse(
     query: Query,
     fleet: FleetSnapshot,
+    table: PolicyTable,
     doubts: Mapping[TierName, tuple[Refusal, str] | None],
     refusal: Refusal | None = None,
 ) -> Decision:
@@ -231,20 +258,23 @@ def _refuse(
     causes = [doubt[0] for name, doubt in doubts.items() if doubt is not None and name in asked]
     kindest = (Refusal.AT_CAPACITY, Refusal.NOT_READY, Refusal.TOO_LONG, Refusal.NOT_ALLOWED)
     cause = refusal or next(c for c in kindest if c in causes)
-    verdicts = _verdicts(query, fleet, doubts, None, "")
+    verdicts = _verdicts(query, fleet, table, doubts, None, "")
     reason = "; ".join(f"{v.tier} {v.verdict}" for v in verdicts if v.tier in asked)
     return Decision(None, None, reason, query, (), verdicts, cause)
 
 
-def _why_not(query: Query, fleet: FleetSnapshot, doubts: Mapping[TierName, tuple[Refusal, str] | None]) -> str:
+def _why_not(
+    query: Query, fleet: FleetSnapshot, table: PolicyTable, doubts: Mapping[TierName, tuple[Refusal, str] | None]
+) -> str:
     assert query.hint is not None
     doubt = doubts[query.hint]
-    return doubt[1] if doubt else _outside_sla(fleet.tier(query.hint), query) or "not chosen"
+    return doubt[1] if doubt else _outside_sla(fleet.tier(query.hint), query, table) or "not chosen"
 
 
-def _verdicts(
+def _verdicts(  # noqa: PLR0917  called here alone
     query: Query,
     fleet: FleetSnapshot,
+    table: PolicyTable,
     doubts: Mapping[TierName, tuple[Refusal, str] | None],
     chosen: TierName | None,
     reason: str,
@@ -253,7 +283,8 @@ def _verdicts(
     for tier in fleet.tiers:
         name, speed = tier.spec.name, tier.speed
         doubt = doubts[name]
-        text = doubt[1] if doubt else _outside_sla(tier, query)
+        text = doubt[1] if doubt else _outside_sla(tier, query, table)
+        loss = table.loss(name, query.features)
         if name is chosen:
             text = CHOSEN
         elif text is None:
@@ -264,7 +295,7 @@ def _verdicts(
                 state=tier.state,
                 predicted_ttft_ms=round(speed.ttft_ms(query.prompt_tokens), 1) if speed else None,
                 predicted_tpot_ms=round(speed.tpot_ms, 2) if speed else None,
-                expected_loss=0.0 if tier.spec.precision is Precision.BF16 else None,
+                expected_loss=loss.mean if loss else None,
                 cost=None,
                 verdict=text,
             )

@@ -162,6 +162,10 @@ class PolicySettings(Section):
     min_confidence: float = Field(
         0.6, ge=0, le=1, description="Below this confidence in the class, one tier higher is taken."
     )
+    profiles: Path = Field(
+        default_factory=lambda: cache_dir() / "profiles",
+        description="Where `qarr profile` keeps what it measured. A profile of the checkpoints served is used.",
+    )
     max_slowdown: float = Field(
         4.0,
         gt=1,
@@ -235,7 +239,7 @@ class Settings(BaseSettings):
     model: ModelSettings = Field(default_factory=ModelSettings)
     engine: EngineSettings = Field(default_factory=EngineSettings)
     quantizer: QuantizerSettings = Field(default_factory=QuantizerSettings)
-    policy: PolicySettings = PolicySettings()
+    policy: PolicySettings = Field(default_factory=PolicySettings)
     upstream: UpstreamSettings = UpstreamSettings()
     openai: OpenAISettings = OpenAISettings()
     auth: AuthSettings = Field(default_factory=AuthSettings)

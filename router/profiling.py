@@ -1,0 +1,292 @@
+"""Measure a running fleet's quality: a client of the router that gives way to everybody else's requests.
+
+Every answer is written to a journal as soon as it is judged, so that interrupted work goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from pydantic import ValidationError
+
+from classifier import EstimatingCounter, PromptClass, extract
+from router.quality import REFERENCE, TOP_K, ProfileError, QualityProfile, Score, judge, summarise
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+BUSY_WAIT_S = 1.0
+MAX_WAIT_S = 600.0  # for others' requests to end, or a full or absent tier to take one more
+ANSWER_TIMEOUT_S = 900.0
+_TRY_LATER = {429, 503}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt to measure with; ``digest`` names it in journals."""
+
+    text: str
+    prompt_class: PromptClass
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        url: The router's.
+        key: For the router; empty where it needs none.
+        answer_tokens: Longest answer.
+        parallel: Prompts at a time.
+        journal: File of judged answers, in JSON lines.
+    """
+
+    url: str
+    key: str
+    prompts: tuple[Prompt, ...]
+    answer_tokens: int
+    parallel: int
+    journal: Path
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    own: tuple[dict[int, float], ...]
+
+
+def read_prompts(path: Path, per_class: int | None) -> tuple[Prompt, ...]:
+    """Read prompts: JSON lines with ``text``, and perhaps ``class``; without, they are classified.
+
+    Raises:
+        ProfileError: A line is not one, or there are none.
+    """
+    found: list[Prompt] = []
+    taken: dict[PromptClass, int] = {}
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"the prompts {path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            text = row["text"]
+            named = row.get("class")
+            prompt_class = PromptClass(named) if named else extract(text, EstimatingCounter()).prompt_class
+        except (ValueError, KeyError, TypeError, AttributeError):
+            classes = ", ".join(PromptClass)
+            raise ProfileError(f'{path} line {number}: expected {{"text": ..., "class": one of {classes}}}') from None
+        taken[prompt_class] = taken.get(prompt_class, 0) + 1
+        if per_class is None or taken[prompt_class] <= per_class:
+            found.append(Prompt(text, prompt_class, _digest(text)))
+    if not found:
+        raise ProfileError(f"{path} has no prompts")
+    return tuple(dict.fromkeys(found))
+
+
+async def measure(plan: Plan, progress: Callable[[str, int, int], None]) -> QualityProfile:
+    """Measure every tier that is ready, and return the profile.
+
+    Args:
+        plan: What to measure.
+        progress: Called with what was done, how much of it, and of how much.
+
+    Raises:
+        ProfileError: The router does not answer, the reference is not ready, or a tier refuses.
+    """
+    headers = {"authorization": f"Bearer {plan.key}"} if plan.key else {}
+    async with httpx.AsyncClient(
+        base_url=plan.url, headers=headers, timeout=ANSWER_TIMEOUT_S, trust_env=False
+    ) as client:
+        fleet = await _fleet(client)
+        tiers = [TierName(t["tier"]) for t in fleet["tiers"] if t["state"] == "ready"]
+        if REFERENCE not in tiers:
+            raise ProfileError(f"tier {REFERENCE} is not ready, and it is what the others are measured against")
+        checkpoints = {tier: _checkpoint(fleet, tier) for tier in tiers}
+        run = _Run(client, plan, tiers, _setting(plan, fleet, checkpoints), progress)
+        scores = await run.all()
+    return QualityProfile(
+        created=datetime.now(UTC),
+        model=fleet["model"],
+        checkpoints=checkpoints,
+        answer_tokens=plan.answer_tokens,
+        top_k=TOP_K,
+        prompts=_digest("".join(sorted(p.digest for p in plan.prompts))),
+        losses=summarise(scores),
+    )
+
+
+class _Run:
+    """One measurement."""
+
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        plan: Plan,
+        tiers: Sequence[TierName],
+        setting: str,
+        progress: Callable[[str, int, int], None],
+    ) -> None:
+        self._client, self._plan, self._tiers, self._progress = client, plan, tiers, progress
+        self._setting = setting  # what a journal's line must have been measured under
+        self._places = asyncio.Semaphore(plan.parallel)
+        self._own = 0
+        self._total = len(plan.prompts) * len(tiers)
+        self._scores = self._read_journal()
+
+    async def all(self) -> list[Score]:
+        """Judge what the journal does not have yet."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for prompt in self._plan.prompts:
+                    missing = [t for t in self._tiers if (prompt.digest, t) not in self._scores]
+                    if missing:
+                        group.create_task(self._prompt(prompt, missing))
+        except* ProfileError as several:
+            raise several.exceptions[0] from None
+        wanted = {prompt.digest for prompt in self._plan.prompts}
+        return [score for (digest, _), score in self._scores.items() if digest in wanted]
+
+    async def _prompt(self, prompt: Prompt, missing: Sequence[TierName]) -> None:
+        async with self._places:
+            reference = await self._generate(prompt, REFERENCE)
+            for tier in missing:
+                answer = reference if tier is REFERENCE else await self._generate(prompt, tier)
+                places = await self._score(answer)
+                score = judge(
+                    prompt.digest,
+                    prompt.prompt_class,
+                    tier,
+                    answer=answer.ids,
+                    own=answer.own,
+                    reference=places,
+                    reference_answer=reference.ids,
+                )
+                self._keep(score)
+                self._progress(f"{prompt.prompt_class} on {tier}", len(self._scores), self._total)
+
+    async def _generate(self, prompt: Prompt, tier: TierName) -> _Answer:
+        """Return a tier's greedy answer, with its likeliest tokens at each place."""
+        body = {
+            "messages": [{"role": "user", "content": prompt.text}],
+            "max_tokens": self._plan.answer_tokens,
+            "logprobs": True,
+            "top_logprobs": TOP_K,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        answer = await self._ask("/v1/chat/completions", tier, body)
+        choice = answer["choices"][0]
+        places = (choice.get("logprobs") or {}).get("content") or ()
+        own = tuple({_token_id(top["token"]): top["logprob"] for top in place["top_logprobs"]} for place in places)
+        return _Answer(tuple(answer["prompt_token_ids"]), tuple(choice["token_ids"])[: len(own)], own)
+
+    async def _score(self, answer: _Answer) -> list[dict[int, tuple[float, int]]]:
+        """Return what the reference makes of an answer, place by place, from one prefill."""
+        if not answer.ids:
+            return []
+        body = {"prompt": [*answer.prompt_ids, *answer.ids], "max_tokens": 1, "prompt_logprobs": TOP_K}
+        scored = await self._ask("/v1/completions", REFERENCE, body)
+        places = scored["choices"][0]["prompt_logprobs"][len(answer.prompt_ids) :]
+        return [{int(t): (found["logprob"], found["rank"]) for t, found in place.items()} for place in places]
+
+    async def _ask(self, path: str, tier: TierName, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask one tier, after everybody else; wait while it has no place.
+
+        Raises:
+            ProfileError: It refuses, or has no place for too long.
+        """
+        wishes = {"tier_policy": "require", "priority": "batch"}
+        request = {"model": tier.value, "temperature": 0, "qarr": wishes, **body}
+        deadline = time.monotonic() + MAX_WAIT_S
+        while True:
+            await self._until_quiet(deadline)
+            self._own += 1
+            try:
+                response = await self._client.post(path, json=request)
+            except httpx.HTTPError as error:
+                raise ProfileError(f"{self._plan.url} does not answer any more ({type(error).__name__})") from error
+            finally:
+                self._own -= 1
+            if response.status_code == httpx.codes.OK:
+                found: dict[str, Any] = response.json()
+                return found
+            if response.status_code not in _TRY_LATER or time.monotonic() > deadline:
+                raise ProfileError(f"{tier} answered HTTP {response.status_code}: {response.text[:300]}")
+            await asyncio.sleep(min(float(response.headers.get("retry-after", BUSY_WAIT_S)), 10))
+
+    async def _until_quiet(self, deadline: float) -> None:
+        """Wait while others' requests are in flight."""
+        while time.monotonic() < deadline:
+            fleet = await _fleet(self._client)
+            in_flight = sum(r["in_flight"] for t in fleet["tiers"] for r in t["replicas"])
+            if in_flight <= self._own:
+                return
+            self._progress("waiting for others' requests", len(self._scores), self._total)
+            await asyncio.sleep(BUSY_WAIT_S)
+
+    def _keep(self, score: Score) -> None:
+        self._scores[score.prompt, score.tier] = score
+        with self._plan.journal.open("a") as journal:
+            journal.write(json.dumps({"setting": self._setting, "score": score.model_dump(mode="json")}) + "\n")
+
+    def _read_journal(self) -> dict[tuple[str, TierName], Score]:
+        """Return what was judged before under the same setting; a last line that was cut off is left out."""
+        if not self._plan.journal.exists():
+            return {}
+        found: dict[tuple[str, TierName], Score] = {}
+        for line in self._plan.journal.read_text("utf-8").splitlines():
+            try:
+                row = json.loads(line)
+                if row["setting"] == self._setting:
+                    score = Score.model_validate(row["score"])
+                    found[score.prompt, score.tier] = score
+            except (ValueError, KeyError, ValidationError):
+                continue
+        return found
+
+
+async def _fleet(client: httpx.AsyncClient) -> dict[str, Any]:
+    try:
+        response = await client.get("/tiers")
+    except httpx.HTTPError as error:
+        raise ProfileError(
+            f"no router answers at {client.base_url} ({type(error).__name__}): 'make up' starts one"
+        ) from error
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        raise ProfileError("the router needs a key: give one in the variable QARR_KEY")
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def _checkpoint(fleet: Mapping[str, Any], tier: TierName) -> str | None:
+    found: str | None = next(t["checkpoint_digest"] for t in fleet["tiers"] if t["tier"] == tier)
+    return found
+
+
+def _setting(plan: Plan, fleet: Mapping[str, Any], checkpoints: Mapping[TierName, str | None]) -> str:
+    """Return a digest of everything but the prompts that a score depends on."""
+    parts = [fleet["model"], plan.answer_tokens, TOP_K, {t.value: d for t, d in checkpoints.items()}]
+    return _digest(json.dumps(parts, sort_keys=True))
+
+
+def _token_id(text: str) -> int:
+    """Return the id in ``token_id:123``."""
+    return int(text.rpartition(":")[2])
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

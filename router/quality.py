@@ -1,0 +1,288 @@
+"""What a precision costs in quality, measured: a tier's own words, judged by the highest precision.
+
+Method. Each tier answers each prompt greedily. Its tokens are then scored on the reference tier (``precise``) in one
+prefill, by vLLM's ``prompt_logprobs``. The reference's own answers go through the same, so that its figures are the noise
+floor: generated one token at a time beside other requests, scored in one prefill, they differ by rounding alone.
+
+- Top-1 disagreement: the share of a tier's tokens that are not the reference's first choice at that place.
+- KL: of the reference's next-token distribution P from the tier's Q at the same place, in nats. Only the ``TOP_K`` likeliest
+  tokens of each are known, so both are coarsened to the tokens that both lists have and one rest. Coarsening never raises
+  a KL divergence (data processing inequality), so the figure is a lower bound.
+- Perplexity ratio: of the tier's answers to that of the reference's own, both under the reference.
+- First divergence: the tokens before a tier's answer leaves the reference's own answer to the same prompt.
+
+Intervals are percentile bootstrap intervals (Efron and Tibshirani, An Introduction to the Bootstrap, 1993) over prompts,
+since tokens of one answer are not independent. For what to expect of full-size models see arXiv 2411.02355.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections import defaultdict
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
+
+from classifier import PromptClass
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+REFERENCE = TierName.PRECISE
+TOP_K = 10  # vLLM gives 20 at most, unless told otherwise
+RESAMPLES = 1000
+CONFIDENCE = 0.95
+SEED = 20
+
+
+class ProfileError(Exception):
+    """A profile cannot be used; says why and what to do."""
+
+
+class Frozen(BaseModel):
+    """A value."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Score(Frozen):
+    """One tier's answer to one prompt, judged.
+
+    Attributes:
+        prompt: Digest of the prompt.
+        tokens: Of the answer.
+        disagreed: Tokens that are not the reference's first choice.
+        nll: Summed negative log-likelihood of the answer under the reference, in nats.
+        kl: At each token, in nats.
+        diverged_at: Tokens before the answer leaves the reference's own; None where it never does.
+    """
+
+    prompt: str
+    prompt_class: PromptClass
+    tier: TierName
+    tokens: int
+    disagreed: int
+    nll: float
+    kl: tuple[float, ...]
+    diverged_at: int | None
+
+
+class Interval(Frozen):
+    """An estimate and its interval at ``CONFIDENCE``."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class Loss(Frozen):
+    """What one tier loses on one class of prompts."""
+
+    prompt_class: PromptClass
+    tier: TierName
+    prompts: int
+    tokens: int
+    top1_disagreement: Interval
+    kl_mean: Interval
+    kl_p95: Interval
+    perplexity_ratio: Interval
+    first_divergence: float
+    never_diverged: float
+
+
+class QualityProfile(Frozen):
+    """The measured loss of every class and tier.
+
+    Attributes:
+        checkpoints: Digest of each tier's weights; None for engines given by URL, whose checkpoint is not known.
+        answer_tokens: Longest answer.
+        prompts: Digest of the prompts.
+    """
+
+    version: Literal[1] = 1
+    created: AwareDatetime
+    model: str
+    checkpoints: dict[TierName, str | None]
+    answer_tokens: int
+    top_k: int
+    prompts: str
+    losses: tuple[Loss, ...]
+
+    def loss(self, prompt_class: PromptClass, tier: TierName) -> Loss | None:
+        """Return what was measured for a class and tier."""
+        return next((x for x in self.losses if x.prompt_class is prompt_class and x.tier is tier), None)
+
+    def check(self, checkpoints: Mapping[TierName, str | None], path: Path) -> None:
+        """Check that the profile is of these checkpoints.
+
+        Raises:
+            ProfileError: It is of others.
+        """
+        for tier, digest in checkpoints.items():
+            measured = self.checkpoints.get(tier)
+            if measured != digest:
+                raise ProfileError(
+                    f"the quality profile {path} was measured on another checkpoint of {tier}: {_short(measured)}, here "
+                    f"is {_short(digest)}; run 'qarr profile quality' again"
+                )
+
+
+def profile_name(checkpoints: Mapping[TierName, str | None]) -> str:
+    """Return the file name of the profile of these checkpoints."""
+    digests = [checkpoints.get(tier) for tier in TierName]
+    return f"quality-{hashlib.sha256(repr(digests).encode()).hexdigest()[:16]}.json"
+
+
+def load_profile(path: Path) -> QualityProfile:
+    """Read a profile.
+
+    Raises:
+        ProfileError: There is none, or it is not one.
+    """
+    try:
+        return QualityProfile.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ProfileError(f"the quality profile {path} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ProfileError(
+            f"{path} is no quality profile: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from None
+
+
+def judge(
+    prompt: str,
+    prompt_class: PromptClass,
+    tier: TierName,
+    *,
+    answer: Sequence[int],
+    own: Sequence[Mapping[int, float]],
+    reference: Sequence[Mapping[int, tuple[float, int]]],
+    reference_answer: Sequence[int],
+) -> Score:
+    """Judge one answer.
+
+    Args:
+        prompt: Digest of the prompt.
+        prompt_class: Its class.
+        tier: Who answered.
+        answer: Token ids of the answer, length n.
+        own: At each of the n places, log-probabilities of the tier's likeliest tokens by id.
+        reference: The same of the reference, with each token's rank (1: first choice); the answer's token is among them.
+        reference_answer: Token ids of the reference's own answer.
+    """
+    judged = [places[token] for token, places in zip(answer, reference, strict=True)]
+    same = 0
+    for mine, theirs in zip(answer, reference_answer, strict=False):
+        if mine != theirs:
+            break
+        same += 1
+    whole = same == len(answer) == len(reference_answer)
+    return Score(
+        prompt=prompt,
+        prompt_class=prompt_class,
+        tier=tier,
+        tokens=len(answer),
+        disagreed=sum(rank > 1 for _, rank in judged),
+        nll=-sum(logprob for logprob, _ in judged),
+        kl=tuple(
+            kl_divergence({t: lp for t, (lp, _) in theirs.items()}, mine)
+            for theirs, mine in zip(reference, own, strict=True)
+        ),
+        diverged_at=None if whole else same,
+    )
+
+
+def kl_divergence(p: Mapping[int, float], q: Mapping[int, float]) -> float:
+    """Return KL(P‖Q) in nats of two truncated distributions, coarsened to the tokens of both and one rest.
+
+    Args:
+        p: Log-probabilities by token id; they sum to at most 1.
+        q: The same.
+    """
+    shared = p.keys() & q.keys()
+    tiny = 1e-9  # what rounding leaves of a rest
+    rest_p = max(1.0 - sum(math.exp(p[t]) for t in shared), tiny)
+    rest_q = max(1.0 - sum(math.exp(q[t]) for t in shared), tiny)
+    inner = sum(math.exp(p[t]) * (p[t] - q[t]) for t in shared)
+    return max(inner + rest_p * math.log(rest_p / rest_q), 0.0)
+
+
+def summarise(scores: Sequence[Score]) -> tuple[Loss, ...]:
+    """Return the losses of every class and tier, with intervals.
+
+    Args:
+        scores: Of all prompts and tiers; a class counts the prompts that the reference answered as well.
+    """
+    by_class: dict[PromptClass, dict[TierName, dict[str, Score]]] = defaultdict(lambda: defaultdict(dict))
+    for score in scores:
+        by_class[score.prompt_class][score.tier][score.prompt] = score
+    return tuple(
+        _loss(prompt_class, tier, by_class[prompt_class])
+        for prompt_class in PromptClass
+        if prompt_class in by_class
+        for tier in TierName
+        if by_class[prompt_class].get(tier)
+    )
+
+
+def _loss(prompt_class: PromptClass, tier: TierName, tiers: Mapping[TierName, Mapping[str, Score]]) -> Loss:
+    own, reference = tiers[tier], tiers[REFERENCE]
+    pairs = [(own[prompt], reference[prompt]) for prompt in sorted(own) if prompt in reference]
+    scores = [mine for mine, _ in pairs]
+    depths = [s.tokens if s.diverged_at is None else s.diverged_at for s in scores]
+    return Loss(
+        prompt_class=prompt_class,
+        tier=tier,
+        prompts=len(pairs),
+        tokens=sum(s.tokens for s in scores),
+        top1_disagreement=_interval(pairs, lambda x: sum(m.disagreed for m, _ in x) / _tokens(x)),
+        kl_mean=_interval(pairs, lambda x: sum(sum(m.kl) for m, _ in x) / _tokens(x)),
+        kl_p95=_interval(pairs, lambda x: _percentile([k for m, _ in x for k in m.kl], 0.95)),
+        perplexity_ratio=_interval(pairs, _perplexity_ratio),
+        first_divergence=median(depths) if depths else 0.0,
+        never_diverged=fmean(s.diverged_at is None for s in scores) if scores else 0.0,
+    )
+
+
+Pairs = list[tuple[Score, Score]]
+
+
+def _tokens(pairs: Pairs) -> int:
+    return max(sum(mine.tokens for mine, _ in pairs), 1)
+
+
+def _perplexity_ratio(pairs: Pairs) -> float:
+    theirs = sum(r.nll for _, r in pairs) / max(sum(r.tokens for _, r in pairs), 1)
+    return math.exp(sum(mine.nll for mine, _ in pairs) / _tokens(pairs) - theirs)
+
+
+def _interval(pairs: Pairs, statistic: Callable[[Pairs], float]) -> Interval:
+    source = random.Random(SEED)  # noqa: S311  no secret
+    resampled = sorted(statistic(source.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
+    tail = (1 - CONFIDENCE) / 2
+    return Interval(
+        mean=round(statistic(pairs), 5),
+        low=round(_percentile(resampled, tail), 5),
+        high=round(_percentile(resampled, 1 - tail), 5),
+    )
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    """Return a percentile by linear interpolation; 0 of nothing."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    below = int(at)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (at - below) * (ordered[above] - ordered[below])
+
+
+def _short(digest: Any) -> str:
+    return "unknown" if digest is None else str(digest)[:16]

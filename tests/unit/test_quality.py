@@ -1,0 +1,132 @@
+"""The arithmetic of measured loss, against values worked out by hand, and its intervals."""
+
+from __future__ import annotations
+
+import math
+import random
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from classifier import PromptClass
+from router.quality import (
+    TOP_K,
+    ProfileError,
+    QualityProfile,
+    Score,
+    judge,
+    kl_divergence,
+    load_profile,
+    summarise,
+)
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FAST, PRECISE = TierName.FAST, TierName.PRECISE
+
+
+def logs(*shares: float) -> dict[int, float]:
+    """Return log-probabilities of tokens 0, 1, 2, ..."""
+    return {token: math.log(share) for token, share in enumerate(shares)}
+
+
+def test_kl_by_hand() -> None:
+    """Two full distributions give the textbook figure; what is cut off is compared as one rest."""
+    assert kl_divergence(logs(0.5, 0.5), logs(0.5, 0.5)) == pytest.approx(0, abs=1e-6)
+    by_hand = 0.75 * math.log(0.75 / 0.25) + 0.25 * math.log(0.25 / 0.75)
+    assert kl_divergence(logs(0.75, 0.25), logs(0.25, 0.75)) == pytest.approx(by_hand, abs=1e-6)
+    truncated = 0.6 * math.log(0.6 / 0.3) + 0.4 * math.log(0.4 / 0.7)
+    assert kl_divergence({7: math.log(0.6)}, {7: math.log(0.3), 8: math.log(0.2)}) == pytest.approx(truncated)
+    assert kl_divergence({1: math.log(0.9)}, {2: math.log(0.9)}) == pytest.approx(
+        0, abs=1e-6
+    )  # nothing shared: unknown
+
+
+@given(
+    st.lists(st.floats(0.01, 1), min_size=6, max_size=6),
+    st.lists(st.floats(0.01, 1), min_size=6, max_size=6),
+    st.integers(1, 6),
+)
+def test_truncation_never_raises_kl(p: list[float], q: list[float], kept: int) -> None:
+    """With fewer tokens known the figure is a lower bound of the true one, and never negative."""
+    full_p, full_q = logs(*(x / sum(p) for x in p)), logs(*(x / sum(q) for x in q))
+    top = [dict(sorted(d.items(), key=lambda item: -item[1])[:kept]) for d in (full_p, full_q)]
+    exact = sum(math.exp(full_p[t]) * (full_p[t] - full_q[t]) for t in full_p)
+    assert 0 <= kl_divergence(*top) <= exact + 1e-6
+
+
+def test_judging_by_hand() -> None:
+    """Disagreement by rank, likelihood of the tokens given, and where the answers part."""
+    reference = [
+        {10: (math.log(0.9), 1)},
+        {11: (math.log(0.2), 2), 99: (math.log(0.7), 1)},
+        {12: (math.log(0.5), 1)},
+    ]
+    score = judge(
+        "p", PromptClass.CHAT, FAST, answer=[10, 11, 12], own=[{10: 0.0}, {11: 0.0}, {12: 0.0}],
+        reference=reference, reference_answer=[10, 99, 98],
+    )  # fmt: skip
+    assert (score.tokens, score.disagreed, score.diverged_at) == (3, 1, 1)
+    assert score.nll == pytest.approx(-math.log(0.9 * 0.2 * 0.5))
+    same = judge(
+        "p", PromptClass.CHAT, PRECISE, answer=[10], own=[{10: 0.0}], reference=reference[:1], reference_answer=[10]
+    )
+    assert same.diverged_at is None
+
+
+def scores(tier: TierName, disagreement: float, prompts: int, source: random.Random) -> list[Score]:
+    """Return made-up scores with a known rate."""
+    return [
+        Score(
+            prompt=f"p{n}", prompt_class=PromptClass.CODE, tier=tier, tokens=40,
+            disagreed=sum(source.random() < disagreement for _ in range(40)), nll=40 * (0.5 + disagreement),
+            kl=tuple(disagreement * source.random() for _ in range(40)), diverged_at=None if disagreement == 0 else 3,
+        )
+        for n in range(prompts)
+    ]  # fmt: skip
+
+
+def test_intervals_hold_the_truth() -> None:
+    """Of many made-up measurements with a known rate, nearly all 95 % intervals hold it."""
+    held = 0
+    for seed in range(40):
+        source = random.Random(seed)
+        losses = summarise([*scores(FAST, 0.2, 30, source), *scores(PRECISE, 0.0, 30, source)])
+        found = next(x for x in losses if x.tier is FAST)
+        held += found.top1_disagreement.low <= 0.2 <= found.top1_disagreement.high
+    assert held >= 34
+
+
+def test_the_ratio_of_perplexities_is_to_the_reference() -> None:
+    """The reference's own ratio is 1; a tier's is the exponent of the difference of its mean likelihood."""
+    source = random.Random(1)
+    losses = summarise([*scores(FAST, 0.2, 10, source), *scores(PRECISE, 0.0, 10, source)])
+    fast, precise = losses
+    assert precise.perplexity_ratio.mean == 1
+    assert fast.perplexity_ratio.mean == pytest.approx(math.exp(0.2), rel=1e-4)
+    assert (fast.first_divergence, precise.never_diverged) == (3, 1)
+    assert (fast.prompts, fast.tokens) == (10, 400)
+
+
+def test_a_profile_of_other_checkpoints_is_refused(tmp_path: Path) -> None:
+    """It names the tier and both digests, and says what to do."""
+    profile = QualityProfile(
+        created=datetime.now(UTC), model="m", checkpoints={FAST: "a" * 64, PRECISE: "b" * 64}, answer_tokens=32,
+        top_k=TOP_K, prompts="c", losses=(),
+    )  # fmt: skip
+    path = tmp_path / "profile.json"
+    path.write_text(profile.model_dump_json())
+    assert load_profile(path) == profile
+    profile.check({FAST: "a" * 64, PRECISE: "b" * 64}, path)
+    with pytest.raises(ProfileError, match="another checkpoint of fast: aaaaaaaaaaaaaaaa, here is dddddddddddddddd"):
+        profile.check({FAST: "d" * 64, PRECISE: "b" * 64}, path)
+    path.write_text('{"version": 9}')
+    with pytest.raises(ProfileError, match="version"):
+        load_profile(path)
+    with pytest.raises(ProfileError, match="cannot be read"):
+        load_profile(tmp_path / "none.json")
