@@ -127,7 +127,7 @@ def policy_table(policy: PolicySettings, profile: QualityProfile | None = None) 
         profile: What was measured of the checkpoints served; None: nothing yet.
     """
     losses: dict[TierName, dict[PromptClass, ExpectedLoss]] = {}
-    for loss in profile.losses if profile else ():
+    for loss in (loss for loss in (profile.losses if profile else ()) if loss.certain):
         share = loss.top1_disagreement
         losses.setdefault(loss.tier, {})[loss.prompt_class] = ExpectedLoss(share.mean, share.low, share.high)
     return PolicyTable({**CLASS_FLOOR, **policy.class_floor}, policy.min_confidence, policy.max_slowdown, losses)

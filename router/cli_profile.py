@@ -18,7 +18,7 @@ from router.quality_report import render
 from router.settings import load_settings
 
 if TYPE_CHECKING:
-    from router.quality import Interval, QualityProfile
+    from router.quality import Interval, Loss, QualityProfile
 
 profile_app = typer.Typer(help="Measure what the tiers of a running fleet are worth.", no_args_is_help=True)
 PROMPTS = Path(__file__).with_name("profile_prompts.jsonl")
@@ -81,14 +81,14 @@ def _show(profile: QualityProfile) -> None:
             loss.prompt_class.value,
             loss.tier.value,
             str(loss.tokens),
-            _shown(loss.top1_disagreement, 100, 1),
-            _shown(loss.kl_mean),
-            _shown(loss.kl_p95),
-            _shown(loss.perplexity_ratio),
+            _shown(loss, loss.top1_disagreement, 100, 1),
+            _shown(loss, loss.kl_mean),
+            _shown(loss, loss.kl_p95),
+            _shown(loss, loss.perplexity_ratio),
         )
     Console(highlight=False, width=None if Console().is_terminal else 140).print(table)
 
 
-def _shown(value: Interval, factor: float = 1, digits: int = 3) -> str:
+def _shown(loss: Loss, value: Interval, factor: float = 1, digits: int = 3) -> str:
     low, mean, high = (f"{x * factor:.{digits}f}" for x in (value.low, value.mean, value.high))
-    return f"{mean} ({low} to {high})"
+    return f"{mean} ({low} to {high})" if loss.certain else f"{mean} (too few prompts)"

@@ -37,6 +37,7 @@ REFERENCE = TierName.PRECISE
 TOP_K = 10  # vLLM gives 20 at most, unless told otherwise
 RESAMPLES = 1000
 CONFIDENCE = 0.95
+MIN_PROMPTS = 5  # of a class; resampling fewer says nothing of those that were not asked
 SEED = 20
 
 
@@ -93,6 +94,11 @@ class Loss(Frozen):
     perplexity_ratio: Interval
     first_divergence: float
     never_diverged: float
+
+    @property
+    def certain(self) -> bool:
+        """Tell whether there were prompts enough for the intervals to mean anything."""
+        return self.prompts >= MIN_PROMPTS
 
 
 class QualityProfile(Frozen):

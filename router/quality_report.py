@@ -16,7 +16,7 @@ _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2125; --soft: #6a737d; --line: #d0d7de; --ground: #ffffff; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8ea; --soft: #9aa4ad; --line: #3a424a; --ground: #14181c; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground); margin: 2rem auto;
-  max-width: 60rem; padding: 0 1rem; }
+  max-width: 74rem; padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; } p, li { max-width: 46rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .wide { overflow-x: auto; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
@@ -39,7 +39,7 @@ Measured {profile.created:%Y-%m-%d %H:%M} UTC on checkpoints {escape(digests)}.<
 {_plot(profile.losses)}
 <h2>All figures</h2>
 <div class="wide"><table><thead><tr><th>class</th><th>tier</th><th>prompts</th><th>tokens</th>
-<th>not first choice</th><th>KL, mean</th><th>KL, 95th percentile</th><th>perplexity ratio</th>
+<th>not first choice, %</th><th>KL, mean</th><th>KL, 95th percentile</th><th>perplexity ratio</th>
 <th>leaves the reference after</th><th>never leaves</th></tr></thead>
 <tbody>{"".join(map(_row, profile.losses))}</tbody></table></div>
 <p><small>Beside each estimate its 95&nbsp;% bootstrap interval over prompts. KL in nats per token, of the
@@ -84,17 +84,19 @@ def _row(loss: Loss) -> str:
         f"{loss.tier} <small>{PRECISIONS[loss.tier]}</small>",
         str(loss.prompts),
         str(loss.tokens),
-        f"{_shown(loss.top1_disagreement, 100)} %",
-        _shown(loss.kl_mean),
-        _shown(loss.kl_p95),
-        _shown(loss.perplexity_ratio),
+        _shown(loss, loss.top1_disagreement, 100),
+        _shown(loss, loss.kl_mean),
+        _shown(loss, loss.kl_p95),
+        _shown(loss, loss.perplexity_ratio),
         f"{loss.first_divergence:.0f} tokens",
         f"{loss.never_diverged:.0%}",
     ]
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
-def _shown(value: Interval, factor: float = 1) -> str:
+def _shown(loss: Loss, value: Interval, factor: float = 1) -> str:
     digits = 1 if factor > 1 else 3
+    if not loss.certain:
+        return f"{value.mean * factor:.{digits}f} <small>few prompts</small>"
     low, high = (f"{x * factor:.{digits}f}" for x in (value.low, value.high))
     return f"{value.mean * factor:.{digits}f} <small>{low} to {high}</small>"

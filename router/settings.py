@@ -260,6 +260,23 @@ class Settings(BaseSettings):
         return env_settings, init_settings
 
 
+class _Overlaid(Settings):
+    """Settings with the command line on top: made without reading the environment once more, which would win."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Take only what is passed."""
+        del settings_cls, env_settings, dotenv_settings, file_secret_settings
+        return (init_settings,)
+
+
 def load_settings(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Settings:
     """Read the settings.
 
@@ -275,7 +292,7 @@ def load_settings(path: Path | None = None, overrides: dict[str, Any] | None = N
     try:
         settings = Settings(**(_read_toml(named) if named else {}))
         if overrides:
-            settings = Settings.model_validate(_overlay(settings.model_dump(), overrides))
+            settings = _Overlaid(**_overlay(settings.model_dump(), overrides))
     except ValidationError as error:
         raise SettingsError("\n".join(_explain(e) for e in error.errors(include_url=False))) from error
     return settings

@@ -12,16 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from classifier import PromptClass
+from router.app import policy_table
 from router.quality import (
     TOP_K,
+    Loss,
     ProfileError,
     QualityProfile,
     Score,
     judge,
     kl_divergence,
     load_profile,
+    profile_name,
     summarise,
 )
+from router.quality_report import render
+from router.settings import PolicySettings
+from tests.unit.router_stack import router_stack
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -130,3 +136,48 @@ def test_a_profile_of_other_checkpoints_is_refused(tmp_path: Path) -> None:
         load_profile(path)
     with pytest.raises(ProfileError, match="cannot be read"):
         load_profile(tmp_path / "none.json")
+
+
+def profile_of(losses: tuple[Loss, ...], checkpoints: dict[TierName, str | None]) -> QualityProfile:
+    """Return a profile of these losses."""
+    return QualityProfile(
+        created=datetime.now(UTC), model="m", checkpoints=checkpoints, answer_tokens=32, top_k=TOP_K, prompts="c",
+        losses=losses,
+    )  # fmt: skip
+
+
+def test_too_few_prompts_are_not_used() -> None:
+    """A class with a handful of prompts is shown, said to be uncertain, and left out of decisions."""
+    source = random.Random(1)
+    few, many = (
+        profile_of(summarise([*scores(FAST, 0.2, n, source), *scores(PRECISE, 0, n, source)]), {}) for n in (4, 5)
+    )
+    assert policy_table(PolicySettings(), few).losses == {}
+    assert policy_table(PolicySettings(), many).losses[FAST][PromptClass.CODE].mean == pytest.approx(0.2, abs=0.1)
+    assert "few prompts" in render(few)
+    assert "few prompts" not in render(many)
+
+
+@pytest.mark.anyio
+async def test_the_router_decides_by_what_was_measured(tmp_path: Path) -> None:
+    """A bound on loss is held against the profile's upper end, and every verdict tells the expected loss."""
+    source = random.Random(1)
+    every = [
+        score for tier, rate in ((FAST, 0.2), (TierName.BALANCED, 0.02)) for score in scores(tier, rate, 40, source)
+    ]
+    checkpoints: dict[TierName, str | None] = dict.fromkeys(TierName)
+    profile = profile_of(summarise([*every, *scores(PRECISE, 0.0, 40, source)]), checkpoints)
+    (tmp_path / profile_name(checkpoints)).write_text(profile.model_dump_json())
+    async with router_stack(tmp_path, {"policy": {"profiles": str(tmp_path), "max_slowdown": 1e9}}) as stack:
+        prompt = "Write a Python function that reverses a list"
+        tiers = {}
+        for bound in (0.5, 0.1, 0.001):
+            body = {"prompt": prompt, "sla": {"max_quality_loss": bound}}
+            decision = (await stack.client.post(f"{stack.url}/route", json=body)).json()
+            tiers[bound] = decision["tier"]
+            losses = {t["tier"]: t["expected_loss"] for t in decision["tiers"]}
+            assert losses["fast"] == pytest.approx(0.2, abs=0.03)
+            assert losses["precise"] == 0
+        assert tiers == {0.5: "balanced", 0.1: "balanced", 0.001: "precise"}  # code asks for balanced in any case
+        refused = next(t["verdict"] for t in decision["tiers"] if t["tier"] == "fast")
+        assert "its loss may be" in refused

@@ -80,3 +80,13 @@ def test_mistyped_variable_is_an_error(monkeypatch: pytest.MonkeyPatch, name: st
     monkeypatch.setenv(name, "1")
     with pytest.raises(SettingsError, match=name):
         load_settings()
+
+
+def test_the_command_line_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Highest first: command line, environment, file, defaults."""
+    file = tmp_path / "qarr.toml"
+    file.write_text("[server]\nport = 1\nmax_body_bytes = 5000\n[limits]\nmax_tokens = 7\n")
+    monkeypatch.setenv("QARR_SERVER__PORT", "2")
+    monkeypatch.setenv("QARR_SERVER__MAX_BODY_BYTES", "6000")
+    settings = load_settings(file, {"server": {"port": 3}})
+    assert (settings.server.port, settings.server.max_body_bytes, settings.limits.max_tokens) == (3, 6000, 7)
