@@ -40,3 +40,25 @@ def test_the_callers_trace_is_continued(up: Up) -> None:
     assert answer.headers["x-qarr-trace-id"] == trace_id
     trace = up.collector.trace(trace_id, until=SPANS)
     assert next(s for s in trace if s.name == "POST /generate").parent == span_id
+
+
+def test_openais_endpoint_is_traced_alike(up: Up) -> None:
+    """The same five spans; a refused request leaves neither its prompt nor the engine's words about it on any span."""
+    import httpx
+
+    chat = {"model": "fast", "messages": [{"role": "user", "content": "Be secretive."}], "max_tokens": 2}
+    answer = httpx.post(f"{up.url}/v1/chat/completions", json=chat, timeout=60, trust_env=False)
+    trace = up.collector.trace(answer.headers["x-qarr-trace-id"], until=SPANS)
+    by_name = {span.name: span for span in trace}
+    attempt = by_name["chat smollm2-135m-instruct"]
+    assert attempt.parent == by_name["POST /v1/chat/completions"].span_id
+    assert by_name["llm_request"].parent == attempt.span_id
+    assert attempt.attributes["gen_ai.request.max_tokens"] == 2
+    assert attempt.attributes["gen_ai.usage.output_tokens"] == 2
+    wrong = {**chat, "max_tokens": "secretive"}
+    refused = httpx.post(f"{up.url}/v1/chat/completions", json=wrong, timeout=60, trust_env=False)
+    assert refused.status_code == 400
+    assert "secretive" in refused.text  # the engine quotes what it was sent
+    more = up.collector.trace(refused.headers["x-qarr-trace-id"], until=4)
+    assert "EngineRefused" in repr(more)
+    assert "secretive" not in repr([*trace, *more])
