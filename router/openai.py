@@ -198,21 +198,35 @@ class Tokens:
         services.telemetry.name_server_span(scope, self.path)
         document = read_document(await read_body(scope, receive, services.max_body_bytes))
         resolve(document, services)
+        grant = await services.quotas.enter(context.caller, 0, context.limits)
+        counted: int | None = None
+        try:
+            answer = await self._ask(document, context.caller.tiers)
+            counted = 0
+        finally:
+            if grant is not None:
+                await grant.settle(counted)
+        await _send_passed(answer, context, scope, receive, send)
+
+    async def _ask(self, document: JsonObject, allowed: frozenset[TierName]) -> tuple[int, str, bytes]:
+        """Ask the first engine that answers.
+
+        Raises:
+            NoEngineAnswered: Those that were asked failed.
+            NoPlace: None could be asked.
+        """
         causes: list[str] = []
-        for tier in context.caller.tiers:
-            lease = services.fleet.lease(tier, prompt_tokens=0, max_tokens=0)
+        for tier in (tier for tier in TierName if tier in allowed):
+            lease = self.services.fleet.lease(tier, prompt_tokens=0, max_tokens=0)
             if lease is None:
                 continue
             with lease:
                 replica = lease.replica
                 body = document.edited({"model": replica.model})
                 try:
-                    answer = await services.upstream.pass_on(replica.url, replica.api_key, self.path, body)
+                    return await self.services.upstream.pass_on(replica.url, replica.api_key, self.path, body)
                 except (EngineUnreachable, EngineFailed) as error:
                     causes.append(str(error))
-                    continue
-            await _send_passed(answer, context, scope, receive, send)
-            return
         if causes:
             raise NoEngineAnswered("; ".join(causes))
         raise NoPlace("no tier is ready, or every place is taken")

@@ -213,6 +213,10 @@ async def test_a_key_over_its_quota_gets_429(tmp_path: Path, keys_file: Path) ->
             f"{stack.url}/generate", json={"prompt": "hi"}, headers={"authorization": f"Bearer {key}"}
         )
         assert (ours.status_code, ours.json()["type"]) == (429, "urn:qarr:problem:over-quota")
+        tokens = await stack.client.post(
+            f"{stack.url}/tokenize", json={"prompt": "a"}, headers={"authorization": f"Bearer {key}"}
+        )
+        assert tokens.status_code == 429
 
 
 @pytest.mark.anyio
