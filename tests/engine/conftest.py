@@ -85,7 +85,9 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         **os.environ,
         "QARR_ENGINE__BASE_PORT": str(base),
         "QARR_ENGINE__EXTRA_ARGS": json.dumps(ENGINE_ARGS),
-        "QARR_POLICY__PROFILES": str(tmp_path_factory.mktemp("profiles")),  # none: decisions do not depend on the machine
+        "QARR_POLICY__PROFILES": str(
+            tmp_path_factory.mktemp("profiles")
+        ),  # none: decisions do not depend on the machine
         "QARR_ENGINE__LOG_DIR": str(tmp_path_factory.mktemp("logs")),
         "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",

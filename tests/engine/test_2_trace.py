@@ -47,7 +47,8 @@ def test_openais_endpoint_is_traced_alike(up: Up) -> None:
     import httpx
 
     chat = {"model": "fast", "messages": [{"role": "user", "content": "Be secretive."}], "max_tokens": 2}
-    answer = httpx.post(f"{up.url}/v1/chat/completions", json=chat, timeout=60, trust_env=False)
+    key = {"authorization": "Bearer qarr-not-for-traces"}
+    answer = httpx.post(f"{up.url}/v1/chat/completions", json=chat, headers=key, timeout=60, trust_env=False)
     trace = up.collector.trace(answer.headers["x-qarr-trace-id"], until=SPANS)
     by_name = {span.name: span for span in trace}
     attempt = by_name["chat smollm2-135m-instruct"]
@@ -62,3 +63,4 @@ def test_openais_endpoint_is_traced_alike(up: Up) -> None:
     more = up.collector.trace(refused.headers["x-qarr-trace-id"], until=4)
     assert "EngineRefused" in repr(more)
     assert "secretive" not in repr([*trace, *more])
+    assert "not-for-traces" not in repr([*trace, *more])

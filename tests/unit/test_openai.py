@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
+import openai
 import pytest
 
 from tests.fakes.engine import ANSWER, FINGERPRINT, Behaviour
@@ -332,3 +333,21 @@ async def test_vllms_own_priority_is_kept(tmp_path: Path) -> None:
         assert engine.requests[-1]["priority"] == -1
         await chat(stack)
         assert "priority" not in engine.requests[-1]
+
+
+async def test_the_sdk_tries_again_when_it_is_told_to(tmp_path: Path) -> None:
+    """More requests than places: those refused with 503 and Retry-After are sent again by OpenAI's SDK, and all succeed."""
+    full = {"max_in_flight": 1}
+    async with router_stack(tmp_path, {"tiers": {n.value: full for n in TierName}}) as stack:
+        for engine in stack.engines.values():
+            engine.delay_s = 0.03
+        async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="unused", max_retries=3) as client:
+            messages: Any = HI
+            answers = await asyncio.gather(
+                *(client.chat.completions.create(model="auto", messages=messages) for _ in range(4))
+            )
+            assert [a.choices[0].message.content for a in answers] == [FULL] * 4
+            with pytest.raises(openai.NotFoundError):
+                await client.chat.completions.create(model="nope", messages=messages)
+        assert sum("messages" in r for e in stack.engines.values() for r in e.requests) == 4
+        assert stack.leases() == 0
