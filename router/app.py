@@ -24,7 +24,7 @@ from router.quality import load_profile, profile_name
 from router.quota import OverQuota, Quotas
 from router.services import Services
 from router.settings import CLASS_FLOOR
-from router.upstream import Upstream, UpstreamError, make_transport
+from router.upstream import PASSED_AT_ONCE, Upstream, UpstreamError, make_transport
 from router.wire import InvalidBody, render_fleet
 from tiers.spec import ReplicaState
 
@@ -73,7 +73,7 @@ def create_app(
         keys: Of those who may use it.
     """
     places = sum(spec.max_in_flight * max(len(spec.urls), 1) for spec in fleet.specs)
-    upstream = Upstream(fleet, make_transport(places), settings.upstream, telemetry)
+    upstream = Upstream(fleet, make_transport(places + PASSED_AT_ONCE), settings.upstream, telemetry)
     quotas = Quotas(settings.state.redis_url.get_secret_value())
     services = Services(
         fleet=fleet,

@@ -19,7 +19,14 @@ SHORT_CHARS = 200  # a shorter last turn ("and now in Rust?") is read together w
 PART_TOKENS = 1000  # taken for each part that is not text; no tier's tokenizer can count those
 MAX_CHARS = 400_000  # of text that are counted exactly: more fits no context, and an estimate says so as well
 CHARS_PER_TOKEN = 3
-SYSTEM_ROLES = {"system", "developer"}
+SYSTEM_ROLES = ("system", "developer")
+KINDS = (
+    "image_url",
+    "input_audio",
+    "audio_url",
+    "video_url",
+    "file",
+)  # of parts; names of others are the caller's own text
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,7 @@ class Reading:
         messages: Of a chat; 0 for a completion.
         system: The chat has a system message.
         other_parts: Kinds of parts that are not text, such as ``image_url``.
+        prompts: Answered each on its own.
     """
 
     text: str
@@ -41,6 +49,7 @@ class Reading:
     messages: int = 0
     system: bool = False
     other_parts: tuple[str, ...] = ()
+    prompts: int = 1
 
     def with_template(self, template: TemplateTokens) -> int:
         """Return the prompt's tokens with what the chat template adds."""
@@ -85,7 +94,9 @@ def read_completion(document: JsonObject, counter: TokenCounter) -> Reading:
     texts = [item for item in several if isinstance(item, str)]
     counts = [count(counter, text) for text in texts] + [len(item) for item in several if _is_ids(item)]
     ids = () if texts or not counts else ("token ids",)
-    return Reading("\n\n".join(texts), max(counts, default=0), sum(counts), other_parts=ids)
+    return Reading(
+        "\n\n".join(texts), max(counts, default=0), sum(counts), other_parts=ids, prompts=max(len(counts), 1)
+    )
 
 
 def count(counter: TokenCounter, text: str) -> int:
@@ -121,8 +132,8 @@ def _text_of(content: Any) -> str:
 def _other_parts(content: Any) -> list[str]:
     if not isinstance(content, list):
         return []
-    kinds = [str(p.get("type", "untyped"))[:40] for p in content if isinstance(p, dict) and "text" not in p]
-    return [kind for kind in kinds if kind != "text"]
+    kinds = [p.get("type") for p in content if isinstance(p, dict) and "text" not in p]
+    return [kind if kind in KINDS else "other" for kind in kinds if kind != "text"]
 
 
 def _is_ids(item: Any) -> bool:

@@ -14,7 +14,16 @@ from classifier import extract
 from router.answers import Answer, ChatRequest
 from router.context import RequestContext, body_message, context_of, read_body, start_message, while_connected
 from router.problems import describe
-from router.services import Services, answer_headers, check_hint, choose, engine_request_id, priority_of, served
+from router.services import (
+    Services,
+    answer_headers,
+    check_hint,
+    choose,
+    default_priority,
+    engine_request_id,
+    priority_of,
+    served,
+)
 from router.upstream import UpstreamError
 from router.wire import GenerateBody, make_query, parse_generate, render_decision
 
@@ -96,9 +105,15 @@ def chat_request(
         messages=(*system, {"role": "user", "content": body.prompt}),
         max_tokens=decision.query.max_tokens,
         temperature=default_temperature if body.temperature is None else body.temperature,
-        priority=priority_of(context.caller, body.priority, "priority"),
+        priority=_priority(body, context),
         request_id=engine_request_id(context),
     )
+
+
+def _priority(body: GenerateBody, context: RequestContext) -> int:
+    if "priority" in body.model_fields_set:
+        return priority_of(context.caller, body.priority, "priority")
+    return default_priority(context.caller)
 
 
 async def stream_answer(answer: Answer, headers: dict[str, str], context: RequestContext, send: Send) -> None:

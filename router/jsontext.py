@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 if TYPE_CHECKING:
@@ -27,6 +28,26 @@ def _no_constants(name: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_constants)
+
+
+_INTEGER: TypeAdapter[int] = TypeAdapter(int)
+_BOOLEAN: TypeAdapter[bool] = TypeAdapter(bool)
+
+
+def as_integer(value: Any) -> int | None:
+    """Return a value as vLLM, whose models are lax, would read it where it wants an integer; None where it would refuse."""
+    try:
+        return None if isinstance(value, bool) else _INTEGER.validate_python(value)
+    except ValidationError:
+        return None
+
+
+def as_boolean(value: Any) -> bool:
+    """Return a value as vLLM would read it where it wants a boolean; False where it would refuse."""
+    try:
+        return _BOOLEAN.validate_python(value)
+    except ValidationError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +98,13 @@ class JsonObject:
         return next((member.value_text for member in reversed(self.members) if member.key == key), "")
 
     def edited(self, changes: Mapping[str, Any]) -> bytes:
-        """Return the object as JSON with members replaced, added, or, by None, left out."""
+        """Return the object as JSON with members replaced, added, or, by None, left out; ``bytes`` are JSON already."""
         kept = [f"{m.key_text}:{m.value_text}" for m in self.members if m.key not in changes]
-        new = [f"{to_json(k).decode()}:{to_json(v).decode()}" for k, v in changes.items() if v is not None]
+        new = [
+            f"{to_json(k).decode()}:{(v if isinstance(v, bytes) else to_json(v)).decode()}"
+            for k, v in changes.items()
+            if v is not None
+        ]
         return ("{" + ",".join([*kept, *new]) + "}").encode("utf-8", "surrogatepass")
 
 

@@ -164,9 +164,9 @@ class KeyStore:
         if now < self._next_look:
             return
         self._next_look = now + RELOAD_S
-        if _state_of(self.path) == self._seen:
-            return
         try:
+            if _state_of(self.path) == self._seen:
+                return
             self._load()
         except KeysError as error:
             log.error("%s; the keys read before stay in force", error)  # noqa: TRY400  the text says it all
@@ -272,6 +272,8 @@ def _write(path: Path, keys: tuple[KeyRecord, ...]) -> None:
 def _state_of(path: Path) -> tuple[int, int, int] | None:
     try:
         stat = path.stat()
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:  # a file that cannot be looked at may hold keys: that must not open the door
+        raise KeysError(f"the key file {path} cannot be read: {error.strerror}") from error
     return stat.st_mtime_ns, stat.st_size, stat.st_ino

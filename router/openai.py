@@ -15,7 +15,7 @@ from starlette.responses import Response
 from router.context import RequestContext, body_message, context_of, read_body, start_message, while_connected
 from router.conversation import Reading, classify, read_chat, read_completion
 from router.generate import STREAM_HEADERS
-from router.jsontext import JsonObject, NotJson
+from router.jsontext import JsonObject, NotJson, as_boolean, as_integer
 from router.problems import NoEmbeddings, UnknownModel, describe
 from router.relays import DONE, SEPARATOR, EventRelay, RelayRequest, WholeRelay
 from router.services import (
@@ -23,6 +23,7 @@ from router.services import (
     answer_headers,
     check_hint,
     choose,
+    default_priority,
     engine_request_id,
     lowered_priority,
     priority_of,
@@ -74,6 +75,7 @@ ALLOWED = {
     "": "an object with any of tier, tier_policy, sla, priority, report",
 }
 OWN_SHAPE = {"/tokenize", "/detokenize"}
+MAX_COUNT = 1 << 40  # of tokens that are counted: far above any context or quota, and safe in every counter
 
 
 def speaks_openai(path: str) -> bool:
@@ -129,14 +131,15 @@ class Completions:
         self, call: Call, decision: Decision, request: RelayRequest, context: RequestContext, send: Send
     ) -> None:
         services = self.services
-        tokens = call.reading.all_tokens + call.max_tokens * call.choices
+        tokens = min(call.reading.all_tokens + call.max_tokens * call.choices, MAX_COUNT)
         kind = partial(EventRelay, report_usage=request.report_usage) if call.streamed else WholeRelay
         try:
             async with served(services, context, decision, request, kind, tokens=tokens) as answer:
                 headers = answer_headers(context, decision, answer, services)
                 report = report_on(decision, answer, services) if call.wishes.report else None
                 if isinstance(answer, EventRelay):
-                    await relay_events(answer, headers, report, context, send)
+                    event = _report_event(report, self.path) if report else b""
+                    await relay_events(answer, headers, event, context, send)
                 elif isinstance(answer, WholeRelay):
                     content = with_member(answer.content, "qarr", report) if report else answer.content
                     length = {"content-length": str(len(content))}
@@ -248,7 +251,7 @@ class Embeddings:
             raise NoEmbeddings(
                 "no engine here serves embeddings: the tiers generate text; set openai.embeddings_urls to one that does"
             )
-        tokens = sum(len(text) for text in _strings(document.get("input"))) // 3
+        tokens = count_input(document.get("input"))
         grant = await services.quotas.enter(context.caller, tokens, context.limits)
         causes: list[str] = []
         served_tokens: int | None = None
@@ -308,22 +311,26 @@ def read_call(document: JsonObject, headers: Headers, services: Services, *, cha
         UnknownModel: Its model is none of ours.
     """
     model = resolve(document, services)
-    given = {**_from_headers(headers), **_from_body(document)}
+    by_header, by_body = _from_headers(headers), _from_body(document)
+    given = {**by_header, **by_body}
+    if "sla" in given:
+        given["sla"] = {**by_header.get("sla", {}), **by_body.get("sla", {})}
     hint_field = (
         "qarr.tier" if "tier" in (document.get("qarr") or {}) else "x-qarr-tier" if "tier" in given else "model"
     )
     wishes = OpenAIWishes.model_validate({"tier": model, **given})
-    read = read_chat if chat else read_completion
-    limit = document.get("max_completion_tokens") or document.get("max_tokens")
-    choices = document.get("n")
+    reading = (read_chat if chat else read_completion)(document, services.counter)
+    limit = as_integer(document.get("max_completion_tokens")) if chat else None
+    limit = limit or as_integer(document.get("max_tokens")) or services.limits.default_max_tokens
+    choices = (as_integer(document.get("n")) or 1) * reading.prompts
     return Call(
         document=document,
-        reading=read(document, services.counter),
+        reading=reading,
         wishes=wishes,
         hint_field=hint_field,
-        streamed=document.get("stream") is True,
-        max_tokens=limit if _is_count(limit) else services.limits.default_max_tokens,
-        choices=choices if _is_count(choices) else 1,
+        streamed=as_boolean(document.get("stream")),
+        max_tokens=min(max(limit, 1), MAX_COUNT),
+        choices=min(max(choices, 1), MAX_COUNT),
     )
 
 
@@ -339,15 +346,15 @@ def decision_for(call: Call, context: RequestContext, services: Services) -> Dec
 
 
 async def relay_events(
-    answer: EventRelay, headers: Mapping[str, str], report: dict[str, Any] | None, context: RequestContext, send: Send
+    answer: EventRelay, headers: Mapping[str, str], report: bytes, context: RequestContext, send: Send
 ) -> None:
     """Relay a stream as the engine sends it. One that breaks ends with an error event, and without ``[DONE]``."""
     await send(start_message(headers, answer.media_type, STREAM_HEADERS))
     end = DONE + SEPARATOR
     try:
         async for data in answer.chunks():
-            if report is not None and data.endswith(end):
-                await send(body_message(data[: -len(end)] + _report_event(report) + end, more=True))
+            if report and data.endswith(end):
+                await send(body_message(data[: -len(end)] + report + end, more=True))
             else:
                 await send(body_message(data, more=True))
         last = b""
@@ -376,8 +383,9 @@ def with_member(content: bytes, name: str, value: object) -> bytes:
     return whole[:-1] + b"," + to_json(name) + b":" + to_json(value) + b"}"
 
 
-def _report_event(report: dict[str, Any]) -> bytes:
-    chunk = {"id": "", "object": "chat.completion.chunk", "created": 0, "model": "", "choices": [], "qarr": report}
+def _report_event(report: dict[str, Any], path: str) -> bytes:
+    kind = "chat.completion.chunk" if path == CHAT else "text_completion"
+    chunk = {"id": "", "object": kind, "created": 0, "model": "", "choices": [], "qarr": report}
     return b"data: " + to_json(chunk) + SEPARATOR
 
 
@@ -433,30 +441,27 @@ def _from_body(document: JsonObject) -> dict[str, Any]:
 
 def _priority(call: Call, context: RequestContext) -> int | None:
     """Return the priority to send; None leaves the body's own."""
+    if "priority" in call.wishes.model_fields_set:
+        return priority_of(context.caller, call.wishes.priority, "qarr.priority")
     own = call.document.get("priority")
-    if "priority" not in call.wishes.model_fields_set and isinstance(own, int) and not isinstance(own, bool):
-        return lowered_priority(context.caller, own, "priority", str(own))
-    value = priority_of(context.caller, call.wishes.priority, "qarr.priority")
-    return value if value or "priority" in call.wishes.model_fields_set else None
+    if own is None:
+        return default_priority(context.caller) or None
+    value = as_integer(own)
+    return None if value is None else lowered_priority(context.caller, value, "priority", str(value))
 
 
 def _wants_usage(document: JsonObject) -> bool:
     options = document.get("stream_options")
-    return isinstance(options, dict) and options.get("include_usage") is True
+    return isinstance(options, dict) and as_boolean(options.get("include_usage"))
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _strings(value: Any) -> list[str]:
-    return (
-        [value]
-        if isinstance(value, str)
-        else [v for v in value if isinstance(v, str)]
-        if isinstance(value, list)
-        else []
-    )
+def count_input(value: Any) -> int:
+    """Return about how many tokens an embedding's input has: ids exactly, text by its length."""
+    if isinstance(value, str):
+        return max(len(value) // 3, 1)
+    if not isinstance(value, list):
+        return 1
+    return sum(1 if isinstance(item, int) else count_input(item) for item in value)
 
 
 async def _send_passed(

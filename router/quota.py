@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from redis.asyncio import BlockingConnectionPool, Redis
-from redis.exceptions import RedisError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,9 +29,10 @@ log = logging.getLogger("qarr.router")
 WINDOW_S = 60
 LEASE_S = 180  # a place of a router that died is given back after this
 RENEW_S = 60
-REDIS_TIMEOUT_S = 1.0  # longer than a busy event loop keeps an answer waiting
+REDIS_TIMEOUT_S = 2.0  # longer than a busy event loop keeps an answer waiting
 REDIS_CONNECTIONS = 8
 REDIS_RETRY_S = 5  # after a failure, the local view holds for so long
+UNAVAILABLE = (RedisConnectionError, RedisTimeoutError, OSError, TimeoutError)  # other errors are faults, not outages
 Resource = Literal["requests", "tokens", "concurrent"]
 
 
@@ -108,7 +110,8 @@ class Grant:
             return
         self._settled = True
         requests, unused = (1, self._tokens) if tokens is None else (0, self._tokens - tokens)
-        await self._quotas.settle(self._ledger, self._key_id, self._second, requests, unused, self._place)
+        settling = self._quotas.settle(self._ledger, self._key_id, self._second, requests, unused, self._place)
+        await asyncio.shield(asyncio.ensure_future(settling))
 
 
 class Quotas:
@@ -139,7 +142,15 @@ class Quotas:
         if limit is not None and tokens > limit:
             raise OverQuota("tokens", limit, tokens, None)
         place = secrets.token_hex(8)
-        ledger, usage = await self._take(caller.key_id, quota, tokens, place)
+        # A client that leaves meanwhile must not leave its place behind: taken to the end, then given back.
+        taking = asyncio.ensure_future(self._take(caller.key_id, quota, tokens, place))
+        try:
+            ledger, usage = await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            ledger, usage = await taking
+            if usage.denied is None:
+                await ledger.give_back(caller.key_id, usage.second, 1, tokens, place)
+            raise
         headers.update(limit_headers(quota, usage))
         if usage.denied is not None:
             allowed = {
@@ -162,7 +173,7 @@ class Quotas:
             del self._places[key_id]
         try:
             await ledger.give_back(key_id, second, requests, tokens, place)
-        except (RedisError, OSError, TimeoutError) as error:
+        except UNAVAILABLE as error:
             self._lost(error)
 
     async def aclose(self) -> None:
@@ -177,7 +188,7 @@ class Quotas:
         if self._shared is not None and time.monotonic() >= self._shared_after:
             try:
                 return self._shared, await self._shared.take(key_id, quota, tokens, place)
-            except (RedisError, OSError, TimeoutError) as error:
+            except UNAVAILABLE as error:
                 self._lost(error)
         return self._local, await self._local.take(key_id, quota, tokens, place)
 
@@ -191,7 +202,7 @@ class Quotas:
             await asyncio.sleep(RENEW_S)
             try:
                 await self._shared.renew(self._places)
-            except (RedisError, OSError, TimeoutError) as error:
+            except UNAVAILABLE as error:
                 self._lost(error)
 
 
@@ -226,10 +237,12 @@ class LocalLedger:
         return usage
 
     async def give_back(self, key_id: str, second: int, requests: int, tokens: int, place: str) -> None:
-        """Give back a place, and of a second's counts what was not used."""
+        """Give back a place, and of a second's counts what was not used; below 0: count what was used beyond it."""
         counts = self._keys[key_id]
         counts.places.discard(place)
-        if second in counts.seconds:
+        if tokens < 0:  # more was used than taken: that happened just now
+            counts.seconds.setdefault(int(self._now()), [0, 0])[1] -= tokens
+        elif second in counts.seconds:
             own = counts.seconds[second]
             own[0], own[1] = own[0] - requests, own[1] - tokens
 
@@ -324,9 +337,14 @@ else
 end
 return {denied, used[1], used[2], places, tostring(wait), second}
 """
-# KEYS: counts, places. ARGV: second, requests, tokens, place.
+# KEYS: counts, places. ARGV: second, requests, tokens (below 0: used beyond what was taken, just now), place, expiry.
 _GIVE_BACK = """
 redis.call('ZREM', KEYS[2], ARGV[4])
+if tonumber(ARGV[3]) < 0 then
+  redis.call('HINCRBY', KEYS[1], redis.call('TIME')[1] .. 't', -tonumber(ARGV[3]))
+  redis.call('EXPIRE', KEYS[1], tonumber(ARGV[5]))
+  return
+end
 for kind, amount in pairs({r = ARGV[2], t = ARGV[3]}) do
   if tonumber(amount) ~= 0 and redis.call('HEXISTS', KEYS[1], ARGV[1] .. kind) == 1 then
     redis.call('HINCRBY', KEYS[1], ARGV[1] .. kind, -tonumber(amount))
@@ -362,12 +380,12 @@ class RedisLedger:
 
     async def give_back(self, key_id: str, second: int, requests: int, tokens: int, place: str) -> None:
         """Give back a place, and of a second's counts what was not used."""
-        await self._give_back(keys=_names(key_id), args=[second, requests, tokens, place])
+        await self._give_back(keys=_names(key_id), args=[second, requests, tokens, place, WINDOW_S + 2])
 
     async def renew(self, places: dict[str, set[str]]) -> None:
         """Keep places from being taken for those of a dead router."""
-        seconds, _ = await self._redis.time()
-        until = seconds + LEASE_S
+        seconds, microseconds = await self._redis.time()
+        until = seconds + microseconds / 1e6 + LEASE_S
         async with self._redis.pipeline(transaction=False) as pipe:
             for key_id, held in places.items():
                 _, name = _names(key_id)

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from pydantic_core import from_json, to_json
 
+from router.jsontext import JsonObject, NotJson
 from router.upstream import Attempt, EngineBroke, EngineFailed, Exchange, body_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-    from router.jsontext import JsonObject
     from tiers.fleet import Replica
 
 SEPARATOR = b"\n\n"
@@ -53,7 +53,7 @@ class RelayRequest:
         fields = ("max_tokens", "temperature", "top_p", "n", "seed", "frequency_penalty", "presence_penalty")
         names = {"n": "gen_ai.request.choice.count", **{f: f"gen_ai.request.{f}" for f in fields if f != "n"}}
         values = ((names[field], self.document.get(field)) for field in fields)
-        return {name: value for name, value in values if isinstance(value, int | float)}
+        return {name: value for name, value in values if isinstance(value, int | float) and abs(value) < 1 << 63}
 
     def body(self, replica: Replica) -> bytes:
         """Return the caller's body with the replica's name for the model; all other values are the caller's bytes."""
@@ -62,10 +62,26 @@ class RelayRequest:
             changes["priority"] = None
         elif self.priority is not None:
             changes["priority"] = self.priority
-        if self.streamed:
-            given = self.document.get("stream_options")
-            changes["stream_options"] = {**(given if isinstance(given, dict) else {}), "include_usage": True}
+        if self.streamed and (options := self._stream_options()) is not None:
+            changes["stream_options"] = options
         return self.document.edited(changes)
+
+    def _stream_options(self) -> bytes | None:
+        """Return the caller's options, asking for token counts; None leaves options that are no object to the engine."""
+        text = self.document.text_of("stream_options")
+        if text in {"", "null"}:
+            return b'{"include_usage":true}'
+        try:
+            given = JsonObject.parse(text.encode())
+        except NotJson:
+            return None
+        # Without the final counts vLLM gives none with each chunk either.
+        more = (
+            {}
+            if self.report_usage or "continuous_usage_stats" not in given.values
+            else {"continuous_usage_stats": False}
+        )
+        return given.edited({"include_usage": True, **more})
 
 
 class WholeRelay(Exchange):

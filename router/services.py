@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from router.keys import PRIORITIES
 from router.policy import Decision, PolicyTable, Query, decide
 from router.problems import BeyondKey, Refused
+from router.upstream import EngineTooSlow
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -87,6 +89,11 @@ def priority_of(caller: Caller, asked: Priority, field: str) -> int:
     return lowered_priority(caller, PRIORITIES[asked], field, asked)
 
 
+def default_priority(caller: Caller) -> int:
+    """Return the priority of a request that asks for none: standard, or the most that the key allows."""
+    return max(PRIORITIES["standard"], PRIORITIES[caller.max_priority])
+
+
 def lowered_priority(caller: Caller, value: int, field: str, asked: str) -> int:
     """Return a priority in vLLM's numbers (lower is sooner), lowered to what the caller's key allows.
 
@@ -134,7 +141,11 @@ async def served(
     grant = await services.quotas.enter(context.caller, tokens, context.limits)
     used: int | None = None
     try:
-        answer = await services.upstream.open(decision, request, kind)
+        try:
+            answer = await services.upstream.open(decision, request, kind)
+        except (asyncio.CancelledError, EngineTooSlow):
+            used = decision.query.prompt_tokens  # the engine has worked for it
+            raise
         error: BaseException | None = None
         try:
             services.telemetry.record_served(answer.tier, answer.replica_id, answer.failed_attempts)

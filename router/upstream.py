@@ -13,6 +13,7 @@ UpstreamError
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
     from tiers.spec import TierName
 
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
+PASSED_AT_ONCE = 16  # small requests without a lease; they must not use up the connections of those with one
 MAX_ERROR_BYTES = 65536  # of an engine's error that are read; more of it helps nobody
+log = logging.getLogger("qarr.router")
 # Statuses of an engine that blame the router or the moment, not the request.
 _NOT_THE_REQUEST = {401, 403, 408, 425, 429}
 NOT_IMPLEMENTED = 501  # vLLM's word for an option that it does not have
@@ -236,6 +239,7 @@ class Upstream:
         telemetry: Telemetry,
     ) -> None:
         self._fleet, self._transport, self._options, self._telemetry = fleet, transport, options, telemetry
+        self._passing = asyncio.Semaphore(PASSED_AT_ONCE)
         self._timeouts = {"connect": options.connect_timeout_s, "pool": options.connect_timeout_s}
 
     async def open(self, decision: Decision, request: EngineRequest, kind: Callable[[Attempt], E]) -> E:
@@ -285,16 +289,18 @@ class Upstream:
             "POST", url + path, headers=headers, content=body, extensions={"timeout": self._timeouts}
         )
         try:
-            async with asyncio.timeout(self._options.first_token_timeout_s):
+            async with self._passing, asyncio.timeout(self._options.first_token_timeout_s):
                 response = await self._transport.handle_async_request(request)
                 try:
                     content = await body_of(response)
                 finally:
                     await response.aclose()
         except (TimeoutError, httpx.TransportError) as error:
-            raise EngineUnreachable(f"no answer from {url}{path} ({type(error).__name__})") from error
-        if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
-            raise EngineFailed(f"HTTP {response.status_code} from {url}{path}")
+            log.warning("%s%s: no answer (%s)", url, path, type(error).__name__)
+            raise EngineUnreachable(f"no answer ({type(error).__name__})") from error
+        if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR or response.status_code in _NOT_THE_REQUEST:
+            log.warning("%s%s: HTTP %d", url, path, response.status_code)
+            raise EngineFailed(f"HTTP {response.status_code}")
         return response.status_code, response.headers.get("content-type", "application/json"), content
 
     async def aclose(self) -> None:

@@ -146,7 +146,7 @@ class FakeEngine:
         b = self.behaviour
         b.running += 1
         try:
-            pieces = b.answer[: body.get("max_tokens") or 16]
+            pieces = b.answer[: int(body.get("max_tokens") or 16)]
             for number, _ in enumerate(pieces):
                 await asyncio.sleep(b.delay_s)
                 if number == b.break_after:
@@ -171,7 +171,7 @@ class FakeEngine:
         try:
             if chat:
                 yield self._chunk({"role": "assistant", "content": ""}, None, chat=True)
-            pieces = b.answer[: body.get("max_tokens") or 16]
+            pieces = b.answer[: int(body.get("max_tokens") or 16)]
             for number, piece in enumerate(pieces):
                 await asyncio.sleep(b.delay_s)
                 if number == b.break_after:

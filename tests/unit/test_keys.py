@@ -259,3 +259,21 @@ async def test_places_are_given_back(tmp_path: Path, keys_file: Path) -> None:
             await ask(stack, key, stream=True, model="fast")
             setattr(engine, fault, None)
             assert (await ask(stack, key)).status_code == 200
+
+
+@pytest.mark.anyio
+async def test_a_priority_is_bounded_however_it_is_written(tmp_path: Path, keys_file: Path) -> None:
+    """vLLM reads "-1000" and -1000.0 as numbers, so the bound holds for those; asking for nothing is never too much."""
+    key, _ = add_key(keys_file, "low", max_priority="batch", over="refuse")
+    soft, _ = add_key(keys_file, "soft", max_priority="standard")
+    async with router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack:
+        engine = stack.engines[TierName.FAST]
+        for written in ("-1000", -1000.0, -1000):
+            assert (await ask(stack, key, model="fast", priority=written)).status_code == 403
+            assert (await ask(stack, soft, model="fast", priority=written)).status_code == 200
+            assert engine.requests[-1]["priority"] == 0
+        assert (await ask(stack, key, model="fast")).status_code == 200
+        assert engine.requests[-1]["priority"] == 1
+        ours = {"authorization": f"Bearer {key}"}
+        plain = await stack.client.post(f"{stack.url}/generate", json={"prompt": "hi", "tier": "fast"}, headers=ours)
+        assert plain.status_code == 200

@@ -351,3 +351,24 @@ async def test_the_sdk_tries_again_when_it_is_told_to(tmp_path: Path) -> None:
                 await client.chat.completions.create(model="nope", messages=messages)
         assert sum("messages" in r for e in stack.engines.values() for r in e.requests) == 4
         assert stack.leases() == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": [], "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "\ud800 odd"}]}]},
+        {"stream": True, "stream_options": {"x": "\ud800"}},
+        {"stream": "true"},
+        {"stream": 1, "stream_options": {"include_usage": 1, "continuous_usage_stats": True}},
+        {"n": 10**30, "seed": 10**30, "max_tokens": "7"},
+    ],
+)
+async def test_odd_bodies_are_read_as_vllm_reads_them(tmp_path: Path, body: dict[str, Any]) -> None:
+    """Lax spellings, lone surrogates and huge numbers neither break the router nor are misread by it."""
+    async with router_stack(tmp_path) as stack:
+        request = json.dumps({"model": "fast", "messages": HI, **body})
+        answer = await stack.client.post(stack.url + CHAT, content=request)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"].startswith("text/event-stream") is bool(body.get("stream"))
+        assert stack.leases() == 0

@@ -131,16 +131,16 @@ async def test_routers_share_redis(redis_server: RedisServer) -> None:
     routers = [Quotas(redis_server.url) for _ in range(3)]
     let_in: Counter[str] = Counter()
     asked = source.choices(callers, k=100_000)
-    places = asyncio.Semaphore(50)
+    waiting = iter(asked)
     started = time.monotonic()
 
-    async def send(who: Caller) -> None:
-        async with places:
+    async def send() -> None:
+        for who in waiting:
             entered = await enters(source.choice(routers), who, 10) is not None
             let_in[who.key_id] += entered
 
     try:
-        await asyncio.gather(*map(send, asked))
+        await asyncio.gather(*(send() for _ in range(50)))
     finally:
         for router in routers:
             await router.aclose()
@@ -206,13 +206,13 @@ async def test_a_router_without_redis_counts_alone(redis_server: RedisServer) ->
 
 async def test_places_of_a_dead_router_come_back(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A router that dies keeps no place for long; one that lives keeps those of its long requests."""
-    monkeypatch.setattr("router.quota.LEASE_S", 1)
-    monkeypatch.setattr("router.quota.RENEW_S", 0.2)
+    monkeypatch.setattr("router.quota.LEASE_S", 3)
+    monkeypatch.setattr("router.quota.RENEW_S", 0.3)
     who = caller("dead", at_once=1)
     dead, alive = Quotas(redis_server.url), Quotas(redis_server.url)
     try:
         assert await enters(dead, who)
-        await asyncio.sleep(1.6)
+        await asyncio.sleep(4)
         assert await enters(alive, who) is None  # still renewed
         assert dead._renewing is not None
         dead._renewing.cancel()
@@ -223,3 +223,40 @@ async def test_places_of_a_dead_router_come_back(redis_server: RedisServer, monk
         await alive.aclose()
         assert dead._shared is not None
         await dead._shared.aclose()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_what_is_used_beyond_counts_when_it_is_used(redis_server: RedisServer, shared: bool) -> None:  # noqa: FBT001
+    """An answer that used more than was taken in advance uses up the present minute."""
+    quotas = Quotas(redis_server.url if shared else "")
+    who = caller(f"beyond-{shared}", tokens=100)
+    try:
+        grant = await quotas.enter(who, 10, {})
+        assert grant is not None
+        await grant.settle(95)
+        with pytest.raises(OverQuota):
+            await quotas.enter(who, 10, {})
+        assert await quotas.enter(who, 5, {})
+    finally:
+        await quotas.aclose()
+
+
+async def test_a_client_that_leaves_at_the_door_leaves_no_place(redis_server: RedisServer) -> None:
+    """Whenever a request is cancelled, its place and its counts are there for the next one."""
+    quotas = Quotas(redis_server.url)
+    who = caller("leaver", requests=1000, at_once=1)
+    try:
+        for turn in range(100):
+            entering = asyncio.create_task(quotas.enter(who, 1, {}))
+            for _ in range(turn % 12):
+                await asyncio.sleep(0)
+            entering.cancel()
+            try:
+                grant = await entering
+            except asyncio.CancelledError:
+                continue
+            assert grant is not None
+            await grant.settle(None)
+        assert await quotas.enter(who, 1, {})
+    finally:
+        await quotas.aclose()
