@@ -14,16 +14,16 @@ from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
 from router.context import BodyTooLarge, ClientGone, context_of
+from router.decision import ExpectedLoss, PolicyTable
 from router.gate import Gate
 from router.generate import Generate, Route
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
 from router.openapi import document
-from router.policy import ExpectedLoss, PolicyTable
 from router.problems import BeyondKey, NoEmbeddings, Refused, UnknownModel, describe
 from router.quality import load_profile, profile_name
 from router.quota import OverQuota, Quotas
 from router.services import Services
-from router.settings import CLASS_FLOOR
+from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
 from router.upstream import PASSED_AT_ONCE, Upstream, UpstreamError, make_transport
 from router.wire import InvalidBody, render_fleet
 from tiers.spec import ReplicaState
@@ -130,7 +130,16 @@ def policy_table(policy: PolicySettings, profile: QualityProfile | None = None) 
     for loss in (loss for loss in (profile.losses if profile else ()) if loss.certain):
         share = loss.top1_disagreement
         losses.setdefault(loss.tier, {})[loss.prompt_class] = ExpectedLoss(share.mean, share.low, share.high)
-    return PolicyTable({**CLASS_FLOOR, **policy.class_floor}, policy.min_confidence, policy.max_slowdown, losses)
+    return PolicyTable(
+        class_floor={**CLASS_FLOOR, **policy.class_floor},
+        max_loss={**CLASS_MAX_LOSS, **policy.max_loss},
+        min_confidence=policy.min_confidence,
+        sla_confidence=policy.sla_confidence,
+        give_up=policy.give_up,
+        max_slowdown=policy.max_slowdown,
+        prices=policy.prices,
+        losses=losses,
+    )
 
 
 def find_profile(folder: Path, specs: tuple[TierSpec, ...]) -> QualityProfile | None:

@@ -19,8 +19,9 @@ from classifier import TokenizerError, extract
 from router.app import policy_table
 from router.cli_keys import keys_app
 from router.cli_profile import profile_app
+from router.decision import Query
 from router.keys import KeysError
-from router.policy import Query, decide
+from router.policy import decide
 from router.quality import ProfileError
 from router.serve import ListenError, StartError, listen, make_counter, make_deployment, open_keys, run
 from router.settings import Settings, SettingsError, load_settings, schema, table
@@ -35,8 +36,8 @@ from tiers.spec import ReplicaState, TierName, TierSpec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from router.decision import PolicyTable
     from router.keys import KeyStore
-    from router.policy import PolicyTable
     from router.serve import Deployment
     from tiers.checkpoint import Checkpoint
     from tiers.fleet import Fleet, Replica
@@ -233,7 +234,7 @@ def prepare_options(settings: Settings) -> PrepareOptions:
 
 def idle_fleet(settings: Settings) -> FleetSnapshot:
     """Return a fleet with one idle, ready replica a tier and no measurements."""
-    replica = ReplicaSnapshot("", "", None, ReplicaState.READY, None, 0, 0, 0, 0, 0, None, None)
+    replica = ReplicaSnapshot("", "", None, ReplicaState.READY, None, 0, 0, 0, 0, 0)
     specs = [
         TierSpec(name, t.max_model_len, t.max_num_seqs, t.max_in_flight)
         for name, t in zip(TierName, _tier_settings(settings), strict=True)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from classifier import PromptFeatures
-    from router.policy import Decision, Query
+    from router.decision import Decision, Query
     from tiers.fleet import FleetSnapshot
 
 log = logging.getLogger("qarr.router")

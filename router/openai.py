@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from classifier import PromptFeatures
-    from router.policy import Decision, Query
+    from router.decision import Decision, Query
     from router.upstream import Exchange
     from tiers.fleet import FleetSnapshot
 
@@ -62,15 +62,17 @@ HEADERS: dict[str, tuple[str, ...]] = {
     "x-qarr-sla-ttft-ms": ("sla", "ttft_ms"),
     "x-qarr-sla-tpot-ms": ("sla", "tpot_ms"),
     "x-qarr-sla-max-quality-loss": ("sla", "max_quality_loss"),
+    "x-qarr-sla-confidence": ("sla", "confidence"),
 }
 ALLOWED = {
     "tier": "auto, fast, balanced or precise",
     "tier_policy": "prefer or require",
     "priority": "interactive, standard or batch",
-    "sla": "an object with any of ttft_ms, tpot_ms, max_quality_loss",
+    "sla": "an object with any of ttft_ms, tpot_ms, max_quality_loss, confidence",
     "sla.ttft_ms": "a number of milliseconds above 0",
     "sla.tpot_ms": "a number of milliseconds above 0",
     "sla.max_quality_loss": "a number from 0 to 1",
+    "sla.confidence": "a number from 0.5 to below 1",
     "report": "true or false",
     "": "an object with any of tier, tier_policy, sla, priority, report",
 }

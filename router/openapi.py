@@ -101,6 +101,7 @@ _HEADER_VALUES: Schema = {
     "ttft_ms": _ABOVE_0,
     "tpot_ms": _ABOVE_0,
     "max_quality_loss": {"type": "number", "minimum": 0, "maximum": 1},
+    "confidence": {"type": "number", "minimum": 0.5, "exclusiveMaximum": 1},
 }
 
 
@@ -236,6 +237,7 @@ def _answer_headers() -> Schema:
         "x-qarr-tier": "Who served it",
         "x-qarr-precision": "At which precision",
         "x-qarr-reason": "Why",
+        "x-qarr-degraded": "What it is not expected to keep: quality, latency; absent otherwise",
         "x-qarr-checkpoint": "Digest of the weights, where known",
         "x-qarr-trace-id": "The request's trace",
         "x-request-id": "The caller's, or a new one",
@@ -281,6 +283,7 @@ def _answers() -> Schema:
         predicted_ttft_ms=_NUMBER_OR_NULL,
         predicted_tpot_ms=_NUMBER_OR_NULL,
         expected_loss=_NUMBER_OR_NULL,
+        expected_loss_interval={"type": ["array", "null"], "items": {"type": "number"}, "minItems": 2, "maxItems": 2},
         cost=_NUMBER_OR_NULL,
         verdict=_TEXT,
     )
@@ -293,6 +296,8 @@ def _answers() -> Schema:
             confidence={"type": "number"},
             **{"class": _TEXT},
             prompt_tokens={"type": "integer"},
+            degraded={"type": "array", "items": {"type": "string", "enum": ["quality", "latency"]}},
+            retry_after_s=_NUMBER_OR_NULL,
             tiers={"type": "array", "items": verdict},
         ),
         "Fleet": _object(model=_TEXT, tiers={"type": "array", "items": tier}),

@@ -1,163 +1,153 @@
 """Choose a tier. Pure: facts about the request and a fleet snapshot in, a decision with reasons out.
 
-Precedence: what is possible (context, readiness, room), then ``require``, then the SLA's bounds, then the hint, then the
-prompt's class. What loses is named in the reason.
+Precedence: what is possible (context, readiness, room), then ``require``, then the SLA's bounds, then the hint, then what
+the prompt's class needs; among the tiers that are left, the cheapest by measured engine
+time. What loses is named in the reason.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import Enum
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
-from tiers.spec import Precision, ReplicaState, TierName
+from router.decision import CHOSEN, Decision, Refusal, Verdict
+from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from classifier import PromptClass, PromptFeatures
-    from tiers.fleet import FleetSnapshot, TierSnapshot
+    from router.decision import Bound, ExpectedLoss, PolicyTable, Query
+    from tiers.fleet import Expectation, FleetSnapshot, ReplicaSnapshot, TierSnapshot
 
-
-@dataclass(frozen=True, slots=True)
-class PolicyTable:
-    """The policy's parameters; see the settings of the same names."""
-
-    class_floor: Mapping[PromptClass, TierName]
-    min_confidence: float
-    max_slowdown: float
-    losses: Mapping[TierName, Mapping[PromptClass, ExpectedLoss]] = field(default_factory=dict)
-
-    def loss(self, tier: TierName, features: PromptFeatures) -> ExpectedLoss | None:
-        """Return what a tier is measured to lose on a prompt; of a class in doubt, the worst of all classes."""
-        if tier is TierName.PRECISE:
-            return NO_LOSS
-        measured = self.losses.get(tier, {})
-        if features.confidence >= self.min_confidence:
-            return measured.get(features.prompt_class)
-        return max(measured.values(), key=lambda loss: loss.high, default=None)
+STARTING_RETRY_S = 10.0  # engines start and warm in tens of seconds
+_NORMAL = NormalDist()
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectedLoss:
-    """Share of tokens, 0..1, that are not the highest precision's first choice: estimate and interval."""
-
-    mean: float
-    low: float
-    high: float
-
-
-NO_LOSS = ExpectedLoss(0.0, 0.0, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Sla:
-    """What the caller asks for; None: no bound. Times in milliseconds, loss 0..1."""
-
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    max_quality_loss: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """One request as the policy sees it.
+class _Need:
+    """What the prompt's class needs, in words and as bounds.
 
     Attributes:
-        features: Of the prompt.
-        prompt_tokens: With system prompt and chat template.
-        max_tokens: Output tokens at most.
-        hint: The tier asked for; None: any.
-        require: Hint and SLA are conditions, not preferences.
-        sla: Bounds.
-        allowed: The tiers that the caller's key may use.
+        floor: The lowest tier to take where loss is not measured, or a hint that could not be taken.
+        max_loss: Share of tokens, 0..1, where loss is measured: what the request asks for, else what the class bears.
+        firm: The floor holds even where loss is measured.
     """
 
-    features: PromptFeatures
-    prompt_tokens: int
-    max_tokens: int
-    hint: TierName | None = None
-    require: bool = False
-    sla: Sla = Sla()
-    allowed: frozenset[TierName] = frozenset(TierName)
-
-
-class Refusal(Enum):
-    """Why no tier serves a request."""
-
-    TOO_LONG = "too_long"
-    NOT_READY = "not_ready"
-    AT_CAPACITY = "at_capacity"
-    SLA_UNMET = "sla_unmet"
-    NOT_ALLOWED = "not_allowed"
-
-
-CHOSEN = "chosen"
+    who: str
+    floor: TierName
+    max_loss: float
+    firm: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the policy knows and thinks of one tier. None: not known yet."""
+class _Outlook:
+    """One tier, and what can be expected of it. None: not known, or nothing against it."""
 
-    tier: TierName
-    state: ReplicaState
-    predicted_ttft_ms: float | None
-    predicted_tpot_ms: float | None
-    expected_loss: float | None
+    tier: TierSnapshot
+    replica: ReplicaSnapshot | None
+    obstacle: tuple[Refusal, str] | None
+    times: Expectation | None
+    loss: ExpectedLoss | None
     cost: float | None
-    verdict: str
+    slow: str | None
+    excess: float
+    lossy: str | None
+    unfit: str | None
 
+    @property
+    def name(self) -> TierName:
+        return self.tier.spec.name
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Where a request goes and why. Made once, then only reported.
-
-    Attributes:
-        tier: The tier to serve it; None: refused.
-        reason: For a person; without any of the prompt's text.
-        fallbacks: Tiers to try, in order, if this one fails before the first byte.
-        verdicts: One a tier, by rising precision.
-        refusal: Why there is no tier; None where there is one.
-    """
-
-    tier: TierName | None
-    precision: Precision | None
-    reason: str
-    query: Query
-    fallbacks: tuple[TierName, ...]
-    verdicts: tuple[Verdict, ...]
-    refusal: Refusal | None = None
+    @property
+    def profiled(self) -> bool:
+        return self.replica is not None and self.replica.speed is not None and self.replica.speed.profiled
 
 
 def decide(query: Query, fleet: FleetSnapshot, table: PolicyTable) -> Decision:
-    """Choose the lowest precision that serves the request, or refuse it."""
-    doubts = {tier.spec.name: _impossible(tier, query) for tier in fleet.tiers}
-    possible = [tier for tier in fleet.tiers if doubts[tier.spec.name] is None]
-    if query.require and query.hint is not None:
-        possible = [tier for tier in possible if tier.spec.name is query.hint]
-    if not possible:
-        return _refuse(query, fleet, table, doubts)
-    within = [tier for tier in possible if _outside_sla(tier, query, table) is None]
-    if query.require and not within:
-        return _refuse(query, fleet, table, doubts, Refusal.SLA_UNMET)
-    chosen, reason = _choose(query, within or possible, table)
-    notes = [] if within else ["no tier is expected to meet the SLA, so it was set aside"]
-    if query.hint is not None and chosen is not query.hint:
-        notes.append(f"hint {query.hint} not taken: {_why_not(query, fleet, table, doubts)}")
+    """Choose the cheapest tier that serves the request as asked, or refuse it."""
+    confidence = table.sla_confidence if query.sla.confidence is None else query.sla.confidence
+    z = _NORMAL.inv_cdf(confidence)
+    need = _need(query, table)
+    outlooks = [_look(tier, query, fleet, table, z, need) for tier in fleet.tiers]
+    asked = [o for o in outlooks if not (query.require and query.hint) or o.name is query.hint]
+    possible = [o for o in asked if o.obstacle is None]
+    within = [o for o in possible if o.slow is None and o.lossy is None]
+    if not possible or (query.require and not within):
+        return _refuse(query, fleet, outlooks, asked, Refusal.SLA_UNMET if possible else None)
+    degraded: tuple[Bound, ...]
+    if within:
+        chosen, reason, degraded = _choose(query, within, asked, table, need)
+    else:
+        chosen, degraded = _nearest(possible, table)
+        reason = f"no tier is expected to meet the SLA: {' and '.join(degraded)} given up, {chosen.name} comes nearest"
+    notes = []
+    if query.hint is not None and chosen.name is not query.hint:
+        notes.append(f"hint {query.hint} not taken: {_why_not(query, outlooks)}")
     if query.sla.max_quality_loss is not None and within and not table.losses:
         notes.append("loss is not measured yet, so only the reference precision is sure to keep max_quality_loss")
-    order = [] if query.require else [tier.spec.name for tier in possible if tier.spec.name is not chosen]
+    order = [] if query.require else [o.name for o in possible if o is not chosen]
     return Decision(
-        tier=chosen,
-        precision=fleet.tier(chosen).spec.precision,
+        tier=chosen.name,
+        precision=chosen.tier.spec.precision,
         reason="; ".join([reason, *notes]),
         query=query,
-        fallbacks=_fallback_order(chosen, order),
-        verdicts=_verdicts(query, fleet, table, doubts, chosen, reason),
+        fallbacks=_fallback_order(chosen.name, order),
+        verdicts=tuple(_verdict(o, chosen) for o in outlooks),
+        degraded=degraded,
     )
 
 
-def _impossible(tier: TierSnapshot, query: Query) -> tuple[Refusal, str] | None:
+def _need(query: Query, table: PolicyTable) -> _Need:
+    """Return what the class needs. An unsure class asks for one tier more; a hint that cannot be taken is a floor."""
+    features = query.features
+    kind = features.prompt_class
+    floor, asked = table.class_floor[kind], query.sla.max_quality_loss
+    max_loss = table.max_loss[kind] if asked is None else asked
+    if query.hint is not None and query.hint.rank > floor.rank:
+        return _Need(f"hint {query.hint}", query.hint, max_loss, firm=True)
+    promoted = table.promoted.get(kind)
+    if promoted is not None:
+        return _Need(f"class {kind.value}, which loses too much in live answers,", promoted, max_loss, firm=True)
+    if features.confidence >= table.min_confidence or floor is TierName.PRECISE:
+        return _Need(f"class {kind.value}", floor, max_loss, firm=False)
+    who = f"class {kind.value} at a confidence of only {features.confidence:.2f}"
+    return _Need(who, list(TierName)[floor.rank + 1], max_loss, firm=False)
+
+
+def _look(  # noqa: PLR0917  called here alone
+    tier: TierSnapshot, query: Query, fleet: FleetSnapshot, table: PolicyTable, z: float, need: _Need
+) -> _Outlook:
+    """Find out what can be expected of one tier."""
+    spec, free = tier.spec, tier.next
+    replica = free or next(iter(tier.ready), None)
+    times = cost = None
+    if replica is not None and replica.speed is not None:
+        times = replica.expect(query.prompt_tokens, spec.max_num_seqs, fleet.output_share)
+        output = max(fleet.output_share * query.max_tokens, 1.0)
+        batch = min(fleet.in_flight + 1, spec.max_num_seqs)
+        engine_ms = replica.speed.engine_ms(query.prompt_tokens, output, batch)
+        cost = engine_ms / 1000 * table.prices.get(spec.name, 1.0)
+    loss = table.loss(spec.name, query.features)
+    sure = query.features.confidence >= table.min_confidence
+    worst = None if loss is None else loss.at(z) if sure else loss.high
+    slow, excess = _slow(query, times, z)
+    return _Outlook(
+        tier=tier,
+        replica=replica,
+        obstacle=_obstacle(tier, query, full=free is None),
+        times=times,
+        loss=loss,
+        cost=cost,
+        slow=slow,
+        excess=excess,
+        lossy=_lossy(query, loss, worst),
+        unfit=_unfit(spec.name, worst, need),
+    )
+
+
+def _obstacle(tier: TierSnapshot, query: Query, *, full: bool) -> tuple[Refusal, str] | None:
     """Return why a tier cannot serve the request now, or None."""
     spec = tier.spec
     if spec.name not in query.allowed:
@@ -166,77 +156,135 @@ def _impossible(tier: TierSnapshot, query: Query) -> tuple[Refusal, str] | None:
         return Refusal.TOO_LONG, (
             f"{query.prompt_tokens} prompt + {query.max_tokens} output tokens exceed its context of {spec.max_model_len}"
         )
-    if not tier.ready:
+    if tier.state is not ReplicaState.READY:
         return Refusal.NOT_READY, f"is {tier.state.value}"
-    if not tier.has_room:
+    if full:
         return Refusal.AT_CAPACITY, f"has all of its {spec.max_in_flight} places taken"
     return None
 
 
-def _outside_sla(tier: TierSnapshot, query: Query, table: PolicyTable) -> str | None:
-    """Return the bound that a tier is expected to break, or None. An unknown latency does not break a bound."""
-    sla, speed = query.sla, tier.speed
-    if sla.max_quality_loss is not None:
-        loss = table.loss(tier.spec.name, query.features)
-        if loss is None:
-            return f"its loss is not measured, max_quality_loss is {sla.max_quality_loss:g}"
-        if loss.high > sla.max_quality_loss:
-            return f"its loss may be {loss.high:.3f} (measured {loss.mean:.3f}), {sla.max_quality_loss:g} asked"
-    if speed is None:
+def _slow(query: Query, times: Expectation | None, z: float) -> tuple[str | None, float]:
+    """Return the latency bound that a tier is not sure enough to keep, if any, and the largest ratio of time to bound.
+
+    An unknown latency breaks no bound. Times scatter about the prediction as a log-normal distribution.
+    """
+    if times is None:
+        return None, 0.0
+    found, excess = None, 0.0
+    for name, expected, spread, bound in (
+        ("TPOT", times.tpot_ms, times.tpot_spread, query.sla.tpot_ms),
+        ("TTFT", times.ttft_ms, times.ttft_spread, query.sla.ttft_ms),
+    ):
+        if bound is None:
+            continue
+        safe = expected * math.exp(z * spread)
+        excess = max(excess, safe / bound)
+        if safe > bound:
+            unsure = "" if expected > bound else f", up to {safe:.0f} at the confidence asked for"
+            found = f"{name} of {expected:.0f} ms expected{unsure}, {bound:g} asked"
+    return found, excess
+
+
+def _lossy(query: Query, loss: ExpectedLoss | None, worst: float | None) -> str | None:
+    """Return how a tier is not sure enough to keep the loss asked for, or None."""
+    bound = query.sla.max_quality_loss
+    if bound is None:
         return None
-    ttft_ms = speed.ttft_ms(query.prompt_tokens)
-    if sla.ttft_ms is not None and ttft_ms > sla.ttft_ms:
-        return f"TTFT of {ttft_ms:.0f} ms expected, {sla.ttft_ms:g} asked"
-    if sla.tpot_ms is not None and speed.tpot_ms > sla.tpot_ms:
-        return f"TPOT of {speed.tpot_ms:.0f} ms expected, {sla.tpot_ms:g} asked"
+    if loss is None or worst is None:
+        return f"its loss is not measured, max_quality_loss is {bound:g}"
+    if worst > bound:
+        return f"its loss may be {worst:.3f} (measured {loss.mean:.3f}), {bound:g} asked"
     return None
 
 
-def _choose(query: Query, candidates: Sequence[TierSnapshot], table: PolicyTable) -> tuple[TierName, str]:
-    """Choose among tiers that can serve, and say why. ``candidates`` is not empty and rises in precision."""
-    names = [tier.spec.name for tier in candidates]
-    if query.hint in names:
-        assert query.hint is not None
-        return query.hint, f"hint {query.hint}"
-    floor, why = _floor(query, table)
-    allowed = [tier for tier in candidates if tier.spec.name.rank >= floor.rank]
-    if not allowed:
-        best = names[-1]
-        barred = query.allowed.isdisjoint(name for name in TierName if name.rank >= floor.rank)
-        cause = "none of which this key allows" if barred else "none of which can serve now"
-        return best, f"degraded to {best}: {why} wants {floor} or higher, {cause}"
-    chosen = allowed[0]
-    for higher in allowed[1:]:
-        if _dominated(chosen, higher, table.max_slowdown):
+def _unfit(tier: TierName, worst: float | None, need: _Need) -> str | None:
+    """Return why a tier is below what the class needs, or None."""
+    if tier.rank < need.floor.rank and (need.firm or worst is None):
+        return f"{need.who} wants {need.floor} or higher"
+    if worst is not None and worst > need.max_loss:
+        return f"{need.who} may lose {need.max_loss:g}, and this tier may lose {worst:.3f}"
+    return None
+
+
+def _choose(
+    query: Query, within: Sequence[_Outlook], asked: Sequence[_Outlook], table: PolicyTable, need: _Need
+) -> tuple[_Outlook, str, tuple[Bound, ...]]:
+    """Choose among tiers that meet the SLA, and say why. ``within`` is not empty and rises in precision."""
+    for outlook in within:
+        if outlook.name is query.hint:
+            return outlook, f"hint {query.hint}", ()
+    fit = [o for o in within if o.unfit is None]
+    if not fit:
+        best = within[-1]
+        better = [o for o in asked if o.unfit is None]
+        if all(o.obstacle is not None and o.obstacle[0] is Refusal.NOT_ALLOWED for o in better):
+            cause = "none of which this key allows"
+        elif any(o.obstacle is None for o in better):
+            cause = "none of which is expected to meet the SLA"
+        else:
+            cause = "none of which can serve now"
+        return best, f"degraded to {best.name}: {best.unfit}, {cause}", ("quality",)
+    if all(o.profiled for o in fit):
+        return *_cheapest(fit, need), ()
+    return *_lowest(fit, table, need), ()
+
+
+def _cheapest(fit: Sequence[_Outlook], need: _Need) -> tuple[_Outlook, str]:
+    """Choose by measured engine time; of equals, the lowest precision."""
+    chosen = min(fit, key=_cost)
+    others = ", ".join(f"{o.name} {_cost(o):.2g}" for o in fit if o is not chosen)
+    compared = f"{_cost(chosen):.2g} engine-seconds, {others}" if others else "no other does"
+    return chosen, f"{need.who}: cheapest tier that meets its needs is {chosen.name} ({compared})"
+
+
+def _cost(outlook: _Outlook) -> float:
+    return math.inf if outlook.cost is None else outlook.cost
+
+
+def _lowest(fit: Sequence[_Outlook], table: PolicyTable, need: _Need) -> tuple[_Outlook, str]:
+    """Choose the lowest precision, unless a higher one is so much faster that it has nothing to offer.
+
+    For as long as no speed was measured under load.
+    """
+    chosen = fit[0]
+    for higher in fit[1:]:
+        if _dominated(chosen.replica, higher.replica, table.max_slowdown):
             chosen = higher
-    if chosen is allowed[0]:
-        return chosen.spec.name, f"{why}: lowest precision that serves is {chosen.spec.name}"
-    return chosen.spec.name, (
-        f"{why}: {allowed[0].spec.name} would do, but {chosen.spec.name} was measured over "
-        f"{table.max_slowdown:g} times faster here at a higher precision"
+    if chosen is fit[0]:
+        measured = "speed under load" if table.losses else "loss and speed under load"
+        return chosen, (
+            f"{need.who}: lowest precision that serves is {chosen.name} (by the table: {measured} not measured yet)"
+        )
+    return chosen, (
+        f"{need.who}: {fit[0].name} would do, but {chosen.name} was measured over {table.max_slowdown:g} times faster "
+        f"here at a higher precision"
     )
 
 
-def _floor(query: Query, table: PolicyTable) -> tuple[TierName, str]:
-    """Return the lowest tier to take: what the prompt's class allows, or a higher hint that could not be taken itself.
-
-    An unsure class asks for one tier more.
-    """
-    features = query.features
-    floor = table.class_floor[features.prompt_class]
-    if query.hint is not None and query.hint.rank > floor.rank:
-        return query.hint, f"hint {query.hint}"
-    if features.confidence >= table.min_confidence or floor is TierName.PRECISE:
-        return floor, f"class {features.prompt_class.value}"
-    raised = list(TierName)[floor.rank + 1]
-    return raised, f"class {features.prompt_class.value} at a confidence of only {features.confidence:.2f}"
-
-
-def _dominated(lower: TierSnapshot, higher: TierSnapshot, max_slowdown: float) -> bool:
-    """Tell whether a higher precision is so much faster that the lower one has nothing to offer."""
-    if lower.idle_speed is None or higher.idle_speed is None:
+def _dominated(lower: ReplicaSnapshot | None, higher: ReplicaSnapshot | None, max_slowdown: float) -> bool:
+    if lower is None or higher is None or lower.speed is None or higher.speed is None:
         return False
-    return lower.idle_speed.tpot_ms > max_slowdown * higher.idle_speed.tpot_ms
+    return lower.speed.step_ms(1) > max_slowdown * higher.speed.step_ms(1)
+
+
+def _nearest(possible: Sequence[_Outlook], table: PolicyTable) -> tuple[_Outlook, tuple[Bound, ...]]:
+    """Choose where no tier meets every bound: keep the bound that the settings keep, come near to the other."""
+    kept: list[_Outlook]
+    if table.give_up == "latency":
+        kept = [o for o in possible if o.lossy is None] or list(possible)
+        fit = [o for o in kept if o.unfit is None] or kept
+        chosen = min(fit, key=lambda o: o.excess) if kept[0].lossy is None else min(kept, key=_worst_loss)
+    else:
+        kept = [o for o in possible if o.slow is None]
+        chosen = min(kept, key=_worst_loss) if kept else min(possible, key=lambda o: o.excess)
+    quality: tuple[Bound, ...] = ("quality",) if chosen.lossy else ()
+    latency: tuple[Bound, ...] = ("latency",) if chosen.slow else ()
+    return chosen, quality + latency
+
+
+def _worst_loss(outlook: _Outlook) -> tuple[float, int]:
+    """Order by measured loss; what is not measured, by precision."""
+    return (1.0 if outlook.loss is None else outlook.loss.high), -outlook.name.rank
 
 
 def _fallback_order(chosen: TierName, others: Sequence[TierName]) -> tuple[TierName, ...]:
@@ -249,55 +297,74 @@ def _fallback_order(chosen: TierName, others: Sequence[TierName]) -> tuple[TierN
 def _refuse(
     query: Query,
     fleet: FleetSnapshot,
-    table: PolicyTable,
-    doubts: Mapping[TierName, tuple[Refusal, str] | None],
-    refusal: Refusal | None = None,
+    outlooks: Sequence[_Outlook],
+    asked: Sequence[_Outlook],
+    refusal: Refusal | None,
 ) -> Decision:
     """Refuse: by the kindest cause among the tiers asked for, since that is the one that may pass."""
-    asked = [query.hint] if query.require and query.hint is not None else [t.spec.name for t in fleet.tiers]
-    causes = [doubt[0] for name, doubt in doubts.items() if doubt is not None and name in asked]
+    causes = [o.obstacle[0] for o in asked if o.obstacle is not None]
     kindest = (Refusal.AT_CAPACITY, Refusal.NOT_READY, Refusal.TOO_LONG, Refusal.NOT_ALLOWED)
     cause = refusal or next(c for c in kindest if c in causes)
-    verdicts = _verdicts(query, fleet, table, doubts, None, "")
-    reason = "; ".join(f"{v.tier} {v.verdict}" for v in verdicts if v.tier in asked)
-    return Decision(None, None, reason, query, (), verdicts, cause)
+    waits = [wait for wait in (_possible_in_s(o, query, fleet.output_share) for o in asked) if wait is not None]
+    verdicts = tuple(_verdict(o, None) for o in outlooks)
+    reason = "; ".join(f"{v.tier} {v.verdict}" for v in verdicts if any(v.tier is o.name for o in asked))
+    return Decision(None, None, reason, query, (), verdicts, refusal=cause, retry_after_s=min(waits) if waits else None)
 
 
-def _why_not(
-    query: Query, fleet: FleetSnapshot, table: PolicyTable, doubts: Mapping[TierName, tuple[Refusal, str] | None]
-) -> str:
-    assert query.hint is not None
-    doubt = doubts[query.hint]
-    return doubt[1] if doubt else _outside_sla(fleet.tier(query.hint), query, table) or "not chosen"
+def _possible_in_s(outlook: _Outlook, query: Query, output_share: float) -> float | None:
+    """Predict when a tier could serve the request as asked, in seconds; None: never, or not known.
+
+    Its backlog of prompts must be computed, and so many of its requests end that the rest meet the bounds.
+    """
+    if outlook.obstacle is not None and outlook.obstacle[0] is not Refusal.AT_CAPACITY:
+        return STARTING_RETRY_S if outlook.obstacle[0] is Refusal.NOT_READY else None
+    if outlook.lossy is not None:
+        return None
+    spec, sla = outlook.tier.spec, query.sla
+    waits = []
+    for replica in outlook.tier.ready:
+        speed = replica.speed
+        if speed is None:
+            continue
+        idle = speed.ttft_base_ms + speed.prefill_ms_per_token * query.prompt_tokens
+        if (sla.ttft_ms is not None and idle > sla.ttft_ms) or (
+            sla.tpot_ms is not None and speed.step_ms(1) > sla.tpot_ms
+        ):
+            continue
+        ending = max(replica.in_flight + 1 - spec.max_in_flight, 1)
+        if sla.tpot_ms is not None and speed.step_ms_per_sequence > 0:
+            fitting = int((sla.tpot_ms - speed.step_base_ms) / speed.step_ms_per_sequence)
+            ending = max(ending, replica.load.sequences + 1 - fitting)
+        waits.append(ending * speed.relief_ms(replica.load, spec.max_num_seqs, output_share) / 1000)
+    return min(waits, default=None)
 
 
-def _verdicts(  # noqa: PLR0917  called here alone
-    query: Query,
-    fleet: FleetSnapshot,
-    table: PolicyTable,
-    doubts: Mapping[TierName, tuple[Refusal, str] | None],
-    chosen: TierName | None,
-    reason: str,
-) -> tuple[Verdict, ...]:
-    verdicts = []
-    for tier in fleet.tiers:
-        name, speed = tier.spec.name, tier.speed
-        doubt = doubts[name]
-        text = doubt[1] if doubt else _outside_sla(tier, query, table)
-        loss = table.loss(name, query.features)
-        if name is chosen:
-            text = CHOSEN
-        elif text is None:
-            text = f"not needed: {reason}" if chosen is not None else "not asked for"
-        verdicts.append(
-            Verdict(
-                tier=name,
-                state=tier.state,
-                predicted_ttft_ms=round(speed.ttft_ms(query.prompt_tokens), 1) if speed else None,
-                predicted_tpot_ms=round(speed.tpot_ms, 2) if speed else None,
-                expected_loss=loss.mean if loss else None,
-                cost=None,
-                verdict=text,
-            )
-        )
-    return tuple(verdicts)
+def _why_not(query: Query, outlooks: Sequence[_Outlook]) -> str:
+    outlook = next(o for o in outlooks if o.name is query.hint)
+    return (outlook.obstacle[1] if outlook.obstacle else None) or outlook.lossy or outlook.slow or "not chosen"
+
+
+def _verdict(outlook: _Outlook, chosen: _Outlook | None) -> Verdict:
+    """Return what is told of one tier."""
+    if outlook is chosen:
+        text = CHOSEN
+    elif outlook.obstacle is not None:
+        text = outlook.obstacle[1]
+    elif against := outlook.lossy or outlook.slow or outlook.unfit:
+        text = against
+    elif chosen is None:
+        text = "not asked for"
+    elif chosen.cost is not None and outlook.cost is not None and outlook.profiled:
+        text = f"would do, at {outlook.cost:.2g} engine-seconds instead of {chosen.cost:.2g}"
+    else:
+        text = f"would do; {chosen.name} was taken"
+    times, loss, cost = outlook.times, outlook.loss, outlook.cost
+    return Verdict(
+        tier=outlook.name,
+        state=outlook.tier.state,
+        predicted_ttft_ms=round(times.ttft_ms, 1) if times else None,
+        predicted_tpot_ms=round(times.tpot_ms, 2) if times else None,
+        expected_loss=loss,
+        cost=round(cost, 4) if cost is not None else None,
+        verdict=text,
+    )

@@ -12,11 +12,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from router.context import BodyTooLarge
+from router.decision import Decision, Refusal
 from router.keys import Unauthorized
-from router.policy import Decision, Refusal
 from router.quota import OverQuota
 from router.upstream import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoPlace, UpstreamError
-from router.wire import FieldProblem, InvalidBody
+from router.wire import FieldProblem, InvalidBody, render_verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MEDIA_TYPE = "application/problem+json"
 BUSY_RETRY_S = 1  # a place frees up with the next finished request
+LONGEST_RETRY_S = 3600
 STARTING_RETRY_S = 10  # engines start and warm in tens of seconds
 
 
@@ -206,13 +207,15 @@ def _over_quota(error: OverQuota) -> Problem:
 def _refused(decision: Decision) -> Problem:
     assert decision.refusal is not None
     status, title, retry = _REFUSALS[decision.refusal]
+    if decision.retry_after_s is not None and retry is not None:
+        retry = min(max(math.ceil(decision.retry_after_s), 1), LONGEST_RETRY_S)
     errors: tuple[FieldProblem, ...] = ()
     if decision.refusal is Refusal.TOO_LONG:
         tokens, output = decision.query.prompt_tokens, decision.query.max_tokens
         text = f"{tokens} tokens with the chat template, and max_tokens is {output}"
         errors = (FieldProblem("prompt", text, f"prompt and output within one tier's context: {decision.reason}"),)
     kind = decision.refusal.value.replace("_", "-")
-    tiers = [{"tier": v.tier, "state": v.state.value, "verdict": v.verdict} for v in decision.verdicts]
+    tiers = [render_verdict(v) for v in decision.verdicts]
     openai = (400, "context_length_exceeded") if decision.refusal is Refusal.TOO_LONG else None
     return Problem(int(status), kind, title, decision.reason, errors, retry, {"tiers": tiers}, openai)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from router.keys import PRIORITIES
-from router.policy import Decision, PolicyTable, Query, decide
+from router.policy import decide
 from router.problems import BeyondKey, Refused
 from router.upstream import EngineTooSlow
 from tiers.spec import TierName
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from classifier import PromptFeatures, TokenCounter
     from router.context import RequestContext
+    from router.decision import Decision, PolicyTable, Query
     from router.keys import Caller, Priority
     from router.quota import Quotas
     from router.settings import LimitSettings, OpenAISettings
@@ -174,6 +175,8 @@ def answer_headers(context: RequestContext, decision: Decision, answer: Exchange
         "x-qarr-precision": spec.precision.value,
         "x-qarr-reason": reason_of(decision, answer),
     }
+    if decision.degraded:
+        headers["x-qarr-degraded"] = ", ".join(decision.degraded)
     if spec.digest:
         headers["x-qarr-checkpoint"] = spec.digest[:16]
     return headers

@@ -153,11 +153,42 @@ CLASS_FLOOR: dict[PromptClass, TierName] = {
 }
 
 
+# Share of tokens that may differ from the highest precision's first choice: where published losses say that 4 bits should
+# do for conversation and 8 for the rest (arXiv 2411.02355). A model that loses more is served at a higher precision.
+CLASS_MAX_LOSS: dict[PromptClass, float] = {
+    PromptClass.CHAT: 0.12,
+    PromptClass.WRITING: 0.12,
+    PromptClass.EXTRACTION: 0.06,
+    PromptClass.MULTILINGUAL: 0.06,
+    PromptClass.LONG_CONTEXT: 0.06,
+    PromptClass.CODE: 0.05,
+    PromptClass.MATH: 0.05,
+    PromptClass.UNKNOWN: 0.05,
+}
+
+
 class PolicySettings(Section):
     """How a tier is chosen."""
 
     class_floor: dict[PromptClass, TierName] = Field(
-        CLASS_FLOOR, description="Lowest tier for each class of prompt.", validate_default=True
+        CLASS_FLOOR,
+        description="Lowest tier for each class of prompt, for as long as its loss is not measured.",
+        validate_default=True,
+    )
+    max_loss: dict[PromptClass, Annotated[float, Field(ge=0, le=1)]] = Field(
+        CLASS_MAX_LOSS,
+        description="Share of tokens of each class that may differ from the highest precision's first choice, once it is "
+        "measured.",
+        validate_default=True,
+    )
+    sla_confidence: float = Field(
+        0.9, ge=0.5, lt=1, description="Confidence with which bounds are to be met, where a request gives none."
+    )
+    give_up: Literal["quality", "latency"] = Field(
+        "latency", description="The bound that is given up first where no tier meets all that a request asks for."
+    )
+    prices: dict[TierName, Annotated[float, Field(gt=0)]] = Field(
+        {}, description="Weight of an engine-second of each tier; 1 where not given."
     )
     min_confidence: float = Field(
         0.6, ge=0, le=1, description="Below this confidence in the class, one tier higher is taken."
@@ -169,7 +200,8 @@ class PolicySettings(Section):
     max_slowdown: float = Field(
         4.0,
         gt=1,
-        description="A tier this many times slower per token than a higher precision is passed over.",
+        description="For as long as speed is not measured under load: a tier this many times slower per token than a higher "
+        "precision is passed over.",
     )
 
 

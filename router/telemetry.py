@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Scope
 
     from classifier import PromptFeatures
-    from router.policy import Decision
+    from router.decision import Decision
     from router.upstream import EngineRequest
     from tiers.fleet import Replica
     from tiers.spec import TierName

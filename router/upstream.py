@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.trace import Span
 
-    from router.policy import Decision
+    from router.decision import Decision
     from router.settings import UpstreamSettings
     from router.telemetry import Telemetry
     from tiers.fleet import Fleet, Lease, Replica
@@ -176,7 +176,7 @@ class Exchange(ABC):
         """Give the lease back, close the connection (which aborts an unfinished request) and end the span."""
         lease, span = self._attempt.lease, self._attempt.span
         if self._complete:
-            lease.finished(self.ttft_ms, self.tpot_ms)
+            lease.finished(self.tpot_ms, self.usage.get("completion_tokens", 0))
         elif isinstance(error, UpstreamError):
             lease.failed()
         lease.release()
@@ -188,7 +188,7 @@ class Exchange(ABC):
         """Note the first token."""
         self._first_at = self._last_at = time.monotonic()
         self.ttft_ms = (self._first_at - self._attempt.started) * 1000
-        self._attempt.lease.first_token()
+        self._attempt.lease.first_token(self.ttft_ms)
 
     def _produced(self) -> None:
         """Note one more token."""

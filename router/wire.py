@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from router.decision import Decision, Query, Sla, Verdict
 from router.keys import Priority  # noqa: TC001  pydantic reads it
-from router.policy import CHOSEN, Decision, Query, Sla
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class SlaBody(BaseModel):
     ttft_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
     tpot_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
     max_quality_loss: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    confidence: float | None = Field(None, ge=0.5, lt=1, allow_inf_nan=False)
 
 
 def _limits(info: ValidationInfo) -> LimitSettings:
@@ -126,10 +128,11 @@ def allowed_values(limits: LimitSettings) -> dict[str, str]:
         "stream": "true or false",
         "tier": "auto, fast, balanced or precise",
         "tier_policy": "prefer or require",
-        "sla": "an object with any of ttft_ms, tpot_ms, max_quality_loss",
+        "sla": "an object with any of ttft_ms, tpot_ms, max_quality_loss, confidence",
         "sla.ttft_ms": "a number of milliseconds above 0",
         "sla.tpot_ms": "a number of milliseconds above 0",
         "sla.max_quality_loss": "a number from 0 to 1",
+        "sla.confidence": "a number from 0.5 to below 1",
         "priority": "interactive, standard or batch",
     }
 
@@ -151,7 +154,7 @@ def make_query(
     wishes: Wishes, features: PromptFeatures, prompt_tokens: int, max_tokens: int, allowed: frozenset[TierName]
 ) -> Query:
     """Return the request as the policy sees it."""
-    sla = Sla(wishes.sla.ttft_ms, wishes.sla.tpot_ms, wishes.sla.max_quality_loss)
+    sla = Sla(wishes.sla.ttft_ms, wishes.sla.tpot_ms, wishes.sla.max_quality_loss, wishes.sla.confidence)
     require = wishes.tier_policy == "require"
     return Query(features, prompt_tokens, max_tokens, hint=wishes.hint, require=require, sla=sla, allowed=allowed)
 
@@ -185,18 +188,24 @@ def render_decision(decision: Decision) -> dict[str, Any]:
         "max_tokens": query.max_tokens,
         "features": render_features(query.features),
         "fallbacks": list(decision.fallbacks),
-        "tiers": [
-            {
-                "tier": v.tier,
-                "state": v.state.value,
-                "predicted_ttft_ms": v.predicted_ttft_ms,
-                "predicted_tpot_ms": v.predicted_tpot_ms,
-                "expected_loss": v.expected_loss,
-                "cost": v.cost,
-                "verdict": CHOSEN if v.tier is decision.tier else v.verdict,
-            }
-            for v in decision.verdicts
-        ],
+        "degraded": list(decision.degraded),
+        "retry_after_s": decision.retry_after_s,
+        "tiers": [render_verdict(v) for v in decision.verdicts],
+    }
+
+
+def render_verdict(verdict: Verdict) -> dict[str, Any]:
+    """Return what was found of one tier as JSON values."""
+    loss = verdict.expected_loss
+    return {
+        "tier": verdict.tier,
+        "state": verdict.state.value,
+        "predicted_ttft_ms": verdict.predicted_ttft_ms,
+        "predicted_tpot_ms": verdict.predicted_tpot_ms,
+        "expected_loss": loss.mean if loss else None,
+        "expected_loss_interval": [loss.low, loss.high] if loss else None,
+        "cost": verdict.cost,
+        "verdict": verdict.verdict,
     }
 
 
@@ -238,5 +247,9 @@ def _render_replica(replica: ReplicaSnapshot) -> dict[str, Any]:
         "kv_cache_usage": gauges.kv_cache_usage if gauges else None,
         "ttft_base_ms": round(speed.ttft_base_ms, 1) if speed else None,
         "prefill_ms_per_token": round(speed.prefill_ms_per_token, 3) if speed else None,
-        "tpot_ms": round(speed.tpot_ms, 2) if speed else None,
+        "tpot_ms": round(speed.step_ms(1) * math.exp(replica.tpot_trend.mean), 2) if speed else None,
+        "step_base_ms": round(speed.step_base_ms, 3) if speed else None,
+        "step_ms_per_sequence": round(speed.step_ms_per_sequence, 3) if speed else None,
+        "ttft_trend": round(math.exp(replica.ttft_trend.mean), 3),
+        "tpot_trend": round(math.exp(replica.tpot_trend.mean), 3),
     }

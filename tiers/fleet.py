@@ -7,15 +7,20 @@ lag by seconds.
 
 from __future__ import annotations
 
+import math
+import time
+from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.speed import IDLE, STEADY, Load, SpeedModel, Times, Trend
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
-SPEED_MEMORY = 0.8  # weight of the past in the moving averages of TTFT and TPOT: about the last five requests
+OUTPUT_MEMORY = 0.95  # weight of the past in the share of the asked output tokens that come: about the last twenty
+FOREIGN_POLLS = 8  # readings in a row, 4 s, that must show requests of others: gauges lag by seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +38,13 @@ class Gauges:
     kv_cache_usage: float
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """A replica's speed with one request at a time: TTFT = base + slope x prompt tokens. Times in milliseconds."""
+class Expectation(NamedTuple):
+    """Predicted times of one answer in milliseconds, and the standard deviations of log(seen / predicted)."""
 
-    ttft_base_ms: float
-    prefill_ms_per_token: float
+    ttft_ms: float
     tpot_ms: float
-
-    def ttft_ms(self, prompt_tokens: int) -> float:
-        """Predict the time to first token of an idle replica."""
-        return self.ttft_base_ms + self.prefill_ms_per_token * prompt_tokens
-
-    def after(self, prompt_tokens: int, ttft_ms: float, tpot_ms: float | None) -> Speed:
-        """Return the estimate moved towards one more answer's times; TTFT moves as a whole, by its ratio."""
-        new = 1 - SPEED_MEMORY
-        scale = SPEED_MEMORY + new * ttft_ms / max(self.ttft_ms(prompt_tokens), 1.0)
-        return Speed(
-            ttft_base_ms=self.ttft_base_ms * scale,
-            prefill_ms_per_token=self.prefill_ms_per_token * scale,
-            tpot_ms=self.tpot_ms if tpot_ms is None else SPEED_MEMORY * self.tpot_ms + new * tpot_ms,
-        )
+    ttft_spread: float
+    tpot_spread: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +61,23 @@ class ReplicaSnapshot:
     output_tokens_outstanding: int
     served: int
     failed: int
-    gauges: Gauges | None
-    speed: Speed | None
-    idle_speed: Speed | None = None
+    gauges: Gauges | None = None
+    load: Load = IDLE
+    speed: SpeedModel | None = None
+    ttft_trend: Trend = STEADY
+    tpot_trend: Trend = STEADY
+
+    def expect(self, prompt_tokens: int, max_num_seqs: int, output_share: float) -> Expectation | None:
+        """Predict the times of one more request; None before any speed was measured."""
+        if self.speed is None:
+            return None
+        times = self.speed.times(prompt_tokens, self.load, max_num_seqs, output_share)
+        return Expectation(
+            times.ttft_ms * math.exp(self.ttft_trend.mean),
+            times.tpot_ms * math.exp(self.tpot_trend.mean),
+            math.sqrt(self.ttft_trend.variance),
+            math.sqrt(self.tpot_trend.variance),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +98,10 @@ class TierSnapshot:
         return min((r.state for r in self.replicas), key=_BEST_FIRST.index, default=ReplicaState.STOPPED)
 
     @property
-    def has_room(self) -> bool:
-        """Tell whether a ready replica can take one more request."""
-        return any(r.in_flight < self.spec.max_in_flight for r in self.ready)
-
-    @property
-    def speed(self) -> Speed | None:
-        """Return the speed of the fastest ready replica, None before any was measured."""
-        return min((r.speed for r in self.ready if r.speed), key=lambda s: s.tpot_ms, default=None)
-
-    @property
-    def idle_speed(self) -> Speed | None:
-        """Return the same as it was measured when the replica was idle: what it can do, not what it does now."""
-        return min((r.idle_speed for r in self.ready if r.idle_speed), key=lambda s: s.tpot_ms, default=None)
+    def next(self) -> ReplicaSnapshot | None:
+        """Return the replica that the next request would be leased on; None where none has room."""
+        free = [r for r in self.ready if r.in_flight < self.spec.max_in_flight]
+        return min(free, key=_snapshot_load, default=None)
 
 
 _BEST_FIRST = [
@@ -153,10 +149,17 @@ class FleetSnapshot:
     Attributes:
         tiers: By rising precision.
         template: What the chat template adds to prompts.
+        output_share: Of the output tokens that requests allow, how many came lately, 0..1.
     """
 
     tiers: tuple[TierSnapshot, ...]
     template: TemplateTokens
+    output_share: float = 1.0
+
+    @property
+    def in_flight(self) -> int:
+        """Return the requests that the router has on all replicas together."""
+        return sum(replica.in_flight for tier in self.tiers for replica in tier.replicas)
 
     def tier(self, name: TierName) -> TierSnapshot:
         """Return one tier.
@@ -190,8 +193,10 @@ class Replica:
     served: int = 0
     failed: int = 0
     gauges: Gauges | None = None
-    speed: Speed | None = None
-    idle_speed: Speed | None = None
+    speed: SpeedModel | None = None
+    ttft_trend: Trend = STEADY
+    tpot_trend: Trend = STEADY
+    _surplus: deque[int] = field(default_factory=lambda: deque(maxlen=FOREIGN_POLLS))
 
     def __repr__(self) -> str:
         return f"<Replica {self.id} {self.state.value} in_flight={self.in_flight} {self.url}>"
@@ -200,10 +205,33 @@ class Replica:
         """Change the state; ``detail`` says why, for a person."""
         self.state, self.detail = state, detail
         if state is not ReplicaState.READY:
-            self.gauges = self.speed = self.idle_speed = None
+            self.gauges = self.speed = None
+            self._surplus.clear()
 
-    def snapshot(self) -> ReplicaSnapshot:
+    @property
+    def sequences(self) -> int:
+        """Return the requests on the replica: the router's own, exactly, and those that only the gauges tell of."""
+        full = len(self._surplus) == FOREIGN_POLLS
+        return self.in_flight + (max(min(self._surplus), 0) if full else 0)
+
+    def note_gauges(self, gauges: Gauges) -> None:
+        """Note what the engine says of itself."""
+        self.gauges = gauges
+        self._surplus.append(gauges.running + gauges.waiting - self.in_flight)
+
+    def measured(self, speed: SpeedModel) -> None:
+        """Take a speed, and forget how far the last one was off."""
+        self.speed = speed
+        self.ttft_trend = Trend(0.0, speed.ttft_spread**2, 0.0)
+        self.tpot_trend = Trend(0.0, speed.tpot_spread**2, 0.0)
+
+    def load(self, neighbours: float) -> Load:
+        """Return what the replica has to do."""
+        return Load(self.sequences, self.prompt_tokens, self.output_tokens, neighbours)
+
+    def snapshot(self, now: float, neighbours: float) -> ReplicaSnapshot:
         """Return a frozen copy."""
+        speed = self.speed
         return ReplicaSnapshot(
             id=self.id,
             url=self.url,
@@ -216,25 +244,42 @@ class Replica:
             served=self.served,
             failed=self.failed,
             gauges=self.gauges,
-            speed=self.speed,
-            idle_speed=self.idle_speed,
+            load=self.load(neighbours),
+            speed=speed,
+            ttft_trend=self.ttft_trend.faded(now, speed.ttft_spread) if speed else STEADY,
+            tpot_trend=self.tpot_trend.faded(now, speed.tpot_spread) if speed else STEADY,
         )
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One request's hold on one replica. Use as a context manager, or call ``release`` exactly where it ends."""
+    """One request's hold on one replica. Use as a context manager, or call ``release`` exactly where it ends.
+
+    Attributes:
+        predicted: The model's times for it, as things stood when it was taken; None where the speed is not known.
+    """
 
     replica: Replica
+    predicted: Times | None
+    _fleet: Fleet
     _prompt_tokens: int
     _output_tokens: int
     _asked_tokens: int
     _released: bool = False
 
-    def first_token(self) -> None:
-        """Note that the prompt is computed: its tokens are no longer outstanding."""
-        self.replica.prompt_tokens -= self._prompt_tokens
+    def first_token(self, ttft_ms: float | None = None) -> None:
+        """Note that the prompt is computed: its tokens are no longer outstanding.
+
+        Args:
+            ttft_ms: When; None leaves what is known of the speed as it is.
+        """
+        replica, speed = self.replica, self.replica.speed
+        replica.prompt_tokens -= self._prompt_tokens
         self._prompt_tokens = 0
+        if ttft_ms is not None and self.predicted is not None and speed is not None:
+            replica.ttft_trend = replica.ttft_trend.after(
+                self.predicted.ttft_ms, ttft_ms, time.monotonic(), speed.ttft_spread
+            )
 
     def produced(self, tokens: int = 1) -> None:
         """Note output tokens that have arrived."""
@@ -242,16 +287,22 @@ class Lease:
         self.replica.output_tokens -= tokens
         self._output_tokens -= tokens
 
-    def finished(self, ttft_ms: float | None, tpot_ms: float | None) -> None:
-        """Note a completed answer and its times.
+    def finished(self, tpot_ms: float | None, output_tokens: int = 0) -> None:
+        """Note a completed answer.
 
         Args:
-            ttft_ms: None for an answer that was not streamed.
-            tpot_ms: None for fewer than two tokens.
+            tpot_ms: Mean time between its tokens; None for fewer than two, and for one that was not streamed.
+            output_tokens: That it has; 0 where the engine did not say.
         """
-        self.replica.served += 1
-        if self.replica.speed is not None and ttft_ms is not None:
-            self.replica.speed = self.replica.speed.after(self._asked_tokens, ttft_ms, tpot_ms)
+        replica, speed = self.replica, self.replica.speed
+        replica.served += 1
+        if tpot_ms is not None and self.predicted is not None and speed is not None:
+            replica.tpot_trend = replica.tpot_trend.after(
+                self.predicted.tpot_ms, tpot_ms, time.monotonic(), speed.tpot_spread
+            )
+        if output_tokens and self._asked_tokens:
+            share = min(output_tokens / self._asked_tokens, 1.0)
+            self._fleet.output_share += (1 - OUTPUT_MEMORY) * (share - self._fleet.output_share)
 
     def failed(self) -> None:
         """Note an attempt that the replica failed."""
@@ -275,11 +326,18 @@ class Lease:
 
 @dataclass(slots=True)
 class Fleet:
-    """All replicas of all tiers."""
+    """All replicas of all tiers.
+
+    Attributes:
+        output_share: Of the output tokens that requests allow, how many came lately, 0..1.
+        speeds: By tier, where they were profiled under load.
+    """
 
     specs: tuple[TierSpec, ...]
     replicas: list[Replica] = field(default_factory=list)
     template: TemplateTokens = TemplateTokens()
+    output_share: float = 1.0
+    speeds: Mapping[TierName, SpeedModel] = field(default_factory=dict)
 
     def add(self, replica: Replica) -> Replica:
         """Add a replica; it gets traffic once it is marked ready."""
@@ -311,10 +369,19 @@ class Fleet:
         replica = min(self._open(tier, exclude), key=_load, default=None)
         if replica is None:
             return None
+        predicted = None
+        if replica.speed is not None:
+            load = replica.load(self._neighbours(replica))
+            predicted = replica.speed.times(prompt_tokens, load, replica.spec.max_num_seqs, self.output_share)
         replica.in_flight += 1
         replica.prompt_tokens += prompt_tokens
         replica.output_tokens += max_tokens
-        return Lease(replica, prompt_tokens, max_tokens, prompt_tokens)
+        return Lease(replica, predicted, self, prompt_tokens, max_tokens, max_tokens)
+
+    def _neighbours(self, replica: Replica) -> float:
+        """Return the share of the other replicas that have requests."""
+        others = len(self.replicas) - 1
+        return sum(r.sequences > 0 for r in self.replicas if r is not replica) / others if others else 0.0
 
     def _open(self, tier: TierName, exclude: Collection[str]) -> Iterable[Replica]:
         return (
@@ -332,14 +399,29 @@ class Fleet:
 
     def snapshot(self) -> FleetSnapshot:
         """Return a frozen copy of the whole fleet."""
+        now = time.monotonic()
+        busy = sum(r.sequences > 0 for r in self.replicas)
+        others = max(len(self.replicas) - 1, 1)
         return FleetSnapshot(
             tiers=tuple(
-                TierSnapshot(spec, tuple(r.snapshot() for r in self.replicas if r.spec.name is spec.name))
+                TierSnapshot(
+                    spec,
+                    tuple(
+                        r.snapshot(now, (busy - (r.sequences > 0)) / others)
+                        for r in self.replicas
+                        if r.spec.name is spec.name
+                    ),
+                )
                 for spec in self.specs
             ),
             template=self.template,
+            output_share=self.output_share,
         )
 
 
 def _load(replica: Replica) -> tuple[int, int]:
-    return replica.prompt_tokens + replica.output_tokens, replica.in_flight
+    return replica.prompt_tokens + replica.output_tokens, replica.sequences
+
+
+def _snapshot_load(replica: ReplicaSnapshot) -> tuple[int, int]:
+    return replica.prompt_tokens_outstanding + replica.output_tokens_outstanding, replica.load.sequences

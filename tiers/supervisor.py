@@ -224,7 +224,7 @@ class Supervisor:
         while missed < MISSED_PROBES:
             await asyncio.sleep(POLL_S)
             try:
-                replica.gauges = await probe.gauges()
+                replica.note_gauges(await probe.gauges())
                 missed = 0
             except TierError:
                 missed += 1
@@ -238,9 +238,11 @@ class Supervisor:
                 continue
             for replica in self._fleet.replicas:
                 if replica.state is ReplicaState.READY and replica.speed is None and replica.in_flight == 0:
+                    if (profiled := self._fleet.speeds.get(replica.spec.name)) is not None:
+                        replica.measured(profiled)
+                        continue
                     with contextlib.suppress(TierError):
-                        speed = await measure_speed(self._probe(replica), replica.model, self._options.warmup)
-                        replica.speed = replica.idle_speed = speed
+                        replica.measured(await measure_speed(self._probe(replica), replica.model, self._options.warmup))
 
     def _probe(self, replica: Replica) -> EngineProbe:
         return EngineProbe(self._client, replica.url, replica.api_key)

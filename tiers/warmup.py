@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tiers.errors import ProbeError, RefusedError, WarmupFailed
-from tiers.fleet import Speed, TemplateTokens
+from tiers.fleet import TemplateTokens
 from tiers.probe import CHAT, COMPLETIONS
+from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:
     from tiers.probe import EngineProbe
@@ -104,7 +105,7 @@ async def _short(probe: EngineProbe, model: str, plan: WarmupPlan) -> bool:
     return True
 
 
-async def measure_speed(probe: EngineProbe, model: str, plan: WarmupPlan) -> Speed:
+async def measure_speed(probe: EngineProbe, model: str, plan: WarmupPlan) -> SpeedModel:
     """Measure an idle engine: TTFT of a short and of a long prompt, and TPOT.
 
     Raises:
@@ -116,7 +117,7 @@ async def measure_speed(probe: EngineProbe, model: str, plan: WarmupPlan) -> Spe
     span = max(long.prompt_tokens - short.prompt_tokens, 1)
     slope = max((long.ttft_ms - short.ttft_ms) / span, 0.0)
     base = max(short.ttft_ms - slope * short.prompt_tokens, 0.0)
-    return Speed(ttft_base_ms=base, prefill_ms_per_token=slope, tpot_ms=short.tpot_ms or short.ttft_ms)
+    return SpeedModel(base, slope, step_base_ms=short.tpot_ms or short.ttft_ms)
 
 
 def _long(model: str) -> dict[str, str | int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tiers.fleet import Fleet, Replica, Speed
+from tiers.fleet import FOREIGN_POLLS, Fleet, Gauges, Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.speed import HALF_LIFE_S, SpeedModel, Trend
 
 FAST = TierName.FAST
 
@@ -80,9 +81,65 @@ def test_snapshots_do_not_change() -> None:
     assert fleet.snapshot().tiers[0].replicas[0].in_flight == 1
 
 
-def test_speed_follows_what_is_seen() -> None:
-    """Each answer moves TTFT by its ratio and TPOT towards what was seen, a fifth of the way."""
-    speed = Speed(100, 1, 10).after(prompt_tokens=100, ttft_ms=400, tpot_ms=20)
-    assert speed.ttft_ms(100) == pytest.approx(240)
-    assert speed.tpot_ms == pytest.approx(12)
-    assert speed.after(100, 240, None).tpot_ms == pytest.approx(12)
+def _profiled(step: float = 10.0) -> SpeedModel:
+    return SpeedModel(100, 1, step, 1, profiled=True, ttft_spread=0.1, tpot_spread=0.1)
+
+
+def test_predictions_follow_what_is_seen() -> None:
+    """Answers that take twice as long as predicted move the prediction that way, and make it less sure of itself."""
+    fleet = make_fleet(replicas=1)
+    replica = fleet.replicas[0]
+    replica.measured(_profiled())
+    before = fleet.snapshot().tiers[0].replicas[0].expect(100, 16, 1.0)
+    for _ in range(3):
+        lease = fleet.lease(FAST, prompt_tokens=100, max_tokens=10)
+        assert lease is not None
+        assert lease.predicted is not None
+        lease.first_token(2 * lease.predicted.ttft_ms)
+        lease.finished(2 * lease.predicted.tpot_ms, 5)
+        lease.release()
+    after = fleet.snapshot().tiers[0].replicas[0].expect(100, 16, 1.0)
+    assert before is not None
+    assert after is not None
+    assert before.ttft_ms * 1.3 < after.ttft_ms < before.ttft_ms * 2
+    assert before.tpot_ms * 1.3 < after.tpot_ms < before.tpot_ms * 2
+    assert after.ttft_spread > before.ttft_spread
+
+
+def test_what_was_seen_is_forgotten() -> None:
+    """A tier that is passed over gets its measured speed back: by half each half-life, spread and all."""
+    trend = Trend(1.0, 1.0, at=0.0)
+    half = trend.faded(HALF_LIFE_S, spread=0.1)
+    assert half.mean == pytest.approx(0.5)
+    assert half.variance == pytest.approx((1 + 0.01) / 2)
+    assert trend.faded(100 * HALF_LIFE_S, spread=0.1).mean == pytest.approx(0)
+
+
+def test_share_of_output_is_learned() -> None:
+    """Answers that end long before max_tokens lower what later requests are expected to produce."""
+    fleet = make_fleet(replicas=1)
+    for _ in range(100):
+        lease = fleet.lease(FAST, prompt_tokens=1, max_tokens=100)
+        assert lease is not None
+        lease.finished(10, 25)
+        lease.release()
+    assert fleet.snapshot().output_share == pytest.approx(0.25, abs=0.01)
+
+
+def test_requests_of_others_count_once_the_gauges_insist() -> None:
+    """An engine that runs more than the router sent it is loaded by somebody else; gauges that merely lag are not believed."""
+    fleet = make_fleet(replicas=1)
+    replica = fleet.replicas[0]
+    for reading in range(FOREIGN_POLLS):
+        assert replica.sequences == 0
+        replica.note_gauges(Gauges(running=3 if reading else 9, waiting=1, kv_cache_usage=0.1))
+    assert fleet.snapshot().tiers[0].replicas[0].load.sequences == 4
+    replica.note_gauges(Gauges(0, 0, 0.0))
+    assert replica.sequences == 0
+
+
+def test_neighbours_are_the_other_busy_replicas() -> None:
+    """Each replica's load tells what share of the others has requests."""
+    fleet = make_fleet(replicas=3)
+    fleet.lease(FAST, prompt_tokens=9, max_tokens=9)
+    assert [r.load.neighbours for r in fleet.snapshot().tiers[0].replicas] == [0.0, 0.5, 0.5]

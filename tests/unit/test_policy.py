@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from classifier import PromptClass, PromptFeatures
-from router.policy import CHOSEN, PolicyTable, Query, Refusal, Sla, decide
-from router.settings import CLASS_FLOOR
-from tiers.fleet import FleetSnapshot, ReplicaSnapshot, Speed, TemplateTokens, TierSnapshot
+from router.decision import CHOSEN, ExpectedLoss, PolicyTable, Query, Refusal, Sla
+from router.policy import decide
+from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
+from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
 from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.speed import Load, SpeedModel, Trend
 
-TABLE = PolicyTable(CLASS_FLOOR, min_confidence=0.6, max_slowdown=4.0)
+TABLE = PolicyTable(CLASS_FLOOR, CLASS_MAX_LOSS)
 FAST, BALANCED, PRECISE = TierName
 LENGTHS = {FAST: 2048, BALANCED: 4096, PRECISE: 8192}
 
@@ -27,13 +29,34 @@ def query(kind: PromptClass = PromptClass.CHAT, confidence: float = 0.9, **chang
 
 
 def fleet(
-    states: dict[TierName, Any] | None = None, speeds: dict[TierName, Speed] | None = None, busy: int = 0
+    states: dict[TierName, Any] | None = None,
+    speeds: dict[TierName, SpeedModel] | None = None,
+    busy: int = 0,
+    loads: dict[TierName, Load] | None = None,
 ) -> FleetSnapshot:
     tiers = []
     for name in TierName:
         state = (states or {}).get(name, ReplicaState.READY)
         speed = (speeds or {}).get(name)
-        replica = ReplicaSnapshot(f"{name}-0", "u", None, state, None, busy, 0, 0, 0, 0, None, speed, speed)
+        load = (loads or {}).get(name, Load(busy))
+        trend = Trend(0.0, speed.ttft_spread**2 if speed else 0.0, 0.0)
+        replica = ReplicaSnapshot(
+            f"{name}-0",
+            "u",
+            None,
+            state,
+            None,
+            load.sequences,
+            load.prompt_tokens,
+            load.output_tokens,
+            0,
+            0,
+            None,
+            load,
+            speed,
+            trend,
+            trend,
+        )
         tiers.append(TierSnapshot(TierSpec(name, LENGTHS[name], 16, 32), (replica,)))
     return FleetSnapshot(tuple(tiers), TemplateTokens())
 
@@ -111,7 +134,7 @@ def test_class_that_nothing_allows_is_degraded_and_says_so() -> None:
 
 def test_sla_excludes_slow_tiers_and_unmeasured_loss() -> None:
     """Latency bounds are held against measured speed, the loss bound leaves only the reference precision."""
-    speeds = {FAST: Speed(100, 1, 10), BALANCED: Speed(20, 0.1, 20), PRECISE: Speed(300, 1, 30)}
+    speeds = {FAST: SpeedModel(100, 1, 10), BALANCED: SpeedModel(20, 0.1, 20), PRECISE: SpeedModel(300, 1, 30)}
     assert decide(query(sla=Sla(ttft_ms=50)), fleet(speeds=speeds), TABLE).tier is BALANCED
     assert decide(query(sla=Sla(tpot_ms=15)), fleet(speeds=speeds), TABLE).tier is FAST
     loss = decide(query(sla=Sla(max_quality_loss=0.01)), fleet(speeds=speeds), TABLE)
@@ -121,7 +144,7 @@ def test_sla_excludes_slow_tiers_and_unmeasured_loss() -> None:
 
 def test_sla_that_nothing_meets_is_set_aside_or_refused() -> None:
     """Preferred bounds that no tier meets are set aside with a note; required ones are refused."""
-    speeds = {name: Speed(100, 1, 10) for name in TierName}
+    speeds = {name: SpeedModel(100, 1, 10) for name in TierName}
     preferred = decide(query(sla=Sla(ttft_ms=1)), fleet(speeds=speeds), TABLE)
     assert preferred.tier is FAST
     assert "no tier is expected to meet the SLA" in preferred.reason
@@ -132,11 +155,11 @@ def test_sla_that_nothing_meets_is_set_aside_or_refused() -> None:
 
 def test_slow_lower_precision_is_passed_over() -> None:
     """A tier over four times slower per token than a higher precision has nothing to offer; four times is still taken."""
-    slow = {BALANCED: Speed(0, 0, 401), PRECISE: Speed(0, 0, 100)}
+    slow = {BALANCED: SpeedModel(0, 0, 401), PRECISE: SpeedModel(0, 0, 100)}
     decision = decide(query(PromptClass.CODE), fleet(speeds=slow), TABLE)
     assert decision.tier is PRECISE
     assert "balanced would do" in decision.reason
-    even = {BALANCED: Speed(0, 0, 400), PRECISE: Speed(0, 0, 100)}
+    even = {BALANCED: SpeedModel(0, 0, 400), PRECISE: SpeedModel(0, 0, 100)}
     assert decide(query(PromptClass.CODE), fleet(speeds=even), TABLE).tier is BALANCED
 
 
@@ -148,8 +171,118 @@ def test_fallbacks_go_up_first() -> None:
 
 def test_every_tier_has_a_verdict() -> None:
     """The decision says of each tier what is known and why it was taken or not; unknown is None."""
-    decision = decide(query(), fleet({PRECISE: ReplicaState.STARTING}, {FAST: Speed(10, 1, 5)}), TABLE)
+    decision = decide(query(), fleet({PRECISE: ReplicaState.STARTING}, {FAST: SpeedModel(10, 1, 5)}), TABLE)
     assert [v.verdict == CHOSEN for v in decision.verdicts] == [True, False, False]
     assert decision.verdicts[0].predicted_ttft_ms == 30
     assert decision.verdicts[1].predicted_ttft_ms is None
     assert decision.verdicts[2].verdict == "is starting"
+
+
+# What was measured: AWQ cheap and lossy, FP8 with a high price for each step, BF16 in between.
+MEASURED = {
+    FAST: SpeedModel(20, 1, 20, 5, 1, 0, 0.1, 0.1, profiled=True),
+    BALANCED: SpeedModel(20, 1, 400, 1, 1, 0, 0.1, 0.1, profiled=True),
+    PRECISE: SpeedModel(20, 4, 60, 2, 1, 0, 0.1, 0.1, profiled=True),
+}
+LOSSES = {
+    FAST: {
+        PromptClass.CHAT: ExpectedLoss(0.08, 0.06, 0.1),
+        PromptClass.CODE: ExpectedLoss(0.2, 0.15, 0.25),
+    },
+    BALANCED: {
+        PromptClass.CHAT: ExpectedLoss(0.02, 0.01, 0.03),
+        PromptClass.CODE: ExpectedLoss(0.03, 0.02, 0.04),
+    },
+}
+PROFILED = replace(TABLE, losses=LOSSES)
+
+
+def test_cheapest_by_measurement() -> None:
+    """Of the tiers whose measured loss the class can bear, the one that takes least engine time: never the slow FP8."""
+    chat = decide(query(), fleet(speeds=MEASURED), PROFILED)
+    assert chat.tier is FAST
+    assert "cheapest tier that meets its needs is fast" in chat.reason
+    code = decide(query(PromptClass.CODE), fleet(speeds=MEASURED), PROFILED)
+    assert code.tier is PRECISE  # fast loses too much, and balanced would do at a higher cost
+    assert [v.verdict for v in code.verdicts] == [
+        "class code may lose 0.05, and this tier may lose 0.233",
+        "would do, at 40 engine-seconds instead of 6.3",
+        CHOSEN,
+    ]
+
+
+def test_cost_follows_the_load() -> None:
+    """With its own growth a cheap tier loses its lead: at sixteen requests in flight the other one takes less time each."""
+    speeds = {**MEASURED, PRECISE: SpeedModel(20, 1, 60, 0, 1, 0, 0.1, 0.1, profiled=True)}
+    assert decide(query(), fleet(speeds=speeds), PROFILED).tier is FAST
+    assert decide(query(), fleet(speeds=speeds, busy=5), PROFILED).tier is PRECISE
+    dear = replace(PROFILED, prices={PRECISE: 3.0})
+    assert decide(query(), fleet(speeds=speeds, busy=5), dear).tier is FAST
+
+
+def test_class_in_doubt_takes_the_upper_end_of_the_worst() -> None:
+    """Below the confidence asked for, a tier is taken for what it loses on its worst class."""
+    decision = decide(query(confidence=0.5), fleet(speeds=MEASURED), PROFILED)
+    assert decision.tier is PRECISE
+    assert "may lose 0.250" in decision.verdict(FAST).verdict
+
+
+def test_bounds_hold_with_the_confidence_asked_for() -> None:
+    """The same bound is met with even odds and not with near certainty, for latency and loss alike."""
+    speeds = {FAST: MEASURED[FAST]}
+    bound = Sla(tpot_ms=26, confidence=0.5)
+    one = fleet(dict.fromkeys((BALANCED, PRECISE), ReplicaState.FAILED), speeds)
+    assert decide(query(sla=bound, require=True), one, PROFILED).tier is FAST
+    sure = decide(query(sla=replace(bound, confidence=0.99), require=True), one, PROFILED)
+    assert sure.refusal is Refusal.SLA_UNMET
+    loss = Sla(max_quality_loss=0.09)
+    assert decide(query(sla=replace(loss, confidence=0.5)), fleet(speeds=MEASURED), PROFILED).tier is FAST
+    assert decide(query(sla=replace(loss, confidence=0.95)), fleet(speeds=MEASURED), PROFILED).tier is PRECISE
+
+
+def test_prediction_follows_the_load() -> None:
+    """Waiting prompts, running batches, busy neighbours and taken places all add to the predicted times."""
+    free = decide(query(), fleet(speeds=MEASURED), PROFILED).verdict(FAST)
+    assert (free.predicted_ttft_ms, free.predicted_tpot_ms) == (40, 25)
+    busy = {FAST: Load(sequences=3, prompt_tokens=200, output_tokens=300)}
+    loaded = decide(query(), fleet(speeds=MEASURED, loads=busy), PROFILED).verdict(FAST)
+    assert (loaded.predicted_ttft_ms, loaded.predicted_tpot_ms) == (20 + 220 + 35, 40)
+    full = {FAST: Load(sequences=16, output_tokens=1600)}
+    queued = decide(query(), fleet(speeds=MEASURED, loads=full), PROFILED).verdict(FAST)
+    assert queued.predicted_ttft_ms == 20 + 20 + 100 + 100 * 100 / 16
+    speeds = {FAST: replace(MEASURED[FAST], contention=2.0)}
+    beside = {FAST: Load(neighbours=0.5)}
+    assert decide(query(), fleet(speeds=speeds, loads=beside), PROFILED).verdict(FAST).predicted_tpot_ms == 50
+
+
+@pytest.mark.parametrize(("give_up", "tier"), [("latency", PRECISE), ("quality", FAST)])
+def test_what_is_given_up_first_is_a_setting(give_up: Any, tier: TierName) -> None:
+    """A loss that only the slow tier keeps and a latency that only the lossy one keeps: the settings say which gives way."""
+    asked = query(sla=Sla(tpot_ms=40, max_quality_loss=0.001))
+    decision = decide(asked, fleet(speeds=MEASURED), replace(PROFILED, give_up=give_up))
+    assert decision.tier is tier
+    assert decision.degraded == (give_up,)
+    assert f"{give_up} given up" in decision.reason
+
+
+def test_refusal_says_when() -> None:
+    """A required SLA that is out of reach for the load is refused with a time; one out of reach at all without."""
+    load = {FAST: Load(sequences=8, output_tokens=800)}
+    only = dict.fromkeys((BALANCED, PRECISE), ReplicaState.FAILED)
+    asked = query(sla=Sla(tpot_ms=35), require=True)
+    busy = decide(asked, fleet(only, MEASURED, loads=load), PROFILED)
+    assert busy.refusal is Refusal.SLA_UNMET
+    assert busy.retry_after_s is not None
+    assert 1 < busy.retry_after_s < 10
+    never = decide(query(hint=FAST, sla=Sla(tpot_ms=1), require=True), fleet(speeds=MEASURED), PROFILED)
+    assert never.retry_after_s is None
+    full = fleet(only, MEASURED, loads={FAST: Load(sequences=32, output_tokens=3200)})
+    assert decide(query(hint=FAST, require=True), full, PROFILED).retry_after_s is not None
+
+
+def test_promoted_class_gets_the_next_precision() -> None:
+    """A class that loses too much in live answers is kept from its tier, and the reason says so."""
+    table = replace(PROFILED, promoted={PromptClass.CHAT: BALANCED})
+    decision = decide(query(), fleet(speeds=MEASURED), table)
+    assert decision.tier is PRECISE  # cheaper than balanced
+    assert "loses too much in live answers" in decision.verdict(FAST).verdict

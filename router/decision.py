@@ -1,0 +1,171 @@
+"""The values that a routing decision is made of: what is asked, what is known, and what was decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Literal
+
+from tiers.spec import Precision, ReplicaState, TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from classifier import PromptClass, PromptFeatures
+
+Bound = Literal["quality", "latency"]
+CHOSEN = "chosen"
+_INTERVAL_Z = NormalDist().inv_cdf(0.975)  # half the width of a 95 % interval, in standard deviations
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedLoss:
+    """Share of tokens, 0..1, that are not the highest precision's first choice: estimate and 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def at(self, z: float) -> float:
+        """Return what the loss stays under with a one-sided confidence, given as a quantile of the normal distribution."""
+        return min(self.mean + (self.high - self.mean) * z / _INTERVAL_Z, 1.0)
+
+
+NO_LOSS = ExpectedLoss(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTable:
+    """The policy's parameters: settings of the same names, and what was measured.
+
+    Attributes:
+        losses: By tier and class, from the quality profile; empty: not measured.
+        promoted: Classes that lose more in live answers than they may, with the lowest tier that they get meanwhile.
+    """
+
+    class_floor: Mapping[PromptClass, TierName]
+    max_loss: Mapping[PromptClass, float]
+    min_confidence: float = 0.6
+    sla_confidence: float = 0.9
+    give_up: Bound = "latency"
+    max_slowdown: float = 4.0
+    prices: Mapping[TierName, float] = field(default_factory=dict)
+    losses: Mapping[TierName, Mapping[PromptClass, ExpectedLoss]] = field(default_factory=dict)
+    promoted: Mapping[PromptClass, TierName] = field(default_factory=dict)
+
+    def loss(self, tier: TierName, features: PromptFeatures) -> ExpectedLoss | None:
+        """Return what a tier is measured to lose on a prompt; of a class in doubt, the upper end of the worst class."""
+        if tier is TierName.PRECISE:
+            return NO_LOSS
+        measured = self.losses.get(tier)
+        if not measured:
+            return None
+        if features.confidence >= self.min_confidence:
+            return measured.get(features.prompt_class)
+        worst = max(measured.values(), key=lambda loss: loss.high)
+        return ExpectedLoss(worst.mean, worst.low, worst.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Sla:
+    """What the caller asks for; None: no bound. Times in milliseconds, loss and confidence 0..1.
+
+    Attributes:
+        confidence: With which the bounds are to be met; None: as the settings say.
+    """
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    max_quality_loss: float | None = None
+    confidence: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One request as the policy sees it.
+
+    Attributes:
+        features: Of the prompt.
+        prompt_tokens: With system prompt and chat template.
+        max_tokens: Output tokens at most.
+        hint: The tier asked for; None: any.
+        require: Hint and SLA are conditions, not preferences.
+        sla: Bounds.
+        allowed: The tiers that the caller's key may use.
+    """
+
+    features: PromptFeatures
+    prompt_tokens: int
+    max_tokens: int
+    hint: TierName | None = None
+    require: bool = False
+    sla: Sla = Sla()
+    allowed: frozenset[TierName] = frozenset(TierName)
+
+
+class Refusal(Enum):
+    """Why no tier serves a request."""
+
+    TOO_LONG = "too_long"
+    NOT_READY = "not_ready"
+    AT_CAPACITY = "at_capacity"
+    SLA_UNMET = "sla_unmet"
+    NOT_ALLOWED = "not_allowed"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the policy knows and thinks of one tier. None: not known yet.
+
+    Attributes:
+        predicted_ttft_ms: Expected for this request at the present load.
+        predicted_tpot_ms: The same.
+        expected_loss: Of this class of prompts on this tier.
+        cost: Engine-seconds of this request at the present load, times the tier's price.
+        verdict: ``chosen``, or why not.
+    """
+
+    tier: TierName
+    state: ReplicaState
+    predicted_ttft_ms: float | None
+    predicted_tpot_ms: float | None
+    expected_loss: ExpectedLoss | None
+    cost: float | None
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request goes and why. Made once, then only reported.
+
+    Attributes:
+        tier: The tier to serve it; None: refused.
+        reason: For a person; without any of the prompt's text.
+        fallbacks: Tiers to try, in order, if this one fails before the first byte.
+        verdicts: One a tier, by rising precision.
+        degraded: What the request asks for or its class needs, and is not expected to get.
+        refusal: Why there is no tier; None where there is one.
+        retry_after_s: Of a refusal: when the prediction is that it could be served; None: never, or not known.
+    """
+
+    tier: TierName | None
+    precision: Precision | None
+    reason: str
+    query: Query
+    fallbacks: tuple[TierName, ...]
+    verdicts: tuple[Verdict, ...]
+    degraded: tuple[Bound, ...] = ()
+    refusal: Refusal | None = None
+    retry_after_s: float | None = None
+
+    def verdict(self, tier: TierName) -> Verdict:
+        """Return what was found of one tier.
+
+        Raises:
+            KeyError: The fleet has no such tier.
+        """
+        for verdict in self.verdicts:
+            if verdict.tier is tier:
+                return verdict
+        raise KeyError(tier)

@@ -1,0 +1,161 @@
+"""How fast a replica is while it does what it is doing: a small model, and how far it has been off lately.
+
+An engine with continuous batching computes in steps. One step decodes one token of every running sequence and prefills part
+of the waiting prompts (Orca, OSDI 2022; chunked prefill: Sarathi-Serve, arXiv 2403.02310). So, in milliseconds,
+
+    step(n) = step_base + step_per_sequence * n                              n sequences decoding
+    TPOT    = step(n)
+    TTFT    = ttft_base + prefill_per_token * (own + waiting prompt tokens) + steps * step(n)  + wait for a place
+
+each times ``1 + contention * neighbours`` where replicas share a machine and that share of the others computes as well.
+The parameters are measured by ``qarr profile latency``; without that, an idle engine's speed is all that is known.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MEMORY = 0.8  # weight of the past in what is learned from answers: about the last five
+HALF_LIFE_S = 60.0  # of what was learned: a tier that is passed over gets its measured speed back
+UNMEASURED_SPREAD = 0.3  # of log(seen / predicted), before anything was seen: about a third either way
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a replica has to do, before one more request.
+
+    Attributes:
+        sequences: Requests it has.
+        prompt_tokens: Of prompts that are not computed yet.
+        output_tokens: Most that may still come.
+        neighbours: Share of the other replicas of the fleet that have requests, 0..1.
+    """
+
+    sequences: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    neighbours: float = 0.0
+
+
+IDLE = Load()
+
+
+class Times(NamedTuple):
+    """Times of one answer, in milliseconds."""
+
+    ttft_ms: float
+    tpot_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedModel:
+    """One replica's speed.
+
+    Attributes:
+        ttft_base_ms: TTFT of an empty prompt on an idle replica.
+        prefill_ms_per_token: For each prompt token to compute.
+        step_base_ms: Time of a decode step, whatever its batch.
+        step_ms_per_sequence: What each sequence in the batch adds.
+        ttft_steps: Decode steps that a new prompt waits for where others are being decoded.
+        contention: Further share of time, 0 and up, when all other replicas of the fleet compute as well.
+        ttft_spread: Standard deviation of log(seen / predicted) that the fit left.
+        tpot_spread: The same.
+        profiled: Whether it was measured under load, not only idle.
+    """
+
+    ttft_base_ms: float
+    prefill_ms_per_token: float
+    step_base_ms: float
+    step_ms_per_sequence: float = 0.0
+    ttft_steps: float = 0.0
+    contention: float = 0.0
+    ttft_spread: float = UNMEASURED_SPREAD
+    tpot_spread: float = UNMEASURED_SPREAD
+    profiled: bool = False
+
+    def step_ms(self, sequences: int) -> float:
+        """Return the time of one decode step of a batch, without contention."""
+        return self.step_base_ms + self.step_ms_per_sequence * sequences
+
+    def times(self, prompt_tokens: int, load: Load, max_num_seqs: int, output_share: float) -> Times:
+        """Predict the times of one more request.
+
+        Args:
+            prompt_tokens: Of its prompt.
+            load: What is there already.
+            max_num_seqs: Sequences that the replica decodes at once; more wait.
+            output_share: Of the output tokens asked for, how many come, 0..1.
+        """
+        batch = min(load.sequences + 1, max_num_seqs)
+        step = self.step_ms(batch)
+        ttft = self.ttft_base_ms + self.prefill_ms_per_token * (prompt_tokens + load.prompt_tokens)
+        if load.sequences > 0:
+            ttft += self.ttft_steps * self.step_ms(min(load.sequences, max_num_seqs))
+            ahead = load.sequences + 1 - max_num_seqs
+            if ahead > 0:
+                ttft += ahead * step * remaining_tokens(load, output_share) / max_num_seqs
+        slowed = 1 + self.contention * load.neighbours
+        return Times(ttft * slowed, step * slowed)
+
+    def engine_ms(self, prompt_tokens: int, output_tokens: float, batch: int) -> float:
+        """Return the engine time that a request takes: its prefill, and its share of the steps that decode it.
+
+        Args:
+            prompt_tokens: Of its prompt.
+            output_tokens: That are expected.
+            batch: Sequences decoded together with it, itself included.
+        """
+        return self.prefill_ms_per_token * prompt_tokens + output_tokens * self.step_ms(batch) / batch
+
+    def relief_ms(self, load: Load, max_num_seqs: int, output_share: float) -> float:
+        """Predict the time until a request ends: with n left, evenly spread over their ways, the next has 2 / (n + 1)."""
+        if load.sequences == 0:
+            return 0.0
+        left = remaining_tokens(load, output_share) * 2 / (load.sequences + 1)
+        backlog = self.prefill_ms_per_token * load.prompt_tokens
+        slowed = 1 + self.contention * load.neighbours
+        return (backlog + left * self.step_ms(min(load.sequences, max_num_seqs))) * slowed
+
+
+def remaining_tokens(load: Load, output_share: float) -> float:
+    """Return the output tokens that each of the present requests is expected to have left."""
+    return output_share * load.output_tokens / max(load.sequences, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """How far predictions have been off lately: mean and variance of log(seen / predicted), exponentially weighted.
+
+    Attributes:
+        mean: 0 where nothing was seen.
+        variance: About the mean.
+        at: When it was last changed, in seconds by the monotonic clock.
+    """
+
+    mean: float
+    variance: float
+    at: float
+
+    def faded(self, now: float, spread: float) -> Trend:
+        """Return what is left of it: it goes back to no deviation and the given spread by half each ``HALF_LIFE_S``."""
+        left = 0.5 ** (max(now - self.at, 0.0) / HALF_LIFE_S)
+        return Trend(self.mean * left, spread**2 + (self.variance - spread**2) * left, now)
+
+    def after(self, predicted_ms: float, seen_ms: float, now: float, spread: float) -> Trend:
+        """Return it after one more answer.
+
+        Args:
+            predicted_ms: By the model alone, without this trend.
+            seen_ms: What it was.
+            now: By the monotonic clock.
+            spread: Of the model.
+        """
+        past = self.faded(now, spread)
+        off = math.log(max(seen_ms, 0.1) / max(predicted_ms, 0.1)) - past.mean
+        mean = past.mean + (1 - MEMORY) * off
+        return Trend(mean, MEMORY * (past.variance + (1 - MEMORY) * off * off), now)
+
+
+STEADY = Trend(0.0, UNMEASURED_SPREAD**2, 0.0)
