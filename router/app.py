@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -14,34 +15,30 @@ from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
 from router.context import BodyTooLarge, ClientGone, context_of
-from router.decision import ExpectedLoss, PolicyTable
+from router.decision_log import DecisionLog
 from router.gate import Gate
 from router.generate import Generate, Route
+from router.live_policy import LivePolicy
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
 from router.openapi import document
 from router.problems import BeyondKey, NoEmbeddings, Refused, UnknownModel, describe
-from router.quality import load_profile, profile_name
 from router.quota import OverQuota, Quotas
 from router.services import Services
-from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
 from router.upstream import PASSED_AT_ONCE, Upstream, UpstreamError, make_transport
 from router.wire import InvalidBody, render_fleet
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
     from starlette.requests import Request
     from starlette.types import ASGIApp
 
-    from classifier import PromptClass, TokenCounter
+    from classifier import TokenCounter
     from router.keys import KeyStore
-    from router.quality import QualityProfile
-    from router.settings import PolicySettings, Settings
+    from router.settings import Settings
     from router.telemetry import Telemetry
     from tiers.fleet import Fleet
-    from tiers.spec import TierName, TierSpec
 
 # Handlers are looked up by exception type, Exception last: whatever is not listed is a 500 without details.
 HANDLED = (
@@ -74,13 +71,16 @@ def create_app(
     """
     places = sum(spec.max_in_flight * max(len(spec.urls), 1) for spec in fleet.specs)
     upstream = Upstream(fleet, make_transport(places + PASSED_AT_ONCE), settings.upstream, telemetry)
+    policy = LivePolicy(settings.policy, fleet)
+    decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
     quotas = Quotas(settings.state.redis_url.get_secret_value())
     services = Services(
         fleet=fleet,
         upstream=upstream,
         quotas=quotas,
         counter=counter,
-        table=policy_table(settings.policy, find_profile(settings.policy.profiles, fleet.specs)),
+        policy=policy,
+        decisions=decisions,
         limits=settings.limits,
         openai=settings.openai,
         engine_key=settings.engine.api_key,
@@ -93,9 +93,12 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        watching = asyncio.create_task(policy.watch())
         yield
+        watching.cancel()
         await quotas.aclose()
         await upstream.aclose()
+        decisions.close()
 
     app = Starlette(
         routes=[
@@ -119,44 +122,6 @@ def create_app(
     return telemetry.instrument(Gate(app, keys, telemetry))
 
 
-def policy_table(policy: PolicySettings, profile: QualityProfile | None = None) -> PolicyTable:
-    """Return the policy's parameters; classes that the settings leave out keep their defaults.
-
-    Args:
-        policy: The settings.
-        profile: What was measured of the checkpoints served; None: nothing yet.
-    """
-    losses: dict[TierName, dict[PromptClass, ExpectedLoss]] = {}
-    for loss in (loss for loss in (profile.losses if profile else ()) if loss.certain):
-        share = loss.top1_disagreement
-        losses.setdefault(loss.tier, {})[loss.prompt_class] = ExpectedLoss(share.mean, share.low, share.high)
-    return PolicyTable(
-        class_floor={**CLASS_FLOOR, **policy.class_floor},
-        max_loss={**CLASS_MAX_LOSS, **policy.max_loss},
-        min_confidence=policy.min_confidence,
-        sla_confidence=policy.sla_confidence,
-        give_up=policy.give_up,
-        max_slowdown=policy.max_slowdown,
-        prices=policy.prices,
-        losses=losses,
-    )
-
-
-def find_profile(folder: Path, specs: tuple[TierSpec, ...]) -> QualityProfile | None:
-    """Return the quality profile of these checkpoints, or None if none was made.
-
-    Raises:
-        ProfileError: There is a file of theirs that cannot be used.
-    """
-    checkpoints = {spec.name: spec.digest for spec in specs}
-    path = folder / profile_name(checkpoints)
-    if not path.exists():
-        return None
-    profile = load_profile(path)
-    profile.check(checkpoints, path)
-    return profile
-
-
 class Status:
     """The endpoints that tell how things stand, and the rendering of errors."""
 
@@ -176,7 +141,7 @@ class Status:
 
     async def tiers(self, _request: Request) -> Response:
         """Answer with the whole fleet as it is now."""
-        return _json(render_fleet(self._services.fleet.snapshot(), self._services.model))
+        return _json(render_fleet(self._services.fleet.snapshot(), self._services.model, self._services.fleet.machine))
 
     async def openapi(self, _request: Request) -> Response:
         """Answer with the document of everything that is served."""

@@ -16,13 +16,14 @@ from pydantic_core import to_json
 from rich.console import Console
 
 from classifier import TokenizerError, extract
-from router.app import policy_table
 from router.cli_keys import keys_app
 from router.cli_profile import profile_app
+from router.cli_replay import replay
 from router.decision import Query
 from router.keys import KeysError
+from router.live_policy import policy_table
 from router.policy import decide
-from router.quality import ProfileError
+from router.router_client import ProfileError
 from router.serve import ListenError, StartError, listen, make_counter, make_deployment, open_keys, run
 from router.settings import Settings, SettingsError, load_settings, schema, table
 from router.telemetry import TelemetryError
@@ -161,6 +162,9 @@ def serve(
     if not deployment.counter.exact:
         err.print("no tokenizer folder is given (--tokenizer DIR): prompt tokens are estimated")
     _run(deployment, sock, keys, started)
+
+
+app.command("replay")(replay)
 
 
 @app.command()

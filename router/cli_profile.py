@@ -12,12 +12,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from router.latency import latency_name
+from router.latency_profiling import LatencyPlan, measure_latency
 from router.profiling import Plan, measure, read_prompts
 from router.quality import profile_name
 from router.quality_report import render
 from router.settings import load_settings
 
 if TYPE_CHECKING:
+    from router.latency import LatencyProfile
     from router.quality import Interval, Loss, QualityProfile
 
 profile_app = typer.Typer(help="Measure what the tiers of a running fleet are worth.", no_args_is_help=True)
@@ -27,9 +30,12 @@ ConfigOption = Annotated[
 ]
 
 
+UrlOption = Annotated[str, typer.Option(help="The running router.")]
+
+
 @profile_app.command("quality")
 def profile_quality(
-    url: Annotated[str, typer.Option(help="The running router.")] = "http://127.0.0.1:8080",
+    url: UrlOption = "http://127.0.0.1:8080",
     prompts: Annotated[
         Path,
         typer.Option(help='JSON lines with "text" and perhaps "class"; without, a built-in set.', show_default=False),
@@ -46,17 +52,8 @@ def profile_quality(
     Other requests go first: it waits while there are any. Interrupted, it goes on where it stopped. QARR_KEY holds the key
     where the router needs one.
     """
-    folder = load_settings(config).policy.profiles
-    folder.mkdir(parents=True, exist_ok=True)
-    out = Console(stderr=True, highlight=False, soft_wrap=True)
-    started, last = time.monotonic(), ""
-
-    def progress(step: str, done: int, total: int) -> None:
-        nonlocal last
-        line = f"{done} of {total}: {step}"
-        if line != last:
-            out.print(f"{time.monotonic() - started:6.1f} s {line}")
-            last = line
+    folder = _folder(config)
+    log = _Log()
 
     plan = Plan(
         url=url.rstrip("/"),
@@ -66,12 +63,75 @@ def profile_quality(
         parallel=parallel,
         journal=folder / "quality.journal.jsonl",
     )
-    profile = asyncio.run(measure(plan, progress))
+    profile = asyncio.run(measure(plan, lambda step, done, total: log(f"{done} of {total}: {step}")))
     path = folder / profile_name(profile.checkpoints)
-    path.write_text(profile.model_dump_json(indent=2) + "\n")
     path.with_suffix(".html").write_text(render(profile), "utf-8")
+    _write(path, profile.model_dump_json(indent=2))
     _show(profile)
-    out.print(f"{time.monotonic() - started:6.1f} s {path}\n         {path.with_suffix('.html')}")
+    log(f"{path}\n         {path.with_suffix('.html')}")
+
+
+@profile_app.command("latency")
+def profile_latency(
+    url: UrlOption = "http://127.0.0.1:8080",
+    step: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="About how long one step may take.")] = 8.0,
+    config: ConfigOption = None,
+) -> None:
+    """Measure how fast each tier is, alone and beside the others: TTFT by prompt length, TPOT by batch.
+
+    It waits while there are other requests, and takes a step again that one came into. QARR_KEY holds the key where the
+    router needs one.
+    """
+    folder = _folder(config)
+    log = _Log()
+    plan = LatencyPlan(url=url.rstrip("/"), key=os.environ.get("QARR_KEY", ""), step_s=step)
+    profile = asyncio.run(measure_latency(plan, log))
+    path = folder / latency_name(profile.checkpoints, profile.machine)
+    _write(path, profile.model_dump_json(indent=2))
+    _show_latency(profile)
+    log(str(path))
+
+
+class _Log:
+    """Progress on standard error, with the seconds since the start; a line that says nothing new is left out."""
+
+    def __init__(self) -> None:
+        self._out = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._started, self._last = time.monotonic(), ""
+
+    def __call__(self, line: str) -> None:
+        if line != self._last:
+            self._out.print(f"{time.monotonic() - self._started:6.1f} s {line}")
+            self._last = line
+
+
+def _folder(config: Path | None) -> Path:
+    folder = load_settings(config).policy.profiles
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file in one go: a router that runs may read it at any moment."""
+    part = path.with_suffix(".part")
+    part.write_text(text + "\n", "utf-8")
+    part.replace(path)
+
+
+def _show_latency(profile: LatencyProfile) -> None:
+    typer.echo(f"{profile.model} on {profile.machine}; {len(profile.samples)} requests. Times in milliseconds.")
+    columns = ("TTFT", "fit off by %", "decode step", "fit off by %", "slower beside the others")
+    table = Table("tier", *columns, box=None)
+    for fit in profile.fits:
+        table.add_row(
+            fit.tier.value,
+            f"{fit.ttft_base_ms:.1f} + {fit.prefill_ms_per_token:.3g} x prompt tokens + {fit.ttft_steps:.2g} x step",
+            f"{fit.ttft_error.median * 100:.0f} (p95 {fit.ttft_error.p95 * 100:.0f})",
+            f"{fit.step_base_ms:.1f} + {fit.step_ms_per_sequence:.3g} x batch",
+            f"{fit.tpot_error.median * 100:.0f} (p95 {fit.tpot_error.p95 * 100:.0f})",
+            f"x {1 + fit.contention:.1f}",
+        )
+    Console(highlight=False, width=None if Console().is_terminal else 140).print(table)
 
 
 def _show(profile: QualityProfile) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping  # noqa: TC003  pydantic reads it for the decision log
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from classifier import PromptClass, PromptFeatures  # noqa: TC001  pydantic reads these for the decision log
 from tiers.spec import Precision, ReplicaState, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from classifier import PromptClass, PromptFeatures
 
 Bound = Literal["quality", "latency"]
 CHOSEN = "chosen"

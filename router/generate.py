@@ -50,7 +50,7 @@ class Generate:
         services, context = self.services, context_of(scope)
         services.telemetry.name_server_span(scope, "/generate")
         body = parse_generate(await read_body(scope, receive, services.max_body_bytes), services.limits)
-        decision = decision_for(body, context, services)
+        decision = decision_for(body, context, services, request_id=context.request_id)
         request = chat_request(body, decision, context, services.limits.default_temperature)
         await while_connected(context, partial(self._serve, body, decision, request, context), receive, send)
 
@@ -82,8 +82,10 @@ class Route:
         await response(scope, receive, send)
 
 
-def decision_for(body: GenerateBody, context: RequestContext, services: Services) -> Decision:
-    """Classify the prompt and decide."""
+def decision_for(
+    body: GenerateBody, context: RequestContext, services: Services, *, request_id: str | None = None
+) -> Decision:
+    """Classify the prompt and decide; with a request id, log it."""
     check_hint(context.caller, body.hint, "tier")
 
     def ask(features: PromptFeatures, fleet: FleetSnapshot) -> Query:
@@ -93,7 +95,7 @@ def decision_for(body: GenerateBody, context: RequestContext, services: Services
         max_tokens = body.max_tokens or services.limits.default_max_tokens
         return make_query(body, features, tokens, max_tokens, context.caller.tiers)
 
-    return choose(services, body.prompt, lambda: extract(body.prompt, services.counter), ask)
+    return choose(services, body.prompt, lambda: extract(body.prompt, services.counter), ask, request_id)
 
 
 def chat_request(

@@ -344,7 +344,9 @@ def decision_for(call: Call, context: RequestContext, services: Services) -> Dec
         tokens = call.reading.with_template(fleet.template)
         return make_query(call.wishes, features, tokens, call.max_tokens, context.caller.tiers)
 
-    return choose(services, call.reading.text, lambda: classify(call.reading, services.counter), ask)
+    return choose(
+        services, call.reading.text, lambda: classify(call.reading, services.counter), ask, context.request_id
+    )
 
 
 async def relay_events(

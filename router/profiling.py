@@ -1,4 +1,4 @@
-"""Measure a running fleet's quality: a client of the router that gives way to everybody else's requests.
+"""Measure a running fleet's quality, through its router.
 
 Every answer is written to a journal as soon as it is judged, so that interrupted work goes on where it stopped.
 """
@@ -8,26 +8,21 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-import httpx
 from pydantic import ValidationError
 
 from classifier import EstimatingCounter, PromptClass, extract
-from router.quality import REFERENCE, TOP_K, ProfileError, QualityProfile, Score, judge, summarise
-from tiers.spec import TierName
+from router.quality import REFERENCE, TOP_K, QualityProfile, Score, judge, summarise
+from router.router_client import FleetState, ProfileError, RouterClient, connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-BUSY_WAIT_S = 1.0
-MAX_WAIT_S = 600.0  # for others' requests to end, or a full or absent tier to take one more
-ANSWER_TIMEOUT_S = 900.0
-_TRY_LATER = {429, 503}
+    from tiers.spec import TierName
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +102,16 @@ async def measure(plan: Plan, progress: Callable[[str, int, int], None]) -> Qual
     Raises:
         ProfileError: The router does not answer, the reference is not ready, or a tier refuses.
     """
-    headers = {"authorization": f"Bearer {plan.key}"} if plan.key else {}
-    async with httpx.AsyncClient(
-        base_url=plan.url, headers=headers, timeout=ANSWER_TIMEOUT_S, trust_env=False
-    ) as client:
-        fleet = await _fleet(client)
-        tiers = [TierName(t["tier"]) for t in fleet["tiers"] if t["state"] == "ready"]
-        if REFERENCE not in tiers:
+    async with connect(plan.url, plan.key) as client:
+        fleet = await client.fleet()
+        if REFERENCE not in fleet.identities:
             raise ProfileError(f"tier {REFERENCE} is not ready, and it is what the others are measured against")
-        checkpoints = {tier: _checkpoint(fleet, tier) for tier in tiers}
-        run = _Run(client, plan, tiers, _setting(plan, fleet, checkpoints), progress)
+        run = _Run(client, plan, tuple(fleet.identities), _setting(plan, fleet), progress)
         scores = await run.all()
     return QualityProfile(
         created=datetime.now(UTC),
-        model=fleet["model"],
-        checkpoints=checkpoints,
+        model=fleet.model,
+        checkpoints=dict(fleet.identities),
         answer_tokens=plan.answer_tokens,
         top_k=TOP_K,
         prompts=_digest("".join(sorted(p.digest for p in plan.prompts))),
@@ -134,7 +124,7 @@ class _Run:
 
     def __init__(
         self,
-        client: httpx.AsyncClient,
+        client: RouterClient,
         plan: Plan,
         tiers: Sequence[TierName],
         setting: str,
@@ -143,7 +133,6 @@ class _Run:
         self._client, self._plan, self._tiers, self._progress = client, plan, tiers, progress
         self._setting = setting  # what a journal's line must have been measured under
         self._places = asyncio.Semaphore(plan.parallel)
-        self._own = 0
         self._total = len(plan.prompts) * len(tiers)
         self._scores = self._read_journal()
 
@@ -204,39 +193,11 @@ class _Run:
         return [{int(t): (found["logprob"], found["rank"]) for t, found in place.items()} for place in places]
 
     async def _ask(self, path: str, tier: TierName, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask one tier, after everybody else; wait while it has no place.
-
-        Raises:
-            ProfileError: It refuses, or has no place for too long.
-        """
-        wishes = {"tier_policy": "require", "priority": "batch"}
-        request = {"model": tier.value, "temperature": 0, "qarr": wishes, **body}
-        deadline = time.monotonic() + MAX_WAIT_S
-        while True:
-            await self._until_quiet(deadline)
-            self._own += 1
-            try:
-                response = await self._client.post(path, json=request)
-            except httpx.HTTPError as error:
-                raise ProfileError(f"{self._plan.url} does not answer any more ({type(error).__name__})") from error
-            finally:
-                self._own -= 1
-            if response.status_code == httpx.codes.OK:
-                found: dict[str, Any] = response.json()
-                return found
-            if response.status_code not in _TRY_LATER or time.monotonic() > deadline:
-                raise ProfileError(f"{tier} answered HTTP {response.status_code}: {response.text[:300]}")
-            await asyncio.sleep(min(float(response.headers.get("retry-after", BUSY_WAIT_S)), 10))
-
-    async def _until_quiet(self, deadline: float) -> None:
-        """Wait while others' requests are in flight."""
-        while time.monotonic() < deadline:
-            fleet = await _fleet(self._client)
-            in_flight = sum(r["in_flight"] for t in fleet["tiers"] for r in t["replicas"])
-            if in_flight <= self._own:
-                return
+        def waiting() -> None:
             self._progress("waiting for others' requests", len(self._scores), self._total)
-            await asyncio.sleep(BUSY_WAIT_S)
+
+        found: dict[str, Any] = await self._client.ask(path, tier, body, waiting)
+        return found
 
     def _keep(self, score: Score) -> None:
         self._scores[score.prompt, score.tier] = score
@@ -259,27 +220,9 @@ class _Run:
         return found
 
 
-async def _fleet(client: httpx.AsyncClient) -> dict[str, Any]:
-    try:
-        response = await client.get("/tiers")
-    except httpx.HTTPError as error:
-        raise ProfileError(
-            f"no router answers at {client.base_url} ({type(error).__name__}): 'make up' starts one"
-        ) from error
-    if response.status_code == httpx.codes.UNAUTHORIZED:
-        raise ProfileError("the router needs a key: give one in the variable QARR_KEY")
-    found: dict[str, Any] = response.json()
-    return found
-
-
-def _checkpoint(fleet: Mapping[str, Any], tier: TierName) -> str | None:
-    found: str | None = next(t["checkpoint_digest"] for t in fleet["tiers"] if t["tier"] == tier)
-    return found
-
-
-def _setting(plan: Plan, fleet: Mapping[str, Any], checkpoints: Mapping[TierName, str | None]) -> str:
+def _setting(plan: Plan, fleet: FleetState) -> str:
     """Return a digest of everything but the prompts that a score depends on."""
-    parts = [fleet["model"], plan.answer_tokens, TOP_K, {t.value: d for t, d in checkpoints.items()}]
+    parts = [fleet.model, plan.answer_tokens, TOP_K, {t.value: d for t, d in fleet.identities.items()}]
     return _digest(json.dumps(parts, sort_keys=True))
 
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
 from classifier import PromptClass
+from router.router_client import ProfileError
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -39,10 +40,6 @@ RESAMPLES = 1000
 CONFIDENCE = 0.95
 MIN_PROMPTS = 5  # of a class; resampling fewer says nothing of those that were not asked
 SEED = 20
-
-
-class ProfileError(Exception):
-    """A profile cannot be used; says why and what to do."""
 
 
 class Frozen(BaseModel):
@@ -129,13 +126,31 @@ class QualityProfile(Frozen):
         Raises:
             ProfileError: It is of others.
         """
-        for tier, digest in checkpoints.items():
-            measured = self.checkpoints.get(tier)
-            if measured != digest:
-                raise ProfileError(
-                    f"the quality profile {path} was measured on another checkpoint of {tier}: {_short(measured)}, here "
-                    f"is {_short(digest)}; run 'qarr profile quality' again"
-                )
+        check_identities(
+            self.checkpoints, checkpoints, f"the quality profile {path}", "run 'qarr profile quality' again"
+        )
+
+
+def check_identities(
+    measured: Mapping[TierName, str | None], served: Mapping[TierName, str | None], what: str, again: str
+) -> None:
+    """Check that what was measured is what is served.
+
+    Args:
+        measured: What tells each tier's weights from others', when it was measured.
+        served: The same, now.
+        what: Names the profile in the error.
+        again: Says what to do, in the error.
+
+    Raises:
+        ProfileError: A tier serves something else.
+    """
+    for tier, identity in served.items():
+        if measured.get(tier) != identity:
+            raise ProfileError(
+                f"{what} was measured on another checkpoint of {tier}: {_short(measured.get(tier))}, here is "
+                f"{_short(identity)}; {again}"
+            )
 
 
 def profile_name(checkpoints: Mapping[TierName, str | None]) -> str:
@@ -249,7 +264,7 @@ def _loss(prompt_class: PromptClass, tier: TierName, tiers: Mapping[TierName, Ma
         tokens=sum(s.tokens for s in scores),
         top1_disagreement=_interval(pairs, lambda x: sum(m.disagreed for m, _ in x) / _tokens(x)),
         kl_mean=_interval(pairs, lambda x: sum(sum(m.kl) for m, _ in x) / _tokens(x)),
-        kl_p95=_interval(pairs, lambda x: _percentile([k for m, _ in x for k in m.kl], 0.95)),
+        kl_p95=_interval(pairs, lambda x: percentile([k for m, _ in x for k in m.kl], 0.95)),
         perplexity_ratio=_interval(pairs, _perplexity_ratio),
         first_divergence=median(depths) if depths else 0.0,
         never_diverged=fmean(s.diverged_at is None for s in scores) if scores else 0.0,
@@ -274,12 +289,12 @@ def _interval(pairs: Pairs, statistic: Callable[[Pairs], float]) -> Interval:
     tail = (1 - CONFIDENCE) / 2
     return Interval(
         mean=round(statistic(pairs), 5),
-        low=round(_percentile(resampled, tail), 5),
-        high=round(_percentile(resampled, 1 - tail), 5),
+        low=round(percentile(resampled, tail), 5),
+        high=round(percentile(resampled, 1 - tail), 5),
     )
 
 
-def _percentile(values: Sequence[float], share: float) -> float:
+def percentile(values: Sequence[float], share: float) -> float:
     """Return a percentile by linear interpolation; 0 of nothing."""
     if not values:
         return 0.0

@@ -21,7 +21,7 @@ from router.telemetry import engine_target, make_telemetry
 from tiers.checkpoint import Checkpoint, check_alike
 from tiers.errors import EngineError
 from tiers.fleet import Fleet
-from tiers.plan import Plan, make_plan, read_machine
+from tiers.plan import Plan, machine_name, make_plan, read_machine
 from tiers.spec import EngineLaunch, ReplicaState, TierName, TierSpec
 from tiers.supervisor import Supervisor, SupervisorOptions
 from tiers.warmup import WarmupPlan
@@ -192,7 +192,7 @@ async def run(
     """
     settings = deployment.settings
     telemetry = make_telemetry(version, record_prompts=settings.telemetry.record_prompts)
-    fleet = Fleet(deployment.specs)
+    fleet = Fleet(deployment.specs, machine=machine_name())
     supervisor = Supervisor(fleet, supervisor_options(settings), on_change)
     app = create_app(settings, fleet, deployment.counter, telemetry, deployment.model, keys=keys)
     server = _Server(

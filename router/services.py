@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from router.decision_log import OutcomeRecord
 from router.keys import PRIORITIES
 from router.policy import decide
 from router.problems import BeyondKey, Refused
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 
     from classifier import PromptFeatures, TokenCounter
     from router.context import RequestContext
-    from router.decision import Decision, PolicyTable, Query
+    from router.decision import Decision, Query
+    from router.decision_log import DecisionLog
     from router.keys import Caller, Priority
+    from router.live_policy import LivePolicy
     from router.quota import Quotas
     from router.settings import LimitSettings, OpenAISettings
     from router.telemetry import Telemetry
@@ -36,7 +39,8 @@ class Services:
     upstream: Upstream
     quotas: Quotas
     counter: TokenCounter
-    table: PolicyTable
+    policy: LivePolicy
+    decisions: DecisionLog
     limits: LimitSettings
     openai: OpenAISettings
     engine_key: str
@@ -50,6 +54,7 @@ def choose(
     text: str,
     read: Callable[[], PromptFeatures],
     ask: Callable[[PromptFeatures, FleetSnapshot], Query],
+    request_id: str | None = None,
 ) -> Decision:
     """Classify and decide, each under its span.
 
@@ -58,15 +63,18 @@ def choose(
         text: What is classified; put on the span only when that is switched on.
         read: Classifies.
         ask: Makes the policy's question from features and fleet.
+        request_id: For the decision log; None for a decision that nothing follows from.
     """
     telemetry = services.telemetry
     with telemetry.classify() as span:
         features = read()
         telemetry.record_features(span, features, text)
     with telemetry.route():
-        fleet = services.fleet.snapshot()
-        decision = decide(ask(features, fleet), fleet, services.table)
+        fleet, table = services.fleet.snapshot(), services.policy.table
+        decision = decide(ask(features, fleet), fleet, table)
         telemetry.record_decision(decision)
+    if request_id is not None:
+        services.decisions.decided(request_id, decision, fleet, table)
     telemetry.record_decision(decision)  # on the server span too: the one that dashboards list
     return decision
 
@@ -156,10 +164,26 @@ async def served(
             raise
         finally:
             used = _tokens_used(answer, decision)
+            services.decisions.ended(_outcome(context, decision, answer, error or answer.error))
             await answer.aclose(error or answer.error)
     finally:
         if grant is not None:
             await grant.settle(used)
+
+
+def _outcome(
+    context: RequestContext, decision: Decision, answer: Exchange, error: BaseException | None
+) -> OutcomeRecord:
+    tpot_ms = answer.tpot_ms
+    return OutcomeRecord(
+        request_id=context.request_id,
+        tier=answer.tier,
+        prompt_tokens=answer.usage.get("prompt_tokens", decision.query.prompt_tokens),
+        output_tokens=answer.output_tokens,
+        ttft_ms=round(answer.ttft_ms, 2) if answer.ttft_ms is not None else None,
+        tpot_ms=round(tpot_ms, 3) if tpot_ms is not None else None,
+        error=type(error).__name__ if error is not None else None,
+    )
 
 
 def _tokens_used(answer: Exchange, decision: Decision) -> int:

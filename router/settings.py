@@ -208,7 +208,7 @@ class PolicySettings(Section):
 class UpstreamSettings(Section):
     """How the router talks to engines."""
 
-    connect_timeout_s: float = Field(2, gt=0, description="To open a connection.")
+    connect_timeout_s: float = Field(5, gt=0, description="To open a connection.")
     first_token_timeout_s: float = Field(120, gt=0, description="From sending a request to its first token.")
     token_timeout_s: float = Field(60, gt=0, description="Between two tokens.")
     answer_timeout_s: float = Field(600, gt=0, description="To the whole answer of a request that is not streamed.")
@@ -250,6 +250,11 @@ class TelemetrySettings(Section):
     """What goes into logs and traces. Exporters are set by the standard `OTEL_*` variables."""
 
     record_prompts: bool = Field(False, description="Put prompts on spans.")
+    decision_log: Path | None = Field(
+        None,
+        description="File for every decision with all that it was made from, but no prompts; `qarr replay` reads it.",
+    )
+    decision_log_mb: int = Field(100, ge=1, description="Size at which that file is rotated; three old ones are kept.")
 
 
 class Settings(BaseSettings):

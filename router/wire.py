@@ -209,10 +209,11 @@ def render_verdict(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def render_fleet(fleet: FleetSnapshot, model: str) -> dict[str, Any]:
+def render_fleet(fleet: FleetSnapshot, model: str, machine: str) -> dict[str, Any]:
     """Return the fleet as the answer of ``GET /tiers``."""
     return {
         "model": model,
+        "machine": machine,
         "tiers": [
             {
                 "tier": tier.spec.name,
@@ -220,6 +221,8 @@ def render_fleet(fleet: FleetSnapshot, model: str) -> dict[str, Any]:
                 "state": tier.state.value,
                 "checkpoint": str(tier.spec.checkpoint) if tier.spec.checkpoint else None,
                 "checkpoint_digest": tier.spec.digest,
+                "identity": tier.spec.identity,
+                "max_num_seqs": tier.spec.max_num_seqs,
                 "max_model_len": tier.spec.max_model_len,
                 "max_in_flight": tier.spec.max_in_flight,
                 "replicas": [_render_replica(r) for r in tier.replicas],

@@ -331,6 +331,7 @@ class Fleet:
     Attributes:
         output_share: Of the output tokens that requests allow, how many came lately, 0..1.
         speeds: By tier, where they were profiled under load.
+        machine: What the router runs on, and the engines unless they run elsewhere.
     """
 
     specs: tuple[TierSpec, ...]
@@ -338,6 +339,7 @@ class Fleet:
     template: TemplateTokens = TemplateTokens()
     output_share: float = 1.0
     speeds: Mapping[TierName, SpeedModel] = field(default_factory=dict)
+    machine: str = ""
 
     def add(self, replica: Replica) -> Replica:
         """Add a replica; it gets traffic once it is marked ready."""

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -16,7 +17,6 @@ from tiers.spec import Placement, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 GIB = 1 << 30
 # Of a GPU's memory, left for the CUDA contexts of three processes and fragmentation.
@@ -74,6 +74,17 @@ class Plan:
 def read_machine() -> Machine:
     """Read this machine's usable cores, free memory and CUDA devices (through ``nvidia-smi``)."""
     return Machine(tuple(sorted(os.sched_getaffinity(0))), psutil.virtual_memory().available, tuple(_gpus()))
+
+
+def machine_name() -> str:
+    """Return the machine's processors in words: what measured speeds are good for."""
+    cpus = len(os.sched_getaffinity(0))
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
+    return ", ".join([f"{model} ({cpus} cores)", *(gpu.name for gpu in _gpus())])
 
 
 def kv_bytes_per_token(config: Mapping[str, object]) -> int:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path  # noqa: TC003  pydantic reads it for the decision log
 
 
 class Precision(StrEnum):
@@ -76,6 +73,15 @@ class TierSpec:
     def precision(self) -> Precision:
         """Return the precision that this tier serves."""
         return PRECISIONS[self.name]
+
+    @property
+    def identity(self) -> str | None:
+        """Return what tells this tier's weights from others': their digest, else where they are; None where unknown."""
+        if self.digest is not None:
+            return self.digest
+        if self.urls:
+            return " ".join(self.urls)
+        return str(self.checkpoint) if self.checkpoint is not None else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from classifier import PromptClass
-from router.app import policy_table
+from router.live_policy import policy_table
 from router.quality import (
     TOP_K,
     Loss,
-    ProfileError,
     QualityProfile,
     Score,
     judge,
@@ -26,12 +26,15 @@ from router.quality import (
     summarise,
 )
 from router.quality_report import render
+from router.router_client import ProfileError
 from router.settings import PolicySettings
 from tests.unit.router_stack import router_stack
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.unit.router_stack import Stack
 
 FAST, PRECISE = TierName.FAST, TierName.PRECISE
 
@@ -158,6 +161,11 @@ def test_too_few_prompts_are_not_used() -> None:
     assert "few prompts" not in render(many)
 
 
+async def _route(stack: Stack, prompt: str, **wishes: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = (await stack.client.post(f"{stack.url}/route", json={"prompt": prompt, **wishes})).json()
+    return answer
+
+
 @pytest.mark.anyio
 async def test_the_router_decides_by_what_was_measured(tmp_path: Path) -> None:
     """A bound on loss is held against the profile's upper end, and every verdict tells the expected loss."""
@@ -165,15 +173,16 @@ async def test_the_router_decides_by_what_was_measured(tmp_path: Path) -> None:
     every = [
         score for tier, rate in ((FAST, 0.2), (TierName.BALANCED, 0.02)) for score in scores(tier, rate, 40, source)
     ]
-    checkpoints: dict[TierName, str | None] = dict.fromkeys(TierName)
-    profile = profile_of(summarise([*every, *scores(PRECISE, 0.0, 40, source)]), checkpoints)
-    (tmp_path / profile_name(checkpoints)).write_text(profile.model_dump_json())
     async with router_stack(tmp_path, {"policy": {"profiles": str(tmp_path), "max_slowdown": 1e9}}) as stack:
+        checkpoints = {spec.name: spec.identity for spec in stack.fleet.specs}
+        profile = profile_of(summarise([*every, *scores(PRECISE, 0.0, 40, source)]), checkpoints)
+        (tmp_path / profile_name(checkpoints)).write_text(profile.model_dump_json())  # taken up while the router runs
         prompt = "Write a Python function that reverses a list"
+        while (await _route(stack, prompt))["tiers"][0]["expected_loss"] is None:
+            await asyncio.sleep(0.1)
         tiers = {}
         for bound in (0.5, 0.1, 0.001):
-            body = {"prompt": prompt, "sla": {"max_quality_loss": bound}}
-            decision = (await stack.client.post(f"{stack.url}/route", json=body)).json()
+            decision = await _route(stack, prompt, sla={"max_quality_loss": bound})
             tiers[bound] = decision["tier"]
             losses = {t["tier"]: t["expected_loss"] for t in decision["tiers"]}
             assert losses["fast"] == pytest.approx(0.2, abs=0.03)

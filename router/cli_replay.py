@@ -1,0 +1,85 @@
+"""``qarr replay``: recorded decisions, made again or otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path  # noqa: TC003  typer reads it
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from router.latency import load_latency
+from router.live_policy import policy_table
+from router.quality import load_profile
+from router.replay import differing, read_recording, seen, simulate, summarise
+from router.settings import load_settings
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from router.replay import Recording, Summary
+
+
+def replay(
+    log: Annotated[Path, typer.Argument(help="A decision log (telemetry.decision_log).", metavar="LOG.jsonl")],
+    policy: Annotated[
+        Path | None, typer.Option(help="TOML settings file with another policy section.", metavar="FILE")
+    ] = None,
+    quality: Annotated[Path | None, typer.Option(help="Another quality profile.", metavar="FILE")] = None,
+    latency: Annotated[Path | None, typer.Option(help="Another latency profile.", metavar="FILE")] = None,
+) -> None:
+    """Make recorded decisions again, and run the recorded arrivals through another policy or profile.
+
+    First every decision is made again from the log alone; one that comes out otherwise is an error. With a policy or a
+    profile the arrivals are simulated under it, beside the recorded policy simulated in the same way.
+    """
+    recording = read_recording(log)
+    others = differing(recording)
+    total = len(recording.decisions)
+    typer.echo(f"{total - len(others)} of {total} decisions come out as recorded")
+    for record in others[:10]:
+        typer.echo(f"  otherwise: {record.request_id}, recorded {record.tier or record.refusal}")
+    if policy or quality or latency:
+        _compare(recording, policy, quality, latency)
+    if others:
+        raise typer.Exit(1)
+
+
+def _compare(recording: Recording, policy: Path | None, quality: Path | None, latency: Path | None) -> None:
+    recorded = recording.tables[recording.decisions[-1].policy]
+    table = recorded
+    if policy is not None:
+        table = replace(policy_table(load_settings(policy).policy), losses=recorded.losses, promoted=recorded.promoted)
+    if quality is not None:
+        table = replace(table, losses=policy_table(load_settings(policy).policy, load_profile(quality)).losses)
+    speeds = {fit.tier: fit.model for fit in load_latency(latency).fits} if latency is not None else None
+    rows = {
+        "recorded, as seen": summarise(seen(recording)),
+        "recorded, simulated": summarise(simulate(recording)),
+        "other, simulated": summarise(simulate(recording, table, speeds)),
+    }
+    _show(rows)
+
+
+def _show(rows: dict[str, Summary]) -> None:
+    columns = ("SLA met", "refused", "loss", "TTFT p50", "p95 ms", "TPOT p50", "p95 ms", "engine s")
+    table = Table("", *(tier.value for tier in TierName), *columns, box=None)
+    for name, summary in rows.items():
+        table.add_row(
+            name,
+            *(f"{summary.shares[tier]:.0%}" for tier in TierName),
+            f"{summary.met:.1%}",
+            str(summary.refused),
+            _number(summary.mean_loss, 3),
+            _number(summary.ttft_p50),
+            _number(summary.ttft_p95),
+            _number(summary.tpot_p50, 1),
+            _number(summary.tpot_p95, 1),
+            _number(summary.engine_s, 1),
+        )
+    Console(highlight=False, width=None if Console().is_terminal else 140).print(table)
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,181 @@
+"""The decision log: everything that a decision was made from, so that it can be made again. No text of any prompt.
+
+JSON lines of three kinds. ``policy``: a table, under the digest that decisions name it by; at the start of every file, and
+whenever it changes. ``decision``: the request as the policy saw it, the fleet's snapshot, and what was decided. ``outcome``:
+how the request ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from dataclasses import dataclass
+from logging.handlers import RotatingFileHandler
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from router.decision import PolicyTable, Query, Refusal
+from router.router_client import ProfileError
+from tiers.fleet import FleetSnapshot  # noqa: TC001  pydantic reads these
+from tiers.spec import TierName  # noqa: TC001
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from router.decision import Decision
+
+KEPT_FILES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRecord:
+    """A table that decisions were made by, named by its digest."""
+
+    id: str
+    table: PolicyTable
+    kind: Literal["policy"] = "policy"
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRecord:
+    """One decision, with all that it was made from.
+
+    Attributes:
+        at: Seconds since 1970.
+        policy: Digest of the table.
+        tier: What was decided; None: refused.
+    """
+
+    at: float
+    request_id: str
+    policy: str
+    query: Query
+    fleet: FleetSnapshot
+    tier: TierName | None
+    refusal: Refusal | None
+    reason: str
+    predicted_ttft_ms: float | None
+    predicted_tpot_ms: float | None
+    kind: Literal["decision"] = "decision"
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeRecord:
+    """How a request ended. Times in milliseconds; None where there were none.
+
+    Attributes:
+        tier: That served it; not always the one that was decided on.
+        error: The kind of error that it ended with.
+    """
+
+    request_id: str
+    tier: TierName
+    prompt_tokens: int
+    output_tokens: int
+    ttft_ms: float | None
+    tpot_ms: float | None
+    error: str | None = None
+    kind: Literal["outcome"] = "outcome"
+
+
+Record = Annotated[PolicyRecord | DecisionRecord | OutcomeRecord, Field(discriminator="kind")]
+_RECORD: TypeAdapter[PolicyRecord | DecisionRecord | OutcomeRecord] = TypeAdapter(Record)
+_TABLE = TypeAdapter(PolicyTable)
+
+
+class DecisionLog:
+    """Writes records to a file that is rotated by size; without a file, nothing."""
+
+    def __init__(self, path: Path | None, max_bytes: int = 0) -> None:
+        self._file = _Rotating(path, max_bytes) if path is not None else None
+        self._table: PolicyTable | None = None
+        self._policy = ""
+
+    def decided(self, request_id: str, decision: Decision, fleet: FleetSnapshot, table: PolicyTable) -> None:
+        """Write a decision."""
+        if self._file is None:
+            return
+        if table is not self._table:
+            self._table, self._policy = table, digest_of(table)
+            self._file.begin_with(_line(PolicyRecord(self._policy, table)))
+        chosen = decision.verdict(decision.tier) if decision.tier is not None else None
+        record = DecisionRecord(
+            at=round(time.time(), 4),
+            request_id=request_id,
+            policy=self._policy,
+            query=decision.query,
+            fleet=fleet,
+            tier=decision.tier,
+            refusal=decision.refusal,
+            reason=decision.reason,
+            predicted_ttft_ms=chosen.predicted_ttft_ms if chosen else None,
+            predicted_tpot_ms=chosen.predicted_tpot_ms if chosen else None,
+        )
+        self._file.write(_line(record))
+
+    def ended(self, outcome: OutcomeRecord) -> None:
+        """Write how a request ended."""
+        if self._file is not None:
+            self._file.write(_line(outcome))
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+class _Rotating(RotatingFileHandler):
+    """A file that starts with a certain line, also after it was rotated."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        super().__init__(path, maxBytes=max_bytes, backupCount=KEPT_FILES, encoding="utf-8")
+        self._first = ""
+
+    def begin_with(self, line: str) -> None:
+        self._first = line
+        self.write(line)
+
+    def write(self, line: str) -> None:
+        self.handle(logging.LogRecord("", logging.INFO, "", 0, line, None, None))
+
+    def doRollover(self) -> None:  # noqa: N802  the library's name
+        """Start a new file."""
+        super().doRollover()
+        if self.stream is not None:
+            self.stream.write(self._first + self.terminator)
+
+
+def digest_of(table: PolicyTable) -> str:
+    """Return the digest that a table is named by."""
+    return hashlib.sha256(_TABLE.dump_json(table)).hexdigest()[:16]
+
+
+def read_log(path: Path) -> Iterator[PolicyRecord | DecisionRecord | OutcomeRecord]:
+    """Yield a log's records; a last line that was cut off is left out.
+
+    Raises:
+        ProfileError: The file cannot be read, or a line is no record.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ProfileError(f"the decision log {path} cannot be read: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            yield _RECORD.validate_json(line)
+        except ValidationError as error:
+            if number == len(lines):
+                return
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ProfileError(f"{path} line {number} is no record of decisions: {where}: {first['msg']}") from None
+
+
+def _line(record: PolicyRecord | DecisionRecord | OutcomeRecord) -> str:
+    return _RECORD.dump_json(record).decode()

@@ -1,0 +1,255 @@
+"""What a precision takes in time, measured: samples of requests under known load, and the speed model fitted to them.
+
+The model and its terms are in ``tiers.speed``. Its parameters are fitted by least squares on relative errors, so that short
+and long times weigh alike, with no parameter below zero (a negative one is set to zero, the rest fitted again). Contention
+is the median slowdown of samples taken while every other tier was computing as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from statistics import fmean, median, pstdev
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import AwareDatetime, Field, ValidationError
+
+from router.quality import Frozen, check_identities, percentile
+from router.router_client import ProfileError
+from tiers.spec import TierName
+from tiers.speed import Load, SpeedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+MIN_SPREAD = 0.05  # of log(seen / predicted): what live requests scatter by even where the fit is perfect
+
+
+class Sample(Frozen):
+    """One timed request, and what its tier had to do when it was sent. Times in milliseconds.
+
+    Attributes:
+        prompt_tokens: Of its prompt.
+        sequences: Requests that its tier had already.
+        waiting_tokens: Prompt tokens of those that were not computed yet.
+        batch: Sequences decoded together with it, itself included; 0 where it was not decoded.
+        together: Whether all other tiers were computing as well.
+    """
+
+    tier: TierName
+    prompt_tokens: int
+    sequences: int
+    waiting_tokens: int
+    batch: int
+    together: bool
+    ttft_ms: float | None
+    tpot_ms: float | None
+
+
+class FitError(Frozen):
+    """|predicted - seen| / seen over the samples that a model was fitted to: median and 95th percentile."""
+
+    median: float
+    p95: float
+
+
+class Fit(Frozen):
+    """One tier's speed model, as in ``tiers.speed.SpeedModel``, and how well it fits."""
+
+    tier: TierName
+    ttft_base_ms: float = Field(ge=0)
+    prefill_ms_per_token: float = Field(ge=0)
+    ttft_steps: float = Field(ge=0)
+    step_base_ms: float = Field(ge=0)
+    step_ms_per_sequence: float = Field(ge=0)
+    contention: float = Field(ge=0)
+    ttft_spread: float = Field(ge=0)
+    tpot_spread: float = Field(ge=0)
+    ttft_error: FitError
+    tpot_error: FitError
+    samples: int
+
+    @property
+    def model(self) -> SpeedModel:
+        """Return it as the fleet uses it."""
+        return SpeedModel(
+            ttft_base_ms=self.ttft_base_ms,
+            prefill_ms_per_token=self.prefill_ms_per_token,
+            step_base_ms=self.step_base_ms,
+            step_ms_per_sequence=self.step_ms_per_sequence,
+            ttft_steps=self.ttft_steps,
+            contention=self.contention,
+            ttft_spread=max(self.ttft_spread, MIN_SPREAD),
+            tpot_spread=max(self.tpot_spread, MIN_SPREAD),
+            profiled=True,
+        )
+
+
+class LatencyProfile(Frozen):
+    """The measured speed of every tier on one machine.
+
+    Attributes:
+        machine: What it was measured on.
+        checkpoints: What tells each tier's weights from others'.
+    """
+
+    version: Literal[1] = 1
+    created: AwareDatetime
+    model: str
+    machine: str
+    checkpoints: dict[TierName, str | None]
+    fits: tuple[Fit, ...]
+    samples: tuple[Sample, ...]
+
+    def check(self, checkpoints: Mapping[TierName, str | None], machine: str, path: Path) -> None:
+        """Check that the profile is of these checkpoints on this machine.
+
+        Raises:
+            ProfileError: It is of others.
+        """
+        again = "run 'qarr profile latency' again"
+        check_identities(self.checkpoints, checkpoints, f"the latency profile {path}", again)
+        if self.machine != machine:
+            raise ProfileError(f"the latency profile {path} was measured on {self.machine}, this is {machine}; {again}")
+
+
+def latency_name(checkpoints: Mapping[TierName, str | None], machine: str) -> str:
+    """Return the file name of the profile of these checkpoints on this machine."""
+    parts = [checkpoints.get(tier) for tier in TierName], machine
+    return f"latency-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.json"
+
+
+def load_latency(path: Path) -> LatencyProfile:
+    """Read a profile.
+
+    Raises:
+        ProfileError: There is none, or it is not one.
+    """
+    try:
+        return LatencyProfile.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ProfileError(f"the latency profile {path} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ProfileError(f"{path} is no latency profile: {where}: {first['msg']}") from None
+
+
+def fit(tier: TierName, samples: Sequence[Sample], max_num_seqs: int) -> Fit:
+    """Fit one tier's speed model to its samples.
+
+    Raises:
+        ProfileError: There are too few.
+    """
+    own = [s for s in samples if s.tier is tier]
+    decoded = [s for s in own if s.tpot_ms is not None and not s.together]
+    begun = [s for s in own if s.ttft_ms is not None and not s.together and s.sequences < max_num_seqs]
+    if len({s.batch for s in decoded}) < 2 or len({s.prompt_tokens for s in begun}) < 2:  # noqa: PLR2004
+        raise ProfileError(f"too few samples of {tier}: no two batches, or no two prompt lengths")
+    base, slope = least_squares([(1.0, float(s.batch)) for s in decoded], [_tpot(s) for s in decoded])
+    steps = [(base + slope * s.sequences) if s.sequences else 0.0 for s in begun]
+    ttft = least_squares(
+        [(1.0, float(s.prompt_tokens + s.waiting_tokens), step) for s, step in zip(begun, steps, strict=True)],
+        [_ttft(s) for s in begun],
+    )
+    alone = SpeedModel(ttft[0], ttft[1], base, slope, ttft_steps=ttft[2])
+    slowed = [
+        seen / predicted
+        for s in own
+        if s.together
+        for seen, predicted in (
+            (s.tpot_ms, alone.step_ms(s.batch)),
+            (s.ttft_ms, _predicted_ttft(alone, s, max_num_seqs)),
+        )
+        if seen is not None and predicted > 0
+    ]
+    contention = max(median(slowed) - 1, 0.0) if slowed else 0.0
+
+    def predict(s: Sample) -> tuple[float, float]:
+        factor = 1 + contention if s.together else 1.0
+        return _predicted_ttft(alone, s, max_num_seqs) * factor, alone.step_ms(s.batch) * factor
+
+    ttft_pairs = [(predict(s)[0], s.ttft_ms) for s in own if s.ttft_ms is not None]
+    tpot_pairs = [(predict(s)[1], s.tpot_ms) for s in own if s.tpot_ms is not None]
+    return Fit(
+        tier=tier,
+        ttft_base_ms=round(ttft[0], 4),
+        prefill_ms_per_token=round(ttft[1], 6),
+        ttft_steps=round(ttft[2], 4),
+        step_base_ms=round(base, 4),
+        step_ms_per_sequence=round(slope, 6),
+        contention=round(contention, 4),
+        ttft_spread=_spread(ttft_pairs),
+        tpot_spread=_spread(tpot_pairs),
+        ttft_error=_error(ttft_pairs),
+        tpot_error=_error(tpot_pairs),
+        samples=len(own),
+    )
+
+
+def _predicted_ttft(model: SpeedModel, sample: Sample, max_num_seqs: int) -> float:
+    load = Load(sample.sequences, sample.waiting_tokens, 0, 0.0)
+    return model.times(sample.prompt_tokens, load, max_num_seqs, 1.0).ttft_ms
+
+
+def _ttft(sample: Sample) -> float:
+    assert sample.ttft_ms is not None
+    return sample.ttft_ms
+
+
+def _tpot(sample: Sample) -> float:
+    assert sample.tpot_ms is not None
+    return sample.tpot_ms
+
+
+def _error(pairs: Sequence[tuple[float, float]]) -> FitError:
+    errors = [abs(predicted - seen) / seen for predicted, seen in pairs]
+    return FitError(median=round(percentile(errors, 0.5), 4), p95=round(percentile(errors, 0.95), 4))
+
+
+def _spread(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return the root mean square of log(seen / predicted)."""
+    logs = [math.log(seen / max(predicted, 1e-3)) for predicted, seen in pairs]
+    return round(math.hypot(pstdev(logs), fmean(logs)), 4) if logs else 0.0
+
+
+def least_squares(rows: Sequence[tuple[float, ...]], targets: Sequence[float]) -> list[float]:
+    """Return the coefficients, none below zero, that minimise the summed squares of relative errors.
+
+    Args:
+        rows: n rows of k values.
+        targets: n values above zero.
+
+    Returns:
+        k coefficients. One without influence is zero.
+    """
+    count = len(rows[0])
+    active = [i for i in range(count) if any(row[i] for row in rows)]
+    while active:
+        scaled = [[row[i] / y for i in active] for row, y in zip(rows, targets, strict=True)]
+        normal = [[sum(r[i] * r[j] for r in scaled) for j in range(len(active))] for i in range(len(active))]
+        found = _solve(normal, [sum(r[i] for r in scaled) for i in range(len(active))])
+        lowest = min(range(len(active)), key=found.__getitem__)
+        if found[lowest] >= 0:
+            return [found[active.index(i)] if i in active else 0.0 for i in range(count)]
+        del active[lowest]
+    return [0.0] * count
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Solve a small symmetric positive system by Gaussian elimination with pivoting; a singular column gives zero."""
+    size = len(right)
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    tiny = 1e-12 * max(abs(value) for row in matrix for value in row)
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda r: abs(rows[r][column]))
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        if abs(rows[column][column]) <= tiny:
+            rows[column] = [0.0] * column + [1.0] + [0.0] * (size - column)
+            continue
+        for other in range(size):
+            if other != column:
+                factor = rows[other][column] / rows[column][column]
+                rows[other] = [a - factor * b for a, b in zip(rows[other], rows[column], strict=True)]
+    return [rows[i][size] / rows[i][i] for i in range(size)]

@@ -1,0 +1,120 @@
+"""The policy's table as it is now: from the settings, the profiles of what is served, and what live answers showed.
+
+A profile that is made while the router runs is taken up within seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from router.decision import ExpectedLoss, PolicyTable
+from router.latency import LatencyProfile, latency_name, load_latency
+from router.quality import QualityProfile, load_profile, profile_name
+from router.router_client import ProfileError
+from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from classifier import PromptClass
+    from router.settings import PolicySettings
+    from tiers.fleet import Fleet
+    from tiers.spec import TierName
+
+log = logging.getLogger("qarr.router")
+LOOK_S = 2.0
+
+
+class LivePolicy:
+    """Holds the table that decisions are made by; each table is a value, and replaced as a whole."""
+
+    def __init__(self, settings: PolicySettings, fleet: Fleet) -> None:
+        """Read the profiles of what the fleet serves.
+
+        Raises:
+            ProfileError: There is one that cannot be used.
+        """
+        self._settings, self._fleet = settings, fleet
+        self._identities = {spec.name: spec.identity for spec in fleet.specs}
+        self._files = (
+            settings.profiles / profile_name(self._identities),
+            settings.profiles / latency_name(self._identities, fleet.machine),
+        )
+        self._seen: list[float | None] = []
+        self._promoted: Mapping[PromptClass, TierName] = {}
+        self.quality: QualityProfile | None = None
+        self.table = policy_table(settings)
+        self._load()
+
+    def promote(self, promoted: Mapping[PromptClass, TierName]) -> None:
+        """Raise the lowest tier of some classes, as live answers demand."""
+        self._promoted = promoted
+        self.table = replace(self.table, promoted=promoted)
+
+    async def watch(self) -> None:
+        """Take up profiles that are made or changed, until cancelled. One that cannot be used is logged and left."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if [_changed(path) for path in self._files] == self._seen:
+                continue
+            try:
+                self._load()
+                log.info("profiles taken up from %s", self._settings.profiles)
+            except ProfileError as error:
+                log.warning("%s", error)
+
+    def _load(self) -> None:
+        self._seen = [_changed(path) for path in self._files]
+        quality_path, latency_path = self._files
+        quality = load_profile(quality_path) if self._seen[0] is not None else None
+        latency = load_latency(latency_path) if self._seen[1] is not None else None
+        if quality is not None:
+            quality.check(self._identities, quality_path)
+        if latency is not None:
+            latency.check(self._identities, self._fleet.machine, latency_path)
+        self.quality = quality
+        self.table = replace(policy_table(self._settings, quality), promoted=self._promoted)
+        self._take_speeds(latency)
+
+    def _take_speeds(self, latency: LatencyProfile | None) -> None:
+        """Give the fleet the measured speeds. Replicas take them up when they are idle, or measure themselves without."""
+        speeds = {fit.tier: fit.model for fit in latency.fits} if latency is not None else {}
+        if speeds != self._fleet.speeds:
+            self._fleet.speeds = speeds
+            for replica in self._fleet.replicas:
+                replica.speed = None
+
+
+def policy_table(policy: PolicySettings, profile: QualityProfile | None = None) -> PolicyTable:
+    """Return the policy's parameters; classes that the settings leave out keep their defaults.
+
+    Args:
+        policy: The settings.
+        profile: What was measured of the checkpoints served; None: nothing yet.
+    """
+    losses: dict[TierName, dict[PromptClass, ExpectedLoss]] = {}
+    for loss in (loss for loss in (profile.losses if profile else ()) if loss.certain):
+        share = loss.top1_disagreement
+        losses.setdefault(loss.tier, {})[loss.prompt_class] = ExpectedLoss(share.mean, share.low, share.high)
+    return PolicyTable(
+        class_floor={**CLASS_FLOOR, **policy.class_floor},
+        max_loss={**CLASS_MAX_LOSS, **policy.max_loss},
+        min_confidence=policy.min_confidence,
+        sla_confidence=policy.sla_confidence,
+        give_up=policy.give_up,
+        max_slowdown=policy.max_slowdown,
+        prices=policy.prices,
+        losses=losses,
+    )
+
+
+def _changed(path: Path) -> float | None:
+    """Return when a file was last changed; None where there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None

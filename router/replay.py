@@ -1,0 +1,349 @@
+"""Make recorded decisions again, and run recorded arrivals through another policy.
+
+Decisions are made again from what the log holds alone; a difference means that the log or the policy is not what it was.
+Another policy changes the load that later decisions see, so its effects are simulated: an event simulation of every replica
+by the speed model (``tiers.speed``), in which a prompt is computed alone, then decoded in a batch with the others.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from router.decision_log import DecisionRecord, OutcomeRecord, PolicyRecord, read_log
+from router.policy import decide
+from router.quality import percentile
+from router.router_client import ProfileError
+from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TierSnapshot
+from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.speed import Load, SpeedModel, Trend
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from router.decision import PolicyTable, Query
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A decision log, by what it holds.
+
+    Attributes:
+        tables: By digest.
+        decisions: In the order in which they were made.
+        outcomes: By request id.
+    """
+
+    tables: Mapping[str, PolicyTable]
+    decisions: tuple[DecisionRecord, ...]
+    outcomes: Mapping[str, OutcomeRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of one request. Times in milliseconds; None where it was refused, or not known.
+
+    Attributes:
+        loss: Expected share of tokens that differ from the highest precision's, 0..1.
+        engine_ms: Engine time that it took, by the speed model.
+        met: Whether it met its bounds on TTFT and TPOT.
+    """
+
+    tier: TierName | None
+    ttft_ms: float | None
+    tpot_ms: float | None
+    loss: float | None
+    engine_ms: float | None
+    met: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What became of all requests together."""
+
+    requests: int
+    refused: int
+    shares: Mapping[TierName, float]
+    met: float
+    mean_loss: float | None
+    ttft_p50: float | None
+    ttft_p95: float | None
+    tpot_p50: float | None
+    tpot_p95: float | None
+    engine_s: float | None
+
+
+def read_recording(path: Path) -> Recording:
+    """Read a log.
+
+    Raises:
+        ProfileError: It cannot be read, or holds no decisions.
+    """
+    tables: dict[str, PolicyTable] = {}
+    decisions: list[DecisionRecord] = []
+    outcomes: dict[str, OutcomeRecord] = {}
+    for record in read_log(path):
+        match record:
+            case PolicyRecord():
+                tables[record.id] = record.table
+            case DecisionRecord():
+                decisions.append(record)
+            case OutcomeRecord():
+                outcomes[record.request_id] = record
+    if not decisions:
+        raise ProfileError(f"{path} holds no decisions")
+    return Recording(tables, tuple(decisions), outcomes)
+
+
+def differing(recording: Recording) -> list[DecisionRecord]:
+    """Make every decision again from what was recorded, and return those that come out otherwise.
+
+    Raises:
+        ProfileError: A decision's policy is not in the log.
+    """
+    found = []
+    for record in recording.decisions:
+        table = recording.tables.get(record.policy)
+        if table is None:
+            raise ProfileError(f"the policy {record.policy} of request {record.request_id} is not in the log")
+        again = decide(record.query, record.fleet, table)
+        if (again.tier, again.refusal) != (record.tier, record.refusal):
+            found.append(record)
+    return found
+
+
+def seen(recording: Recording) -> list[Result]:
+    """Return what became of the recorded requests, as far as the log tells."""
+    results = []
+    for record in recording.decisions:
+        outcome = recording.outcomes.get(record.request_id)
+        if record.tier is None or outcome is None or outcome.error is not None:
+            results.append(Result(None, None, None, None, None, met=False))
+            continue
+        table = recording.tables[record.policy]
+        loss = table.loss(outcome.tier, record.query.features)
+        results.append(
+            Result(
+                tier=outcome.tier,
+                ttft_ms=outcome.ttft_ms,
+                tpot_ms=outcome.tpot_ms,
+                loss=loss.mean if loss else None,
+                engine_ms=None,
+                met=_met(record.query, outcome.ttft_ms, outcome.tpot_ms),
+            )
+        )
+    return results
+
+
+def summarise(results: Sequence[Result]) -> Summary:
+    """Sum up."""
+    served = [r for r in results if r.tier is not None]
+    ttfts = [r.ttft_ms for r in served if r.ttft_ms is not None]
+    tpots = [r.tpot_ms for r in served if r.tpot_ms is not None]
+    losses = [r.loss for r in served if r.loss is not None]
+    engine = [r.engine_ms for r in served if r.engine_ms is not None]
+    return Summary(
+        requests=len(results),
+        refused=len(results) - len(served),
+        shares={tier: sum(r.tier is tier for r in served) / max(len(served), 1) for tier in TierName},
+        met=sum(r.met for r in results) / max(len(results), 1),
+        mean_loss=fmean(losses) if losses else None,
+        ttft_p50=percentile(ttfts, 0.5) if ttfts else None,
+        ttft_p95=percentile(ttfts, 0.95) if ttfts else None,
+        tpot_p50=percentile(tpots, 0.5) if tpots else None,
+        tpot_p95=percentile(tpots, 0.95) if tpots else None,
+        engine_s=sum(engine) / 1000 if engine else None,
+    )
+
+
+def _met(query: Query, ttft_ms: float | None, tpot_ms: float | None) -> bool:
+    sla = query.sla
+    late = sla.ttft_ms is not None and (ttft_ms is None or ttft_ms > sla.ttft_ms)
+    slow = sla.tpot_ms is not None and tpot_ms is not None and tpot_ms > sla.tpot_ms
+    return not late and not slow
+
+
+def simulate(
+    recording: Recording, table: PolicyTable | None = None, speeds: Mapping[TierName, SpeedModel] | None = None
+) -> list[Result]:
+    """Run the recorded arrivals through a policy, on replicas that behave as the speed model says.
+
+    Args:
+        recording: Whose arrivals, fleet and answer lengths.
+        table: The policy; None: the one that each decision was made by.
+        speeds: By tier; None: those that were recorded.
+
+    Raises:
+        ProfileError: No speed is known of a tier that was ready.
+    """
+    world = _World(recording, speeds)
+    results: list[Result | _Job] = []
+    for record in recording.decisions:
+        world.run_until(record.at * 1000)
+        policy = table or recording.tables[record.policy]
+        decision = decide(record.query, world.snapshot(record.fleet), policy)
+        if decision.tier is None:
+            results.append(Result(None, None, None, None, None, met=False))
+        else:
+            loss = policy.loss(decision.tier, record.query.features)
+            results.append(world.take(decision.tier, record, loss.mean if loss else None))
+    world.run_until(math.inf)
+    return [r if isinstance(r, Result) else r.result() for r in results]
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One request in the simulation."""
+
+    query: Query
+    tier: TierName
+    output_tokens: int
+    loss: float | None
+    came: float
+    prefill_left: float = 0.0
+    tokens_left: float = 0.0
+    first: float | None = None
+    last: float | None = None
+    engine_ms: float = 0.0
+
+    def result(self) -> Result:
+        ttft = self.first - self.came if self.first is not None else None
+        tpot = None
+        if self.first is not None and self.last is not None and self.output_tokens > 1:
+            tpot = (self.last - self.first) / (self.output_tokens - 1)
+        return Result(self.tier, ttft, tpot, self.loss, self.engine_ms, met=_met(self.query, ttft, tpot))
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    """One replica in the simulation: computes prompts one after the other, and decodes while there is none to compute."""
+
+    spec: TierSpec
+    id: str
+    speed: SpeedModel
+    waiting: list[_Job] = field(default_factory=list)
+    prefilling: _Job | None = None
+    decoding: list[_Job] = field(default_factory=list)
+
+    @property
+    def jobs(self) -> int:
+        return len(self.waiting) + len(self.decoding) + (self.prefilling is not None)
+
+    def begin(self) -> None:
+        """Begin with the next prompt, if a sequence is free."""
+        if self.prefilling is None and self.waiting and len(self.decoding) < self.spec.max_num_seqs:
+            job = self.waiting.pop(0)
+            speed, others = self.speed, len(self.decoding)
+            job.prefill_left = speed.ttft_base_ms + speed.prefill_ms_per_token * job.query.prompt_tokens
+            if others:
+                job.prefill_left += speed.ttft_steps * speed.step_ms(others)
+            self.prefilling = job
+
+    def next_event(self) -> float:
+        """Return the time to the next event, in its own milliseconds."""
+        if self.prefilling is not None:
+            return self.prefilling.prefill_left
+        if self.decoding:
+            return min(job.tokens_left for job in self.decoding) * self.speed.step_ms(len(self.decoding))
+        return math.inf
+
+    def advance(self, own_ms: float, now: float) -> None:
+        """Compute for so long; ``now`` is the time at the end."""
+        if self.prefilling is not None:
+            job = self.prefilling
+            job.prefill_left -= own_ms
+            job.engine_ms += own_ms
+            if job.prefill_left <= 1e-6:  # noqa: PLR2004  rounding
+                job.first = job.last = now
+                job.tokens_left = job.output_tokens - 1
+                self.prefilling = None
+                if job.tokens_left > 0:
+                    self.decoding.append(job)
+        elif self.decoding:
+            tokens = own_ms / self.speed.step_ms(len(self.decoding))
+            for job in self.decoding:
+                job.tokens_left -= tokens
+                job.engine_ms += own_ms / len(self.decoding)
+                job.last = now
+            self.decoding = [job for job in self.decoding if job.tokens_left > 1e-6]  # noqa: PLR2004
+        self.begin()
+
+
+class _World:
+    """All replicas of the first recorded snapshot, and the time."""
+
+    def __init__(self, recording: Recording, speeds: Mapping[TierName, SpeedModel] | None) -> None:
+        first = recording.decisions[0]
+        self._now = first.at * 1000
+        self._outcomes = recording.outcomes
+        self.replicas: list[_Replica] = []
+        for tier in first.fleet.tiers:
+            for replica in tier.ready:
+                speed = (speeds or {}).get(tier.spec.name) or replica.speed
+                if speed is None:
+                    raise ProfileError(f"no speed of {tier.spec.name} was recorded: give a latency profile")
+                self.replicas.append(_Replica(tier.spec, replica.id, speed))
+
+    def run_until(self, end: float) -> None:
+        """Let all replicas compute up to a time, in milliseconds."""
+        while True:
+            slowed = {id(r): 1 + r.speed.contention * self._neighbours(r) for r in self.replicas}
+            step = min((r.next_event() * slowed[id(r)] for r in self.replicas), default=math.inf)
+            step = min(step, end - self._now)
+            if not math.isfinite(step):
+                return
+            self._now += step
+            for replica in self.replicas:
+                replica.advance(step / slowed[id(replica)], self._now)
+            if self._now >= end:
+                return
+
+    def take(self, tier: TierName, record: DecisionRecord, loss: float | None) -> _Job:
+        """Give a request to the tier's least loaded replica."""
+        outcome = self._outcomes.get(record.request_id)
+        output = outcome.output_tokens if outcome is not None and outcome.output_tokens else None
+        expected = max(round(record.query.max_tokens * record.fleet.output_share), 1)
+        job = _Job(record.query, tier, output or expected, loss, self._now)
+        replica = min((r for r in self.replicas if r.spec.name is tier), key=lambda r: r.jobs)
+        replica.waiting.append(job)
+        replica.begin()
+        return job
+
+    def snapshot(self, recorded: FleetSnapshot) -> FleetSnapshot:
+        """Return the simulated fleet as a policy sees it."""
+        tiers = tuple(
+            TierSnapshot(t.spec, tuple(self._replica(r) for r in self.replicas if r.spec.name is t.spec.name))
+            for t in recorded.tiers
+        )
+        return FleetSnapshot(tiers, recorded.template, recorded.output_share)
+
+    def _replica(self, replica: _Replica) -> ReplicaSnapshot:
+        queued = [*replica.waiting, *([replica.prefilling] if replica.prefilling else [])]
+        prompts = sum(job.query.prompt_tokens for job in queued)
+        output = sum(job.query.max_tokens for job in queued) + int(
+            sum(job.query.max_tokens - job.output_tokens + job.tokens_left for job in replica.decoding)
+        )
+        speed = replica.speed
+        return ReplicaSnapshot(
+            id=replica.id,
+            url="",
+            pid=None,
+            state=ReplicaState.READY,
+            detail=None,
+            in_flight=replica.jobs,
+            prompt_tokens_outstanding=prompts,
+            output_tokens_outstanding=output,
+            served=0,
+            failed=0,
+            load=Load(replica.jobs, prompts, output, self._neighbours(replica)),
+            speed=speed,
+            ttft_trend=Trend(0.0, speed.ttft_spread**2, 0.0),
+            tpot_trend=Trend(0.0, speed.tpot_spread**2, 0.0),
+        )
+
+    def _neighbours(self, replica: _Replica) -> float:
+        others = len(self.replicas) - 1
+        return sum(r.jobs > 0 for r in self.replicas if r is not replica) / others if others else 0.0

@@ -1,0 +1,208 @@
+"""A client of a running router, for measuring: it gives way to everybody else's requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+
+BUSY_WAIT_S = 1.0
+MAX_WAIT_S = 600.0  # for others' requests to end, or a full or absent tier to take one more
+ANSWER_TIMEOUT_S = 900.0
+_TRY_LATER = {429, 503}
+
+
+class ProfileError(Exception):
+    """A profile cannot be made or used; says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetState:
+    """What the router tells of its fleet.
+
+    Attributes:
+        identities: What each ready tier serves, by digest or URL.
+        max_num_seqs: Of each ready tier.
+        max_model_len: Of each ready tier, in tokens.
+        in_flight: Requests on all replicas.
+        served: Requests that all replicas have completed.
+    """
+
+    model: str
+    machine: str
+    identities: Mapping[TierName, str | None]
+    max_num_seqs: Mapping[TierName, int]
+    max_model_len: Mapping[TierName, int]
+    in_flight: int
+    served: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One timed answer. Times in milliseconds; ``tpot_ms`` is None for fewer than two tokens."""
+
+    prompt_tokens: int
+    ttft_ms: float
+    tpot_ms: float | None
+    started: float
+    ended: float
+
+
+class RouterClient:
+    """Asks a router, after everybody else. Use ``connect``."""
+
+    def __init__(self, client: httpx.AsyncClient, url: str) -> None:
+        self._client, self._url = client, url
+        self._own = 0
+
+    async def fleet(self) -> FleetState:
+        """Return how the fleet is now.
+
+        Raises:
+            ProfileError: The router does not answer, or needs a key.
+        """
+        try:
+            response = await self._client.get("/tiers")
+        except httpx.HTTPError as error:
+            raise ProfileError(
+                f"no router answers at {self._url} ({type(error).__name__}): 'make up' starts one"
+            ) from error
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            raise ProfileError("the router needs a key: give one in the variable QARR_KEY")
+        found = response.json()
+        ready = {TierName(t["tier"]): t for t in found["tiers"] if t["state"] == "ready"}
+        replicas = [r for t in found["tiers"] for r in t["replicas"]]
+        return FleetState(
+            model=found["model"],
+            machine=found["machine"],
+            identities={name: t["identity"] for name, t in ready.items()},
+            max_num_seqs={name: t["max_num_seqs"] for name, t in ready.items()},
+            max_model_len={name: t["max_model_len"] for name, t in ready.items()},
+            in_flight=sum(r["in_flight"] for r in replicas),
+            served=sum(r["served"] for r in replicas),
+        )
+
+    async def ask(self, path: str, tier: TierName, body: Mapping[str, Any], waiting: Callable[[], None]) -> Any:
+        """Ask one tier for a whole greedy answer; wait while others are served, or while it has no place.
+
+        Args:
+            path: At the router.
+            tier: The only one that may answer.
+            body: The rest of the request.
+            waiting: Called while waiting for others.
+
+        Raises:
+            ProfileError: It refuses, or has no place for too long.
+        """
+        deadline = time.monotonic() + MAX_WAIT_S
+        while True:
+            await self.until_quiet(waiting, deadline)
+            self._own += 1
+            try:
+                response = await self._post(path, tier, body)
+            finally:
+                self._own -= 1
+            if response.status_code == httpx.codes.OK:
+                return response.json()
+            await _later(tier, response, deadline)
+
+    async def time(self, tier: TierName, prompt: list[int], tokens: int, begun: Callable[[], None]) -> Timed:
+        """Time one answer of exactly so many tokens to a prompt of token ids.
+
+        Args:
+            tier: The only one that may answer.
+            prompt: Token ids.
+            tokens: Of the answer, whatever the model would end it with.
+            begun: Called with the first token.
+
+        Raises:
+            ProfileError: It was refused.
+        """
+        body = {
+            **_request(tier),
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        deadline = time.monotonic() + MAX_WAIT_S
+        first = last = 0.0
+        tail = b""
+        while True:
+            started = time.monotonic()
+            try:
+                async with self._client.stream("POST", "/v1/completions", json=body) as response:
+                    if response.status_code != httpx.codes.OK:
+                        await response.aread()
+                        await _later(tier, response, deadline)
+                        continue
+                    async for chunk in response.aiter_raw():
+                        now = time.monotonic()
+                        if not first:
+                            first = now
+                            begun()
+                        # The last chunks hold no token, but counts and the end.
+                        last = now if b'"finish_reason":"' in chunk or b'"usage":{' not in chunk else last
+                        tail = (tail + chunk)[-2000:]
+            except httpx.HTTPError as error:
+                raise ProfileError(f"{self._url} does not answer any more ({type(error).__name__})") from error
+            break
+        if b"[DONE]" not in tail:
+            raise ProfileError(f"{tier} broke an answer off: {tail[-300:].decode(errors='replace')}")
+        tpot_ms = (last - first) * 1000 / (tokens - 1) if tokens > 1 else None
+        return Timed(len(prompt), (first - started) * 1000, tpot_ms, started, last)
+
+    async def until_quiet(self, waiting: Callable[[], None], deadline: float) -> None:
+        """Wait while others' requests are in flight."""
+        while time.monotonic() < deadline:
+            if (await self.fleet()).in_flight <= self._own:
+                return
+            waiting()
+            await asyncio.sleep(BUSY_WAIT_S)
+
+    async def _post(self, path: str, tier: TierName, body: Mapping[str, Any]) -> httpx.Response:
+        try:
+            return await self._client.post(path, json={**_request(tier), **body})
+        except httpx.HTTPError as error:
+            raise ProfileError(f"{self._url} does not answer any more ({type(error).__name__})") from error
+
+
+async def _later(tier: TierName, response: httpx.Response, deadline: float) -> None:
+    """Wait as long as a refusal says.
+
+    Raises:
+        ProfileError: It is none that passes, or it has lasted too long.
+    """
+    if response.status_code not in _TRY_LATER or time.monotonic() > deadline:
+        raise ProfileError(f"{tier} answered HTTP {response.status_code}: {response.text[:300]}")
+    await asyncio.sleep(min(float(response.headers.get("retry-after", BUSY_WAIT_S)), 10))
+
+
+def _request(tier: TierName) -> dict[str, Any]:
+    return {"model": tier.value, "temperature": 0, "qarr": {"tier_policy": "require", "priority": "batch"}}
+
+
+@asynccontextmanager
+async def connect(url: str, key: str) -> AsyncIterator[RouterClient]:
+    """Open a client of a running router.
+
+    Args:
+        url: The router's.
+        key: For the router; empty where it needs none.
+    """
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(
+        base_url=url, headers=headers, timeout=ANSWER_TIMEOUT_S, trust_env=False, limits=limits
+    ) as client:
+        yield RouterClient(client, url)
