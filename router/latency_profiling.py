@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tiers.spec import TierName
 
 LENGTHS = (16, 64, 256, 1024)
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPT_TOKENS = 24
 ATTEMPTS = 3  # of a step that others' requests disturbed
 FIRST_ID, LAST_ID = 1000, 20000  # ordinary tokens in every tokenizer of some size; random, so that no prefix is cached

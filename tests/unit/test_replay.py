@@ -125,7 +125,7 @@ def test_load_slows_the_simulation_and_another_policy_moves_it(tmp_path: Path) -
     strict = replace(PROFILED, max_loss=dict.fromkeys(PROFILED.max_loss, 0.0))
     after = summarise(simulate(recording, strict))
     assert before.shares[FAST] > 0.4
-    assert after.shares[PRECISE] > 0.9
+    assert after.shares[PRECISE] > 0.7  # as many as it has places
     assert after.mean_loss is not None
     assert before.mean_loss is not None
     assert after.mean_loss < before.mean_loss
