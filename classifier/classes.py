@@ -32,8 +32,8 @@ def judge(evidence: Mapping[str, float], weights: ClassWeights) -> Judgement:
     """Return the class of a prompt that neither holds nor asks for code and is not long.
 
     The confidence is the probability of the class by multinomial logistic regression. ``unknown`` is returned where
-    there is no evidence of what is asked, or no class is likely; its confidence is the probability that the likeliest
-    class is wrong.
+    no evidence of what is asked speaks for the likeliest class, or none is likely; its confidence is then the probability
+    that the likeliest class would have been wrong.
 
     Args:
         evidence: Names from ``evidence.FEATURES``, 0..1 each.
@@ -42,9 +42,10 @@ def judge(evidence: Mapping[str, float], weights: ClassWeights) -> Judgement:
     scores = class_scores(evidence, weights.bias, weights.weights)
     shares = softmax([score / weights.temperature for score in scores])
     best = max((number for number in range(len(JUDGED)) if number != _CODE), key=shares.__getitem__)
-    if shares[best] < MIN_PROBABILITY or SHAPES.issuperset(evidence):
+    signals = _signals(evidence, best, weights)
+    if shares[best] < MIN_PROBABILITY or SHAPES.issuperset(signals):
         return Judgement(PromptClass.UNKNOWN, 1 - shares[best], ())
-    return Judgement(JUDGED[best], shares[best], _signals(evidence, best, weights))
+    return Judgement(JUDGED[best], shares[best], signals)
 
 
 def judge_code(log_odds: float, signals: tuple[str, ...], weights: ClassWeights) -> Judgement:
