@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 LONG_TOKENS = 1500
 MIN_PROBABILITY = 0.4  # of the likeliest class, below which no class is named
-_SIGNAL = 0.1  # log-odds over the mean of all classes, above which evidence is named
+_SIGNAL = 0.25  # log-odds, above which evidence is said to speak for a class
 _CODE = JUDGED.index(PromptClass.CODE)
 
 
@@ -73,11 +73,10 @@ def logistic(log_odds: float) -> float:
 
 
 def _signals(evidence: Mapping[str, float], best: int, weights: ClassWeights) -> tuple[str, ...]:
-    """Return the names of the evidence that speaks for a class more than for the others, the weightiest first."""
+    """Return the names of the evidence that speaks for a class, the weightiest first."""
     gains: list[tuple[float, str]] = []
     for name, degree in evidence.items():
-        row = weights.weights[name]
-        gain = degree * (row[best] - sum(row) / len(row))
+        gain = degree * weights.weights[name][best]
         if gain > _SIGNAL:
             gains.append((-gain, name))
     return tuple(name for _, name in sorted(gains))

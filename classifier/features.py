@@ -37,7 +37,8 @@ class PromptFeatures:
         asks_for_code: A good answer is mainly code.
         language: Programming language held or asked for, lower case; None where there is none or it is left open.
         prompt_class: The kind of work.
-        confidence: In ``prompt_class``, 0..1.
+        confidence: Probability that ``prompt_class`` is right, 0..1; of ``unknown``, that the likeliest class would have
+            been wrong.
         signals: Names of the evidence, for people.
     """
 

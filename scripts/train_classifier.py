@@ -2,7 +2,8 @@
 
     python scripts/train_classifier.py --data DIR [--output classifier/weights.json]
 
-The folder is described in ``classifier/corpus.py``. Only Python is needed, and the same data gives the same bytes.
+The folder is described in ``classifier/corpus.py``. Only Python is needed. The same data gives the same bytes on
+one version of Python; another may round the last digit of a weight otherwise.
 """
 
 from __future__ import annotations
