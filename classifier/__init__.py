@@ -1,8 +1,8 @@
 """Prompts in, features out. Knows nothing of HTTP, of tiers, or of telemetry."""
 
-from classifier.classes import PromptClass
-from classifier.errors import ClassifierError, TokenizerError
+from classifier.errors import ClassifierError, TokenizerError, WeightsError
 from classifier.features import PromptFeatures, extract
+from classifier.kinds import PromptClass
 from classifier.tokens import EstimatingCounter, ModelTokenCounter, TokenCounter
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "PromptFeatures",
     "TokenCounter",
     "TokenizerError",
+    "WeightsError",
     "extract",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from classifier.vocabulary import STOP
 
@@ -24,71 +24,91 @@ class RolePattern:
 
     Attributes:
         name: For the person who reads why.
-        weight: Log-odds.
         needs: Roles of which it needs at least one, for speed.
         pattern: Searched in the string of roles.
     """
 
     name: str
-    weight: float
     needs: frozenset[str]
     pattern: re.Pattern[str]
 
 
-def role_pattern(name: str, weight: float, needs: str, pattern: str) -> RolePattern:
+@dataclass(frozen=True, slots=True)
+class WeightedPattern(RolePattern):
+    """Evidence with a weight set by hand.
+
+    Attributes:
+        weight: Log-odds.
+    """
+
+    weight: float
+
+
+AnyPattern = TypeVar("AnyPattern", bound=RolePattern)
+
+
+def role_pattern(name: str, needs: str, pattern: str) -> RolePattern:
     """Return a pattern; in it ``_`` stands for any one word within a sentence."""
-    return RolePattern(name, weight, frozenset(needs), re.compile(pattern.replace("_", "[^|]")))
+    return RolePattern(name, frozenset(needs), _compiled(pattern))
 
 
-def found_in(roles: str, table: tuple[RolePattern, ...]) -> list[RolePattern]:
+def _weighted(name: str, weight: float, needs: str, pattern: str) -> WeightedPattern:
+    return WeightedPattern(name, frozenset(needs), _compiled(pattern), weight)
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern.replace("_", "[^|]"))
+
+
+def found_in(roles: str, table: tuple[AnyPattern, ...]) -> list[AnyPattern]:
     """Return the patterns of a table that match the roles of a prompt's words."""
     present = set(roles)
     return [p for p in table if not p.needs.isdisjoint(present) and p.pattern.search(roles)]
 
 
 _ASKS = (
-    role_pattern("asks: code noun and its purpose", 3.2, "Nn", r"^_?N[tP]|^L_?n[tP]"),
-    role_pattern(
+    _weighted("asks: code noun and its purpose", 3.2, "Nn", r"^_?N[tP]|^L_?n[tP]"),
+    _weighted(
         "asks: build verb, code noun",
         3.4,
         "nN",
         r"B[^|af]{0,3}[nN]|[nN]_{0,6}B(?:$|\|)|L_?nB|B[^|anNf]{0,5}[Ll][^|af]{0,2}[nN]",
     ),
-    role_pattern("asks: build verb before a code noun", 1.6, "B", r"B[^|af]{0,12}[nN]"),
-    role_pattern("asks: nothing but code", 2.2, "N", r"[BMi]_{0,10}N"),
-    role_pattern("asks: in a language", 2.6, "Ll", r"[BMi][^|a]{0,25}[Pt]_?L|[BMvmi][^|a]{0,14}P_?[Ll](?:_|\||$)"),
-    role_pattern("asks: build verb, language", 2.2, "L", r"B[^|a]{0,4}L"),
-    role_pattern("asks: language, code noun", 1.8, "nN", r"[Ll]_{0,2}[nN]"),
-    role_pattern("asks: starts with code noun", 2.2, "nN", r"^[.P]?[Ll]_?[nN]|^_{0,2}N"),
-    role_pattern("asks: named and needed", 2.0, "nN", r"u_?BN|uB_?N|^_{0,2}n_{0,6}g?$"),
-    role_pattern("asks: implement", 3.6, "i", r"(?:^|\|)_{0,5}i_{0,8}[cnNLl]|[cnNLl]_{0,8}i(?:$|\|)|L_{0,2}i"),
-    role_pattern("asks: code noun in a language", 2.4, "Ll", r"[nN]_{0,6}[Pt]_?L|[nN]P_?[Ll]"),
-    role_pattern(
+    _weighted("asks: build verb before a code noun", 1.6, "B", r"B[^|af]{0,12}[nN]"),
+    _weighted("asks: nothing but code", 2.2, "N", r"[BMi]_{0,10}N"),
+    _weighted("asks: in a language", 2.6, "Ll", r"[BMi][^|a]{0,25}[Pt]_?L|[BMvmi][^|a]{0,14}P_?[Ll](?:_|\||$)"),
+    _weighted("asks: build verb, language", 2.2, "L", r"B[^|a]{0,4}L"),
+    _weighted("asks: language, code noun", 1.8, "nN", r"[Ll]_{0,2}[nN]"),
+    _weighted("asks: starts with code noun", 2.2, "nN", r"^[.P]?[Ll]_?[nN]|^_{0,2}N"),
+    _weighted("asks: named and needed", 2.0, "nN", r"u_?BN|uB_?N|^_{0,2}n_{0,6}g?$"),
+    _weighted("asks: implement", 3.6, "i", r"(?:^|\|)_{0,5}i_{0,8}[cnNLl]|[cnNLl]_{0,8}i(?:$|\|)|L_{0,2}i"),
+    _weighted("asks: code noun in a language", 2.4, "Ll", r"[nN]_{0,6}[Pt]_?L|[nN]P_?[Ll]"),
+    _weighted(
         "asks: how to, in a language",
         3.0,
         "Ll",
         r"H_{0,3}[vMBcmi]_{0,14}P_?[Ll]|H_{0,3}[vMBc]_{0,3}L|^[Ll][^|]{0,2}[:v|]{1,2}",
     ),
-    role_pattern("asks: imperative, in a language", 1.5, "Ll", r"^.?[vMBcmi]_{0,14}P_?[Ll]"),
-    role_pattern("asks: which command", 2.8, "n", r"W_{0,4}[nN][Pt]v|W_{0,4}[Ll]n|[nN]t[vcMB]"),
-    role_pattern("things that programs work on", 1.0, "c", r"[nNL]_{0,20}c"),
-    role_pattern("more things that programs work on", 0.8, "c", r"[nNL]_{0,20}c_{0,12}c"),
-    role_pattern("names a language", 0.8, "L", r"L"),
-    role_pattern("starts with a build verb", 0.6, "BM", r"^[^|]{0,4}[BM]"),
-    role_pattern("writes prose", -3.2, "a", r"[BO][^|nN]{0,9}a(?!_?[LlnN])"),
-    role_pattern("another kind of program", -2.8, "n", r"z_{0,6}n|n_{0,8}z|na"),
-    role_pattern("asks to explain", -2.2, "XW", r"(?:^|\|)_{0,3}X|(?:^|\|)W_{0,6}X|(?:^|\|)W"),
-    role_pattern("role-play", -4.0, "R", r"^_{0,5}R"),
-    role_pattern("mathematics", -1.5, "m", r"m_{0,8}m_{0,8}m"),
+    _weighted("asks: imperative, in a language", 1.5, "Ll", r"^.?[vMBcmi]_{0,14}P_?[Ll]"),
+    _weighted("asks: which command", 2.8, "n", r"W_{0,4}[nN][Pt]v|W_{0,4}[Ll]n|[nN]t[vcMB]"),
+    _weighted("things that programs work on", 1.0, "c", r"[nNL]_{0,20}c"),
+    _weighted("more things that programs work on", 0.8, "c", r"[nNL]_{0,20}c_{0,12}c"),
+    _weighted("names a language", 0.8, "L", r"L"),
+    _weighted("starts with a build verb", 0.6, "BM", r"^[^|]{0,4}[BM]"),
+    _weighted("writes prose", -3.2, "a", r"[BO][^|nN]{0,9}a(?!_?[LlnN])"),
+    _weighted("another kind of program", -2.8, "n", r"z_{0,6}n|n_{0,8}z|na"),
+    _weighted("asks to explain", -2.2, "XW", r"(?:^|\|)_{0,3}X|(?:^|\|)W_{0,6}X|(?:^|\|)W"),
+    _weighted("role-play", -4.0, "R", r"^_{0,5}R"),
+    _weighted("mathematics", -1.5, "m", r"m_{0,8}m_{0,8}m"),
 )
 _ON_CODE = (
-    role_pattern("asks: change the code", 3.6, "M", r"M"),
-    role_pattern("asks: how to change it", 2.5, "H", r"H_{0,5}[MB]"),
-    role_pattern("asks: and change it", 2.2, "M", r"_M_{0,2}(?:\||$)"),
-    role_pattern("asks: build from the code", 3.2, "B", r"(?:^|\|)_{0,5}B"),
-    role_pattern("asks to explain", -2.4, "XE", r"(?:^|\|)_{0,4}X|(?:^|\|)_{0,2}E"),
-    role_pattern("question about the code", -2.0, "W", r"(?:^|\|)_{0,1}W"),
-    role_pattern("role-play", -6.0, "R", r"^_{0,5}R"),
+    _weighted("asks: change the code", 3.6, "M", r"M"),
+    _weighted("asks: how to change it", 2.5, "H", r"H_{0,5}[MB]"),
+    _weighted("asks: and change it", 2.2, "M", r"_M_{0,2}(?:\||$)"),
+    _weighted("asks: build from the code", 3.2, "B", r"(?:^|\|)_{0,5}B"),
+    _weighted("asks to explain", -2.4, "XE", r"(?:^|\|)_{0,4}X|(?:^|\|)_{0,2}E"),
+    _weighted("question about the code", -2.0, "W", r"(?:^|\|)_{0,1}W"),
+    _weighted("role-play", -6.0, "R", r"^_{0,5}R"),
 )
 _NO_CODE = (
     "no code",

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from classifier.asks import weigh_request
-from classifier.classes import PromptClass, judge, judge_code
+from classifier.classes import LONG_TOKENS, judge, judge_code, judge_long
 from classifier.code import CodeEvidence, find_code
+from classifier.evidence import find_evidence
 from classifier.languages import programming_language
 from classifier.natural import foreign_log_odds
 from classifier.vocabulary import roles_of, tokenize
+from classifier.weights import shipped_weights
 
 if TYPE_CHECKING:
+    from classifier.kinds import PromptClass
     from classifier.tokens import TokenCounter
 
 HEAD_CHARS = 350  # of the prose, that are read for what is asked: instructions stand at either end
@@ -34,7 +37,8 @@ class PromptFeatures:
         asks_for_code: A good answer is mainly code.
         language: Programming language held or asked for, lower case; None where there is none or it is left open.
         prompt_class: The kind of work.
-        confidence: In ``prompt_class``, 0..1.
+        confidence: Probability that ``prompt_class`` is right, 0..1; of ``unknown``, that the likeliest class would have
+            been wrong.
         signals: Names of the evidence, for people.
     """
 
@@ -64,6 +68,70 @@ def extract(text: str, counter: TokenCounter, context_tokens: int = 0) -> Prompt
         context_tokens: Of all that the model reads, where the text is only its last part.
     """
     tokens = counter.count(text)
+    read = read_prompt(text)
+    weights = shipped_weights()
+    length = max(tokens, context_tokens)
+    if read.has_code:
+        signals = (*read.code.signals[:4], *(read.asked if read.asks >= 0 else ()))
+        judgement = judge_code(read.code_log_odds, signals, weights)
+    elif length > LONG_TOKENS:
+        judgement = judge_long(length, weights)
+    else:
+        judgement = judge(read.evidence(), weights)
+    return PromptFeatures(
+        chars=len(text),
+        words=len(text.split()),
+        tokens=tokens,
+        tokens_exact=counter.exact,
+        contains_code=read.code.present,
+        asks_for_code=read.asks >= 0,
+        language=programming_language(read.cased, read.words, read.code) if read.has_code else None,
+        prompt_class=judgement.prompt_class,
+        confidence=judgement.confidence,
+        signals=judgement.signals[:MAX_SIGNALS],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReading:
+    """What the words and marks of a prompt say, before any class is judged.
+
+    Attributes:
+        excerpt: Head and tail of the prose, which are read for what is asked.
+        cased: Its words.
+        words: The same in lower case.
+        roles: One letter for each.
+        code: What was found of code in the prompt.
+        asks: Log-odds that the prompt asks for code.
+        asked: Names of the evidence for that.
+    """
+
+    excerpt: str
+    cased: list[str]
+    words: list[str]
+    roles: str
+    code: CodeEvidence
+    asks: float
+    asked: tuple[str, ...]
+
+    @property
+    def has_code(self) -> bool:
+        """Tell whether the prompt holds or asks for code."""
+        return self.code_log_odds >= 0
+
+    @property
+    def code_log_odds(self) -> float:
+        """Return the log-odds that the prompt holds or asks for code."""
+        return max(self.code.log_odds, self.asks)
+
+    def evidence(self) -> dict[str, float]:
+        """Return the evidence of the prompt's class by name, 0..1 each."""
+        foreign = foreign_log_odds(self.excerpt, self.words)
+        return find_evidence(self.excerpt, self.roles, foreign=foreign, code=self.code_log_odds)
+
+
+def read_prompt(text: str) -> PromptReading:
+    """Read a prompt's words and marks. Pure."""
     lines = text.split("\n")
     code = find_code(text, lines)
     prose = _prose(lines, code) if code.present else text
@@ -72,26 +140,7 @@ def extract(text: str, counter: TokenCounter, context_tokens: int = 0) -> Prompt
     words = list(map(str.lower, cased))
     roles = roles_of(words)
     asks, asked = weigh_request(text, roles, code)
-    has_code = code.present or asks >= 0
-    if has_code:
-        judgement = judge_code(max(code.log_odds, asks), (*code.signals[:4], *(asked if asks >= 0 else ())))
-    else:
-        foreign = foreign_log_odds(excerpt, words)
-        judgement = judge(
-            excerpt, roles, tokens=max(tokens, context_tokens), foreign=foreign, code=max(code.log_odds, asks)
-        )
-    return PromptFeatures(
-        chars=len(text),
-        words=len(text.split()),
-        tokens=tokens,
-        tokens_exact=counter.exact,
-        contains_code=code.present,
-        asks_for_code=asks >= 0,
-        language=programming_language(cased, words, code) if has_code else None,
-        prompt_class=judgement.prompt_class,
-        confidence=judgement.confidence,
-        signals=judgement.signals[:MAX_SIGNALS],
-    )
+    return PromptReading(excerpt, cased, words, roles, code, asks, asked)
 
 
 def _prose(lines: list[str], code: CodeEvidence) -> str:

@@ -22,7 +22,7 @@ _ENGLISH = frozenset(
 _OTHERS = frozenset(
     """
     el la los las una del que por para con está más pero qué cómo cuál un es en y cuáles cuánto su se lo tiene mi sobre
-    os uma não com você mais são está dos das qual em seu ao pelo pela
+    como posso os uma não com você mais são está dos das qual em seu ao pelo pela
     il gli che di della nel questo quale sono più è perché cosa mi
     le les des une est pour dans avec sur vous je nous qui ne pas quel quelle et du au sont cette
     și este pentru cu ce nu els amb
@@ -49,6 +49,7 @@ def foreign_log_odds(text: str, words: list[str]) -> float:
         if len(_OTHER_SCRIPT.findall(sample)) > _OTHER_SHARE * len(sample):
             return 5.0
         accents = min(len(_LATIN_ACCENT.findall(sample)), _MAX_ACCENTS)
-    english = sum(map(_ENGLISH.__contains__, words))
-    others = sum(map(_OTHERS.__contains__, words))
+    different = set(words)  # a repeated x, y or z is no language
+    english = len(different & _ENGLISH)
+    others = len(different & _OTHERS)
     return 1.3 * min(others, 8) - 1.3 * min(english, 8) + _ACCENT_WEIGHT * accents - 1.5

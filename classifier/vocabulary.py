@@ -106,7 +106,7 @@ _WORDS: dict[str, str] = {
         poem poems poetry story stories essay essays email e-mail mail letter letters blog post posts articles
         speech play movie film video podcast song songs lyrics rap résumé cv plan lesson lessons ad ads advert
         advertisement report summary review reviews proposal description joke jokes riddle riddles limerick tweet
-        tweets haiku sonnet ballad novel chapter scene dialog monologue sentence bio biography brochure pamphlet
+        tweets haiku sonnet ballad novel chapter scene dialog dialogue monologue sentence bio biography brochure pamphlet
         itinerary toast headline headlines slogan slogans tagline caption captions newsletter announcement
         invitation obituary memo rubric quiz outline title titles fable parody quote quotes verse verses press
         profile pitch statement name names recipe menu curriculum syllabus presentation flyer note notes vow vows
@@ -122,7 +122,7 @@ _WORDS: dict[str, str] = {
         actors comedy drama marketing sales onboarding leadership travel garden""",
     # Given text and what is done to it
     "T": """
-        text passage paragraph article document transcript conversation contract clause abstract excerpt dialogue
+        text passage paragraph article document transcript conversation contract clause abstract excerpt
         below following feedback comments message messages statements data records order invoice""",
     "E": """
         extract identify classify categorize categorise label tag summarize summarise paraphrase annotate redact

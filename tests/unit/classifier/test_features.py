@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from classifier import EstimatingCounter, PromptClass, PromptFeatures, extract
 from classifier.asks import _ASKS, _ON_CODE
-from classifier.classes import _TABLES
+from classifier.evidence import PATTERNS
 from tests.unit.classifier.cases import ASKS, CONTAINS, CONTAINS_AND_ASKS, NEITHER
 
 COUNTER = EstimatingCounter()
@@ -74,7 +74,7 @@ def test_prompts_without_code(language: str, prompt: str) -> None:
         ("Classify the sentiment of the feedback below.\n\nThe soup was cold.", PromptClass.EXTRACTION),
         ("Write a short story about a lighthouse keeper.", PromptClass.WRITING),
         ("Draft a polite email to my landlord about the heating.", PromptClass.WRITING),
-        ("I want you to act as a stand-up comedian.", PromptClass.WRITING),
+        ("I want you to act as a stand-up comedian.", PromptClass.CHAT),
         ("¿Por qué los gatos ronronean cuando están contentos?", PromptClass.MULTILINGUAL),
         ("Warum ist der Himmel am Abend rot und nicht blau?", PromptClass.MULTILINGUAL),
         ("為什麼天空是藍色的？", PromptClass.MULTILINGUAL),
@@ -147,7 +147,7 @@ def test_hostile_text_ends(unit: str) -> None:
 @settings(max_examples=300)
 def test_patterns_match_nothing_without_the_roles_that_they_need(roles: str) -> None:
     """What is left out for speed is what cannot match."""
-    tables = (_ASKS, _ON_CODE, *(table for _, _, table in _TABLES))
+    tables = (_ASKS, _ON_CODE, PATTERNS)
     for pattern in (pattern for table in tables for pattern in table):
         lacking = "".join(role for role in roles if role not in pattern.needs)
         assert pattern.pattern.search(lacking) is None, pattern.name
