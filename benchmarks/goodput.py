@@ -3,13 +3,13 @@
     python benchmarks/goodput.py real --profiles DIR [--rate 0.6] [--seconds 100] [--rounds 2]
     python benchmarks/goodput.py simulated [--rate 4 14] [--seconds 60]
 
-(a) everything to ``precise``; (b) round robin over the tiers; (c) the table, with nothing measured but idle speeds; (d) the policy
-with measured loss and speed. Goodput is the rate of requests that met both their TTFT and their TPOT bound. Every request has
-bounds on TTFT, TPOT and loss; the bounds are sent with (c) and (d), and (a) and (b) are judged by them alike.
+(a) everything to ``precise``; (b) round robin over the tiers; (c) the table, with nothing measured but idle speeds; (d) the
+policy with measured loss and speed. Goodput is the rate of requests that met both their TTFT and their TPOT bound. Every
+request has bounds on TTFT, TPOT and loss; they are sent with (c) and (d), and (a) and (b) are judged by them alike.
 
-``real`` starts ``qarr up`` with real engines, and takes profiles made by ``qarr profile`` for them. ``simulated`` starts the router
-in front of engines with a GPU's timing (``simulated_engine.py``, figures and sources there), measures their speed with
-``qarr profile latency``, and assumes losses: it shows how the policy behaves, not how fast anything is.
+``real`` starts ``qarr up`` with real engines, and takes profiles made by ``qarr profile`` for them. ``simulated`` starts the
+router in front of engines with a GPU's timing (``simulated_engine.py``, figures and sources there), measures their speed
+with ``qarr profile latency``, and assumes losses: it shows how the policy behaves, not how fast anything is.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 from measure import ROOT, free_port, wait_for
 
+from classifier import PromptClass
 from router.latency import load_latency
 from router.quality import Interval, Loss, QualityProfile, load_profile, percentile, profile_name
 from router.replay import differing, read_recording
@@ -43,7 +44,6 @@ from tiers.spec import TierName
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from classifier import PromptClass
 
 QARR = ROOT / ".venv/bin/qarr"
 POLICIES = {
@@ -183,20 +183,14 @@ def assumed_losses(identities: dict[TierName, str], kinds: Sequence[str]) -> Qua
             one = Interval(mean=1, low=1, high=1)
             losses.append(
                 Loss(
-                    prompt_class=_class(kind), tier=tier, prompts=50, tokens=1000, top1_disagreement=share, kl_mean=share,
-                    kl_p95=share, perplexity_ratio=one, first_divergence=10, never_diverged=0.1,
+                    prompt_class=PromptClass(kind), tier=tier, prompts=50, tokens=1000, top1_disagreement=share,
+                    kl_mean=share, kl_p95=share, perplexity_ratio=one, first_divergence=10, never_diverged=0.1,
                 )
             )  # fmt: skip
     return QualityProfile(
         created=datetime.now(UTC), model="simulated", checkpoints=dict(identities), answer_tokens=32, top_k=10,
         prompts="assumed", losses=tuple(losses),
     )  # fmt: skip
-
-
-def _class(name: str) -> PromptClass:
-    from classifier import PromptClass
-
-    return PromptClass(name)
 
 
 @contextlib.contextmanager
@@ -286,7 +280,7 @@ def compare(
                 set_profiles(folder, kept if name == "d" else None)
                 asyncio.run(settled(url, profiled=name == "d"))
                 print(f"  {rate:g}/s, round {number + 1}: {POLICIES[name]}, {len(plan)} requests", file=sys.stderr)
-                answers[name] += asyncio.run(phase(url, name, number, rate, plan, workload, profile))
+                answers[name] += asyncio.run(phase(url, name, number, rate, plan, workload))
         show(rate, seconds * options.rounds, answers, workload, profile)
         show_prediction(folder, f"d-{rate:g}-")
     recording = read_recording(folder / "decisions.jsonl")
@@ -322,14 +316,12 @@ async def settled(url: str, *, profiled: bool) -> None:
             replicas = [r for t in (await tiers_of(session, url)) for r in t["replicas"]]
             async with session.post(f"{url}/route", json={"prompt": "What is tea?"}) as response:
                 known = (await response.json())["tiers"][0]["expected_loss"] is not None
-            speeds = all(r["tpot_ms"] is not None and (r["step_ms_per_sequence"] > 0) == profiled for r in replicas[:1])
+            speeds = all(r["speed_profiled"] is profiled for r in replicas)
             if known == profiled and speeds and not any(r["in_flight"] for r in replicas):
                 return
 
 
-async def phase(
-    url: str, name: str, number: int, rate: float, plan: list[Arrival], workload: Workload, profile: QualityProfile
-) -> list[Answer]:
+async def phase(url: str, name: str, number: int, rate: float, plan: list[Arrival], workload: Workload) -> list[Answer]:
     """Send one policy's requests when they are due."""
     started = time.monotonic()
     connector = aiohttp.TCPConnector(limit=0)
@@ -345,7 +337,7 @@ async def phase(
             return await ask(session, url, headers, body, arrival, workload, late_ms)
 
         answers = await asyncio.gather(*(one(i, a) for i, a in enumerate(plan)))
-        while any(r["in_flight"] for t in await tiers_of(session, url) for r in t["replicas"]):
+        while any(r["in_flight"] for t in await tiers_of(session, url) for r in t["replicas"]):  # noqa: ASYNC110
             await asyncio.sleep(0.5)
     return answers
 
@@ -418,7 +410,7 @@ def loss_of(answer: Answer, profile: QualityProfile) -> float | None:
         return None
     if answer.tier is TierName.PRECISE:
         return 0.0
-    found = profile.loss(_class(answer.kind), answer.tier)
+    found = profile.loss(PromptClass(answer.kind), answer.tier)
     return found.top1_disagreement.mean if found else None
 
 

@@ -2,18 +2,19 @@
 
     python benchmarks/simulated_engine.py PORT PRECISION SLOWER
 
-A simulation, not a measurement. One step computes one token of every running sequence and up to CHUNK prompt tokens; it takes
-the larger of the time to read weights and KV cache and the time to compute, and a fixed overhead. Figures:
+A simulation, not a measurement. One step computes one token of every running sequence and up to CHUNK prompt tokens; it
+takes the larger of the time to read weights and KV cache and the time to compute, and a fixed overhead. Figures:
 
 - Llama 3.1 8B: 8.03e9 parameters, of which 1.05e9 in the embedding and the output layer, which stay in BF16; 32 layers, 8 KV
   heads of 128 (its config.json): 131,072 bytes of KV cache a token in BF16.
 - H100 SXM: 3.35e12 B/s, 989e12 FLOP/s dense in BF16, 1979e12 in FP8 (NVIDIA's data sheet).
 - Of those, 80 % of the bandwidth, 60 % of the BF16 and 50 % of the FP8 compute are taken to be reached (assumptions).
-- 4-bit weights are computed with in BF16 after being unpacked. MARLIN (arXiv 2408.11743) keeps close to the ideal speed-up up to
-  batches of 16 to 32 and loses it beyond: 45 % of the BF16 compute is taken to be reached (assumption).
+- 4-bit weights are computed with in BF16 after being unpacked. MARLIN (arXiv 2408.11743) keeps close to the ideal speed-up
+  up to batches of 16 to 32 and loses it beyond: 45 % of the BF16 compute is taken to be reached (assumption).
 - 0.3 ms a step for scheduling and launching (assumption).
 
-Everything is made SLOWER times slower, so that the router and the load, which share a small machine, are not what is measured.
+Everything is made SLOWER times slower, so that the router and the load, which share a small machine, are not what is
+measured.
 """
 
 from __future__ import annotations

@@ -9,13 +9,13 @@ from classifier.asks import weigh_request
 from classifier.classes import LONG_TOKENS, judge, judge_code, judge_long
 from classifier.code import CodeEvidence, find_code
 from classifier.evidence import find_evidence
+from classifier.kinds import PromptClass  # noqa: TC001  read at run time by those who write features down
 from classifier.languages import programming_language
 from classifier.natural import foreign_log_odds
 from classifier.vocabulary import roles_of, tokenize
 from classifier.weights import shipped_weights
 
 if TYPE_CHECKING:
-    from classifier.kinds import PromptClass
     from classifier.tokens import TokenCounter
 
 HEAD_CHARS = 350  # of the prose, that are read for what is asked: instructions stand at either end

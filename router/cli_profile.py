@@ -20,7 +20,7 @@ from router.quality_report import render
 from router.settings import load_settings
 
 if TYPE_CHECKING:
-    from router.latency import LatencyProfile
+    from router.latency import Fit, LatencyProfile
     from router.quality import Interval, Loss, QualityProfile
 
 profile_app = typer.Typer(help="Measure what the tiers of a running fleet are worth.", no_args_is_help=True)
@@ -127,11 +127,17 @@ def _show_latency(profile: LatencyProfile) -> None:
             fit.tier.value,
             f"{fit.ttft_base_ms:.1f} + {fit.prefill_ms_per_token:.3g} x prompt tokens + {fit.ttft_steps:.2g} x step",
             f"{fit.ttft_error.median * 100:.0f} (p95 {fit.ttft_error.p95 * 100:.0f})",
-            f"{fit.step_base_ms:.1f} + {fit.step_ms_per_sequence:.3g} x batch",
+            f"{fit.step_base_ms:.1f} + {fit.step_ms_per_sequence:.3g} x batch" + _knee(fit),
             f"{fit.tpot_error.median * 100:.0f} (p95 {fit.tpot_error.p95 * 100:.0f})",
             f"x {1 + fit.contention:.1f}",
         )
     Console(highlight=False, width=None if Console().is_terminal else 140).print(table)
+
+
+def _knee(fit: Fit) -> str:
+    if not fit.step_ms_beyond_knee:
+        return ""
+    return f" + {fit.step_ms_beyond_knee:.3g} x (batch - {fit.step_knee}) beyond"
 
 
 def _show(profile: QualityProfile) -> None:

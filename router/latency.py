@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import replace
 from statistics import fmean, median, pstdev
 from typing import TYPE_CHECKING, Literal
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+KNEE_PAYS = 0.7  # a knee must leave less than this share of the line's squared error
 MIN_SPREAD = 0.05  # of log(seen / predicted): what live requests scatter by even where the fit is perfect
 
 
@@ -63,6 +65,8 @@ class Fit(Frozen):
     ttft_steps: float = Field(ge=0)
     step_base_ms: float = Field(ge=0)
     step_ms_per_sequence: float = Field(ge=0)
+    step_knee: int = Field(ge=0)
+    step_ms_beyond_knee: float = Field(ge=0)
     contention: float = Field(ge=0)
     ttft_spread: float = Field(ge=0)
     tpot_spread: float = Field(ge=0)
@@ -78,6 +82,8 @@ class Fit(Frozen):
             prefill_ms_per_token=self.prefill_ms_per_token,
             step_base_ms=self.step_base_ms,
             step_ms_per_sequence=self.step_ms_per_sequence,
+            step_knee=self.step_knee,
+            step_ms_beyond_knee=self.step_ms_beyond_knee,
             ttft_steps=self.ttft_steps,
             contention=self.contention,
             ttft_spread=max(self.ttft_spread, MIN_SPREAD),
@@ -147,13 +153,13 @@ def fit(tier: TierName, samples: Sequence[Sample], max_num_seqs: int) -> Fit:
     begun = [s for s in own if s.ttft_ms is not None and not s.together and s.sequences < max_num_seqs]
     if len({s.batch for s in decoded}) < 2 or len({s.prompt_tokens for s in begun}) < 2:  # noqa: PLR2004
         raise ProfileError(f"too few samples of {tier}: no two batches, or no two prompt lengths")
-    base, slope = least_squares([(1.0, float(s.batch)) for s in decoded], [_tpot(s) for s in decoded])
-    steps = [(base + slope * s.sequences) if s.sequences else 0.0 for s in begun]
+    steps_alone = _fit_steps(decoded)
+    steps = [steps_alone.step_ms(s.sequences) if s.sequences else 0.0 for s in begun]
     ttft = least_squares(
         [(1.0, float(s.prompt_tokens + s.waiting_tokens), step) for s, step in zip(begun, steps, strict=True)],
         [_ttft(s) for s in begun],
     )
-    alone = SpeedModel(ttft[0], ttft[1], base, slope, ttft_steps=ttft[2])
+    alone = replace(steps_alone, ttft_base_ms=ttft[0], prefill_ms_per_token=ttft[1], ttft_steps=ttft[2])
     slowed = [
         seen / predicted
         for s in own
@@ -177,8 +183,10 @@ def fit(tier: TierName, samples: Sequence[Sample], max_num_seqs: int) -> Fit:
         ttft_base_ms=round(ttft[0], 4),
         prefill_ms_per_token=round(ttft[1], 6),
         ttft_steps=round(ttft[2], 4),
-        step_base_ms=round(base, 4),
-        step_ms_per_sequence=round(slope, 6),
+        step_base_ms=round(alone.step_base_ms, 4),
+        step_ms_per_sequence=round(alone.step_ms_per_sequence, 6),
+        step_knee=alone.step_knee,
+        step_ms_beyond_knee=round(alone.step_ms_beyond_knee, 6),
         contention=round(contention, 4),
         ttft_spread=_spread(ttft_pairs),
         tpot_spread=_spread(tpot_pairs),
@@ -186,6 +194,21 @@ def fit(tier: TierName, samples: Sequence[Sample], max_num_seqs: int) -> Fit:
         tpot_error=_error(tpot_pairs),
         samples=len(own),
     )
+
+
+def _fit_steps(decoded: Sequence[Sample]) -> SpeedModel:
+    """Fit the time of a decode step to the batch: a line, or two that meet at a measured batch, whichever errs less."""
+    seen = [_tpot(s) for s in decoded]
+    batches = sorted({s.batch for s in decoded})
+    found: list[tuple[float, SpeedModel]] = []
+    for knee in (0, *batches[1:-1]):
+        rows = [(1.0, float(s.batch), float(max(s.batch - knee, 0)) if knee else 0.0) for s in decoded]
+        base, slope, beyond = least_squares(rows, seen)
+        model = SpeedModel(0.0, 0.0, base, slope, step_knee=knee, step_ms_beyond_knee=beyond)
+        error = sum((model.step_ms(s.batch) / y - 1) ** 2 for s, y in zip(decoded, seen, strict=True))
+        found.append((error, model))
+    line, best = found[0], min(found, key=lambda pair: pair[0])
+    return best[1] if best[0] < KNEE_PAYS * line[0] else line[1]
 
 
 def _predicted_ttft(model: SpeedModel, sample: Sample, max_num_seqs: int) -> float:

@@ -3,11 +3,12 @@
 An engine with continuous batching computes in steps. One step decodes one token of every running sequence and prefills part
 of the waiting prompts (Orca, OSDI 2022; chunked prefill: Sarathi-Serve, arXiv 2403.02310). So, in milliseconds,
 
-    step(n) = step_base + step_per_sequence * n                              n sequences decoding
+    step(n) = step_base + step_per_sequence * n + beyond * max(n - knee, 0)   n sequences decoding
     TPOT    = step(n)
     TTFT    = ttft_base + prefill_per_token * (own + waiting prompt tokens) + steps * step(n)  + wait for a place
 
-each times ``1 + contention * neighbours`` where replicas share a machine and that share of the others computes as well.
+A GPU's step is bound by memory for small batches and by computing for large ones, hence the knee; a CPU often has none. All
+is times ``1 + contention * neighbours`` where replicas share a machine and that share of the others computes as well.
 The parameters are measured by ``qarr profile latency``; without that, an idle engine's speed is all that is known.
 """
 
@@ -58,6 +59,8 @@ class SpeedModel:
         prefill_ms_per_token: For each prompt token to compute.
         step_base_ms: Time of a decode step, whatever its batch.
         step_ms_per_sequence: What each sequence in the batch adds.
+        step_knee: Batch above which each sequence adds more.
+        step_ms_beyond_knee: How much more.
         ttft_steps: Decode steps that a new prompt waits for where others are being decoded.
         contention: Further share of time, 0 and up, when all other replicas of the fleet compute as well.
         ttft_spread: Standard deviation of log(seen / predicted) that the fit left.
@@ -74,10 +77,13 @@ class SpeedModel:
     ttft_spread: float = UNMEASURED_SPREAD
     tpot_spread: float = UNMEASURED_SPREAD
     profiled: bool = False
+    step_knee: int = 0
+    step_ms_beyond_knee: float = 0.0
 
     def step_ms(self, sequences: int) -> float:
         """Return the time of one decode step of a batch, without contention."""
-        return self.step_base_ms + self.step_ms_per_sequence * sequences
+        beyond = self.step_ms_beyond_knee * (sequences - self.step_knee) if sequences > self.step_knee else 0.0
+        return self.step_base_ms + self.step_ms_per_sequence * sequences + beyond
 
     def times(self, prompt_tokens: int, load: Load, max_num_seqs: int, output_share: float) -> Times:
         """Predict the times of one more request.
