@@ -1,15 +1,15 @@
 """Goodput of four ways to choose a tier, on the same arrivals, in one run.
 
-    python benchmarks/goodput.py real --profiles DIR [--rate 0.6] [--seconds 100] [--rounds 2]
+    python benchmarks/goodput.py real --profiles ~/.cache/qarr/profiles [--rate 0.6] [--seconds 100] [--rounds 2]
     python benchmarks/goodput.py simulated [--rate 4 14] [--seconds 60]
 
 (a) everything to ``precise``; (b) round robin over the tiers; (c) the table, with nothing measured but idle speeds; (d) the
 policy with measured loss and speed. Goodput is the rate of requests that met both their TTFT and their TPOT bound. Every
 request has bounds on TTFT, TPOT and loss; they are sent with (c) and (d), and (a) and (b) are judged by them alike.
 
-``real`` starts ``qarr up`` with real engines, and takes profiles made by ``qarr profile`` for them. ``simulated`` starts the
-router in front of engines with a GPU's timing (``simulated_engine.py``, figures and sources there), measures their speed
-with ``qarr profile latency``, and assumes losses: it shows how the policy behaves, not how fast anything is.
+``real`` starts ``qarr up`` with real engines, takes the newest quality profile of the folder, and measures their speed.
+``simulated`` starts the router in front of engines with a GPU's timing (``simulated_engine.py``, figures and sources there),
+measures their speed in the same way, and assumes losses: it shows how the policy behaves, not how fast anything is.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main() -> None:
     """Run as the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engines", choices=("real", "simulated"))
-    parser.add_argument("--profiles", type=Path, help="folder with the profiles of the default model on this machine")
+    parser.add_argument("--profiles", type=Path, help="folder with the quality profile of the default model")
     parser.add_argument("--rate", type=float, nargs="+", help="arrivals a second")
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--rounds", type=int, default=2)
@@ -129,9 +129,12 @@ def run_real(options: argparse.Namespace, folder: Path) -> None:
         tokens=(8, 32),
     )
     kept = folder / "kept"
-    shutil.copytree(options.profiles, kept)
+    kept.mkdir()
+    measured = kept / max(options.profiles.glob("quality-*.json"), key=lambda file: file.stat().st_mtime).name
+    shutil.copy(options.profiles / measured.name, measured)
     with router(folder, [str(QARR), "up"]) as url:
-        measured = next(kept.glob("quality-*.json"))
+        measure_speed(url, folder, step_s=6)
+        shutil.copytree(folder / "profiles", kept, dirs_exist_ok=True)
         compare(url, folder, kept, load_profile(measured), workload, options)
 
 
@@ -160,18 +163,23 @@ def run_simulated(options: argparse.Namespace, folder: Path) -> None:
         with router(folder, argv) as url:
             profile = assumed_losses({tier: urls[tier] for tier in TierName}, kinds)
             (folder / "profiles").mkdir(exist_ok=True)
-            done = subprocess.run(
-                [str(QARR), "profile", "latency", "--url", url, "--config", str(folder / "qarr.toml"), "--step", "6"],
-                text=True,
-                capture_output=True,
-                check=False,
-            )
-            print(done.stdout.rstrip())
-            assert done.returncode == 0, done.stderr
+            measure_speed(url, folder, step_s=6)
             kept = folder / "kept"
             shutil.copytree(folder / "profiles", kept)
             (kept / profile_name(profile.checkpoints)).write_text(profile.model_dump_json())
             compare(url, folder, kept, profile, workload, options)
+
+
+def measure_speed(url: str, folder: Path, step_s: float) -> None:
+    """Run ``qarr profile latency`` and print what it found."""
+    done = subprocess.run(
+        [str(QARR), "profile", "latency", "--url", url, "--config", str(folder / "qarr.toml"), "--step", str(step_s)],
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    print(done.stdout.rstrip(), flush=True)
+    assert done.returncode == 0, done.stderr
 
 
 def assumed_losses(identities: dict[TierName, str], kinds: Sequence[str]) -> QualityProfile:

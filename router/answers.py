@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import httpx
 from pydantic_core import from_json, to_json
 
 from router.upstream import Attempt, EngineBroke, Exchange
+from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from tiers.fleet import Replica
 
 DATA = b"data:"
 DONE = b"[DONE]"
+CERTAINTY = {"logprobs": True, "top_logprobs": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One piece of an answer. ``usage`` comes once, with the last piece."""
+    """One piece of an answer. ``usage`` comes once, with the last piece.
+
+    Attributes:
+        certainties: Log-probabilities of the engine's first choices, where they were asked for.
+    """
 
     text: str = ""
     finish_reason: str | None = None
     usage: Mapping[str, int] | None = None
+    certainties: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +46,15 @@ class ChatRequest:
     temperature: float
     priority: int
     request_id: str
+    judged: bool = False  # ask the cheaper tiers how sure they are
     path: str = "/v1/chat/completions"
     operation: str = "chat"
     streamed: bool = True  # always, so that a stalled engine is noticed
+
+    @property
+    def chat(self) -> Sequence[Mapping[str, str]]:
+        """Return its messages."""
+        return self.messages
 
     @property
     def parameters(self) -> Mapping[str, float]:
@@ -58,6 +72,7 @@ class ChatRequest:
                 "priority": self.priority if replica.takes_priority else 0,
                 "stream": True,
                 "stream_options": {"include_usage": True},
+                **(CERTAINTY if self.judged and replica.spec.name is not TierName.PRECISE else {}),
             }
         )
 
@@ -68,7 +83,8 @@ class Answer(Exchange):
     def __init__(self, attempt: Attempt) -> None:
         super().__init__(attempt)
         self._stream = _read(attempt.response)
-        self._first: Delta | None = None
+        self._held: list[Delta] = []
+        self._over = False
 
     async def begin(self) -> None:
         """Read up to the first delta that has text or ends the answer."""
@@ -78,8 +94,21 @@ class Answer(Exchange):
                 raise EngineBroke("the engine's answer was empty")
             if delta.text or delta.finish_reason:
                 break
-        self._first = delta
+        self._held.append(delta)
         self._began()
+
+    async def look_ahead(self, tokens: int, deadline: float) -> float | None:
+        """Read ahead; what is read comes first in ``deltas``."""
+        with contextlib.suppress(TimeoutError):
+            while not self._over and sum(len(d.certainties) for d in self._held) < tokens:
+                delta = await self._ahead(self._stream, deadline)
+                if delta is None:
+                    self._over = True
+                else:
+                    self._held.append(delta)
+        self._let_go()
+        found = [value for delta in self._held for value in delta.certainties][:tokens]
+        return fmean(found) if found else None
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Yield every delta from the first.
@@ -87,16 +116,14 @@ class Answer(Exchange):
         Raises:
             EngineBroke: The engine failed, or no token came in time.
         """
-        limit_s = self._attempt.token_timeout_s
-        delta = self._first
+        for held in self._held:
+            self._note(held)
+            yield held
+        delta = None if self._over else await self._next(self._stream)
         while delta is not None:
             self._note(delta)
             yield delta
-            try:
-                async with asyncio.timeout(limit_s):
-                    delta = await anext(self._stream, None)
-            except TimeoutError as error:
-                raise EngineBroke(f"the engine sent no token for {limit_s:g} s") from error
+            delta = await self._next(self._stream)
         if self.finish_reason is None:
             raise EngineBroke("the engine's stream ended without a finish reason")
         self._complete = True
@@ -142,6 +169,8 @@ def _delta(data: bytes) -> Delta:
         if not choices:
             return Delta(usage=chunk.get("usage"))
         choice = choices[0]
-        return Delta(choice["delta"].get("content") or "", choice.get("finish_reason"), chunk.get("usage"))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        places = (choice.get("logprobs") or {}).get("content") or ()
+        sure = tuple(place["top_logprobs"][0]["logprob"] for place in places)
+        return Delta(choice["delta"].get("content") or "", choice.get("finish_reason"), chunk.get("usage"), sure)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise EngineBroke("the engine's stream holds something that is not a chunk") from error

@@ -16,13 +16,18 @@ from starlette.routing import Route as Endpoint
 
 from router.context import BodyTooLarge, ClientGone, context_of
 from router.decision_log import DecisionLog
+from router.escalation import Escalation
 from router.gate import Gate
 from router.generate import Generate, Route
+from router.live_check import LiveCheck
 from router.live_policy import LivePolicy
+from router.metrics import MEDIA_TYPE as METRICS_TYPE
+from router.metrics import Metrics
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
 from router.openapi import document
 from router.problems import BeyondKey, NoEmbeddings, Refused, UnknownModel, describe
 from router.quota import OverQuota, Quotas
+from router.samples import PromptSamples
 from router.services import Services
 from router.upstream import PASSED_AT_ONCE, Upstream, UpstreamError, make_transport
 from router.wire import InvalidBody, render_fleet
@@ -74,6 +79,7 @@ def create_app(
     policy = LivePolicy(settings.policy, fleet)
     decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
     quotas = Quotas(settings.state.redis_url.get_secret_value())
+    live_check = LiveCheck(settings.policy.live_check_share, fleet, upstream, policy, telemetry)
     services = Services(
         fleet=fleet,
         upstream=upstream,
@@ -81,6 +87,9 @@ def create_app(
         counter=counter,
         policy=policy,
         decisions=decisions,
+        escalation=Escalation(policy, upstream, telemetry),
+        live_check=live_check,
+        samples=PromptSamples(settings.telemetry.sampled_prompts, settings.telemetry.prompt_share),
         limits=settings.limits,
         openai=settings.openai,
         engine_key=settings.engine.api_key,
@@ -89,13 +98,16 @@ def create_app(
         model=model,
     )
     status = Status(services)
+    metrics = Metrics(live_check)
     models = Models(services, int(time.time()))
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        watching = asyncio.create_task(policy.watch())
+        tasks = [asyncio.create_task(policy.watch()), asyncio.create_task(live_check.run())]
         yield
-        watching.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await quotas.aclose()
         await upstream.aclose()
         decisions.close()
@@ -115,6 +127,7 @@ def create_app(
             Endpoint("/readyz", status.readyz),
             Endpoint("/healthz", status.healthz),
             Endpoint("/openapi.json", status.openapi),
+            Endpoint("/metrics", lambda _request: Response(metrics.page(), media_type=METRICS_TYPE)),
         ],
         exception_handlers=dict.fromkeys(HANDLED, status.problem),
         lifespan=lifespan,

@@ -18,6 +18,7 @@ from router.profiling import Plan, measure, read_prompts
 from router.quality import profile_name
 from router.quality_report import render
 from router.settings import load_settings
+from tiers.spec import TierName  # noqa: TC001  typer reads it
 
 if TYPE_CHECKING:
     from router.latency import Fit, LatencyProfile
@@ -75,6 +76,9 @@ def profile_quality(
 def profile_latency(
     url: UrlOption = "http://127.0.0.1:8080",
     step: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="About how long one step may take.")] = 8.0,
+    tier: Annotated[
+        list[TierName] | None, typer.Option(help="Only these, each by its own option; all that are ready without.")
+    ] = None,
     config: ConfigOption = None,
 ) -> None:
     """Measure how fast each tier is, alone and beside the others: TTFT by prompt length, TPOT by batch.
@@ -84,7 +88,7 @@ def profile_latency(
     """
     folder = _folder(config)
     log = _Log()
-    plan = LatencyPlan(url=url.rstrip("/"), key=os.environ.get("QARR_KEY", ""), step_s=step)
+    plan = LatencyPlan(url=url.rstrip("/"), key=os.environ.get("QARR_KEY", ""), step_s=step, tiers=tuple(tier or ()))
     profile = asyncio.run(measure_latency(plan, log))
     path = folder / latency_name(profile.checkpoints, profile.machine)
     _write(path, profile.model_dump_json(indent=2))

@@ -51,7 +51,8 @@ class Generate:
         services.telemetry.name_server_span(scope, "/generate")
         body = parse_generate(await read_body(scope, receive, services.max_body_bytes), services.limits)
         decision = decision_for(body, context, services, request_id=context.request_id)
-        request = chat_request(body, decision, context, services.limits.default_temperature)
+        judged = body.stream and services.escalation.watches(decision)
+        request = chat_request(body, decision, context, services.limits.default_temperature, judged=judged)
         await while_connected(context, partial(self._serve, body, decision, request, context), receive, send)
 
     async def _serve(
@@ -99,7 +100,7 @@ def decision_for(
 
 
 def chat_request(
-    body: GenerateBody, decision: Decision, context: RequestContext, default_temperature: float
+    body: GenerateBody, decision: Decision, context: RequestContext, default_temperature: float, *, judged: bool
 ) -> ChatRequest:
     """Return what the engine is asked: the prompt goes through the model's own chat template there."""
     system = ({"role": "system", "content": body.system_prompt},) if body.system_prompt is not None else ()
@@ -109,6 +110,7 @@ def chat_request(
         temperature=default_temperature if body.temperature is None else body.temperature,
         priority=_priority(body, context),
         request_id=engine_request_id(context),
+        judged=judged,
     )
 
 

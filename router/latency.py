@@ -36,7 +36,7 @@ class Sample(Frozen):
         sequences: Requests that its tier had already.
         waiting_tokens: Prompt tokens of those that were not computed yet.
         batch: Sequences decoded together with it, itself included; 0 where it was not decoded.
-        together: Whether all other tiers were computing as well.
+        neighbours: Share of the other tiers that were computing as well, 0..1.
     """
 
     tier: TierName
@@ -44,7 +44,7 @@ class Sample(Frozen):
     sequences: int
     waiting_tokens: int
     batch: int
-    together: bool
+    neighbours: float = Field(ge=0, le=1)
     ttft_ms: float | None
     tpot_ms: float | None
 
@@ -149,8 +149,8 @@ def fit(tier: TierName, samples: Sequence[Sample], max_num_seqs: int) -> Fit:
         ProfileError: There are too few.
     """
     own = [s for s in samples if s.tier is tier]
-    decoded = [s for s in own if s.tpot_ms is not None and not s.together]
-    begun = [s for s in own if s.ttft_ms is not None and not s.together and s.sequences < max_num_seqs]
+    decoded = [s for s in own if s.tpot_ms is not None and not s.neighbours]
+    begun = [s for s in own if s.ttft_ms is not None and not s.neighbours and s.sequences < max_num_seqs]
     if len({s.batch for s in decoded}) < 2 or len({s.prompt_tokens for s in begun}) < 2:  # noqa: PLR2004
         raise ProfileError(f"too few samples of {tier}: no two batches, or no two prompt lengths")
     steps_alone = _fit_steps(decoded)
@@ -161,19 +161,19 @@ def fit(tier: TierName, samples: Sequence[Sample], max_num_seqs: int) -> Fit:
     )
     alone = replace(steps_alone, ttft_base_ms=ttft[0], prefill_ms_per_token=ttft[1], ttft_steps=ttft[2])
     slowed = [
-        seen / predicted
+        (seen / predicted - 1) / s.neighbours
         for s in own
-        if s.together
+        if s.neighbours
         for seen, predicted in (
             (s.tpot_ms, alone.step_ms(s.batch)),
             (s.ttft_ms, _predicted_ttft(alone, s, max_num_seqs)),
         )
         if seen is not None and predicted > 0
     ]
-    contention = max(median(slowed) - 1, 0.0) if slowed else 0.0
+    contention = max(median(slowed), 0.0) if slowed else 0.0
 
     def predict(s: Sample) -> tuple[float, float]:
-        factor = 1 + contention if s.together else 1.0
+        factor = 1 + contention * s.neighbours
         return _predicted_ttft(alone, s, max_num_seqs) * factor, alone.step_ms(s.batch) * factor
 
     ttft_pairs = [(predict(s)[0], s.ttft_ms) for s in own if s.ttft_ms is not None]

@@ -31,12 +31,14 @@ class LatencyPlan:
     Attributes:
         url: The router's.
         key: For the router; empty where it needs none.
+        tiers: Those to measure; empty: every one that is ready.
         step_s: About how long one step may take, in seconds; it bounds prompt and answer lengths on slow tiers.
     """
 
     url: str
     key: str
     step_s: float
+    tiers: tuple[TierName, ...] = ()
 
 
 async def measure_latency(plan: LatencyPlan, progress: Callable[[str], None]) -> LatencyProfile:
@@ -49,17 +51,21 @@ async def measure_latency(plan: LatencyPlan, progress: Callable[[str], None]) ->
         fleet = await client.fleet()
         if not fleet.identities:
             raise ProfileError("no tier is ready")
+        tiers = plan.tiers or tuple(fleet.identities)
+        for tier in tiers:
+            if tier not in fleet.identities:
+                raise ProfileError(f"tier {tier} is not ready")
         run = _Run(client, fleet, plan, progress)
-        for tier in fleet.identities:
+        for tier in tiers:
             await run.alone(tier)
-        if len(fleet.identities) > 1:
-            await run.together()
+        if len(tiers) > 1:
+            await run.together(tiers)
     return LatencyProfile(
         created=datetime.now(UTC),
         model=fleet.model,
         machine=fleet.machine,
         checkpoints=dict(fleet.identities),
-        fits=tuple(fit(tier, run.samples, fleet.max_num_seqs[tier]) for tier in fleet.identities),
+        fits=tuple(fit(tier, run.samples, fleet.max_num_seqs[tier]) for tier in tiers),
         samples=tuple(run.samples),
     )
 
@@ -77,7 +83,7 @@ class _Bench:
     computed: asyncio.Event = field(default_factory=asyncio.Event)
     found: list[tuple[Sample, Timed]] = field(default_factory=list)
 
-    async def request(self, prompt_tokens: int, tokens: int, batch: int, *, together: bool = False) -> Timed:
+    async def request(self, prompt_tokens: int, tokens: int, batch: int, *, neighbours: float = 0.0) -> Timed:
         """Time one request under the load that there is.
 
         TTFT is left out where another request came before the first token: engines compute waiting prompts together, and
@@ -112,7 +118,7 @@ class _Bench:
             sequences=sequences,
             waiting_tokens=waiting,
             batch=batch if timed.tpot_ms is not None else 0,
-            together=together,
+            neighbours=neighbours,
             ttft_ms=round(timed.ttft_ms, 2) if alone else None,
             tpot_ms=round(timed.tpot_ms, 3) if timed.tpot_ms is not None else None,
         )
@@ -160,9 +166,8 @@ class _Run:
         (short, quick), (long, slow) = seen[-2:]
         return slow + (length - long) * (slow - quick) / (long - short) > self._plan.step_s * 1000
 
-    async def together(self) -> None:
-        """Measure all tiers while each has requests all the time."""
-        tiers = tuple(self._fleet.identities)
+    async def together(self, tiers: tuple[TierName, ...]) -> None:
+        """Measure tiers while each has requests all the time."""
         for batch in (1, 4):
             self._progress(f"all tiers together, {batch} at a time each")
             benches = [_Bench(self._client, tier, self._source) for tier in tiers]
@@ -170,7 +175,7 @@ class _Run:
             length_s = max(self._plan.step_s, 8 * slowest * len(tiers) / 1000)
             until = time.monotonic() + length_s
             workers = [
-                self._keep_busy(bench, batch, until, length_s * 1000 / len(tiers) / 2)
+                self._keep_busy(bench, batch, until, length_s * 1000 / len(tiers) / 2, len(tiers) - 1)
                 for bench in benches
                 for _ in range(batch)
             ]
@@ -180,11 +185,12 @@ class _Run:
                 # TTFT counts where the request came while the batch was full; the first ones came to an empty tier.
                 self.samples += [s for s, _ in whole or bench.found]
 
-    async def _keep_busy(self, bench: _Bench, batch: int, until: float, answer_ms: float) -> None:
-        step_ms = self._single_step(bench.tier) * len(self._fleet.identities)
+    async def _keep_busy(self, bench: _Bench, batch: int, until: float, answer_ms: float, others: int) -> None:
+        step_ms = self._single_step(bench.tier) * (1 + others)
         tokens = min(max(int(answer_ms / step_ms), 4), 64)
+        share = others / (len(self._fleet.identities) - 1)
         while time.monotonic() < until:
-            await bench.request(PROMPT_TOKENS, tokens, batch, together=True)
+            await bench.request(PROMPT_TOKENS, tokens, batch, neighbours=share)
 
     def _single_step(self, tier: TierName) -> float:
         """Return the time of a decode step of one sequence, in milliseconds."""

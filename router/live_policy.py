@@ -15,6 +15,7 @@ from router.latency import LatencyProfile, latency_name, load_latency
 from router.quality import QualityProfile, load_profile, profile_name
 from router.router_client import ProfileError
 from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
+from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from classifier import PromptClass
     from router.settings import PolicySettings
     from tiers.fleet import Fleet
-    from tiers.spec import TierName
 
 log = logging.getLogger("qarr.router")
 LOOK_S = 2.0
@@ -47,8 +47,23 @@ class LivePolicy:
         self._seen: list[float | None] = []
         self._promoted: Mapping[PromptClass, TierName] = {}
         self.quality: QualityProfile | None = None
+        self._thresholds: dict[TierName, float] = {}
         self.table = policy_table(settings)
         self._load()
+
+    @property
+    def check_enabled(self) -> bool:
+        """Tell whether answers' first tokens are checked."""
+        return self._settings.check_share > 0
+
+    @property
+    def check_wait_s(self) -> float:
+        """Return the longest time that a first token is held for the check, in seconds."""
+        return self._settings.check_wait_s
+
+    def check_threshold(self, tier: TierName) -> float | None:
+        """Return the certainty under which a tier's answer is begun again; None where it was not measured."""
+        return self._thresholds.get(tier)
 
     def promote(self, promoted: Mapping[PromptClass, TierName]) -> None:
         """Raise the lowest tier of some classes, as live answers demand."""
@@ -77,6 +92,13 @@ class LivePolicy:
         if latency is not None:
             latency.check(self._identities, self._fleet.machine, latency_path)
         self.quality = quality
+        share = self._settings.check_share
+        found = {tier: quality.threshold(tier, share) for tier in TierName} if quality and share else {}
+        self._thresholds = {tier: value for tier, value in found.items() if value is not None}
+        if share and not self._thresholds:
+            log.warning(
+                "policy.check_share is set, but no quality profile says how sure the tiers are: nothing is checked"
+            )
         self.table = replace(policy_table(self._settings, quality), promoted=self._promoted)
         self._take_speeds(latency)
 

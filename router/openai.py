@@ -118,6 +118,7 @@ class Completions:
         document = read_document(await read_body(scope, receive, services.max_body_bytes))
         call = read_call(document, Headers(scope=scope), services, chat=self.path == CHAT)
         decision = decision_for(call, context, services)
+        plain = self.path == CHAT and call.choices == 1 and not as_boolean(document.get("logprobs"))
         request = RelayRequest(
             document=document,
             path=self.path,
@@ -126,6 +127,7 @@ class Completions:
             streamed=call.streamed,
             priority=_priority(call, context),
             report_usage=_wants_usage(document),
+            judged=call.streamed and plain and services.escalation.watches(decision),
         )
         await while_connected(context, partial(self._serve, call, decision, request, context), receive, send)
 
@@ -134,7 +136,8 @@ class Completions:
     ) -> None:
         services = self.services
         tokens = min(call.reading.all_tokens + call.max_tokens * call.choices, MAX_COUNT)
-        kind = partial(EventRelay, report_usage=request.report_usage) if call.streamed else WholeRelay
+        relay = partial(EventRelay, report_usage=request.report_usage, judged=request.judged)
+        kind = relay if call.streamed else WholeRelay
         try:
             async with served(services, context, decision, request, kind, tokens=tokens) as answer:
                 headers = answer_headers(context, decision, answer, services)

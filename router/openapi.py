@@ -79,6 +79,14 @@ def document(version: str, limits: LimitSettings) -> Schema:
             "/readyz": {"get": _ready()},
             "/healthz": {"get": _open("The router is alive", {"type": "object"})},
             "/openapi.json": {"get": _get("This document", {"type": "object"})},
+            "/metrics": {
+                "get": {
+                    "summary": "Metrics for Prometheus",
+                    "responses": {
+                        "200": {"description": "Prometheus' text format", "content": _content(_TEXT, "text/plain")}
+                    },
+                }
+            },
         },
         "components": {
             "schemas": _schemas(limits),

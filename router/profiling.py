@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from classifier import EstimatingCounter, PromptClass, extract
-from router.quality import REFERENCE, TOP_K, QualityProfile, Score, judge, summarise
+from router.quality import REFERENCE, TOP_K, QualityProfile, Score, certainties, judge, summarise
 from router.router_client import FleetState, ProfileError, RouterClient, connect
+from router.scoring import GreedyAnswer, greedy_body, read_greedy, read_scored, scoring_body
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -52,13 +53,6 @@ class Plan:
     answer_tokens: int
     parallel: int
     journal: Path
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    prompt_ids: tuple[int, ...]
-    ids: tuple[int, ...]
-    own: tuple[dict[int, float], ...]
 
 
 def read_prompts(path: Path, per_class: int | None) -> tuple[Prompt, ...]:
@@ -116,6 +110,7 @@ async def measure(plan: Plan, progress: Callable[[str, int, int], None]) -> Qual
         top_k=TOP_K,
         prompts=_digest("".join(sorted(p.digest for p in plan.prompts))),
         losses=summarise(scores),
+        certainties=certainties(scores),
     )
 
 
@@ -167,30 +162,16 @@ class _Run:
                 self._keep(score)
                 self._progress(f"{prompt.prompt_class} on {tier}", len(self._scores), self._total)
 
-    async def _generate(self, prompt: Prompt, tier: TierName) -> _Answer:
+    async def _generate(self, prompt: Prompt, tier: TierName) -> GreedyAnswer:
         """Return a tier's greedy answer, with its likeliest tokens at each place."""
-        body = {
-            "messages": [{"role": "user", "content": prompt.text}],
-            "max_tokens": self._plan.answer_tokens,
-            "logprobs": True,
-            "top_logprobs": TOP_K,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-        }
-        answer = await self._ask("/v1/chat/completions", tier, body)
-        choice = answer["choices"][0]
-        places = (choice.get("logprobs") or {}).get("content") or ()
-        own = tuple({_token_id(top["token"]): top["logprob"] for top in place["top_logprobs"]} for place in places)
-        return _Answer(tuple(answer["prompt_token_ids"]), tuple(choice["token_ids"])[: len(own)], own)
+        body = greedy_body([{"role": "user", "content": prompt.text}], self._plan.answer_tokens)
+        return read_greedy(await self._ask("/v1/chat/completions", tier, body))
 
-    async def _score(self, answer: _Answer) -> list[dict[int, tuple[float, int]]]:
+    async def _score(self, answer: GreedyAnswer) -> list[dict[int, tuple[float, int]]]:
         """Return what the reference makes of an answer, place by place, from one prefill."""
         if not answer.ids:
             return []
-        body = {"prompt": [*answer.prompt_ids, *answer.ids], "max_tokens": 1, "prompt_logprobs": TOP_K}
-        scored = await self._ask("/v1/completions", REFERENCE, body)
-        places = scored["choices"][0]["prompt_logprobs"][len(answer.prompt_ids) :]
-        return [{int(t): (found["logprob"], found["rank"]) for t, found in place.items()} for place in places]
+        return read_scored(await self._ask("/v1/completions", REFERENCE, scoring_body(answer)), answer)
 
     async def _ask(self, path: str, tier: TierName, body: Mapping[str, Any]) -> dict[str, Any]:
         def waiting() -> None:
@@ -224,11 +205,6 @@ def _setting(plan: Plan, fleet: FleetState) -> str:
     """Return a digest of everything but the prompts that a score depends on."""
     parts = [fleet.model, plan.answer_tokens, TOP_K, {t.value: d for t, d in fleet.identities.items()}]
     return _digest(json.dumps(parts, sort_keys=True))
-
-
-def _token_id(text: str) -> int:
-    """Return the id in ``token_id:123``."""
-    return int(text.rpartition(":")[2])
 
 
 def _digest(text: str) -> str:

@@ -38,6 +38,8 @@ REFERENCE = TierName.PRECISE
 TOP_K = 10  # vLLM gives 20 at most, unless told otherwise
 RESAMPLES = 1000
 CONFIDENCE = 0.95
+CHECK_TOKENS = 8  # of an answer's beginning, that tell how sure a tier is of it
+MIN_CERTAINTIES = 20  # answers that a threshold is taken from
 MIN_PROMPTS = 5  # of a class; resampling fewer says nothing of those that were not asked
 SEED = 20
 
@@ -58,6 +60,7 @@ class Score(Frozen):
         nll: Summed negative log-likelihood of the answer under the reference, in nats.
         kl: At each token, in nats.
         diverged_at: Tokens before the answer leaves the reference's own; None where it never does.
+        certainty: Mean log-probability of the tier's first choice over the answer's first ``CHECK_TOKENS`` places.
     """
 
     prompt: str
@@ -68,6 +71,7 @@ class Score(Frozen):
     nll: float
     kl: tuple[float, ...]
     diverged_at: int | None
+    certainty: float | None = None
 
 
 class Interval(Frozen):
@@ -98,6 +102,19 @@ class Loss(Frozen):
         return self.prompts >= MIN_PROMPTS
 
 
+class Certainty(Frozen):
+    """How sure a tier was of one answer's beginning, and what the answer lost.
+
+    Attributes:
+        logprob: Mean log-probability of its first choice over the first ``CHECK_TOKENS`` places.
+        disagreement: Share of the answer's tokens that are not the reference's first choice.
+    """
+
+    tier: TierName
+    logprob: float
+    disagreement: float
+
+
 class QualityProfile(Frozen):
     """The measured loss of every class and tier.
 
@@ -115,6 +132,12 @@ class QualityProfile(Frozen):
     top_k: int
     prompts: str
     losses: tuple[Loss, ...]
+    certainties: tuple[Certainty, ...] = ()
+
+    def threshold(self, tier: TierName, share: float) -> float | None:
+        """Return the certainty that so large a share of a tier's answers stays under; None where it is not known."""
+        found = [c.logprob for c in self.certainties if c.tier is tier]
+        return percentile(found, share) if len(found) >= MIN_CERTAINTIES else None
 
     def loss(self, prompt_class: PromptClass, tier: TierName) -> Loss | None:
         """Return what was measured for a class and tier."""
@@ -216,6 +239,7 @@ def judge(
             for theirs, mine in zip(reference, own, strict=True)
         ),
         diverged_at=None if whole else same,
+        certainty=fmean(max(place.values()) for place in own[:CHECK_TOKENS]) if own else None,
     )
 
 
@@ -249,6 +273,15 @@ def summarise(scores: Sequence[Score]) -> tuple[Loss, ...]:
         if prompt_class in by_class
         for tier in TierName
         if by_class[prompt_class].get(tier)
+    )
+
+
+def certainties(scores: Sequence[Score]) -> tuple[Certainty, ...]:
+    """Return how sure each tier but the reference was of each answer, and what that lost."""
+    return tuple(
+        Certainty(tier=s.tier, logprob=round(s.certainty, 4), disagreement=round(s.disagreed / s.tokens, 4))
+        for s in scores
+        if s.certainty is not None and s.tokens and s.tier is not REFERENCE
     )
 
 

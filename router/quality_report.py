@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from html import escape
+from statistics import fmean
 from typing import TYPE_CHECKING
 
+from router.quality import CHECK_TOKENS, REFERENCE
 from tiers.spec import PRECISIONS, TierName
 
 if TYPE_CHECKING:
@@ -42,10 +44,39 @@ Measured {profile.created:%Y-%m-%d %H:%M} UTC on checkpoints {escape(digests)}.<
 <th>not first choice, %</th><th>KL, mean</th><th>KL, 95th percentile</th><th>perplexity ratio</th>
 <th>leaves the reference after</th><th>never leaves</th></tr></thead>
 <tbody>{"".join(map(_row, profile.losses))}</tbody></table></div>
+{_certainty(profile)}
 <p><small>Beside each estimate its 95&nbsp;% bootstrap interval over prompts. KL in nats per token, of the
 {profile.top_k} likeliest tokens of each side and one rest: a lower bound.</small></p>
 </body></html>
 """
+
+
+def _certainty(profile: QualityProfile) -> str:
+    """Return a table of what the answers lose that a tier was least sure of, beside the others."""
+    rows = []
+    for tier in (t for t in TierName if t is not REFERENCE):
+        for share in (0.1, 0.2, 0.3):
+            threshold = profile.threshold(tier, share)
+            if threshold is None:
+                continue
+            own = [c for c in profile.certainties if c.tier is tier]
+            unsure = [c.disagreement for c in own if c.logprob < threshold]
+            sure = [c.disagreement for c in own if c.logprob >= threshold]
+            cells = [
+                tier.value,
+                f"{share:.0%}",
+                f"{threshold:.2f}",
+                f"{fmean(unsure):.1%}" if unsure else "",
+                f"{fmean(sure):.1%}" if sure else "",
+            ]
+            rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    if not rows:
+        return ""
+    return f"""<h2>What a tier's own certainty tells</h2>
+<p>The mean log-probability of a tier's first {CHECK_TOKENS} choices, and what the least sure answers lose beside the others:
+what the setting <code>policy.check_share</code> can gain.</p>
+<div class="wide"><table><thead><tr><th>tier</th><th>least sure</th><th>log-probability under</th><th>these lose</th>
+<th>the others lose</th></tr></thead><tbody>{"".join(rows)}</tbody></table></div>"""
 
 
 def _plot(losses: tuple[Loss, ...]) -> str:

@@ -7,18 +7,21 @@ the last chunk of each choice, is put back there.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import httpx
 from pydantic_core import from_json, to_json
 
+from router.answers import CERTAINTY
 from router.jsontext import JsonObject, NotJson
 from router.upstream import Attempt, EngineBroke, EngineFailed, Exchange, body_of
+from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from tiers.fleet import Replica
 
@@ -26,6 +29,7 @@ SEPARATOR = b"\n\n"
 DONE = b"data: [DONE]"
 # Quotes in a JSON string are escaped, so these stand only where a member of that name does.
 _USAGE, _ERROR = b'"usage":{', b'"error":'
+_LOGPROBS = b'"logprobs":{'
 _FINISHED, _FINGERPRINT = b'"finish_reason":"', b'"system_fingerprint"'
 
 
@@ -37,6 +41,7 @@ class RelayRequest:
         document: The caller's body.
         priority: For vLLM's scheduler, lower first; None leaves the caller's own field.
         report_usage: The caller asked for the final chunk with token counts.
+        judged: Ask the cheaper tiers how sure they are; the caller did not ask for log-probabilities and gets none.
     """
 
     document: JsonObject
@@ -46,6 +51,13 @@ class RelayRequest:
     streamed: bool
     priority: int | None
     report_usage: bool
+    judged: bool = False
+
+    @property
+    def chat(self) -> Sequence[Any] | None:
+        """Return its messages; None for what is no chat, or one with tools, whose answers are judged by other things."""
+        messages = self.document.get("messages")
+        return messages if isinstance(messages, list) and self.document.get("tools") is None else None
 
     @property
     def parameters(self) -> Mapping[str, float]:
@@ -64,6 +76,8 @@ class RelayRequest:
             changes["priority"] = self.priority
         if self.streamed and (options := self._stream_options()) is not None:
             changes["stream_options"] = options
+        if self.judged and replica.spec.name is not TierName.PRECISE:
+            changes |= CERTAINTY
         return self.document.edited(changes)
 
     def _stream_options(self) -> bytes | None:
@@ -110,8 +124,9 @@ class WholeRelay(Exchange):
 class EventRelay(Exchange):
     """A stream that has begun: its events up to the first token are here, the rest can be read."""
 
-    def __init__(self, attempt: Attempt, *, report_usage: bool) -> None:
+    def __init__(self, attempt: Attempt, *, report_usage: bool, judged: bool = False) -> None:
         super().__init__(attempt)
+        self._judged = judged and attempt.tier is not TierName.PRECISE
         self.media_type = attempt.response.headers.get("content-type", "text/event-stream; charset=utf-8")
         self._report_usage = report_usage
         self._batches = self._read(attempt.response)
@@ -128,13 +143,27 @@ class EventRelay(Exchange):
             _check(batch)
         self._began()
 
+    async def look_ahead(self, tokens: int, deadline: float) -> float | None:
+        """Read ahead; what is read comes first in ``chunks``."""
+        if not self._judged:
+            return None
+        found = _certainties(self._held)
+        with contextlib.suppress(TimeoutError):
+            while len(found) < tokens and DONE not in self._held:
+                batch = await self._ahead(self._batches, deadline)
+                if batch is None:
+                    break
+                self._held += batch
+                found += _certainties(batch)
+        self._let_go()
+        return fmean(found[:tokens]) if found else None
+
     async def chunks(self) -> AsyncIterator[bytes]:
         """Yield the engine's events, whole ones, as they come; the last one is ``[DONE]``.
 
         Raises:
             EngineBroke: The engine failed, or no token came in time. What was yielded holds no end.
         """
-        limit_s = self._attempt.token_timeout_s
         batch: list[bytes] | None = self._held
         while batch is not None:
             _check(batch)
@@ -143,11 +172,7 @@ class EventRelay(Exchange):
                 yield SEPARATOR.join([*kept, b""])
             if self._ended:
                 break
-            try:
-                async with asyncio.timeout(limit_s):
-                    batch = await anext(self._batches, None)
-            except TimeoutError as error:
-                raise EngineBroke(f"the engine sent no token for {limit_s:g} s") from error
+            batch = await self._next(self._batches)
         self._complete = True
 
     def _relayed(self, event: bytes) -> bytes | None:
@@ -161,6 +186,8 @@ class EventRelay(Exchange):
             if not chunk.get("choices") and not self._report_usage:
                 return None
         self._produced()
+        if self._judged and _LOGPROBS in event:
+            event = _without_logprobs(event)
         if _FINISHED in event:
             self.finish_reason = event.split(_FINISHED, 1)[1].split(b'"', 1)[0].decode("ascii", "replace")
             fingerprint = self._attempt.lease.replica.fingerprint
@@ -186,6 +213,25 @@ class EventRelay(Exchange):
         except httpx.HTTPError as error:
             raise EngineBroke(f"the engine's stream broke off ({type(error).__name__})") from error
         raise EngineBroke("the engine's stream ended early")
+
+
+def _certainties(events: list[bytes]) -> list[float]:
+    """Return the log-probabilities of the engine's first choices in a stream's events."""
+    found = []
+    for event in events:
+        if _LOGPROBS in event:
+            for choice in _parse(event).get("choices") or ():
+                places = (choice.get("logprobs") or {}).get("content") or ()
+                found += [float(place["top_logprobs"][0]["logprob"]) for place in places]
+    return found
+
+
+def _without_logprobs(event: bytes) -> bytes:
+    """Return an event as the engine would have sent it without log-probabilities."""
+    chunk = _parse(event)
+    for choice in chunk.get("choices") or ():
+        choice["logprobs"] = None
+    return b"data: " + to_json(chunk)
 
 
 def _check(events: list[bytes]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
     from router.context import RequestContext
     from router.decision import Decision, Query
     from router.decision_log import DecisionLog
+    from router.escalation import Escalation
     from router.keys import Caller, Priority
+    from router.live_check import LiveCheck
     from router.live_policy import LivePolicy
     from router.quota import Quotas
+    from router.samples import PromptSamples
     from router.settings import LimitSettings, OpenAISettings
     from router.telemetry import Telemetry
     from router.upstream import Attempt, E, EngineRequest, Exchange, Upstream
@@ -41,6 +45,9 @@ class Services:
     counter: TokenCounter
     policy: LivePolicy
     decisions: DecisionLog
+    escalation: Escalation
+    live_check: LiveCheck
+    samples: PromptSamples
     limits: LimitSettings
     openai: OpenAISettings
     engine_key: str
@@ -74,6 +81,7 @@ def choose(
         decision = decide(ask(features, fleet), fleet, table)
         telemetry.record_decision(decision)
     if request_id is not None:
+        services.samples.offer(text, features)
         services.decisions.decided(request_id, decision, fleet, table)
     telemetry.record_decision(decision)  # on the server span too: the one that dashboards list
     return decision
@@ -151,7 +159,10 @@ async def served(
     used: int | None = None
     try:
         try:
-            answer = await services.upstream.open(decision, request, kind)
+            opened = time.monotonic()
+            answer = await services.upstream.open(decision, request, kind, opened)
+            if request.judged:
+                answer = await services.escalation.checked(decision, request, kind, answer, opened)
         except (asyncio.CancelledError, EngineTooSlow):
             used = decision.query.prompt_tokens  # the engine has worked for it
             raise
@@ -165,6 +176,8 @@ async def served(
         finally:
             used = _tokens_used(answer, decision)
             services.decisions.ended(_outcome(context, decision, answer, error or answer.error))
+            if answer.complete:
+                services.live_check.offer(decision, answer.tier, request.chat)
             await answer.aclose(error or answer.error)
     finally:
         if grant is not None:
@@ -208,6 +221,8 @@ def answer_headers(context: RequestContext, decision: Decision, answer: Exchange
 
 def reason_of(decision: Decision, answer: Exchange) -> str:
     """Return why a tier serves an answer, for a person."""
+    if answer.escalation is not None:
+        return f"{decision.reason}; {answer.escalation}"
     if answer.tier is decision.tier:
         return decision.reason
     return f"{decision.reason}; {decision.tier} failed before the first token, so {answer.tier} took over"

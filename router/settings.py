@@ -204,6 +204,22 @@ class PolicySettings(Section):
         "precision is passed over.",
     )
 
+    check_share: float = Field(
+        0,
+        ge=0,
+        lt=1,
+        description="Share of a cheap tier's streamed answers, those that it is least sure of, that are begun again at a "
+        "higher precision before their first byte; needs a quality profile. 0: no check.",
+    )
+    check_wait_s: float = Field(2, gt=0, description="Longest time that first tokens are held for that check.")
+    live_check_share: float = Field(
+        0,
+        ge=0,
+        le=1,
+        description="Share of prompts served by a cheap tier that are answered again and scored while the engines are idle; "
+        "a class that loses more than `policy.max_loss` gets the next precision until it recovers. 0: no check.",
+    )
+
 
 class UpstreamSettings(Section):
     """How the router talks to engines."""
@@ -250,6 +266,11 @@ class TelemetrySettings(Section):
     """What goes into logs and traces. Exporters are set by the standard `OTEL_*` variables."""
 
     record_prompts: bool = Field(False, description="Put prompts on spans.")
+    sampled_prompts: Path | None = Field(
+        None,
+        description="File to which prompts are sampled for `qarr profile quality --prompts`; none: no prompt is kept.",
+    )
+    prompt_share: float = Field(0.01, ge=0, le=1, description="Share of prompts that is sampled to that file.")
     decision_log: Path | None = Field(
         None,
         description="File for every decision with all that it was made from, but no prompts; `qarr replay` reads it.",

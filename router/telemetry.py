@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from opentelemetry import propagate, trace
+from opentelemetry.context import Context
 from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
 from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
     from starlette.types import ASGIApp, Scope
 
-    from classifier import PromptFeatures
+    from classifier import PromptClass, PromptFeatures
     from router.decision import Decision
     from router.upstream import EngineRequest
     from tiers.fleet import Replica
@@ -148,6 +149,38 @@ class Telemetry:
                     "qarr.attempts.failed": attempts_failed,
                 }
             )
+
+    def record_escalation(self, tier: TierName, higher: TierName, sure: float, threshold: float) -> None:
+        """Put an escalation on the server span."""
+        span = trace.get_current_span()
+        if span.is_recording():
+            span.add_event(
+                "qarr.escalation",
+                {
+                    "qarr.tier": tier.value,
+                    "qarr.escalated_to": higher.value,
+                    "qarr.certainty": sure,
+                    "qarr.threshold": threshold,
+                },
+            )
+
+    @contextmanager
+    def live_check(self, kind: PromptClass, tier: TierName) -> Iterator[Span]:
+        """Span over the scoring of one live prompt; a trace of its own."""
+        attributes = {"qarr.class": kind.value, "qarr.tier": tier.value}
+        with self._tracer.start_as_current_span("live check", Context(), attributes=attributes) as span:
+            yield span
+
+    def record_live_loss(self, span: Span, loss: float, rolling: float) -> None:
+        """Put what a live prompt lost on its check's span."""
+        if span.is_recording():
+            span.set_attributes({"qarr.loss": loss, "qarr.loss.rolling": rolling})
+
+    def record_promotion(self, event: str, kind: PromptClass, tier: TierName, loss: float) -> None:
+        """Put a change of a class's tier on the check's span."""
+        span = trace.get_current_span()
+        if span.is_recording():
+            span.add_event(event, {"qarr.class": kind.value, "qarr.tier": tier.value, "qarr.loss.rolling": loss})
 
     def start_attempt(self, tier: TierName, replica: Replica, request: EngineRequest, number: int) -> Span:
         """Start the span of one upstream attempt (GenAI semantic conventions); the caller ends it."""

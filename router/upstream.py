@@ -24,7 +24,7 @@ from httpx_aiohttp import AiohttpTransport
 from pydantic_core import from_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from opentelemetry.trace import Span
 
@@ -105,6 +105,14 @@ class EngineRequest(Protocol):
         """Tell whether the answer comes as events."""
 
     @property
+    def judged(self) -> bool:
+        """Tell whether the cheaper tiers are asked how sure they are of their first tokens."""
+
+    @property
+    def chat(self) -> Sequence[Any] | None:
+        """Return its messages, where the same could be asked of another tier; None where not."""
+
+    @property
     def parameters(self) -> Mapping[str, float]:
         """Return what is told of the request in traces, by semantic conventions' names."""
 
@@ -119,6 +127,7 @@ class Attempt:
     Attributes:
         number: Attempts that failed before this one.
         started: When it was sent, by the monotonic clock.
+        opened: When the request was first sent, to whichever replica.
         token_timeout_s: Longest time between two tokens.
     """
 
@@ -129,6 +138,10 @@ class Attempt:
     number: int
     started: float
     token_timeout_s: float
+    opened: float
+
+
+T = TypeVar("T")
 
 
 class Exchange(ABC):
@@ -141,7 +154,9 @@ class Exchange(ABC):
         self.usage: dict[str, int] = {}
         self.finish_reason: str | None = None
         self.error: UpstreamError | None = None
+        self.escalation: str | None = None
         self._attempt = attempt
+        self._pending: asyncio.Future[Any] | None = None
         self._first_at = self._last_at = 0.0
         self._complete = False
         self._tokens = 0
@@ -153,6 +168,24 @@ class Exchange(ABC):
         Raises:
             UpstreamError: The engine failed; nothing of its answer has been passed on.
         """
+
+    async def look_ahead(self, tokens: int, deadline: float) -> float | None:
+        """Read so many tokens without passing them on, and tell how sure the engine is of them.
+
+        Args:
+            tokens: How many; fewer where the answer ends before.
+            deadline: By the monotonic clock; what has come until then must do.
+
+        Returns:
+            The mean log-probability of its first choices; None where it is not known.
+        """
+        del tokens, deadline
+        return None
+
+    @property
+    def complete(self) -> bool:
+        """Tell whether the whole answer has come."""
+        return self._complete
 
     @property
     def replica_id(self) -> str:
@@ -175,6 +208,9 @@ class Exchange(ABC):
     async def aclose(self, error: BaseException | None = None) -> None:
         """Give the lease back, close the connection (which aborts an unfinished request) and end the span."""
         lease, span = self._attempt.lease, self._attempt.span
+        if self._pending is not None:
+            self._pending.cancel()
+            await asyncio.gather(self._pending, return_exceptions=True)
         if self._complete:
             lease.finished(self.tpot_ms, self.usage.get("completion_tokens", 0))
         elif isinstance(error, UpstreamError):
@@ -187,14 +223,50 @@ class Exchange(ABC):
     def _began(self) -> None:
         """Note the first token."""
         self._first_at = self._last_at = time.monotonic()
-        self.ttft_ms = (self._first_at - self._attempt.started) * 1000
-        self._attempt.lease.first_token(self.ttft_ms)
+        self.ttft_ms = (self._first_at - self._attempt.opened) * 1000
+        self._attempt.lease.first_token((self._first_at - self._attempt.started) * 1000)
+
+    def _let_go(self) -> None:
+        """Note that the first token goes out only now."""
+        self.ttft_ms = (time.monotonic() - self._attempt.opened) * 1000
 
     def _produced(self) -> None:
         """Note one more token."""
         self._last_at = time.monotonic()
         self._tokens += 1
         self._attempt.lease.produced()
+
+    async def _next(self, source: AsyncIterator[T]) -> T | None:
+        """Read one more item, or None at the end.
+
+        Raises:
+            EngineBroke: None came in time.
+        """
+        limit_s = self._attempt.token_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                if self._pending is None:
+                    return await anext(source, None)
+                item: T | None = await self._pending
+                self._pending = None
+                return item
+        except TimeoutError as error:
+            raise EngineBroke(f"the engine sent no token for {limit_s:g} s") from error
+
+    async def _ahead(self, source: AsyncIterator[T], deadline: float) -> T | None:
+        """Read one more item by a deadline on the monotonic clock; one that comes later is left for ``_next``.
+
+        Raises:
+            TimeoutError: None came until then.
+        """
+        if self._pending is None:
+            self._pending = asyncio.ensure_future(anext(source, None))
+        done, _ = await asyncio.wait({self._pending}, timeout=max(deadline - time.monotonic(), 0))
+        if not done:
+            raise TimeoutError
+        item: T | None = self._pending.result()
+        self._pending = None
+        return item
 
     def _note_usage(self, usage: Mapping[str, Any]) -> None:
         self.usage = {name: int(usage.get(name) or 0) for name in USAGE}
@@ -242,13 +314,20 @@ class Upstream:
         self._passing = asyncio.Semaphore(PASSED_AT_ONCE)
         self._timeouts = {"connect": options.connect_timeout_s, "pool": options.connect_timeout_s}
 
-    async def open(self, decision: Decision, request: EngineRequest, kind: Callable[[Attempt], E]) -> E:
+    async def open(
+        self,
+        decision: Decision,
+        request: EngineRequest,
+        kind: Callable[[Attempt], E],
+        opened: float | None = None,
+    ) -> E:
         """Try the chosen tier, then the fallbacks, until an answer has begun.
 
         Args:
             decision: Where to try.
             request: What to ask.
             kind: Makes the answer, which says how it is read.
+            opened: When the request was first sent, by the monotonic clock; None: now.
 
         Raises:
             EngineRefused: An engine says that the request is wrong.
@@ -258,6 +337,7 @@ class Upstream:
         """
         assert decision.tier is not None
         tried: dict[str, str] = {}
+        opened = opened or time.monotonic()
         for tier in (decision.tier, *decision.fallbacks):
             while len(tried) < self._options.attempts:
                 query = decision.query
@@ -267,7 +347,7 @@ class Upstream:
                 if lease is None:
                     break
                 try:
-                    return await self._attempt(tier, lease, request, len(tried), kind)
+                    return await self._attempt(tier, lease, request, len(tried), kind, opened)
                 except (EngineUnreachable, EngineFailed, EngineBroke) as error:
                     tried[lease.replica.id] = str(error)
         if not tried:
@@ -307,8 +387,14 @@ class Upstream:
         """Close the pooled connections."""
         await self._transport.aclose()
 
-    async def _attempt(
-        self, tier: TierName, lease: Lease, request: EngineRequest, number: int, kind: Callable[[Attempt], E]
+    async def _attempt(  # noqa: PLR0917  called here alone
+        self,
+        tier: TierName,
+        lease: Lease,
+        request: EngineRequest,
+        number: int,
+        kind: Callable[[Attempt], E],
+        opened: float,
     ) -> E:
         """Make one attempt. The lease, the connection and the span end with it unless an answer is returned."""
         span = self._telemetry.start_attempt(tier, lease.replica, request, number)
@@ -323,7 +409,7 @@ class Upstream:
                     raise _status_error(  # noqa: TRY301  one place ends the attempt
                         response.status_code, await body_of(response, MAX_ERROR_BYTES)
                     )
-                answer = kind(Attempt(tier, lease, response, span, number, started, options.token_timeout_s))
+                answer = kind(Attempt(tier, lease, response, span, number, started, options.token_timeout_s, opened))
                 await answer.begin()
                 return answer
         except BaseException as error:

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.unit.test_replay import write
+
 if TYPE_CHECKING:
     from tests.engine.conftest import Up
 
@@ -42,6 +44,16 @@ def test_classify_explains_a_prompt() -> None:
     found = json.loads(_run(_command(".venv/bin/qarr classify")))
     assert (found["class"], found["asks_for_code"], found["language"]) == ("code", True, "sql")
     assert found["tokens_exact"] is True
+
+
+def test_replay_compares_policies(tmp_path: Path) -> None:
+    """The README's replay command makes the recorded decisions again and simulates another policy."""
+    write(tmp_path / "decisions.jsonl", 20, gap_s=0.5)
+    (tmp_path / "other.toml").write_text("[policy]\ngive_up = 'quality'\n")
+    command = _command(".venv/bin/qarr replay").replace("decisions.jsonl", f"{tmp_path}/decisions.jsonl")
+    shown = _run(command.replace("other.toml", f"{tmp_path}/other.toml"))
+    assert "20 of 20 decisions come out as recorded" in shown
+    assert "other, simulated" in shown
 
 
 def test_make_targets_exist() -> None:

@@ -1,14 +1,24 @@
-"""Quality measured on real engines, through the router, by the command that people run."""
+"""Quality and speed measured on real engines, through the router, by the commands that people run; and the live checks."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
 
-from router.quality import load_profile
+import httpx
+import pytest
+
+from classifier import PromptClass
+from router.latency import load_latency
+from router.quality import Certainty, Interval, Loss, QualityProfile, load_profile, profile_name
+from router.settings import PROJECT
 from tests.engine.conftest import QARR
+from tests.engine.in_process import real_router
+from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,3 +66,100 @@ def test_errors_say_what_to_do(up: Up, tmp_path: Path) -> None:
         assert done.returncode == 2
         assert says in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_speed_is_measured(up: Up, tmp_path: Path) -> None:
+    """Two tiers, alone and together: every term of the model is found, its error stated, and the profile is theirs."""
+    env = {**os.environ, "QARR_POLICY__PROFILES": str(tmp_path)}
+    documented = "\n.venv/bin/qarr profile latency\n"
+    assert documented in (PROJECT / "README.md").read_text("utf-8")
+    command = [*documented.split(), "--url", up.url, "--tier", "fast", "--tier", "precise", "--step", "0.5"]
+    done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "prompt tokens" in done.stdout
+    profile = load_latency(next(tmp_path.glob("latency-*.json")))
+    assert {t["tier"]: t["identity"] for t in up.tiers().values()} == profile.checkpoints
+    assert [fit.tier for fit in profile.fits] == ["fast", "precise"]
+    for fit in profile.fits:
+        assert fit.prefill_ms_per_token > 0
+        assert fit.model.step_ms(16) > fit.model.step_ms(1) > 0
+        assert fit.tpot_error.median < 0.5
+        assert {s.neighbours for s in profile.samples if s.tier is fit.tier} == {0.0, 0.5}
+    assert up.replica("fast")["in_flight"] == 0
+
+
+def certain(identities: dict[TierName, str | None], logprob: float) -> QualityProfile:
+    """Return a profile of a tier that loses nothing and whose answers are all as certain as this."""
+    none = Interval(mean=0, low=0, high=0)
+    losses = tuple(
+        Loss(
+            prompt_class=kind, tier=tier, prompts=9, tokens=99, top1_disagreement=none, kl_mean=none, kl_p95=none,
+            perplexity_ratio=none, first_divergence=1, never_diverged=1,
+        )
+        for kind in PromptClass for tier in TierName
+    )  # fmt: skip
+    certainties = (Certainty(tier=TierName.FAST, logprob=logprob, disagreement=0),) * 20
+    return QualityProfile(
+        created=datetime.now(UTC), model="m", checkpoints=identities, answer_tokens=8, top_k=10, prompts="x",
+        losses=losses, certainties=certainties,
+    )  # fmt: skip
+
+
+CHAT = {
+    "model": "auto",
+    "messages": [{"role": "user", "content": "Hello! Who are you?"}],
+    "temperature": 0,
+    "max_tokens": 12,
+    "stream": True,
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("logprob", "served"), [(-20.0, "fast"), (-1e-6, "balanced")])
+async def test_first_tokens_are_checked(
+    up: Up, engine_keys: dict[str, str], tmp_path: Path, logprob: float, served: str
+) -> None:
+    """A sure tier's stream is what vLLM sends without the check; an unsure one's is begun again before the first byte."""
+    identities: dict[TierName, str | None] = {TierName(t): v["checkpoint_digest"] for t, v in up.tiers().items()}
+    (tmp_path / profile_name(identities)).write_text(certain(identities, logprob).model_dump_json())
+    options = {"policy": {"check_share": 0.2, "check_wait_s": 20.0}}
+    async with (
+        real_router(up, engine_keys, tmp_path, options) as (url, fleet),
+        httpx.AsyncClient(timeout=300, trust_env=False) as client,
+    ):
+        checked = await client.post(f"{url}/v1/chat/completions", json=CHAT)
+        assert checked.headers["x-qarr-tier"] == served
+        assert ("escalated from fast" in checked.headers["x-qarr-reason"]) == (served != "fast")
+        plain = await client.post(f"{url}/v1/chat/completions", json={**CHAT, "model": served})
+        assert [stable(chunk) for chunk in chunks(checked.text)] == [stable(chunk) for chunk in chunks(plain.text)]
+        assert all(replica.in_flight == 0 for replica in fleet.replicas)
+
+
+def chunks(text: str) -> list[dict[str, Any]]:
+    """Return a stream's chunks."""
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def stable(chunk: dict[str, Any]) -> dict[str, Any]:
+    """Return a chunk without what differs from request to request."""
+    return {k: v for k, v in chunk.items() if k not in {"id", "created"}}
+
+
+@pytest.mark.anyio
+async def test_live_prompts_are_scored_when_it_is_quiet(up: Up, engine_keys: dict[str, str], tmp_path: Path) -> None:
+    """What a cheap tier served is answered again and judged on precise; the rolling loss is a metric."""
+    async with (
+        real_router(up, engine_keys, tmp_path, {"policy": {"live_check_share": 1.0}}) as (url, fleet),
+        httpx.AsyncClient(timeout=300, trust_env=False) as client,
+    ):
+        for prompt in ("Hello! Who are you?", "What should I drink in the morning?"):
+            answer = await client.post(f"{url}/generate", json={"prompt": prompt, "max_tokens": 8})
+            assert answer.headers["x-qarr-tier"] == "fast"
+        while (
+            'checked_answers_total{class="chat",tier="fast"} 2.0'
+            not in (page := await client.get(f"{url}/metrics")).text
+        ):
+            await asyncio.sleep(0.5)
+        loss = next(line for line in page.text.splitlines() if line.startswith('qarr_live_loss_ratio{class="chat"'))
+        assert 0 <= float(loss.split()[-1]) <= 1
+        assert all(replica.in_flight == 0 for replica in fleet.replicas)

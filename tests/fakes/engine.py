@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine
+    from collections.abc import AsyncIterator, Coroutine, Sequence
 
     from starlette.requests import Request
     from starlette.types import ASGIApp
@@ -43,6 +43,8 @@ class Behaviour:
         error_after: Send an error chunk after that many pieces.
         alive: Whether /health answers 200.
         priorities: Whether requests may have a priority; vLLM without priority scheduling refuses those that do.
+        certainty: Log-probability of each piece, for those who ask.
+        rank: Of each token that the fake is asked to score: 1 agrees, above it does not.
         vocabulary: Changes every token id: another tokenizer.
     """
 
@@ -54,6 +56,8 @@ class Behaviour:
     stall_after: int | None = None
     error_after: int | None = None
     alive: bool = True
+    certainty: float = -0.1
+    rank: int = 1
     vocabulary: int = 0
     max_model_len: int = 8192
     priorities: bool = True
@@ -155,8 +159,10 @@ class FakeEngine:
                     await asyncio.sleep(3600)
             text, reason = "".join(pieces), self._reason(pieces)
             part = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-            choices = [{"index": 0, **part, "finish_reason": reason}]
-            rest = {"usage": self._usage(pieces), "system_fingerprint": FINGERPRINT}
+            choices = [{"index": 0, **part, "finish_reason": reason, **self._scores(body, len(pieces))}]
+            rest: dict[str, Any] = {"usage": self._usage(pieces), "system_fingerprint": FINGERPRINT}
+            if body.get("return_token_ids"):
+                rest["prompt_token_ids"] = [1, 2, 3]
             answer = JSONResponse(self._fields({"choices": choices, **rest}))
             b.sent.append(bytes(answer.body))
             return answer
@@ -181,7 +187,7 @@ class FakeEngine:
                 if number == b.error_after:
                     yield b'data: {"error": {"message": "engine died", "code": 500}}\n\n'
                     return
-                yield self._chunk({"content": piece}, None, chat=chat)
+                yield self._chunk({"content": piece}, None, chat=chat, logprobs=self._logprobs(body, (number,)))
             more = {} if counted else last
             yield self._chunk({"content": ""}, self._reason(pieces), chat=chat, **more)
             if counted:
@@ -196,8 +202,35 @@ class FakeEngine:
     def _usage(self, pieces: tuple[str, ...]) -> dict[str, int]:
         return {"prompt_tokens": 10, "total_tokens": 10 + len(pieces), "completion_tokens": len(pieces)}
 
-    def _chunk(self, delta: dict[str, str], reason: str | None, *, chat: bool, **more: str) -> bytes:
-        part = {"delta": delta} if chat else {"text": delta["content"]}
+    def _scores(self, body: dict[str, Any], tokens: int) -> dict[str, Any]:
+        """Return what a choice holds for those who ask for ids, log-probabilities, or those of their prompt."""
+        found: dict[str, Any] = {}
+        if (logprobs := self._logprobs(body, range(tokens))) is not None:
+            found["logprobs"] = logprobs
+        if body.get("return_token_ids"):
+            found["token_ids"] = list(range(tokens))
+        if body.get("prompt_logprobs"):
+            place = {"logprob": self.behaviour.certainty, "rank": self.behaviour.rank}
+            found["prompt_logprobs"] = [{str(token): place} for token in body["prompt"]]
+        return found
+
+    def _logprobs(self, body: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any] | None:
+        """Return what a chat with log-probabilities is given for its places; None where it did not ask."""
+        if not body.get("logprobs"):
+            return None
+        places = [{"token": f"token_id:{n}", "logprob": self.behaviour.certainty, "bytes": None} for n in numbers]
+        return {"content": [{**place, "top_logprobs": [place]} for place in places]}
+
+    def _chunk(
+        self,
+        delta: dict[str, str],
+        reason: str | None,
+        *,
+        chat: bool,
+        logprobs: dict[str, Any] | None = None,
+        **more: str,
+    ) -> bytes:
+        part: dict[str, Any] = {"delta": delta, "logprobs": logprobs} if chat else {"text": delta["content"]}
         return self._event({"choices": [{"index": 0, **part, "finish_reason": reason}], **more})
 
     def _fields(self, fields: dict[str, Any]) -> dict[str, Any]:

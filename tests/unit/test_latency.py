@@ -31,17 +31,17 @@ def samples(noise: float, contention: float = 0.0, seed: int = 1) -> list[Sample
         return value * (1 + source.uniform(-noise, noise))
 
     found = [
-        Sample(tier=FAST, prompt_tokens=tokens, sequences=0, waiting_tokens=0, batch=0, together=False,
+        Sample(tier=FAST, prompt_tokens=tokens, sequences=0, waiting_tokens=0, batch=0, neighbours=0.0,
                ttft_ms=seen(TRUE.times(tokens, IDLE, SEQS, 1).ttft_ms), tpot_ms=None)
         for tokens in (16, 64, 256, 1024)
     ]  # fmt: skip
-    for together in (False, True):
-        slowed = 1 + contention if together else 1.0
+    for neighbours in (0.0, 0.5):
+        slowed = 1 + contention * neighbours
         for batch in (1, 2, 4, 8, 16):
             for number in range(batch):
                 load = Load(number, 24 * number)
                 found.append(Sample(tier=FAST, prompt_tokens=24, sequences=number, waiting_tokens=24 * number, batch=batch,
-                                    together=together, ttft_ms=seen(TRUE.times(24, load, SEQS, 1).ttft_ms * slowed),
+                                    neighbours=neighbours, ttft_ms=seen(TRUE.times(24, load, SEQS, 1).ttft_ms * slowed),
                                     tpot_ms=seen(TRUE.step_ms(batch) * slowed)))  # fmt: skip
     return found
 

@@ -1,0 +1,99 @@
+"""The confidence check: hold a cheap tier's first tokens, and start again at a higher precision if it was unsure of them.
+
+Nothing has gone out by then, so the caller only sees that the higher tier answered, and why.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from router.quality import CHECK_TOKENS
+from router.upstream import UpstreamError
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from router.decision import Decision
+    from router.live_policy import LivePolicy
+    from router.telemetry import Telemetry
+    from router.upstream import Attempt, E, EngineRequest, Upstream
+
+log = logging.getLogger("qarr.router")
+
+
+@dataclass(frozen=True, slots=True)
+class Escalation:
+    """Decides whether an answer that has begun is let go, or begun again higher up."""
+
+    policy: LivePolicy
+    upstream: Upstream
+    telemetry: Telemetry
+
+    def watches(self, decision: Decision) -> bool:
+        """Tell whether a decision's answer is checked: on a cheap tier that the policy chose, with a higher one at hand."""
+        return (
+            self.policy.check_enabled
+            and decision.tier is not None
+            and decision.tier is not decision.query.hint
+            and not decision.query.require
+            and self._threshold(decision.tier) is not None
+            and _higher(decision) is not None
+        )
+
+    async def checked(
+        self, decision: Decision, request: EngineRequest, kind: Callable[[Attempt], E], answer: E, opened: float
+    ) -> E:
+        """Return the answer, or one from a higher precision where the tier is unsure of its first tokens.
+
+        Args:
+            decision: Where the answer came from.
+            request: What was asked.
+            kind: Makes the answer, which says how it is read.
+            answer: Begun, and nothing of it sent; closed if it is not the one returned.
+            opened: When the request was first sent, by the monotonic clock.
+        """
+        higher, threshold = _higher(decision), self._threshold(answer.tier)
+        if higher is None or threshold is None or answer.tier is not decision.tier:
+            return answer
+        deadline = opened + self._slack_s(decision, higher)
+        if time.monotonic() >= deadline:
+            return answer
+        sure = await answer.look_ahead(CHECK_TOKENS, deadline)
+        if sure is None or sure >= threshold or time.monotonic() >= deadline:
+            return answer
+        try:
+            better = await self.upstream.open(replace(decision, tier=higher, fallbacks=()), request, kind, opened)
+        except UpstreamError as error:
+            log.info("request %s: not escalated to %s: %s", request.request_id, higher, error)
+            return answer
+        better.escalation = (
+            f"escalated from {answer.tier}, which was unsure of its first tokens (mean log-probability {sure:.2f}, "
+            f"{threshold:.2f} asked)"
+        )
+        self.telemetry.record_escalation(answer.tier, higher, sure, threshold)
+        await answer.aclose()
+        return better
+
+    def _threshold(self, tier: TierName) -> float | None:
+        return None if tier is TierName.PRECISE else self.policy.check_threshold(tier)
+
+    def _slack_s(self, decision: Decision, higher: TierName) -> float:
+        """Return how long the first token may be held: until the higher tier could just meet the bound on TTFT."""
+        longest = self.policy.check_wait_s
+        bound = decision.query.sla.ttft_ms
+        if bound is None:
+            return longest
+        predicted = decision.verdict(higher).predicted_ttft_ms or 0.0
+        return min((bound - predicted) / 1000, longest)
+
+
+def _higher(decision: Decision) -> TierName | None:
+    """Return the cheapest tier of a higher precision that could take over; None where there is none."""
+    assert decision.tier is not None
+    found = [tier for tier in decision.fallbacks if tier.rank > decision.tier.rank]
+    costs = {tier: decision.verdict(tier).cost for tier in found}
+    return min(found, key=lambda tier: (costs[tier] is None, costs[tier] or 0.0, tier.rank), default=None)

@@ -1,0 +1,202 @@
+"""The continuous check: what the cheap tiers lose on prompts of today, measured while the engines have nothing else to do.
+
+A sample of the prompts that a cheap tier served is kept in memory for a while. When nothing is in flight, one is answered
+again by that tier, greedily and briefly, and scored on the reference, as ``qarr profile quality`` does, so the figures
+compare. A class that loses more than it may gets the next precision until its prompts, which are still tried on the tier
+that it left, lose less again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import from_json, to_json
+
+from router.keys import PRIORITIES
+from router.quality import REFERENCE, judge
+from router.relays import WholeRelay
+from router.scoring import greedy_body, read_greedy, read_scored, scoring_body
+from router.upstream import UpstreamError
+from tiers.spec import ReplicaState, TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from classifier import PromptClass
+    from router.decision import Decision
+    from router.live_policy import LivePolicy
+    from router.quality import Score
+    from router.telemetry import Telemetry
+    from router.upstream import Upstream
+    from tiers.fleet import Fleet, Replica
+
+log = logging.getLogger("qarr.router")
+ANSWER_TOKENS = 24
+KEPT_PROMPTS = 100
+WINDOW = 50  # answers that the rolling loss is taken over
+ENOUGH = 8  # answers before it counts
+RECOVERED = 0.9  # of the loss that is allowed, below which a class gets its tier back
+LOOK_S = 0.5
+QUIET_LOOKS = 2  # in a row without requests in flight, before the first check
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A prompt to try again, and the tier to try it on."""
+
+    decision: Decision
+    messages: Sequence[Any]
+    tier: TierName
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRequest:
+    """What the check asks of an engine: after everybody else."""
+
+    path: str
+    content: Mapping[str, Any]
+    request_id: str = field(default_factory=lambda: f"check-{secrets.token_hex(8)}")
+    operation: str = "chat"
+    streamed: bool = False
+    judged: bool = False
+
+    @property
+    def parameters(self) -> Mapping[str, float]:
+        """Return nothing that traces need."""
+        return {}
+
+    @property
+    def chat(self) -> None:
+        """Return nothing: a check is not checked."""
+        return
+
+    def body(self, replica: Replica) -> bytes:
+        """Return the request's body for one replica."""
+        priority = {"priority": PRIORITIES["batch"]} if replica.takes_priority else {}
+        return to_json({**self.content, "model": replica.model, **priority})
+
+
+@dataclass(slots=True)
+class RollingLoss:
+    """The last answers of one class on one tier: tokens that differ from the reference's first choice, and all tokens."""
+
+    answers: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    checked: int = 0
+
+    def add(self, score: Score) -> None:
+        """Take one more answer in."""
+        self.answers.append((score.disagreed, score.tokens))
+        self.checked += 1
+
+    @property
+    def share(self) -> float:
+        """Return the rolling loss, 0..1."""
+        return sum(d for d, _ in self.answers) / max(sum(n for _, n in self.answers), 1)
+
+
+class LiveCheck:
+    """Keeps samples, scores them when it is quiet, and promotes and restores classes."""
+
+    def __init__(
+        self, share: float, fleet: Fleet, upstream: Upstream, policy: LivePolicy, telemetry: Telemetry
+    ) -> None:
+        self._share, self._fleet, self._upstream = share, fleet, upstream
+        self._policy, self._telemetry = policy, telemetry
+        self._samples: deque[Sample] = deque(maxlen=KEPT_PROMPTS)
+        self._promoted: dict[PromptClass, TierName] = {}
+        self.losses: dict[tuple[PromptClass, TierName], RollingLoss] = {}
+
+    @property
+    def promoted(self) -> Mapping[PromptClass, TierName]:
+        """Return the classes that get a higher precision now, and which."""
+        return self._promoted
+
+    def offer(self, decision: Decision, served: TierName, messages: Sequence[Any] | None) -> None:
+        """Keep a served prompt, by chance: only in memory, only until it is checked or others push it out."""
+        if not self._share or messages is None:
+            return
+        promoted = self._promoted.get(decision.query.features.prompt_class)
+        tier = served if promoted is None or served.rank < promoted.rank else list(TierName)[promoted.rank - 1]
+        if tier is not REFERENCE and random.random() < self._share:  # noqa: S311  no secret
+            self._samples.append(Sample(decision, messages, tier))
+
+    async def run(self) -> None:
+        """Check samples while it is quiet, until cancelled."""
+        quiet = 0
+        while True:
+            quiet = 0 if any(r.in_flight for r in self._fleet.replicas) else quiet + 1
+            if self._samples and quiet > QUIET_LOOKS:
+                await self._check(self._samples.popleft())
+            else:
+                await asyncio.sleep(LOOK_S)
+
+    async def _check(self, sample: Sample) -> None:
+        kind = sample.decision.query.features.prompt_class
+        if not all(self._ready(tier) for tier in (sample.tier, REFERENCE)):
+            return
+        with self._telemetry.live_check(kind, sample.tier) as span:
+            try:
+                score = await self._score(sample)
+            except (UpstreamError, ValueError, LookupError, TypeError) as error:
+                log.info("live check on %s: %s %s", sample.tier, type(error).__name__, error)
+                return
+            rolling = self.losses.setdefault((kind, sample.tier), RollingLoss())
+            rolling.add(score)
+            self._telemetry.record_live_loss(span, score.disagreed / max(score.tokens, 1), rolling.share)
+            self._judge(kind, sample.tier, rolling)
+
+    def _ready(self, tier: TierName) -> bool:
+        return any(r.spec.name is tier and r.state is ReplicaState.READY for r in self._fleet.replicas)
+
+    async def _score(self, sample: Sample) -> Score:
+        query = sample.decision.query
+        asked = CheckRequest("/v1/chat/completions", greedy_body(sample.messages, ANSWER_TOKENS))
+        answer = read_greedy(await self._ask(sample, sample.tier, asked))
+        judged = CheckRequest("/v1/completions", scoring_body(answer), operation="text_completion")
+        places = read_scored(await self._ask(sample, REFERENCE, judged), answer)
+        return judge(
+            "", query.features.prompt_class, sample.tier, answer=answer.ids, own=answer.own, reference=places,
+            reference_answer=answer.ids,
+        )  # fmt: skip
+
+    async def _ask(self, sample: Sample, tier: TierName, request: CheckRequest) -> Any:
+        query = replace(sample.decision.query, max_tokens=ANSWER_TOKENS)
+        there = replace(sample.decision, tier=tier, fallbacks=(), query=query)
+        answer = await self._upstream.open(there, request, WholeRelay)
+        answer.usage = {}  # its length says nothing of what callers' answers will have
+        await answer.aclose()
+        return from_json(answer.content)
+
+    def _judge(self, kind: PromptClass, tier: TierName, rolling: RollingLoss) -> None:
+        """Promote a class that loses too much, or give it its tier back."""
+        allowed = self._policy.table.max_loss[kind]
+        promoted = self._promoted.get(kind)
+        if len(rolling.answers) < ENOUGH:
+            return
+        higher = list(TierName)[tier.rank + 1]
+        if rolling.share > allowed and (promoted is None or promoted.rank < higher.rank):
+            log.warning(
+                "class %s loses %.3f on %s in live answers, %.3f is allowed: it gets %s until it recovers",
+                kind.value, rolling.share, tier, allowed, higher,
+            )  # fmt: skip
+            self._promote({**self._promoted, kind: higher}, "qarr.promoted", kind, higher, rolling.share)
+        elif promoted is higher and rolling.share <= RECOVERED * allowed:
+            log.warning(
+                "class %s loses %.3f on %s in live answers, %.3f is allowed: it gets %s again",
+                kind.value, rolling.share, tier, allowed, tier,
+            )  # fmt: skip
+            rest = {k: t for k, t in self._promoted.items() if k is not kind}
+            self._promote(rest, "qarr.recovered", kind, tier, rolling.share)
+
+    def _promote(
+        self, promoted: dict[PromptClass, TierName], event: str, kind: PromptClass, tier: TierName, share: float
+    ) -> None:
+        self._promoted = promoted
+        self._policy.promote(promoted)
+        self._telemetry.record_promotion(event, kind, tier, share)

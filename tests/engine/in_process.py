@@ -1,0 +1,55 @@
+"""A router in the test's own process, in front of the session's real engines: for settings that would disturb other tests."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from classifier import TokenCounter
+from router.app import create_app
+from router.keys import KeyStore
+from router.settings import load_settings
+from router.telemetry import Telemetry
+from tests.fakes.engine import serving
+from tiers.fleet import Fleet, Replica, TemplateTokens
+from tiers.spec import ReplicaState, TierName, TierSpec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.engine.conftest import Up
+
+
+@asynccontextmanager
+async def real_router(
+    up: Up, engine_keys: dict[str, str], folder: Path, overrides: dict[str, Any]
+) -> AsyncIterator[tuple[str, Fleet]]:
+    """Serve a router over the running engines; yield its URL and its fleet.
+
+    Args:
+        up: The session's engines.
+        engine_keys: Their keys, by tier.
+        folder: For profiles.
+        overrides: Settings.
+    """
+    settings = load_settings(None, {**overrides, "policy": {"profiles": str(folder), **overrides.get("policy", {})}})
+    fleet = Fleet(())
+    counter: Any = None
+    for name, tier in up.tiers().items():
+        replica = tier["replicas"][0]
+        spec = TierSpec(
+            TierName(name), tier["max_model_len"], tier["max_num_seqs"], 32, digest=tier["checkpoint_digest"]
+        )
+        fleet.specs = (*fleet.specs, spec)
+        counter = counter or TokenCounter.from_file(Path(tier["checkpoint"]) / "tokenizer.json")
+        fleet.add(
+            Replica(
+                id=f"{name}-0", spec=spec, url=replica["url"], api_key=engine_keys[name], model="smollm2-135m-instruct",
+                state=ReplicaState.READY,
+            )
+        )  # fmt: skip
+    fleet.note_template(TemplateTokens(alone=30, with_system=10, further_pair=10))
+    app = create_app(settings, fleet, counter, Telemetry(None), "smollm2-135m-instruct", keys=KeyStore(folder / "none"))
+    async with serving(app) as url:
+        yield url, fleet
