@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = TierName
-WORDS = tuple(f" word{n}" for n in range(20))
+WORDS = ("Paris", *(f" word{n}" for n in range(1, 20)))
 
 
 def profile(identities: dict[TierName, str | None], loss: float = 0.01) -> QualityProfile:
@@ -147,7 +147,7 @@ async def test_hints_and_requirements_are_not_checked(tmp_path: Path) -> None:
         assert "logprobs" not in stack.engines[FAST].requests[-1]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(100)
 async def test_a_class_that_loses_too_much_is_promoted_and_recovers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,11 +161,10 @@ async def test_a_class_that_loses_too_much_is_promoted_and_recovers(
 
         async def until(wanted: str) -> None:
             for _ in range(60):
-                for _ in range(ENOUGH):
-                    found = await tier()
+                found = [await tier() for _ in range(ENOUGH)][-1]
                 if found == wanted:
                     return
-                await asyncio.sleep(2)
+                await asyncio.sleep(2)  # for the engines to be idle, and the prompts scored
             raise AssertionError(found)
 
         assert await tier() == "fast"
@@ -176,7 +175,10 @@ async def test_a_class_that_loses_too_much_is_promoted_and_recovers(
         metrics = (await stack.client.get(f"{stack.url}/metrics")).text
         assert 'qarr_live_loss_ratio{class="chat",tier="fast"} 1.0' in metrics
         assert 'qarr_promoted_classes{class="chat",tier="balanced"} 1.0' in metrics
-        assert stack.leases() == 0
+        stack.engines[PRECISE].rank = 1  # and now it agrees, every time
+        await until("fast")
+        assert "it gets fast again" in caplog.text
+        assert "qarr_promoted_classes{" not in (await stack.client.get(f"{stack.url}/metrics")).text
 
 
 async def test_prompts_are_sampled_only_when_asked(tmp_path: Path) -> None:
