@@ -143,7 +143,7 @@ class Decision:
         verdicts: One a tier, by rising precision.
         degraded: What the request asks for or its class needs, and is not expected to get.
         refusal: Why there is no tier; None where there is one.
-        retry_after_s: Of a refusal: when the prediction is that it could be served; None: never, or not known.
+        retry_after_s: Of a refusal: when it could be served, by prediction; None: never, as far as is known.
     """
 
     tier: TierName | None

@@ -281,6 +281,8 @@ def _answers() -> Schema:
         precision={"type": "string", "enum": [p.value for p in Precision]},
         state={"type": "string", "enum": states},
         checkpoint_digest={"type": ["string", "null"]},
+        identity={"type": ["string", "null"]},
+        max_num_seqs={"type": "integer"},
         max_model_len={"type": "integer"},
         max_in_flight={"type": "integer"},
         replicas={"type": "array", "items": replica},
@@ -308,7 +310,7 @@ def _answers() -> Schema:
             retry_after_s=_NUMBER_OR_NULL,
             tiers={"type": "array", "items": verdict},
         ),
-        "Fleet": _object(model=_TEXT, tiers={"type": "array", "items": tier}),
+        "Fleet": _object(model=_TEXT, machine=_TEXT, tiers={"type": "array", "items": tier}),
         "Model": _object(id=_TEXT, object={"const": "model"}, owned_by=_TEXT, max_model_len={"type": "integer"}),
         "ModelList": _object(object={"const": "list"}, data={"type": "array", "items": _ref("Model")}),
     }

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tiers.fleet import Expectation, FleetSnapshot, ReplicaSnapshot, TierSnapshot
 
 STARTING_RETRY_S = 10.0  # engines start and warm in tens of seconds
+UNKNOWN_RETRY_S = 1.0  # a place frees up with the next finished request
 _NORMAL = NormalDist()
 
 
@@ -312,7 +313,7 @@ def _refuse(
 
 
 def _possible_in_s(outlook: _Outlook, query: Query, output_share: float) -> float | None:
-    """Predict when a tier could serve the request as asked, in seconds; None: never, or not known.
+    """Predict when a tier could serve the request as asked, in seconds; None: never, as far as is known.
 
     Its backlog of prompts must be computed, and so many of its requests end that the rest meet the bounds.
     """
@@ -325,6 +326,7 @@ def _possible_in_s(outlook: _Outlook, query: Query, output_share: float) -> floa
     for replica in outlook.tier.ready:
         speed = replica.speed
         if speed is None:
+            waits.append(UNKNOWN_RETRY_S)
             continue
         idle = speed.ttft_base_ms + speed.prefill_ms_per_token * query.prompt_tokens
         if (sla.ttft_ms is not None and idle > sla.ttft_ms) or (

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 MEDIA_TYPE = "application/problem+json"
 BUSY_RETRY_S = 1  # a place frees up with the next finished request
 LONGEST_RETRY_S = 3600
-STARTING_RETRY_S = 10  # engines start and warm in tens of seconds
 
 
 class UnknownModel(Exception):
@@ -119,24 +118,12 @@ def _openai_type(status: int) -> str:
     return names.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
 
 
-_REFUSALS: dict[Refusal, tuple[HTTPStatus, str, int | None]] = {
-    Refusal.TOO_LONG: (HTTPStatus.UNPROCESSABLE_ENTITY, "The request fits no tier's context", None),
-    Refusal.NOT_READY: (
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "No tier that could serve this is ready",
-        STARTING_RETRY_S,
-    ),
-    Refusal.AT_CAPACITY: (
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "Every tier that could serve this is full",
-        BUSY_RETRY_S,
-    ),
-    Refusal.SLA_UNMET: (
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "No tier can meet the required SLA now",
-        BUSY_RETRY_S,
-    ),
-    Refusal.NOT_ALLOWED: (HTTPStatus.FORBIDDEN, "The key does not allow a tier that could serve this", None),
+_REFUSALS: dict[Refusal, tuple[HTTPStatus, str]] = {
+    Refusal.TOO_LONG: (HTTPStatus.UNPROCESSABLE_ENTITY, "The request fits no tier's context"),
+    Refusal.NOT_READY: (HTTPStatus.SERVICE_UNAVAILABLE, "No tier that could serve this is ready"),
+    Refusal.AT_CAPACITY: (HTTPStatus.SERVICE_UNAVAILABLE, "Every tier that could serve this is full"),
+    Refusal.SLA_UNMET: (HTTPStatus.SERVICE_UNAVAILABLE, "No tier can meet the required SLA now"),
+    Refusal.NOT_ALLOWED: (HTTPStatus.FORBIDDEN, "The key does not allow a tier that could serve this"),
 }
 
 
@@ -175,8 +162,8 @@ def describe(error: Exception) -> Problem:  # noqa: C901, PLR0911, PLR0912  a ta
         case EngineTooSlow():
             return Problem(504, "engine-too-slow", "The engine did not finish in time", str(error))
         case NoPlace():
-            status, title, retry = _REFUSALS[Refusal.AT_CAPACITY]
-            return Problem(int(status), "at-capacity", title, str(error), retry_after_s=retry)
+            status, title = _REFUSALS[Refusal.AT_CAPACITY]
+            return Problem(int(status), "at-capacity", title, str(error), retry_after_s=BUSY_RETRY_S)
         case NoEngineAnswered():
             return Problem(503, "no-engine-answered", "No engine answered", str(error), retry_after_s=BUSY_RETRY_S)
         case EngineBroke():
@@ -206,9 +193,9 @@ def _over_quota(error: OverQuota) -> Problem:
 
 def _refused(decision: Decision) -> Problem:
     assert decision.refusal is not None
-    status, title, retry = _REFUSALS[decision.refusal]
-    if decision.retry_after_s is not None and retry is not None:
-        retry = min(max(math.ceil(decision.retry_after_s), 1), LONGEST_RETRY_S)
+    status, title = _REFUSALS[decision.refusal]
+    after_s = decision.retry_after_s
+    retry = None if after_s is None else min(max(math.ceil(after_s), 1), LONGEST_RETRY_S)
     errors: tuple[FieldProblem, ...] = ()
     if decision.refusal is Refusal.TOO_LONG:
         tokens, output = decision.query.prompt_tokens, decision.query.max_tokens
