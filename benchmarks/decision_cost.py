@@ -1,4 +1,4 @@
-"""What a routing decision costs: the fleet's snapshot, the policy, and writing the decision log, against classifying a prompt.
+"""What a routing decision costs: snapshot, policy and decision log, beside classifying a prompt.
 
 python benchmarks/decision_cost.py
 """
