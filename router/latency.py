@@ -2,7 +2,7 @@
 
 The model and its terms are in ``tiers.speed``. Its parameters are fitted by least squares on relative errors, so that short
 and long times weigh alike, with no parameter below zero (a negative one is set to zero, the rest fitted again). Contention
-is the median slowdown of samples taken while every other tier was computing as well.
+is the median slowdown of single requests that were decoded while other tiers were computing as well.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def fit(tier: TierName, samples: Sequence[Sample], max_num_seqs: int) -> Fit:
     slowed = [
         (seen / predicted - 1) / s.neighbours
         for s in own
-        if s.neighbours
+        if s.neighbours and s.batch == 1
         for seen, predicted in (
             (s.tpot_ms, alone.step_ms(s.batch)),
             (s.ttft_ms, _predicted_ttft(alone, s, max_num_seqs)),
