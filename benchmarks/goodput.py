@@ -5,7 +5,8 @@
 
 (a) everything to ``precise``; (b) round robin over the tiers; (c) the table, with nothing measured but idle speeds; (d) the
 policy with measured loss and speed. Goodput is the rate of requests that met both their TTFT and their TPOT bound. Every
-request has bounds on TTFT, TPOT and loss; they are sent with (c) and (d), and (a) and (b) are judged by them alike.
+request has bounds on TTFT, TPOT and loss; they are sent with (c) and (d), and (a) and (b) are judged by them alike. Where no
+tier keeps all bounds, (c) and (d) give up the one on loss first; the mean loss is to stay within the mean bound.
 
 ``real`` starts ``qarr up`` with real engines, takes the newest quality profile of the folder, and measures their speed.
 ``simulated`` starts the router in front of engines with a GPU's timing (``simulated_engine.py``, figures and sources there),
@@ -221,6 +222,7 @@ def router(folder: Path, argv: Sequence[str]) -> Iterator[str]:
 port = {port}
 [policy]
 profiles = "{folder}/profiles"
+give_up = "quality"
 [telemetry]
 decision_log = "{folder}/decisions.jsonl"
 decision_log_mb = 1000

@@ -98,8 +98,6 @@ def create_app(
         model=model,
     )
     status = Status(services)
-    metrics = Metrics(live_check)
-    models = Models(services, int(time.time()))
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -113,26 +111,32 @@ def create_app(
         decisions.close()
 
     app = Starlette(
-        routes=[
-            Endpoint("/generate", Generate(services), methods=["POST"]),
-            Endpoint("/route", Route(services), methods=["POST"]),
-            Endpoint(CHAT, Completions(services, CHAT), methods=["POST"]),
-            Endpoint(COMPLETIONS, Completions(services, COMPLETIONS), methods=["POST"]),
-            Endpoint(EMBEDDINGS, Embeddings(services), methods=["POST"]),
-            Endpoint("/v1/models", models, methods=["GET"]),
-            Endpoint("/v1/models/{id:path}", models, methods=["GET"]),
-            Endpoint("/tokenize", Tokens(services, "/tokenize"), methods=["POST"]),
-            Endpoint("/detokenize", Tokens(services, "/detokenize"), methods=["POST"]),
-            Endpoint("/tiers", status.tiers),
-            Endpoint("/readyz", status.readyz),
-            Endpoint("/healthz", status.healthz),
-            Endpoint("/openapi.json", status.openapi),
-            Endpoint("/metrics", lambda _request: Response(metrics.page(), media_type=METRICS_TYPE)),
-        ],
+        routes=_routes(services, status),
         exception_handlers=dict.fromkeys(HANDLED, status.problem),
         lifespan=lifespan,
     )
     return telemetry.instrument(Gate(app, keys, telemetry))
+
+
+def _routes(services: Services, status: Status) -> list[Endpoint]:
+    """Return every route."""
+    models, metrics = Models(services, int(time.time())), Metrics(services.live_check)
+    return [
+        Endpoint("/generate", Generate(services), methods=["POST"]),
+        Endpoint("/route", Route(services), methods=["POST"]),
+        Endpoint(CHAT, Completions(services, CHAT), methods=["POST"]),
+        Endpoint(COMPLETIONS, Completions(services, COMPLETIONS), methods=["POST"]),
+        Endpoint(EMBEDDINGS, Embeddings(services), methods=["POST"]),
+        Endpoint("/v1/models", models, methods=["GET"]),
+        Endpoint("/v1/models/{id:path}", models, methods=["GET"]),
+        Endpoint("/tokenize", Tokens(services, "/tokenize"), methods=["POST"]),
+        Endpoint("/detokenize", Tokens(services, "/detokenize"), methods=["POST"]),
+        Endpoint("/tiers", status.tiers),
+        Endpoint("/readyz", status.readyz),
+        Endpoint("/healthz", status.healthz),
+        Endpoint("/openapi.json", status.openapi),
+        Endpoint("/metrics", lambda _request: Response(metrics.page(), media_type=METRICS_TYPE)),
+    ]
 
 
 class Status:

@@ -269,15 +269,18 @@ def _dominated(lower: ReplicaSnapshot | None, higher: ReplicaSnapshot | None, ma
 
 
 def _nearest(possible: Sequence[_Outlook], table: PolicyTable) -> tuple[_Outlook, tuple[Bound, ...]]:
-    """Choose where no tier meets every bound: keep the bound that the settings keep, come near to the other."""
-    kept: list[_Outlook]
-    if table.give_up == "latency":
-        kept = [o for o in possible if o.lossy is None] or list(possible)
-        fit = [o for o in kept if o.unfit is None] or kept
-        chosen = min(fit, key=lambda o: o.excess) if kept[0].lossy is None else min(kept, key=_worst_loss)
+    """Choose where no tier meets every bound: keep the one that the settings keep if a tier does.
+
+    Of the tiers that keep the loss, the cheapest is taken: what cannot be in time should not hold up others as well.
+    Of those that keep the latency, the one that loses least.
+    """
+    lossless = [o for o in possible if o.lossy is None]
+    prompt = [o for o in possible if o.slow is None]
+    if lossless and (table.give_up == "latency" or not prompt):
+        fit = [o for o in lossless if o.unfit is None] or lossless
+        chosen = min(fit, key=lambda o: (_cost(o), o.excess))
     else:
-        kept = [o for o in possible if o.slow is None]
-        chosen = min(kept, key=_worst_loss) if kept else min(possible, key=lambda o: o.excess)
+        chosen = min(prompt or possible, key=_worst_loss)
     quality: tuple[Bound, ...] = ("quality",) if chosen.lossy else ()
     latency: tuple[Bound, ...] = ("latency",) if chosen.slow else ()
     return chosen, quality + latency

@@ -18,7 +18,7 @@ from router.quality import percentile
 from router.router_client import ProfileError
 from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TierSnapshot
 from tiers.spec import ReplicaState, TierName, TierSpec
-from tiers.speed import Load, SpeedModel, Trend
+from tiers.speed import PREFILL_MEMORY_MS, Load, SpeedModel, Trend
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -227,6 +227,12 @@ class _Replica:
     waiting: list[_Job] = field(default_factory=list)
     prefilling: _Job | None = None
     decoding: list[_Job] = field(default_factory=list)
+    prefill_rate: float = 0.0
+    prefill_at: float = 0.0
+
+    def rate(self, now: float) -> float:
+        """Return the prompt tokens a millisecond that have come lately."""
+        return self.prefill_rate * math.exp((self.prefill_at - now) / PREFILL_MEMORY_MS)
 
     @property
     def jobs(self) -> int:
@@ -308,6 +314,8 @@ class _World:
         expected = max(round(record.query.max_tokens * record.fleet.output_share), 1)
         job = _Job(record.query, tier, output or expected, loss, self._now)
         replica = min((r for r in self.replicas if r.spec.name is tier), key=lambda r: r.jobs)
+        replica.prefill_rate = replica.rate(self._now) + record.query.prompt_tokens / PREFILL_MEMORY_MS
+        replica.prefill_at = self._now
         replica.waiting.append(job)
         replica.begin()
         return job
@@ -338,7 +346,7 @@ class _World:
             output_tokens_outstanding=output,
             served=0,
             failed=0,
-            load=Load(replica.jobs, prompts, output, self._neighbours(replica)),
+            load=Load(replica.jobs, prompts, output, self._neighbours(replica), replica.rate(self._now)),
             speed=speed,
             ttft_trend=Trend(0.0, speed.ttft_spread**2, 0.0),
             tpot_trend=Trend(0.0, speed.tpot_spread**2, 0.0),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tiers.spec import ReplicaState, TierName, TierSpec
-from tiers.speed import IDLE, STEADY, Load, SpeedModel, Times, Trend
+from tiers.speed import IDLE, PREFILL_MEMORY_MS, STEADY, Load, SpeedModel, Times, Trend
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -196,6 +196,8 @@ class Replica:
     speed: SpeedModel | None = None
     ttft_trend: Trend = STEADY
     tpot_trend: Trend = STEADY
+    _prefill_rate: float = 0.0  # prompt tokens a millisecond, as of ``_prefill_at``
+    _prefill_at: float = 0.0
     _surplus: deque[int] = field(default_factory=lambda: deque(maxlen=FOREIGN_POLLS))
 
     def __repr__(self) -> str:
@@ -225,9 +227,15 @@ class Replica:
         self.ttft_trend = Trend(0.0, speed.ttft_spread**2, 0.0)
         self.tpot_trend = Trend(0.0, speed.tpot_spread**2, 0.0)
 
-    def load(self, neighbours: float) -> Load:
+    def load(self, now: float, neighbours: float) -> Load:
         """Return what the replica has to do."""
-        return Load(self.sequences, self.prompt_tokens, self.output_tokens, neighbours)
+        rate = self._prefill_rate * math.exp((self._prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
+        return Load(self.sequences, self.prompt_tokens, self.output_tokens, neighbours, rate)
+
+    def came(self, prompt_tokens: int, now: float) -> None:
+        """Note a prompt: the rate at which they come is an exponentially weighted mean."""
+        past = self._prefill_rate * math.exp((self._prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
+        self._prefill_rate, self._prefill_at = past + prompt_tokens / PREFILL_MEMORY_MS, now
 
     def snapshot(self, now: float, neighbours: float) -> ReplicaSnapshot:
         """Return a frozen copy."""
@@ -244,7 +252,7 @@ class Replica:
             served=self.served,
             failed=self.failed,
             gauges=self.gauges,
-            load=self.load(neighbours),
+            load=self.load(now, neighbours),
             speed=speed,
             ttft_trend=self.ttft_trend.faded(now, speed.ttft_spread) if speed else STEADY,
             tpot_trend=self.tpot_trend.faded(now, speed.tpot_spread) if speed else STEADY,
@@ -371,10 +379,11 @@ class Fleet:
         replica = min(self._open(tier, exclude), key=_load, default=None)
         if replica is None:
             return None
-        predicted = None
+        predicted, now = None, time.monotonic()
         if replica.speed is not None:
-            load = replica.load(self._neighbours(replica))
+            load = replica.load(now, self._neighbours(replica))
             predicted = replica.speed.times(prompt_tokens, load, replica.spec.max_num_seqs, self.output_share)
+        replica.came(prompt_tokens, now)
         replica.in_flight += 1
         replica.prompt_tokens += prompt_tokens
         replica.output_tokens += max_tokens

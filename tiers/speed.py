@@ -4,7 +4,7 @@ An engine with continuous batching computes in steps. One step decodes one token
 of the waiting prompts (Orca, OSDI 2022; chunked prefill: Sarathi-Serve, arXiv 2403.02310). So, in milliseconds,
 
     step(n) = step_base + step_per_sequence * n + beyond * max(n - knee, 0)   n sequences decoding
-    TPOT    = step(n)
+    TPOT    = step(n) / (1 - share of time that goes into prompts that come meanwhile)
     TTFT    = ttft_base + prefill_per_token * (own + waiting prompt tokens) + steps * step(n)  + wait for a place
 
 A GPU's step is bound by memory for small batches and by computing for large ones, hence the knee; a CPU often has none. All
@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 MEMORY = 0.8  # weight of the past in what is learned from answers: about the last five
 HALF_LIFE_S = 60.0  # of what was learned: a tier that is passed over gets its measured speed back
+PREFILL_MEMORY_MS = 20_000.0  # time constant of the rate at which prompts come
+MOST_PREFILL = 0.8  # share of time in prompts beyond which the engine does not keep up anyway
 UNMEASURED_SPREAD = 0.3  # of log(seen / predicted), before anything was seen: about a third either way
 
 
@@ -32,12 +34,14 @@ class Load:
         prompt_tokens: Of prompts that are not computed yet.
         output_tokens: Most that may still come.
         neighbours: Share of the other replicas of the fleet that have requests, 0..1.
+        prefill_rate: Prompt tokens a millisecond that have come lately.
     """
 
     sequences: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     neighbours: float = 0.0
+    prefill_rate: float = 0.0
 
 
 IDLE = Load()
@@ -103,7 +107,8 @@ class SpeedModel:
             if ahead > 0:
                 ttft += ahead * step * remaining_tokens(load, output_share) / max_num_seqs
         slowed = 1 + self.contention * load.neighbours
-        return Times(ttft * slowed, step * slowed)
+        prefilling = min(self.prefill_ms_per_token * load.prefill_rate * slowed, MOST_PREFILL)
+        return Times(ttft * slowed, step * slowed / (1 - prefilling))
 
     def engine_ms(self, prompt_tokens: int, output_tokens: float, batch: int) -> float:
         """Return the engine time that a request takes: its prefill, and its share of the steps that decode it.
