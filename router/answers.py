@@ -106,7 +106,7 @@ class Answer(Exchange):
                     self._over = True
                 else:
                     self._held.append(delta)
-        self._let_go()
+        self.let_go()
         found = [value for delta in self._held for value in delta.certainties][:tokens]
         return fmean(found) if found else None
 

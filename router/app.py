@@ -21,7 +21,6 @@ from router.gate import Gate
 from router.generate import Generate, Route
 from router.live_check import LiveCheck
 from router.live_policy import LivePolicy
-from router.metrics import MEDIA_TYPE as METRICS_TYPE
 from router.metrics import Metrics
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
 from router.openapi import document
@@ -135,7 +134,7 @@ def _routes(services: Services, status: Status) -> list[Endpoint]:
         Endpoint("/readyz", status.readyz),
         Endpoint("/healthz", status.healthz),
         Endpoint("/openapi.json", status.openapi),
-        Endpoint("/metrics", lambda _request: Response(metrics.page(), media_type=METRICS_TYPE)),
+        Endpoint("/metrics", metrics.answer),
     ]
 
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from router.latency import latency_name
+from router.latency import latency_name, load_latency
 from router.latency_profiling import LatencyPlan, measure_latency
 from router.profiling import Plan, measure, read_prompts
 from router.quality import profile_name
@@ -91,6 +91,8 @@ def profile_latency(
     plan = LatencyPlan(url=url.rstrip("/"), key=os.environ.get("QARR_KEY", ""), step_s=step, tiers=tuple(tier or ()))
     profile = asyncio.run(measure_latency(plan, log))
     path = folder / latency_name(profile.checkpoints, profile.machine)
+    if tier and path.exists():
+        profile = profile.with_others(load_latency(path))
     _write(path, profile.model_dump_json(indent=2))
     _show_latency(profile)
     log(str(path))

@@ -121,6 +121,7 @@ class Verdict:
         expected_loss: Of this class of prompts on this tier.
         cost: Engine-seconds of this request at the present load, times the tier's price.
         verdict: ``chosen``, or why not.
+        meets: It can serve the request within the bounds asked for.
     """
 
     tier: TierName
@@ -130,6 +131,7 @@ class Verdict:
     expected_loss: ExpectedLoss | None
     cost: float | None
     verdict: str
+    meets: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,14 @@ Nothing has gone out by then, so the caller only sees that the higher tier answe
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from router.quality import CHECK_TOKENS
-from router.upstream import UpstreamError
+from router.upstream import EngineBroke, UpstreamError
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -56,6 +57,21 @@ class Escalation:
             answer: Begun, and nothing of it sent; closed if it is not the one returned.
             opened: When the request was first sent, by the monotonic clock.
         """
+        try:
+            return await self._judged(decision, request, kind, answer, opened)
+        except EngineBroke as error:  # while it was held: nothing of it has gone out
+            await answer.aclose(error)
+            if not decision.fallbacks:
+                raise
+            rest = replace(decision, tier=decision.fallbacks[0], fallbacks=decision.fallbacks[1:])
+            return await self.upstream.open(rest, request, kind, opened)
+        except BaseException as error:
+            await answer.aclose(error)
+            raise
+
+    async def _judged(
+        self, decision: Decision, request: EngineRequest, kind: Callable[[Attempt], E], answer: E, opened: float
+    ) -> E:
         higher, threshold = _higher(decision), self._threshold(answer.tier)
         if higher is None or threshold is None or answer.tier is not decision.tier:
             return answer
@@ -66,16 +82,22 @@ class Escalation:
         if sure is None or sure >= threshold or time.monotonic() >= deadline:
             return answer
         try:
-            better = await self.upstream.open(replace(decision, tier=higher, fallbacks=()), request, kind, opened)
-        except UpstreamError as error:
-            log.info("request %s: not escalated to %s: %s", request.request_id, higher, error)
+            async with asyncio.timeout(self._patience_s(decision, opened)):
+                better = await self.upstream.open(replace(decision, tier=higher, fallbacks=()), request, kind, opened)
+        except (UpstreamError, TimeoutError) as error:
+            log.info("request %s: not escalated to %s: %s", request.request_id, higher, type(error).__name__)
+            answer.let_go()
             return answer
         better.escalation = (
             f"escalated from {answer.tier}, which was unsure of its first tokens (mean log-probability {sure:.2f}, "
             f"{threshold:.2f} asked)"
         )
-        self.telemetry.record_escalation(answer.tier, higher, sure, threshold)
-        await answer.aclose()
+        try:
+            self.telemetry.record_escalation(answer.tier, higher, sure, threshold)
+            await answer.aclose()
+        except BaseException as error:
+            await better.aclose(error)
+            raise
         return better
 
     def _threshold(self, tier: TierName) -> float | None:
@@ -90,10 +112,17 @@ class Escalation:
         predicted = decision.verdict(higher).predicted_ttft_ms or 0.0
         return min((bound - predicted) / 1000, longest)
 
+    def _patience_s(self, decision: Decision, opened: float) -> float:
+        """Return how long the higher tier may take to its first token, while an answer is at hand."""
+        bound = decision.query.sla.ttft_ms
+        if bound is None:
+            return 2 * self.policy.check_wait_s
+        return max(opened + bound / 1000 - time.monotonic(), 0.0)
+
 
 def _higher(decision: Decision) -> TierName | None:
-    """Return the cheapest tier of a higher precision that could take over; None where there is none."""
+    """Return the cheapest tier of a higher precision that meets what is asked as well; None where there is none."""
     assert decision.tier is not None
-    found = [tier for tier in decision.fallbacks if tier.rank > decision.tier.rank]
+    found = [tier for tier in decision.fallbacks if tier.rank > decision.tier.rank and decision.verdict(tier).meets]
     costs = {tier: decision.verdict(tier).cost for tier in found}
     return min(found, key=lambda tier: (costs[tier] is None, costs[tier] or 0.0, tier.rank), default=None)

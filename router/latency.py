@@ -108,6 +108,13 @@ class LatencyProfile(Frozen):
     fits: tuple[Fit, ...]
     samples: tuple[Sample, ...]
 
+    def with_others(self, earlier: LatencyProfile) -> LatencyProfile:
+        """Return it with what was measured earlier of the tiers that it leaves out."""
+        own = {fit.tier for fit in self.fits}
+        fits = (*self.fits, *(fit for fit in earlier.fits if fit.tier not in own))
+        samples = (*self.samples, *(sample for sample in earlier.samples if sample.tier not in own))
+        return self.model_copy(update={"fits": fits, "samples": samples})
+
     def check(self, checkpoints: Mapping[TierName, str | None], machine: str, path: Path) -> None:
         """Check that the profile is of these checkpoints on this machine.
 

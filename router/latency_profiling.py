@@ -55,6 +55,10 @@ async def measure_latency(plan: LatencyPlan, progress: Callable[[str], None]) ->
         for tier in tiers:
             if tier not in fleet.identities:
                 raise ProfileError(f"tier {tier} is not ready")
+            if fleet.replicas[tier] > 1:
+                raise ProfileError(
+                    f"tier {tier} has {fleet.replicas[tier]} replicas that requests are spread over: measure with one each"
+                )
         run = _Run(client, fleet, plan, progress)
         for tier in tiers:
             await run.alone(tier)
@@ -64,7 +68,7 @@ async def measure_latency(plan: LatencyPlan, progress: Callable[[str], None]) ->
         created=datetime.now(UTC),
         model=fleet.model,
         machine=fleet.machine,
-        checkpoints=dict(fleet.identities),
+        checkpoints=dict(fleet.checkpoints),
         fits=tuple(fit(tier, run.samples, fleet.max_num_seqs[tier]) for tier in tiers),
         samples=tuple(run.samples),
     )
@@ -80,6 +84,7 @@ class _Bench:
     sequences: int = 0
     waiting: int = 0
     asked: int = 0
+    last: Timed | None = None
     computed: asyncio.Event = field(default_factory=asyncio.Event)
     found: list[tuple[Sample, Timed]] = field(default_factory=list)
 
@@ -123,6 +128,7 @@ class _Bench:
             tpot_ms=round(timed.tpot_ms, 3) if timed.tpot_ms is not None else None,
         )
         self.found.append((sample, timed))
+        self.last = timed
         return timed
 
 
@@ -239,7 +245,8 @@ class _Run:
             if after.served - before <= bench.asked and after.in_flight <= bench.asked:
                 if keep:
                     self.samples += [sample for sample, _ in bench.found]
-                return bench.found[-1][1]
+                assert bench.last is not None
+                return bench.last
         raise ProfileError(f"others' requests disturbed '{what}' {ATTEMPTS} times: measure when it is quiet")
 
 

@@ -122,8 +122,10 @@ class LiveCheck:
         if not self._share or messages is None:
             return
         promoted = self._promoted.get(decision.query.features.prompt_class)
-        tier = served if promoted is None or served.rank < promoted.rank else list(TierName)[promoted.rank - 1]
-        if tier is not REFERENCE and random.random() < self._share:  # noqa: S311  no secret
+        tier = served
+        if promoted is not None and (served is REFERENCE or random.random() < 0.5):  # noqa: PLR2004, S311  no secret
+            tier = list(TierName)[promoted.rank - 1]  # the one that was left: has it recovered?
+        if tier is not REFERENCE and random.random() < self._share:  # noqa: S311
             self._samples.append(Sample(decision, messages, tier))
 
     async def run(self) -> None:
@@ -143,8 +145,8 @@ class LiveCheck:
         with self._telemetry.live_check(kind, sample.tier) as span:
             try:
                 score = await self._score(sample)
-            except (UpstreamError, ValueError, LookupError, TypeError) as error:
-                log.info("live check on %s: %s %s", sample.tier, type(error).__name__, error)
+            except (UpstreamError, ValueError, LookupError, TypeError, AttributeError) as error:
+                log.warning("live check on %s: %s", sample.tier, type(error).__name__)
                 return
             rolling = self.losses.setdefault((kind, sample.tier), RollingLoss())
             rolling.add(score)

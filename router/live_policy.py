@@ -103,7 +103,7 @@ class LivePolicy:
         self._take_speeds(latency)
 
     def _take_speeds(self, latency: LatencyProfile | None) -> None:
-        """Give the fleet the measured speeds. Replicas take them up when they are idle, or measure themselves without."""
+        """Give the fleet the measured speeds; the supervisor hands them on, or measures idle replicas without."""
         speeds = {fit.tier: fit.model for fit in latency.fits} if latency is not None else {}
         if speeds != self._fleet.speeds:
             self._fleet.speeds = speeds

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
+from starlette.responses import Response
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from prometheus_client.metrics_core import Metric
+    from starlette.requests import Request
 
     from router.live_check import LiveCheck
 
@@ -52,6 +54,6 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(LiveLoss(check))
 
-    def page(self) -> bytes:
-        """Return the page that Prometheus reads."""
-        return generate_latest(self._registry)
+    async def answer(self, _request: Request) -> Response:
+        """Answer with the page that Prometheus reads; on the event loop, which owns what is read."""
+        return Response(generate_latest(self._registry), media_type=MEDIA_TYPE)

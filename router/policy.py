@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from router.decision import CHOSEN, Decision, Refusal, Verdict
 from tiers.spec import ReplicaState, TierName
+from tiers.speed import HALF_LIFE_S, IDLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,15 +32,16 @@ class _Need:
     """What the prompt's class needs, in words and as bounds.
 
     Attributes:
-        floor: The lowest tier to take where loss is not measured, or a hint that could not be taken.
+        who: Needs it.
+        floor: The lowest tier to take where loss is not measured.
         max_loss: Share of tokens, 0..1, where loss is measured: what the request asks for, else what the class bears.
-        firm: The floor holds even where loss is measured.
+        at_least: The lowest tier to take in any case, and for whose sake; None: any.
     """
 
     who: str
     floor: TierName
     max_loss: float
-    firm: bool
+    at_least: tuple[TierName, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +78,13 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyTable) -> Decision:
     possible = [o for o in asked if o.obstacle is None]
     within = [o for o in possible if o.slow is None and o.lossy is None]
     if not possible or (query.require and not within):
-        return _refuse(query, fleet, outlooks, asked, Refusal.SLA_UNMET if possible else None)
+        return _refuse(query, fleet, outlooks, asked, Refusal.SLA_UNMET if possible else None, z)
     degraded: tuple[Bound, ...]
     if within:
         chosen, reason, degraded = _choose(query, within, asked, table, need)
     else:
-        chosen, degraded = _nearest(possible, table)
-        reason = f"no tier is expected to meet the SLA: {' and '.join(degraded)} given up, {chosen.name} comes nearest"
+        chosen, degraded = _nearest(query, possible, table)
+        reason = f"no tier is expected to meet the SLA: {' and '.join(degraded)} given up, {chosen.name} taken"
     notes = []
     if query.hint is not None and chosen.name is not query.hint:
         notes.append(f"hint {query.hint} not taken: {_why_not(query, outlooks)}")
@@ -106,15 +108,17 @@ def _need(query: Query, table: PolicyTable) -> _Need:
     kind = features.prompt_class
     floor, asked = table.class_floor[kind], query.sla.max_quality_loss
     max_loss = table.max_loss[kind] if asked is None else asked
-    if query.hint is not None and query.hint.rank > floor.rank:
-        return _Need(f"hint {query.hint}", query.hint, max_loss, firm=True)
+    who = f"class {kind.value}"
+    at_least: tuple[TierName, str] | None = None
     promoted = table.promoted.get(kind)
     if promoted is not None:
-        return _Need(f"class {kind.value}, which loses too much in live answers,", promoted, max_loss, firm=True)
-    if features.confidence >= table.min_confidence or floor is TierName.PRECISE:
-        return _Need(f"class {kind.value}", floor, max_loss, firm=False)
-    who = f"class {kind.value} at a confidence of only {features.confidence:.2f}"
-    return _Need(who, list(TierName)[floor.rank + 1], max_loss, firm=False)
+        at_least = promoted, f"{who}, which loses too much in live answers,"
+    if query.hint is not None and query.hint.rank > max(floor.rank, promoted.rank if promoted else 0):
+        at_least = query.hint, f"hint {query.hint}"
+    if features.confidence < table.min_confidence and floor is not TierName.PRECISE:
+        who = f"{who} at a confidence of only {features.confidence:.2f}"
+        floor = list(TierName)[floor.rank + 1]
+    return _Need(who, floor, max_loss, at_least)
 
 
 def _look(  # noqa: PLR0917  called here alone
@@ -200,7 +204,9 @@ def _lossy(query: Query, loss: ExpectedLoss | None, worst: float | None) -> str 
 
 def _unfit(tier: TierName, worst: float | None, need: _Need) -> str | None:
     """Return why a tier is below what the class needs, or None."""
-    if tier.rank < need.floor.rank and (need.firm or worst is None):
+    if need.at_least is not None and tier.rank < need.at_least[0].rank:
+        return f"{need.at_least[1]} wants {need.at_least[0]} or higher"
+    if worst is None and tier.rank < need.floor.rank:
         return f"{need.who} wants {need.floor} or higher"
     if worst is not None and worst > need.max_loss:
         return f"{need.who} may lose {need.max_loss:g}, and this tier may lose {worst:.3f}"
@@ -268,20 +274,24 @@ def _dominated(lower: ReplicaSnapshot | None, higher: ReplicaSnapshot | None, ma
     return lower.speed.step_ms(1) > max_slowdown * higher.speed.step_ms(1)
 
 
-def _nearest(possible: Sequence[_Outlook], table: PolicyTable) -> tuple[_Outlook, tuple[Bound, ...]]:
+def _nearest(query: Query, possible: Sequence[_Outlook], table: PolicyTable) -> tuple[_Outlook, tuple[Bound, ...]]:
     """Choose where no tier meets every bound: keep the one that the settings keep if a tier does.
 
-    Of the tiers that keep the loss, the cheapest is taken: what cannot be in time should not hold up others as well.
-    Of those that keep the latency, the one that loses least.
+    A hinted tier that keeps it is taken. Of those that keep the loss, the cheapest is taken: what cannot be in time should
+    not hold up others as well. Of those that keep the latency, the one that loses least.
     """
     lossless = [o for o in possible if o.lossy is None]
     prompt = [o for o in possible if o.slow is None]
-    if lossless and (table.give_up == "latency" or not prompt):
+    keeping = lossless if table.give_up == "latency" else prompt
+    hinted = [o for o in keeping if o.name is query.hint]
+    if hinted:
+        chosen = hinted[0]
+    elif lossless and (table.give_up == "latency" or not prompt):
         fit = [o for o in lossless if o.unfit is None] or lossless
         chosen = min(fit, key=lambda o: (_cost(o), o.excess))
     else:
         chosen = min(prompt or possible, key=_worst_loss)
-    quality: tuple[Bound, ...] = ("quality",) if chosen.lossy else ()
+    quality: tuple[Bound, ...] = ("quality",) if chosen.lossy or chosen.unfit else ()
     latency: tuple[Bound, ...] = ("latency",) if chosen.slow else ()
     return chosen, quality + latency
 
@@ -298,49 +308,54 @@ def _fallback_order(chosen: TierName, others: Sequence[TierName]) -> tuple[TierN
     return (*higher, *reversed(lower))
 
 
-def _refuse(
+def _refuse(  # noqa: PLR0917  called here alone
     query: Query,
     fleet: FleetSnapshot,
     outlooks: Sequence[_Outlook],
     asked: Sequence[_Outlook],
     refusal: Refusal | None,
+    z: float,
 ) -> Decision:
     """Refuse: by the kindest cause among the tiers asked for, since that is the one that may pass."""
     causes = [o.obstacle[0] for o in asked if o.obstacle is not None]
     kindest = (Refusal.AT_CAPACITY, Refusal.NOT_READY, Refusal.TOO_LONG, Refusal.NOT_ALLOWED)
     cause = refusal or next(c for c in kindest if c in causes)
-    waits = [wait for wait in (_possible_in_s(o, query, fleet.output_share) for o in asked) if wait is not None]
+    waits = [wait for wait in (_possible_in_s(o, query, fleet.output_share, z) for o in asked) if wait is not None]
     verdicts = tuple(_verdict(o, None) for o in outlooks)
     reason = "; ".join(f"{v.tier} {v.verdict}" for v in verdicts if any(v.tier is o.name for o in asked))
     return Decision(None, None, reason, query, (), verdicts, refusal=cause, retry_after_s=min(waits) if waits else None)
 
 
-def _possible_in_s(outlook: _Outlook, query: Query, output_share: float) -> float | None:
+def _possible_in_s(outlook: _Outlook, query: Query, output_share: float, z: float) -> float | None:
     """Predict when a tier could serve the request as asked, in seconds; None: never, as far as is known.
 
-    Its backlog of prompts must be computed, and so many of its requests end that the rest meet the bounds.
+    So many of its requests must end that the rest leave a place, and meet the bounds where they are required. A replica
+    that would meet them but for what was seen of it lately gets its measured speed back in time.
     """
     if outlook.obstacle is not None and outlook.obstacle[0] is not Refusal.AT_CAPACITY:
         return STARTING_RETRY_S if outlook.obstacle[0] is Refusal.NOT_READY else None
-    if outlook.lossy is not None:
-        return None
     spec, sla = outlook.tier.spec, query.sla
+    ttft_ms, tpot_ms = (sla.ttft_ms, sla.tpot_ms) if query.require else (None, None)
+    if query.require and outlook.lossy is not None:
+        return None
     waits = []
     for replica in outlook.tier.ready:
         speed = replica.speed
         if speed is None:
             waits.append(UNKNOWN_RETRY_S)
             continue
-        idle = speed.ttft_base_ms + speed.prefill_ms_per_token * query.prompt_tokens
-        if (sla.ttft_ms is not None and idle > sla.ttft_ms) or (
-            sla.tpot_ms is not None and speed.step_ms(1) > sla.tpot_ms
+        idle = speed.times(query.prompt_tokens, IDLE, spec.max_num_seqs, output_share)
+        surely = math.exp(z * speed.tpot_spread)
+        if (ttft_ms is not None and idle.ttft_ms * math.exp(z * speed.ttft_spread) > ttft_ms) or (
+            tpot_ms is not None and idle.tpot_ms * surely > tpot_ms
         ):
             continue
         ending = max(replica.in_flight + 1 - spec.max_in_flight, 1)
-        if sla.tpot_ms is not None and speed.step_ms_per_sequence > 0:
-            fitting = int((sla.tpot_ms - speed.step_base_ms) / speed.step_ms_per_sequence)
+        if tpot_ms is not None:
+            fitting = max(n for n in range(1, spec.max_num_seqs + 1) if speed.step_ms(n) * surely <= tpot_ms)
             ending = max(ending, replica.load.sequences + 1 - fitting)
-        waits.append(ending * speed.relief_ms(replica.load, spec.max_num_seqs, output_share) / 1000)
+        wait_s = ending * speed.relief_ms(replica.load, spec.max_num_seqs, output_share) / 1000
+        waits.append(wait_s or HALF_LIFE_S)
     return min(waits, default=None)
 
 
@@ -372,4 +387,5 @@ def _verdict(outlook: _Outlook, chosen: _Outlook | None) -> Verdict:
         expected_loss=loss,
         cost=round(cost, 4) if cost is not None else None,
         verdict=text,
+        meets=outlook.obstacle is None and outlook.slow is None and outlook.lossy is None,
     )

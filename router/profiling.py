@@ -105,7 +105,7 @@ async def measure(plan: Plan, progress: Callable[[str, int, int], None]) -> Qual
     return QualityProfile(
         created=datetime.now(UTC),
         model=fleet.model,
-        checkpoints=dict(fleet.identities),
+        checkpoints=dict(fleet.checkpoints),
         answer_tokens=plan.answer_tokens,
         top_k=TOP_K,
         prompts=_digest("".join(sorted(p.digest for p in plan.prompts))),

@@ -154,8 +154,9 @@ class EventRelay(Exchange):
                 if batch is None:
                     break
                 self._held += batch
+                _check(batch)
                 found += _certainties(batch)
-        self._let_go()
+        self.let_go()
         return fmean(found[:tokens]) if found else None
 
     async def chunks(self) -> AsyncIterator[bytes]:
@@ -222,7 +223,7 @@ def _certainties(events: list[bytes]) -> list[float]:
         if _LOGPROBS in event:
             for choice in _parse(event).get("choices") or ():
                 places = (choice.get("logprobs") or {}).get("content") or ()
-                found += [float(place["top_logprobs"][0]["logprob"]) for place in places]
+                found += [float(place["top_logprobs"][0]["logprob"]) for place in places if place.get("top_logprobs")]
     return found
 
 

@@ -161,7 +161,7 @@ def summarise(results: Sequence[Result]) -> Summary:
 
 def _met(query: Query, ttft_ms: float | None, tpot_ms: float | None) -> bool:
     sla = query.sla
-    late = sla.ttft_ms is not None and (ttft_ms is None or ttft_ms > sla.ttft_ms)
+    late = sla.ttft_ms is not None and ttft_ms is not None and ttft_ms > sla.ttft_ms
     slow = sla.tpot_ms is not None and tpot_ms is not None and tpot_ms > sla.tpot_ms
     return not late and not slow
 
@@ -279,19 +279,23 @@ class _Replica:
 
 
 class _World:
-    """All replicas of the first recorded snapshot, and the time."""
+    """All replicas that were ever ready, with their last known speeds, and the time."""
 
     def __init__(self, recording: Recording, speeds: Mapping[TierName, SpeedModel] | None) -> None:
-        first = recording.decisions[0]
-        self._now = first.at * 1000
+        self._now = recording.decisions[0].at * 1000
         self._outcomes = recording.outcomes
+        known: dict[str, tuple[TierSpec, SpeedModel | None]] = {}
+        for record in recording.decisions:
+            for tier in record.fleet.tiers:
+                for replica in tier.ready:
+                    before = known.get(replica.id)
+                    speed = (speeds or {}).get(tier.spec.name) or replica.speed or (before[1] if before else None)
+                    known[replica.id] = tier.spec, speed
         self.replicas: list[_Replica] = []
-        for tier in first.fleet.tiers:
-            for replica in tier.ready:
-                speed = (speeds or {}).get(tier.spec.name) or replica.speed
-                if speed is None:
-                    raise ProfileError(f"no speed of {tier.spec.name} was recorded: give a latency profile")
-                self.replicas.append(_Replica(tier.spec, replica.id, speed))
+        for name, (spec, speed) in known.items():
+            if speed is None:
+                raise ProfileError(f"no speed of {spec.name} was recorded: give a latency profile")
+            self.replicas.append(_Replica(spec, name, speed))
 
     def run_until(self, end: float) -> None:
         """Let all replicas compute up to a time, in milliseconds."""

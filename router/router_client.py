@@ -31,6 +31,8 @@ class FleetState:
 
     Attributes:
         identities: What each ready tier serves, by digest or URL.
+        checkpoints: The same of every tier, ready or not.
+        replicas: Of each ready tier, those that are ready.
         max_num_seqs: Of each ready tier.
         max_model_len: Of each ready tier, in tokens.
         in_flight: Requests on all replicas.
@@ -40,6 +42,8 @@ class FleetState:
     model: str
     machine: str
     identities: Mapping[TierName, str | None]
+    checkpoints: Mapping[TierName, str | None]
+    replicas: Mapping[TierName, int]
     max_num_seqs: Mapping[TierName, int]
     max_model_len: Mapping[TierName, int]
     in_flight: int
@@ -85,6 +89,8 @@ class RouterClient:
             model=found["model"],
             machine=found["machine"],
             identities={name: t["identity"] for name, t in ready.items()},
+            checkpoints={TierName(t["tier"]): t["identity"] for t in found["tiers"]},
+            replicas={name: sum(r["state"] == "ready" for r in t["replicas"]) for name, t in ready.items()},
             max_num_seqs={name: t["max_num_seqs"] for name, t in ready.items()},
             max_model_len={name: t["max_model_len"] for name, t in ready.items()},
             in_flight=sum(r["in_flight"] for r in replicas),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
     from classifier import PromptFeatures
 
+log = logging.getLogger("qarr.router")
 MAX_PROMPTS = 2000
 
 
@@ -32,6 +34,11 @@ class PromptSamples:
             return
         self._room -= 1
         row = {"class": features.prompt_class.value, "text": text}
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
+                os.fchmod(descriptor, 0o600)
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        except OSError as error:
+            log.warning("no prompts are sampled any more: %s: %s", self._path, error.strerror)
+            self._room = 0

@@ -158,7 +158,7 @@ class Exchange(ABC):
         self._attempt = attempt
         self._pending: asyncio.Future[Any] | None = None
         self._first_at = self._last_at = 0.0
-        self._complete = False
+        self._complete = self._closed = False
         self._tokens = 0
 
     @abstractmethod
@@ -207,10 +207,10 @@ class Exchange(ABC):
 
     async def aclose(self, error: BaseException | None = None) -> None:
         """Give the lease back, close the connection (which aborts an unfinished request) and end the span."""
+        if self._closed:
+            return
+        self._closed = True
         lease, span = self._attempt.lease, self._attempt.span
-        if self._pending is not None:
-            self._pending.cancel()
-            await asyncio.gather(self._pending, return_exceptions=True)
         if self._complete:
             lease.finished(self.tpot_ms, self.usage.get("completion_tokens", 0))
         elif isinstance(error, UpstreamError):
@@ -218,6 +218,9 @@ class Exchange(ABC):
         lease.release()
         span.set_attributes(self._attributes())
         end_span(span, error)
+        if self._pending is not None:
+            self._pending.cancel()
+            await asyncio.gather(self._pending, return_exceptions=True)
         await self._attempt.response.aclose()
 
     def _began(self) -> None:
@@ -226,7 +229,7 @@ class Exchange(ABC):
         self.ttft_ms = (self._first_at - self._attempt.opened) * 1000
         self._attempt.lease.first_token((self._first_at - self._attempt.started) * 1000)
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Note that the first token goes out only now."""
         self.ttft_ms = (time.monotonic() - self._attempt.opened) * 1000
 

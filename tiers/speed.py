@@ -105,7 +105,7 @@ class SpeedModel:
             ttft += self.ttft_steps * self.step_ms(min(load.sequences, max_num_seqs))
             ahead = load.sequences + 1 - max_num_seqs
             if ahead > 0:
-                ttft += ahead * step * remaining_tokens(load, output_share) / max_num_seqs
+                ttft += ahead * step * 2 * remaining_tokens(load, output_share) / (max_num_seqs + 1)
         slowed = 1 + self.contention * load.neighbours
         prefilling = min(self.prefill_ms_per_token * load.prefill_rate * slowed, MOST_PREFILL)
         return Times(ttft * slowed, step * slowed / (1 - prefilling))

@@ -234,19 +234,17 @@ class Supervisor:
         """Measure each ready replica's speed once, when no engine is starting: starts take every core there is."""
         while True:
             await asyncio.sleep(POLL_S)
+            unknown = [r for r in self._fleet.replicas if r.state is ReplicaState.READY and r.speed is None]
+            for replica in unknown:
+                if (profiled := self._fleet.speeds.get(replica.spec.name)) is not None:
+                    replica.measured(profiled)
             if any(r.state in {ReplicaState.STARTING, ReplicaState.WARMING} for r in self._fleet.replicas):
                 continue
-            for replica in self._fleet.replicas:
-                if replica.state is ReplicaState.READY and replica.speed is None:
-                    await self._learn_speed(replica)
-
-    async def _learn_speed(self, replica: Replica) -> None:
-        profiled = self._fleet.speeds.get(replica.spec.name)
-        if profiled is not None:
-            replica.measured(profiled)
-        elif replica.in_flight == 0:
-            with contextlib.suppress(TierError):
-                replica.measured(await measure_speed(self._probe(replica), replica.model, self._options.warmup))
+            for replica in unknown:
+                if replica.speed is None and replica.in_flight == 0:
+                    with contextlib.suppress(TierError):
+                        speed = await measure_speed(self._probe(replica), replica.model, self._options.warmup)
+                        replica.measured(speed)
 
     def _probe(self, replica: Replica) -> EngineProbe:
         return EngineProbe(self._client, replica.url, replica.api_key)

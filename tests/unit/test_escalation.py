@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -102,16 +103,16 @@ async def test_an_unsure_answer_is_begun_again_higher_up(tmp_path: Path) -> None
     unsure = Behaviour(answer=WORDS, certainty=-1.9)
     async with profiled_stack(tmp_path, {"check_share": 0.2}, tracing, fast=unsure, balanced=Behaviour()) as stack:
         answer = await stack.generate(prompt="Hello, how are you today?")
-        assert answer.headers["x-qarr-tier"] == "balanced"
+        assert answer.headers["x-qarr-tier"] in {"balanced", "precise"}  # whichever was measured to be cheaper
         assert "escalated from fast, which was unsure" in answer.headers["x-qarr-reason"]
         assert "-1.90" in answer.headers["x-qarr-reason"]
         found = events(answer.text)
         assert "".join(data["text"] for name, data in found if name == "message") == "The capital of France is Paris."
-        assert found[-1][1]["tier"] == "balanced"
+        assert found[-1][1]["tier"] == answer.headers["x-qarr-tier"]
         assert stack.leases() == 0
     span = next(s for s in exporter.get_finished_spans() if s.name == "POST /generate")
     event = next(e for e in span.events if e.name == "qarr.escalation")
-    assert dict(event.attributes or {})["qarr.escalated_to"] == "balanced"
+    assert dict(event.attributes or {})["qarr.escalated_to"] == answer.headers["x-qarr-tier"]
 
 
 async def test_a_sure_answer_is_whole_and_unchanged(tmp_path: Path) -> None:
@@ -159,6 +160,36 @@ async def test_escalation_that_fails_keeps_the_first_answer(tmp_path: Path) -> N
         text = "".join(data["text"] for name, data in events(answer.text) if name == "message")
         assert text == "".join(WORDS)
         assert stack.leases() == 0
+
+
+@pytest.mark.parametrize("fault", ["break_after", "error_after"])
+async def test_a_tier_that_breaks_while_it_is_held_is_replaced(tmp_path: Path, fault: str) -> None:
+    """Nothing has gone out, so another tier answers in full, on both endpoints."""
+    async with profiled_stack(tmp_path, {"check_share": 0.2}, fast=Behaviour(answer=WORDS, certainty=-0.1)) as stack:
+        setattr(stack.engines[FAST], fault, 3)
+        answer = await stack.generate(prompt="Hello, how are you today?")
+        assert answer.headers["x-qarr-tier"] != "fast"
+        assert events(answer.text)[-1][0] == "done"
+        body = {"model": "auto", "messages": [{"role": "user", "content": "Hello, how are you?"}], "stream": True}
+        relayed = await stack.client.post(f"{stack.url}/v1/chat/completions", json=body)
+        assert relayed.status_code == 200
+        assert relayed.text.endswith("data: [DONE]\n\n")
+        assert stack.leases() == 0
+
+
+async def test_a_client_that_leaves_while_it_is_held_frees_the_engine(tmp_path: Path) -> None:
+    """The lease and the engine's request end with the client."""
+    async with profiled_stack(
+        tmp_path, {"check_share": 0.2, "check_wait_s": 30}, fast=Behaviour(answer=WORDS)
+    ) as stack:
+        stack.engines[FAST].delay_s = 0.5
+        with pytest.raises(httpx.ReadTimeout):
+            await stack.client.post(f"{stack.url}/generate", json={"prompt": "Hello, how are you?"}, timeout=1.2)
+        for _ in range(100):
+            if stack.leases() == 0 and stack.engines[FAST].running == 0:
+                break
+            await asyncio.sleep(0.05)
+        assert (stack.leases(), stack.engines[FAST].running) == (0, 0)
 
 
 async def test_hints_and_requirements_are_not_checked(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_queue_for_a_place_counts() -> None:
     """Beyond the sequences that an engine runs, a request waits for others to end."""
     load = Load(SEQS + 3, 0, output_tokens=(SEQS + 3) * 100)
     waiting = TRUE.times(10, load, SEQS, 0.5).ttft_ms - TRUE.times(10, Load(SEQS - 1, 0), SEQS, 0.5).ttft_ms
-    assert waiting == pytest.approx(4 * 50 * TRUE.step_ms(SEQS) / SEQS + 1.5 * 6)
+    assert waiting == pytest.approx(4 * 2 * 50 * TRUE.step_ms(SEQS) / (SEQS + 1) + 1.5 * 6)
 
 
 def test_engine_time_is_shared_by_the_batch() -> None:

@@ -249,7 +249,7 @@ def test_prediction_follows_the_load() -> None:
     assert (loaded.predicted_ttft_ms, loaded.predicted_tpot_ms) == (20 + 220 + 35, 40)
     full = {FAST: Load(sequences=16, output_tokens=1600)}
     queued = decide(query(), fleet(speeds=MEASURED, loads=full), PROFILED).verdict(FAST)
-    assert queued.predicted_ttft_ms == 20 + 20 + 100 + 100 * 100 / 16
+    assert queued.predicted_ttft_ms == pytest.approx(20 + 20 + 100 + 100 * 2 * 100 / 17, abs=0.1)
     speeds = {FAST: replace(MEASURED[FAST], contention=2.0)}
     beside = {FAST: Load(neighbours=0.5)}
     assert decide(query(), fleet(speeds=speeds, loads=beside), PROFILED).verdict(FAST).predicted_tpot_ms == 50
@@ -278,6 +278,28 @@ def test_refusal_says_when() -> None:
     assert never.retry_after_s is None
     full = fleet(only, MEASURED, loads={FAST: Load(sequences=32, output_tokens=3200)})
     assert decide(query(hint=FAST, require=True), full, PROFILED).retry_after_s is not None
+
+
+def test_promotion_never_lowers_a_class() -> None:
+    """A class whose table asks for more than the promotion, or that is in doubt, keeps what it had."""
+    table = replace(TABLE, promoted={PromptClass.UNKNOWN: BALANCED, PromptClass.MATH: BALANCED})
+    assert decide(query(PromptClass.UNKNOWN), fleet(), table).tier is PRECISE
+    assert decide(query(PromptClass.MATH, 0.5), fleet(), table).tier is PRECISE
+
+
+def test_a_hint_counts_where_the_sla_cannot_be_kept() -> None:
+    """Where nothing meets the bounds, the hinted tier is as good as any that keeps what the settings keep."""
+    decision = decide(query(PromptClass.CHAT, hint=BALANCED, sla=Sla(ttft_ms=1)), fleet(speeds=MEASURED), PROFILED)
+    assert decision.tier is BALANCED
+    assert decision.degraded == ("latency",)
+
+
+def test_preferences_do_not_make_a_refusal_last() -> None:
+    """All places taken: a request that would be served in any way is told when one is expected, not that it never will be."""
+    full = {name: Load(sequences=32, output_tokens=320) for name in TierName}
+    decision = decide(query(sla=Sla(ttft_ms=1, max_quality_loss=0.0)), fleet(speeds=MEASURED, loads=full), PROFILED)
+    assert decision.refusal is Refusal.AT_CAPACITY
+    assert decision.retry_after_s is not None
 
 
 def test_promoted_class_gets_the_next_precision() -> None:
