@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from classifier import PromptClass
-from router.app import policy_table
+from router.live_policy import policy_table
 from router.settings import SettingsError, load_settings
 from tiers.spec import TierName
 
