@@ -52,7 +52,7 @@ class FleetState:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One timed answer. Times in milliseconds; ``tpot_ms`` is None for fewer than two tokens."""
+    """One timed answer. Times in milliseconds; ``tpot_ms`` is None for fewer than two tokens, or where they came at once."""
 
     prompt_tokens: int
     ttft_ms: float
@@ -165,7 +165,8 @@ class RouterClient:
             break
         if b"[DONE]" not in tail:
             raise ProfileError(f"{tier} broke an answer off: {tail[-300:].decode(errors='replace')}")
-        tpot_ms = (last - first) * 1000 / (tokens - 1) if tokens > 1 else None
+        # An answer that came all at once, as it may where the router got no processor time, tells nothing of its pace.
+        tpot_ms = (last - first) * 1000 / (tokens - 1) if tokens > 1 and last > first else None
         return Timed(len(prompt), (first - started) * 1000, tpot_ms, started, last)
 
     async def until_quiet(self, waiting: Callable[[], None], deadline: float) -> None:

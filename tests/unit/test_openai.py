@@ -184,7 +184,7 @@ async def test_the_engines_refusal_is_the_callers_answer(tmp_path: Path) -> None
         engine.status, engine.error = 400, "max_tokens must be at least 1, got 0."
         answer = await chat(stack, max_tokens=0)
         assert (answer.status_code, answer.json()["error"]["message"]) == (400, engine.error)
-        assert not stack.engines[TierName.BALANCED].requests
+        assert not [r for r in stack.engines[TierName.BALANCED].requests if "messages" in r]  # others measure its speed
         assert stack.leases() == 0
 
 
@@ -231,7 +231,7 @@ async def test_a_whole_answer_that_never_comes_is_a_504(tmp_path: Path) -> None:
         stack.engines[TierName.FAST].stall_after = 3
         answer = await chat(stack)
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "engine_too_slow")
-        assert not stack.engines[TierName.BALANCED].requests
+        assert not [r for r in stack.engines[TierName.BALANCED].requests if "messages" in r]  # others measure its speed
         assert stack.leases() == 0
 
 
