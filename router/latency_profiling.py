@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from statistics import median
 from typing import TYPE_CHECKING
 
 from router.latency import LatencyProfile, Sample, fit
@@ -199,8 +200,17 @@ class _Run:
             await bench.request(PROMPT_TOKENS, tokens, batch, neighbours=share)
 
     def _single_step(self, tier: TierName) -> float:
-        """Return the time of a decode step of one sequence, in milliseconds."""
-        return min(s.tpot_ms for s in self._own(tier) if s.tpot_ms is not None)
+        """Return the time of a decode step of one sequence, in milliseconds.
+
+        Raises:
+            ProfileError: It was not measured.
+        """
+        alone = [s.tpot_ms for s in self._own(tier) if s.tpot_ms is not None and s.batch == 1]
+        if not alone:
+            raise ProfileError(
+                f"{tier} sent every answer all at once: its pace cannot be measured on so busy a machine"
+            )
+        return median(alone)
 
     def _own(self, tier: TierName) -> list[Sample]:
         return [s for s in self.samples if s.tier is tier]
