@@ -44,7 +44,7 @@ class _Need:
     at_least: tuple[TierName, str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # never changed; freezing would cost a tenth of a decision
 class _Outlook:
     """One tier, and what can be expected of it. None: not known, or nothing against it."""
 
@@ -73,7 +73,8 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyTable) -> Decision:
     confidence = table.sla_confidence if query.sla.confidence is None else query.sla.confidence
     z = _NORMAL.inv_cdf(confidence)
     need = _need(query, table)
-    outlooks = [_look(tier, query, fleet, table, z, need) for tier in fleet.tiers]
+    in_flight = fleet.in_flight
+    outlooks = [_look(tier, query, fleet.output_share, in_flight, table, z, need) for tier in fleet.tiers]
     asked = [o for o in outlooks if not (query.require and query.hint) or o.name is query.hint]
     possible = [o for o in asked if o.obstacle is None]
     within = [o for o in possible if o.slow is None and o.lossy is None]
@@ -122,16 +123,22 @@ def _need(query: Query, table: PolicyTable) -> _Need:
 
 
 def _look(  # noqa: PLR0917  called here alone
-    tier: TierSnapshot, query: Query, fleet: FleetSnapshot, table: PolicyTable, z: float, need: _Need
+    tier: TierSnapshot,
+    query: Query,
+    output_share: float,
+    in_flight: int,
+    table: PolicyTable,
+    z: float,
+    need: _Need,
 ) -> _Outlook:
     """Find out what can be expected of one tier."""
     spec, free = tier.spec, tier.next
     replica = free or next(iter(tier.ready), None)
     times = cost = None
     if replica is not None and replica.speed is not None:
-        times = replica.expect(query.prompt_tokens, spec.max_num_seqs, fleet.output_share)
-        output = max(fleet.output_share * query.max_tokens, 1.0)
-        batch = min(fleet.in_flight + 1, spec.max_num_seqs)
+        times = replica.expect(query.prompt_tokens, spec.max_num_seqs, output_share)
+        output = max(output_share * query.max_tokens, 1.0)
+        batch = min(in_flight + 1, spec.max_num_seqs)
         engine_ms = replica.speed.engine_ms(query.prompt_tokens, output, batch)
         cost = engine_ms / 1000 * table.prices.get(spec.name, 1.0)
     loss = table.loss(spec.name, query.features)

@@ -95,13 +95,15 @@ class TierSnapshot:
     @property
     def state(self) -> ReplicaState:
         """Return the state of the tier's best replica."""
+        if any(r.state is ReplicaState.READY for r in self.replicas):
+            return ReplicaState.READY
         return min((r.state for r in self.replicas), key=_BEST_FIRST.index, default=ReplicaState.STOPPED)
 
     @property
     def next(self) -> ReplicaSnapshot | None:
         """Return the replica that the next request would be leased on; None where none has room."""
-        free = [r for r in self.ready if r.in_flight < self.spec.max_in_flight]
-        return min(free, key=_snapshot_load, default=None)
+        free = [r for r in self.replicas if r.state is ReplicaState.READY and r.in_flight < self.spec.max_in_flight]
+        return free[0] if len(free) == 1 else min(free, key=_snapshot_load, default=None)
 
 
 _BEST_FIRST = [
