@@ -241,7 +241,7 @@ class Supervisor:
             if any(r.state in {ReplicaState.STARTING, ReplicaState.WARMING} for r in self._fleet.replicas):
                 continue
             for replica in unknown:
-                if replica.speed is None and replica.in_flight == 0:
+                if replica.speed is None and not any(r.in_flight for r in self._fleet.replicas):  # they share a machine
                     with contextlib.suppress(TierError):
                         speed = await measure_speed(self._probe(replica), replica.model, self._options.warmup)
                         replica.measured(speed)
