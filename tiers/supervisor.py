@@ -243,8 +243,13 @@ class Supervisor:
             for replica in unknown:
                 if replica.speed is None and not any(r.in_flight for r in self._fleet.replicas):  # they share a machine
                     with contextlib.suppress(TierError):
+                        before = self._requests()
                         speed = await measure_speed(self._probe(replica), replica.model, self._options.warmup)
-                        replica.measured(speed)
+                        if self._requests() == before:  # else a request came in between, and the figure is not its own
+                            replica.measured(speed)
+
+    def _requests(self) -> int:
+        return sum(r.served + r.failed + r.in_flight for r in self._fleet.replicas)
 
     def _probe(self, replica: Replica) -> EngineProbe:
         return EngineProbe(self._client, replica.url, replica.api_key)
