@@ -15,7 +15,7 @@ The parameters are measured by ``qarr profile latency``; without that, an idle e
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 MEMORY = 0.8  # weight of the past in what is learned from answers: about the last five
@@ -83,6 +83,15 @@ class SpeedModel:
     profiled: bool = False
     step_knee: int = 0
     step_ms_beyond_knee: float = 0.0
+
+    def fastest(self, other: SpeedModel) -> SpeedModel:
+        """Return the least of each time of two measurements of an idle replica."""
+        return replace(
+            self,
+            ttft_base_ms=min(self.ttft_base_ms, other.ttft_base_ms),
+            prefill_ms_per_token=min(self.prefill_ms_per_token, other.prefill_ms_per_token),
+            step_base_ms=min(self.step_base_ms, other.step_base_ms),
+        )
 
     def step_ms(self, sequences: int) -> float:
         """Return the time of one decode step of a batch, without contention."""

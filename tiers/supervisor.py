@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("qarr.tiers")
 POLL_S = 0.5
+SPEED_SAMPLES = 4  # measurements of an idle replica's speed
+SPEED_PAUSE_S = 5.0  # after the first of them; twice as long after each further one
 MISSED_PROBES = 3  # health checks in a row that must fail before a living process counts as unreachable
 
 
@@ -231,22 +233,42 @@ class Supervisor:
         self._mark(replica, ReplicaState.UNREACHABLE, f"{replica.url} answers no probes")
 
     async def _measure_when_idle(self) -> None:
-        """Measure each ready replica's speed once, when no engine is starting: starts take every core there is."""
+        """Measure each ready replica's speed, when no engine is starting or serving: they may share a machine.
+
+        The fastest of a few measurements some time apart counts: whatever else the machine does can only slow them down.
+        """
+        taken: dict[str, tuple[int, float]] = {}  # by replica: measurements, and when the next one is due
         while True:
             await asyncio.sleep(POLL_S)
-            unknown = [r for r in self._fleet.replicas if r.state is ReplicaState.READY and r.speed is None]
-            for replica in unknown:
-                if (profiled := self._fleet.speeds.get(replica.spec.name)) is not None:
-                    replica.measured(profiled)
-            if any(r.state in {ReplicaState.STARTING, ReplicaState.WARMING} for r in self._fleet.replicas):
-                continue
-            for replica in unknown:
-                if replica.speed is None and not any(r.in_flight for r in self._fleet.replicas):  # they share a machine
-                    with contextlib.suppress(TierError):
-                        before = self._requests()
-                        speed = await measure_speed(self._probe(replica), replica.model, self._options.warmup)
-                        if self._requests() == before:  # else a request came in between, and the figure is not its own
-                            replica.measured(speed)
+            ready = [r for r in self._fleet.replicas if r.state is ReplicaState.READY]
+            for replica in ready:
+                if replica.speed is None:
+                    taken.pop(replica.id, None)
+                    if (profiled := self._fleet.speeds.get(replica.spec.name)) is not None:
+                        replica.measured(profiled)
+            for replica in ready:
+                count, due = taken.get(replica.id, (0, 0.0))
+                known = replica.speed is not None and (replica.speed.profiled or count == SPEED_SAMPLES)
+                if known or time.monotonic() < due or not self._quiet():
+                    continue
+                if await self._measure(replica):
+                    taken[replica.id] = count + 1, time.monotonic() + SPEED_PAUSE_S * 2**count
+
+    async def _measure(self, replica: Replica) -> bool:
+        """Measure one idle replica; tell whether nothing came in between, without which the figure is not its own."""
+        before = self._requests()
+        try:
+            speed = await measure_speed(self._probe(replica), replica.model, self._options.warmup)
+        except TierError:
+            return False
+        if replica.state is not ReplicaState.READY or self._requests() != before:
+            return False
+        replica.measured(speed if replica.speed is None else replica.speed.fastest(speed))
+        return True
+
+    def _quiet(self) -> bool:
+        busy = {ReplicaState.STARTING, ReplicaState.WARMING}
+        return not any(r.in_flight or r.state in busy for r in self._fleet.replicas)
 
     def _requests(self) -> int:
         return sum(r.served + r.failed + r.in_flight for r in self._fleet.replicas)

@@ -193,6 +193,26 @@ async def test_engine_elsewhere_comes_and_goes(tmp_path: Path) -> None:
         assert fleet.template.alone == 6
 
 
+async def test_a_speed_measured_on_a_busy_machine_is_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else the machine does can only slow a measurement down: the fastest of a few counts."""
+    monkeypatch.setattr("tiers.supervisor.SPEED_PAUSE_S", 0.2)
+    behaviour = Behaviour(delay_s=0.2)
+    async with serving(FakeEngine(behaviour).app) as url:
+        fleet = Fleet((_external(url),))
+        supervisor = Supervisor(fleet, SupervisorOptions(tmp_path))
+        supervisor.start([], fleet.specs)
+        try:
+            replica = fleet.replicas[0]
+            await _until(lambda: replica.speed is not None)
+            assert replica.speed is not None
+            disturbed = replica.speed.step_base_ms
+            assert disturbed >= 200
+            behaviour.delay_s = 0.0
+            await _until(lambda: replica.speed is not None and replica.speed.step_base_ms < disturbed / 2)
+        finally:
+            await supervisor.stop()
+
+
 def _external(*urls: str) -> TierSpec:
     return TierSpec(TierName.FAST, 2048, 16, 32, urls=urls)
 
