@@ -15,7 +15,18 @@ from router.cli import app
 from router.settings import schema, table
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-COMMANDS = ((), ("up",), ("serve",), ("classify",), ("model",), ("model", "prepare"), ("model", "list"), ("settings",))
+COMMANDS = (
+    (),
+    ("up",),
+    ("serve",),
+    ("classify",),
+    ("model",),
+    ("model", "prepare"),
+    ("model", "list"),
+    ("settings",),
+    ("tiers",),
+    *(("tiers", name) for name in ("drain", "resume", "restart", "recycle", "record")),
+)
 PLAIN = {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
 
 

@@ -110,6 +110,7 @@ _BEST_FIRST = [
     ReplicaState.READY,
     ReplicaState.WARMING,
     ReplicaState.STARTING,
+    ReplicaState.DRAINING,
     ReplicaState.UNREACHABLE,
     ReplicaState.FAILED,
     ReplicaState.STOPPED,
@@ -201,6 +202,8 @@ class Replica:
     _prefill_rate: float = 0.0  # prompt tokens a millisecond, as of ``_prefill_at``
     _prefill_at: float = 0.0
     _surplus: deque[int] = field(default_factory=lambda: deque(maxlen=FOREIGN_POLLS))
+    _silence_s: float = 0.0  # with requests and without progress, as of ``_silent_from``
+    _silent_from: float = 0.0
 
     def __repr__(self) -> str:
         return f"<Replica {self.id} {self.state.value} in_flight={self.in_flight} {self.url}>"
@@ -208,9 +211,22 @@ class Replica:
     def mark(self, state: ReplicaState, detail: str | None = None) -> None:
         """Change the state; ``detail`` says why, for a person."""
         self.state, self.detail = state, detail
-        if state is not ReplicaState.READY:
+        if state not in {ReplicaState.READY, ReplicaState.DRAINING}:
             self.gauges = self.speed = None
             self._surplus.clear()
+
+    def silence_s(self, now: float) -> float:
+        """Return how long there have been requests without any progress, in seconds; times without requests do not count."""
+        return self._silence_s + (now - self._silent_from if self.in_flight else 0.0)
+
+    def progressed(self, now: float) -> None:
+        """Note that the engine has computed something."""
+        self._silence_s, self._silent_from = 0.0, now
+
+    def took(self, change: int, now: float) -> None:
+        """Count a request that came (1) or ended (-1)."""
+        self._silence_s, self._silent_from = self.silence_s(now), now
+        self.in_flight += change
 
     @property
     def sequences(self) -> int:
@@ -284,6 +300,7 @@ class Lease:
             ttft_ms: When; None leaves what is known of the speed as it is.
         """
         replica, speed = self.replica, self.replica.speed
+        replica.progressed(time.monotonic())
         replica.prompt_tokens -= self._prompt_tokens
         self._prompt_tokens = 0
         if ttft_ms is not None and self.predicted is not None and speed is not None:
@@ -293,6 +310,7 @@ class Lease:
 
     def produced(self, tokens: int = 1) -> None:
         """Note output tokens that have arrived."""
+        self.replica.progressed(time.monotonic())
         tokens = min(tokens, self._output_tokens)
         self.replica.output_tokens -= tokens
         self._output_tokens -= tokens
@@ -306,6 +324,7 @@ class Lease:
         """
         replica, speed = self.replica, self.replica.speed
         replica.served += 1
+        replica.progressed(time.monotonic())
         if tpot_ms is not None and self.predicted is not None and speed is not None:
             replica.tpot_trend = replica.tpot_trend.after(
                 self.predicted.tpot_ms, tpot_ms, time.monotonic(), speed.tpot_spread
@@ -323,7 +342,7 @@ class Lease:
         if self._released:
             return
         self._released = True
-        self.replica.in_flight -= 1
+        self.replica.took(-1, time.monotonic())
         self.replica.prompt_tokens -= self._prompt_tokens
         self.replica.output_tokens -= self._output_tokens
 
@@ -356,6 +375,10 @@ class Fleet:
         self.replicas.append(replica)
         return replica
 
+    def remove(self, replica: Replica) -> None:
+        """Forget a replica. Leases on it still end as usual."""
+        self.replicas.remove(replica)
+
     def spec(self, tier: TierName) -> TierSpec:
         """Return one tier's configuration.
 
@@ -386,7 +409,7 @@ class Fleet:
             load = replica.load(now, self._neighbours(replica))
             predicted = replica.speed.times(prompt_tokens, load, replica.spec.max_num_seqs, self.output_share)
         replica.came(prompt_tokens, now)
-        replica.in_flight += 1
+        replica.took(1, now)
         replica.prompt_tokens += prompt_tokens
         replica.output_tokens += max_tokens
         return Lease(replica, predicted, self, prompt_tokens, max_tokens, max_tokens)
