@@ -107,7 +107,8 @@ class Canary:
                 f"its greedy answers are not those of {known.recorded:%Y-%m-%d %H:%M} UTC: {found:.0%} of the tokens agree "
                 f"up to the first divergence, {self.min_agreement:.0%} must (engine.canary_min_agreement). The checkpoint "
                 f"was changed ({spec.checkpoint or identity}), or a kernel is missing or broken. If the answers are meant "
-                f"to differ, record them anew: qarr tiers record {spec.name}, then start again"
+                f"to differ, record them anew: qarr tiers record {spec.name}, then start it again: qarr up, or qarr tiers "
+                f"restart {spec.name}"
             )
 
     def check_speed(self, measured: SpeedModel, profiled: SpeedModel | None, spec: TierSpec) -> None:

@@ -2,7 +2,8 @@
 
 Each replica has one task that takes it through its life: starting, warming, ready, and whatever comes after. The tasks
 only change the fleet's records; what is routed where is decided elsewhere, from snapshots. An engine that was started here
-and was ready once is started again when it exits, hangs or answers no more; one that never became ready is not.
+and was ready once is started again when it exits, hangs or answers no more; one that never became ready, or that is not the
+engine that its checkpoint was before, is not.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import httpx
 
 from tiers.command import engine_argv, engine_environment
 from tiers.engine import Engine, brief
-from tiers.errors import EngineDied, PortInUse, TierError, TokenizerMismatch, UnknownReplica
+from tiers.errors import CanaryRefused, EngineDied, PortInUse, TierError, TokenizerMismatch, UnknownReplica
 from tiers.fleet import Fleet, Replica
 from tiers.idle_speed import IdleSpeed
 from tiers.operations import OperationOptions, Operations
@@ -225,10 +226,12 @@ class Supervisor:
         """Wait until an engine that has ended is to be started again; return why it is."""
         replica, watchdog, restarts = engine.replica, self._options.watchdog, engine.restarts
         why = brief(error)
-        delay_s = restarts.exited(time.monotonic(), ready_s) if engine.was_ready else None
+        delay_s = None
+        if engine.was_ready and not isinstance(error, CanaryRefused):
+            delay_s = restarts.exited(time.monotonic(), ready_s)
         if delay_s is None:
             detail = str(error)
-            if engine.was_ready:
+            if engine.was_ready and not isinstance(error, CanaryRefused):
                 detail = (
                     f"not started again after {watchdog.max_restarts} restarts within {watchdog.restart_window_s:g} s: mend "
                     f"the cause, then 'qarr tiers restart {replica.id}'. The last end: {error}"

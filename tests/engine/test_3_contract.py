@@ -14,6 +14,18 @@ if TYPE_CHECKING:
     from tests.engine.conftest import Up
 
 
+METRICS = (
+    "vllm:num_requests_running{",
+    "vllm:kv_cache_usage_perc{",
+    "vllm:prompt_tokens_total{",
+    "vllm:generation_tokens_total{",
+    "vllm:time_to_first_token_seconds_sum{",
+    "vllm:time_to_first_token_seconds_count{",
+    "vllm:prefix_cache_queries_total{",
+    "vllm:prefix_cache_hits_total{",
+)
+
+
 async def script(url: str, key: str) -> dict[str, Any]:
     """Use everything that QARR uses of an engine; return the shape of what came back."""
     headers = {"authorization": f"Bearer {key or 'none'}"}
@@ -26,7 +38,7 @@ async def script(url: str, key: str) -> dict[str, Any]:
         return {
             "health": (await client.get("/health")).status_code,
             "model": type(model["max_model_len"]).__name__,
-            "metrics": [n in metrics for n in ("vllm:num_requests_running{", "vllm:kv_cache_usage_perc{")],
+            "metrics": [n in metrics for n in METRICS],
             "tokenize": type(
                 (await client.post("/tokenize", json={"prompt": "a", **_of(chat)})).json()["tokens"]
             ).__name__,
