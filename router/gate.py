@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
+from pydantic_core import to_json
 from starlette.datastructures import Headers
 
-from router.context import RequestContext, keep
-from router.doors import Door
+from router.context import RequestContext, body_message, context_of, is_kept, keep
+from router.doors import Door, Parting
 from router.keys import ANONYMOUS, Caller, KeyStore, Unauthorized
 from router.openai import speaks_openai
 from router.problems import Draining, describe
@@ -32,11 +34,30 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        self._doors.inside += 1
+        task, parting = asyncio.current_task(), Parting(send, self._doors)
+        assert task is not None
+        self._doors.inside.add(task)
         try:
-            await self._enter(scope, receive, self._doors.parting(send))
+            await self._enter(scope, receive, parting.send)
+        except asyncio.CancelledError:
+            if not self._doors.time_is_up:
+                raise
+            task.uncancel()
+            await self._break_off(scope, receive, parting)
         finally:
-            self._doors.inside -= 1
+            self._doors.inside.discard(task)
+
+    async def _break_off(self, scope: Scope, receive: Receive, parting: Parting) -> None:
+        """End an answer for which there is no time left, as far as it has come, with an error."""
+        openai, ids = speaks_openai(scope["path"]), self._telemetry.request_ids(Headers(scope=scope))
+        context = context_of(scope) if is_kept(scope) else RequestContext(*ids)
+        problem = describe(Draining("this router has ended before the answer was complete: ask again"))
+        if not parting.begun:
+            await problem.response(context, openai=openai)(scope, receive, parting.send)
+        elif parting.streams and not parting.complete:
+            name = b"" if openai else b"event: error\n"
+            body = problem.openai_body() if openai else problem.body(context.ids)
+            await parting.send(body_message(name + b"data: " + to_json(body) + b"\n\n", more=False))
 
     async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)

@@ -53,10 +53,10 @@ class NotAdmin(Exception):
 
 
 class Draining(Exception):
-    """The router is about to leave and takes no new requests."""
+    """The router leaves: it takes no new requests, or has no time left for an open one."""
 
-    def __init__(self) -> None:
-        super().__init__("this router is ending and takes no new requests: send it again, to where another one answers")
+    def __init__(self, detail: str = "this router is ending and takes no new requests: ask again") -> None:
+        super().__init__(detail)
 
 
 class Refused(Exception):

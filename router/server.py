@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 POLL_S = 0.05
 # Connections without a request are closed after this, as in normal service: those who keep them open know it by now.
 KEEP_ALIVE_S = 5
-CUT_S = 2  # for those who are still there when time is up: to end their answers with an error
+CUT_S = 2  # in which those who are still there when time is up get the error that ends their answers
 
 
 class Server(uvicorn.Server):
@@ -72,6 +72,7 @@ class Server(uvicorn.Server):
 
     def _signalled(self) -> None:
         if not self.started or not self._doors.open:
+            self._doors.end_all()
             self.force_exit = self.should_exit = True
             return
         self._doors.state = Door.DRAINING
@@ -92,6 +93,7 @@ class Server(uvicorn.Server):
             self._doors.inside or (idle_too and self.server_state.connections)
         ):
             await asyncio.sleep(POLL_S)
+        self._doors.end_all()
         self.should_exit = True
 
     @contextmanager

@@ -69,6 +69,10 @@ class Operation:
     began: float = field(default_factory=time.time)
     ended: float | None = None
 
+    def end(self, state: Literal["done", "failed"], detail: str) -> None:
+        """Note how it ended."""
+        self.state, self.detail, self.ended = state, detail, time.time()
+
 
 class Crew(Protocol):
     """What operations need of the supervisor."""
@@ -135,6 +139,7 @@ class Operations:
             if not (kind == "resume" and known.kind == "drain"):
                 raise NotPossible(f"{replica_id} is busy: {known.kind} ({known.detail}); wait for its end")
             task.cancel()
+            known.end("failed", "broken off")
         if engine.launch is None and kind in {"restart", "recycle"}:
             raise NotPossible(
                 f"{replica_id} was not started here: {kind} it where it runs; 'drain' keeps requests from it"
@@ -144,13 +149,7 @@ class Operations:
         self._made += 1
         operation = Operation(str(self._made), kind, replica_id, detail="begun")
         self._records.append(operation)
-        work: dict[Kind, Callable[[Operation, Engine], Coroutine[None, None, None]]] = {
-            "drain": self._drain,
-            "resume": self._resume,
-            "restart": self._restart,
-            "recycle": self._recycle,
-        }
-        task = asyncio.create_task(self._run(operation, work[kind](operation, engine)), name=f"{kind} {replica_id}")
+        task = asyncio.create_task(self._run(operation, engine), name=f"{kind} {replica_id}")
         self._running[replica_id] = operation, task
         return operation
 
@@ -202,18 +201,23 @@ class Operations:
         self._worn[tier] = now
         return engine.recycle
 
-    async def _run(self, operation: Operation, work: Coroutine[None, None, None]) -> None:
+    async def _run(self, operation: Operation, engine: Engine) -> None:
+        work: dict[Kind, Callable[[Operation, Engine], Coroutine[None, None, None]]] = {
+            "drain": self._drain,
+            "resume": self._resume,
+            "restart": self._restart,
+            "recycle": self._recycle,
+        }
         try:
-            await work
-            operation.state = "done"
+            await work[operation.kind](operation, engine)
+            operation.end("done", operation.detail)
         except TierError as error:
-            operation.state, operation.detail = "failed", str(error)
+            operation.end("failed", str(error))
             log.warning("%s of %s failed: %s", operation.kind, operation.replica, error)
         except asyncio.CancelledError:
-            operation.state, operation.detail = "failed", "broken off"
+            operation.end("failed", "broken off")
             raise
         finally:
-            operation.ended = time.time()
             if (known := self._running.get(operation.replica)) is not None and known[0] is operation:
                 del self._running[operation.replica]
 

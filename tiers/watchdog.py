@@ -71,7 +71,7 @@ class Restarts:
             return None
         self._exits.append(now)
         self.count += 1
-        return min(FIRST_BACKOFF_S * 2 ** (self.count - 1), LONGEST_BACKOFF_S)
+        return min(float(FIRST_BACKOFF_S * 2 ** (self.count - 1)), LONGEST_BACKOFF_S)
 
     def forget(self) -> None:
         """Begin anew: a person has started the engine again."""

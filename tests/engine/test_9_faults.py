@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -103,8 +102,7 @@ def test_drain_and_resume(up: Up) -> None:
     assert up.operate("drain", "precise").returncode == 0
     answer = up.generate(tier="precise")
     assert "hint precise not taken: is draining" in answer.headers["x-qarr-reason"]
-    listed: subprocess.CompletedProcess[str] = up.operate("resume", "precise")
-    assert listed.stdout == "precise-0: resume done, is ready\n"
+    assert up.operate("resume", "precise").stdout == "precise-0: resume done, is ready\n"
     assert up.generate(tier="precise").headers["x-qarr-tier"] == "precise"
 
 

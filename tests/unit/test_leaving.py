@@ -125,7 +125,7 @@ async def test_a_signal_drains(tmp_path: Path) -> None:
 
 
 async def test_draining_is_bounded(tmp_path: Path) -> None:
-    """A stream that does not end keeps the router for server.drain_s and no longer."""
+    """A stream that does not end keeps the router for server.drain_s and no longer; its last event says so."""
     async with routers(tmp_path) as found:
         process = await found.start(QARR_SERVER__DRAIN_S="0.5")
         found.behaviours["fast"].stall_after = 2
@@ -133,7 +133,8 @@ async def test_draining_is_bounded(tmp_path: Path) -> None:
         await until(lambda: found.behaviours["fast"].running)
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 20) == 0
-        await asyncio.wait({stream})
+        name, problem = events((await stream).text)[-1]
+        assert (name, problem["type"]) == ("error", "urn:qarr:problem:draining")
 
 
 async def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ async def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
         await asyncio.sleep(0.3)
         process.send_signal(signal.SIGINT)
         await asyncio.wait_for(process.wait(), 20)
-        await asyncio.wait({stream})
+        await asyncio.gather(stream, return_exceptions=True)
 
 
 async def test_a_takeover_refuses_and_cuts_nobody(tmp_path: Path) -> None:
