@@ -36,7 +36,8 @@ from tiers.errors import NotPossible, UnknownReplica
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
+    from contextlib import AbstractAsyncContextManager
 
     from starlette.requests import Request
     from starlette.types import ASGIApp
@@ -118,23 +119,29 @@ def create_app(
     status = Status(services, doors)
     admin = Admin(operations, keys).routes() if operations is not None else []
 
+    app = Starlette(
+        routes=[*_routes(services, status), *admin],
+        exception_handlers=dict.fromkeys(HANDLED, status.problem),
+        lifespan=_lifespan(services),
+    )
+    return telemetry.instrument(Gate(app, keys, telemetry, doors))
+
+
+def _lifespan(services: Services) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+    """Return what runs while the router serves, and what is closed after it."""
+
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(policy.watch()), asyncio.create_task(live_check.run())]
+        tasks = [asyncio.create_task(work) for work in (services.policy.watch(), services.live_check.run())]
         yield
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await quotas.aclose()
-        await upstream.aclose()
-        decisions.close()
+        await services.quotas.aclose()
+        await services.upstream.aclose()
+        services.decisions.close()
 
-    app = Starlette(
-        routes=[*_routes(services, status), *admin],
-        exception_handlers=dict.fromkeys(HANDLED, status.problem),
-        lifespan=lifespan,
-    )
-    return telemetry.instrument(Gate(app, keys, telemetry, doors))
+    return lifespan
 
 
 def _routes(services: Services, status: Status) -> list[Endpoint]:

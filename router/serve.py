@@ -216,24 +216,41 @@ async def run(
         if baton is not None and not await _one_ready(fleet, server):
             starting.cancel()
             return
-        async with AsyncExitStack() as stack:
-            serving = asyncio.create_task(server.serve(sockets=[sock]))
-            stack.push_async_callback(_ended, serving, server)
-            await server.accepting(serving)
-            if baton is not None:
-                await _take_over(baton)
-            if not deployment.launches:
-                path = control_path(settings.server.runtime_dir, sock.getsockname()[1])
-                await stack.enter_async_context(handing_over(path, sock, version, server.hand_over))
-            await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
-            if starting.done():
-                starting.result()
-                on_up(fleet)
-            starting.cancel()
-            await serving
+        await _serve(
+            server, sock, settings, version, starting, lambda: on_up(fleet), baton, alone=not deployment.launches
+        )
     finally:
         await supervisor.stop()
         telemetry.shutdown()
+
+
+async def _serve(
+    server: Server,
+    sock: socket.socket,
+    settings: Settings,
+    version: str,
+    starting: asyncio.Task[None],
+    on_up: Callable[[], None],
+    baton: Baton | None,
+    *,
+    alone: bool,
+) -> None:
+    """Serve until the router leaves; one without engines of its own can be taken over."""
+    async with AsyncExitStack() as stack:
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        stack.push_async_callback(_ended, serving, server)
+        await server.accepting(serving)
+        if baton is not None:
+            await _take_over(baton)
+        if alone:
+            path = control_path(settings.server.runtime_dir, sock.getsockname()[1])
+            await stack.enter_async_context(handing_over(path, sock, version, server.hand_over))
+        await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            on_up()
+        starting.cancel()
+        await serving
 
 
 async def _ended(serving: asyncio.Task[None], server: Server) -> None:

@@ -359,7 +359,7 @@ class Settings(BaseSettings):
         nested_model_default_partial_update=True,
     )
 
-    server: ServerSettings = ServerSettings()
+    server: ServerSettings = Field(default_factory=ServerSettings)
     limits: LimitSettings = LimitSettings()
     tiers: Annotated[TiersSettings, BeforeValidator(_merge_lengths)] = Field(
         default_factory=lambda: TiersSettings.model_validate(DEFAULT_LENGTHS)
@@ -503,6 +503,8 @@ def _shown_default(key: tuple[str, ...], field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
     if key[0] == "tiers" and key[2] in DEFAULT_LENGTHS[key[1]]:
         value = DEFAULT_LENGTHS[key[1]][key[2]]
+    if value == runtime_dir():
+        return "`<runtime>`"
     if isinstance(value, Path):
         for folder, shown in ((cache_dir(), "<cache>"), (config_dir(), "<config>"), (PROJECT, "<project>")):
             if value.is_relative_to(folder):
