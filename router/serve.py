@@ -217,7 +217,14 @@ async def run(
             starting.cancel()
             return
         await _serve(
-            server, sock, settings, version, starting, lambda: on_up(fleet), baton, alone=not deployment.launches
+            server,
+            sock,
+            settings=settings,
+            version=version,
+            starting=starting,
+            on_up=lambda: on_up(fleet),
+            baton=baton,
+            alone=not deployment.launches,
         )
     finally:
         await supervisor.stop()
@@ -227,12 +234,12 @@ async def run(
 async def _serve(
     server: Server,
     sock: socket.socket,
+    *,
     settings: Settings,
     version: str,
     starting: asyncio.Task[None],
     on_up: Callable[[], None],
     baton: Baton | None,
-    *,
     alone: bool,
 ) -> None:
     """Serve until the router leaves; one without engines of its own can be taken over."""
