@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from router.settings import Settings, TierSettings
     from router.takeover import Baton
+    from router.telemetry import Telemetry
     from tiers.fleet import Replica
 
 log = logging.getLogger("qarr.router")
@@ -197,18 +198,7 @@ async def run(
     telemetry = make_telemetry(version, record_prompts=settings.telemetry.record_prompts)
     fleet = Fleet(deployment.specs, machine=machine_name())
     supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), on_change)
-    doors = Doors()
-    app = create_app(
-        settings,
-        fleet,
-        deployment.counter,
-        telemetry,
-        deployment.model,
-        keys=keys,
-        doors=doors,
-        operations=supervisor.operations,
-    )
-    server = Server(app, doors, settings.server.drain_s)
+    server = _server(deployment, supervisor, telemetry, keys)
     server.end_on_signals()
     try:
         supervisor.start(deployment.launches, [spec for spec in deployment.specs if spec.urls])
@@ -229,6 +219,21 @@ async def run(
     finally:
         await supervisor.stop()
         telemetry.shutdown()
+
+
+def _server(deployment: Deployment, supervisor: Supervisor, telemetry: Telemetry, keys: KeyStore) -> Server:
+    doors, settings = Doors(), deployment.settings
+    app = create_app(
+        settings,
+        supervisor.fleet,
+        deployment.counter,
+        telemetry,
+        deployment.model,
+        keys=keys,
+        doors=doors,
+        operations=supervisor.operations,
+    )
+    return Server(app, doors, settings.server.drain_s)
 
 
 async def _serve(
