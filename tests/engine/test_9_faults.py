@@ -32,7 +32,7 @@ def test_a_killed_engine_comes_back_while_the_others_serve(up: Up) -> None:
     assert answer.headers["x-qarr-tier"] == "precise"
     assert "hint balanced not taken: is starting" in answer.headers["x-qarr-reason"]
     assert up.generate(prompt="hi").headers["x-qarr-tier"] == "fast"
-    _until(lambda: up.tiers()["balanced"]["state"] == "ready", 300)
+    _until(lambda: up.tiers()["balanced"]["state"] == "ready", 900)
     assert up.replica("balanced")["pid"] != pid
     assert up.generate(tier="balanced").headers["x-qarr-tier"] == "balanced"
 
@@ -49,7 +49,7 @@ def test_a_hung_engine_comes_back(up: Up) -> None:
     assert "hung: 1 requests, no token for 20 s" in up.replica("fast")["detail"]
     asking.join(60)
     assert answers[0] != "fast"
-    _until(lambda: up.tiers()["fast"]["state"] == "ready", 300)
+    _until(lambda: up.tiers()["fast"]["state"] == "ready", 900)
     assert up.generate(tier="fast").headers["x-qarr-tier"] == "fast"
 
 
