@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
 from router.context import BodyTooLarge, ClientGone, context_of
+from router.continuation import Continuation
 from router.decision_log import DecisionLog
 from router.escalation import Escalation
 from router.gate import Gate
@@ -87,6 +88,9 @@ def create_app(
         policy=policy,
         decisions=decisions,
         escalation=Escalation(policy, upstream, telemetry),
+        continuation=Continuation(
+            fleet, upstream, telemetry, settings.upstream.attempts, settings.limits.default_max_tokens
+        ),
         live_check=live_check,
         samples=PromptSamples(settings.telemetry.sampled_prompts, settings.telemetry.prompt_share),
         limits=settings.limits,

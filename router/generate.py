@@ -13,6 +13,7 @@ from starlette.responses import Response
 from classifier import extract
 from router.answers import Answer, ChatRequest
 from router.context import RequestContext, body_message, context_of, read_body, start_message, while_connected
+from router.continuation import continued_on
 from router.problems import describe
 from router.services import (
     Services,
@@ -150,7 +151,7 @@ def closing(answer: Answer) -> dict[str, Any]:
         "usage": answer.usage,
         "finish_reason": answer.finish_reason,
         "tier": answer.tier,
-        "continued_on": [],
+        "continued_on": continued_on(answer),
         "ttft_ms": round(answer.ttft_ms or 0.0, 1),
         "tpot_ms": round(tpot_ms, 2) if tpot_ms is not None else None,
     }

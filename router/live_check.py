@@ -65,6 +65,7 @@ class CheckRequest:
     operation: str = "chat"
     streamed: bool = False
     judged: bool = False
+    resumption: None = None
 
     @property
     def parameters(self) -> Mapping[str, float]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from classifier import PromptFeatures, TokenCounter
     from router.context import RequestContext
+    from router.continuation import Continuation
     from router.decision import Decision, Query
     from router.decision_log import DecisionLog
     from router.escalation import Escalation
@@ -46,6 +47,7 @@ class Services:
     policy: LivePolicy
     decisions: DecisionLog
     escalation: Escalation
+    continuation: Continuation
     live_check: LiveCheck
     samples: PromptSamples
     limits: LimitSettings
@@ -167,6 +169,7 @@ async def served(
             used = decision.query.prompt_tokens  # the engine has worked for it
             raise
         error: BaseException | None = None
+        answer.resume = services.continuation.resume(decision, request)
         try:
             services.telemetry.record_served(answer.tier, answer.replica_id, answer.failed_attempts)
             yield answer

@@ -164,6 +164,20 @@ class Telemetry:
                 },
             )
 
+    def record_continuation(self, broken: str, replica_id: str, tokens: int, error: Exception) -> None:
+        """Put on the server span that another engine goes on with the answer, and from where."""
+        span = trace.get_current_span()
+        if span.is_recording():
+            span.add_event(
+                "qarr.continuation",
+                {
+                    "qarr.replica": broken,
+                    "qarr.continued_on": replica_id,
+                    "qarr.continued_tokens": tokens,
+                    "error.type": type(error).__name__,
+                },
+            )
+
     @contextmanager
     def live_check(self, kind: PromptClass, tier: TierName) -> Iterator[Span]:
         """Span over the scoring of one live prompt; a trace of its own."""

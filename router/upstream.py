@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.trace import Span
 
+    from router.continuation import Piece, Progress, Resumption
     from router.decision import Decision
     from router.settings import UpstreamSettings
     from router.telemetry import Telemetry
@@ -113,6 +114,10 @@ class EngineRequest(Protocol):
         """Return its messages, where the same could be asked of another tier; None where not."""
 
     @property
+    def resumption(self) -> Resumption | None:
+        """Return what another engine needs to go on with a broken answer; None where none may."""
+
+    @property
     def parameters(self) -> Mapping[str, float]:
         """Return what is told of the request in traces, by semantic conventions' names."""
 
@@ -145,7 +150,14 @@ T = TypeVar("T")
 
 
 class Exchange(ABC):
-    """A request that an engine answers: its lease, its span, its times and its usage. Close it, however it ends."""
+    """A request that an engine answers: its lease, its span, its times and its usage. Close it, however it ends.
+
+    Attributes:
+        tier: That began the answer.
+        progress: What its caller has of it, where another engine could go on from there.
+        resume: Goes on with it elsewhere, where that may be.
+        parts: What other engines computed of it, in order.
+    """
 
     def __init__(self, attempt: Attempt) -> None:
         self.tier = attempt.tier
@@ -155,6 +167,9 @@ class Exchange(ABC):
         self.finish_reason: str | None = None
         self.error: UpstreamError | None = None
         self.escalation: str | None = None
+        self.progress: Progress | None = None
+        self.resume: Callable[[Exchange, EngineBroke], AsyncIterator[Piece]] | None = None
+        self.parts: list[Exchange] = []
         self._attempt = attempt
         self._pending: asyncio.Future[Any] | None = None
         self._first_at = self._last_at = 0.0
@@ -206,7 +221,13 @@ class Exchange(ABC):
         return self.usage.get("completion_tokens", self._tokens)
 
     async def aclose(self, error: BaseException | None = None) -> None:
-        """Give the lease back, close the connection (which aborts an unfinished request) and end the span."""
+        """End all of it: the lease goes back, the connection is closed, which aborts what is unfinished, the span ends."""
+        for part in self.parts:
+            await part.aclose(error)
+        await self.abandon(error)
+
+    async def abandon(self, error: BaseException | None) -> None:
+        """End this engine's part of it. Only the first call counts."""
         if self._closed:
             return
         self._closed = True
@@ -233,11 +254,25 @@ class Exchange(ABC):
         """Note that the first token goes out only now."""
         self.ttft_ms = (time.monotonic() - self._attempt.opened) * 1000
 
-    def _produced(self) -> None:
-        """Note one more token."""
+    def _produced(self, tokens: int = 1) -> None:
+        """Note more tokens."""
         self._last_at = time.monotonic()
-        self._tokens += 1
-        self._attempt.lease.produced()
+        self._tokens += tokens
+        self._attempt.lease.produced(tokens)
+
+    async def _resumed(self, broken: EngineBroke) -> AsyncIterator[Piece]:
+        """Yield the rest of an answer that broke, from other engines.
+
+        Raises:
+            EngineBroke: None could go on, or none may.
+        """
+        if self.resume is None or self.progress is None:
+            raise broken
+        async for piece in self.resume(self, broken):
+            self._last_at = time.monotonic()
+            self._tokens += len(piece.token_ids)
+            yield piece
+        self.usage, self.finish_reason = self.progress.usage, self.progress.finish_reason
 
     async def _next(self, source: AsyncIterator[T]) -> T | None:
         """Read one more item, or None at the end.
@@ -323,6 +358,7 @@ class Upstream:
         request: EngineRequest,
         kind: Callable[[Attempt], E],
         opened: float | None = None,
+        exclude: Mapping[str, str] | None = None,
     ) -> E:
         """Try the chosen tier, then the fallbacks, until an answer has begun.
 
@@ -331,6 +367,7 @@ class Upstream:
             request: What to ask.
             kind: Makes the answer, which says how it is read.
             opened: When the request was first sent, by the monotonic clock; None: now.
+            exclude: Replicas that are not to be tried, and why.
 
         Raises:
             EngineRefused: An engine says that the request is wrong.
@@ -345,7 +382,10 @@ class Upstream:
             while len(tried) < self._options.attempts:
                 query = decision.query
                 lease = self._fleet.lease(
-                    tier, prompt_tokens=query.prompt_tokens, max_tokens=query.max_tokens, exclude=tried
+                    tier,
+                    prompt_tokens=query.prompt_tokens,
+                    max_tokens=query.max_tokens,
+                    exclude={*tried, *(exclude or ())},
                 )
                 if lease is None:
                     break

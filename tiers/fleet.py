@@ -293,6 +293,8 @@ class Lease:
 
     def produced(self, tokens: int = 1) -> None:
         """Note output tokens that have arrived."""
+        if self._released:
+            return
         tokens = min(tokens, self._output_tokens)
         self.replica.output_tokens -= tokens
         self._output_tokens -= tokens
