@@ -60,8 +60,8 @@ class Generate:
         self, body: GenerateBody, decision: Decision, request: ChatRequest, context: RequestContext, send: Send
     ) -> None:
         tokens = decision.query.prompt_tokens + decision.query.max_tokens
-        async with served(self.services, context, decision, request, Answer, tokens=tokens) as answer:
-            headers = answer_headers(context, decision, answer, self.services)
+        async with served(self.services, context, decision, request, Answer, tokens=tokens) as (answer, admitted):
+            headers = answer_headers(context, admitted, answer, self.services)
             if body.stream:
                 await stream_answer(answer, headers, context, send)
             else:
