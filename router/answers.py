@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import httpx
 from pydantic_core import from_json, to_json
 
+from router.continuation import Piece, Progress, Resumption
 from router.upstream import Attempt, EngineBroke, Exchange
 from tiers.spec import TierName
 
@@ -29,12 +30,16 @@ class Delta:
 
     Attributes:
         certainties: Log-probabilities of the engine's first choices, where they were asked for.
+        token_ids: Of the tokens computed for it.
+        prompt_ids: Of the prompt, once, with the first piece.
     """
 
     text: str = ""
     finish_reason: str | None = None
     usage: Mapping[str, int] | None = None
     certainties: tuple[float, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    prompt_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,11 @@ class ChatRequest:
         return self.messages
 
     @property
+    def resumption(self) -> Resumption:
+        """Return what another engine needs to go on with a broken answer."""
+        return Resumption(self.max_tokens, {"temperature": self.temperature}, self.priority)
+
+    @property
     def parameters(self) -> Mapping[str, float]:
         """Return what is told of the request in traces."""
         return {"gen_ai.request.max_tokens": self.max_tokens, "gen_ai.request.temperature": self.temperature}
@@ -72,6 +82,7 @@ class ChatRequest:
                 "priority": self.priority if replica.takes_priority else 0,
                 "stream": True,
                 "stream_options": {"include_usage": True},
+                "return_token_ids": True,
                 **(CERTAINTY if self.judged and replica.spec.name is not TierName.PRECISE else {}),
             }
         )
@@ -82,7 +93,8 @@ class Answer(Exchange):
 
     def __init__(self, attempt: Attempt) -> None:
         super().__init__(attempt)
-        self._stream = _read(attempt.response)
+        self.progress = Progress()
+        self._stream = self._read()
         self._held: list[Delta] = []
         self._over = False
 
@@ -111,11 +123,24 @@ class Answer(Exchange):
         return fmean(found) if found else None
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Yield every delta from the first.
+        """Yield every delta from the first, also those of engines that go on with it.
 
         Raises:
-            EngineBroke: The engine failed, or no token came in time.
+            EngineBroke: The engine failed, or no token came in time, and no other could go on.
         """
+        broken: EngineBroke | None = None
+        try:
+            async for delta in self._own():
+                yield delta
+        except EngineBroke as error:
+            broken = error
+        if broken is not None:
+            async for piece in self._resumed(broken):
+                yield Delta(piece.text, piece.finish_reason)
+        self._complete = True
+
+    async def _own(self) -> AsyncIterator[Delta]:
+        """Yield what the first engine computes."""
         for held in self._held:
             self._note(held)
             yield held
@@ -126,9 +151,18 @@ class Answer(Exchange):
             delta = await self._next(self._stream)
         if self.finish_reason is None:
             raise EngineBroke("the engine's stream ended without a finish reason")
-        self._complete = True
+
+    async def _read(self) -> AsyncIterator[Delta]:
+        """Yield the stream's deltas, and keep the prompt's ids, which come before the first token."""
+        assert self.progress is not None
+        async for delta in _read(self._attempt.response):
+            if delta.prompt_ids:
+                self.progress.prompt_ids = list(delta.prompt_ids)
+            yield delta
 
     def _note(self, delta: Delta) -> None:
+        assert self.progress is not None
+        self.progress.note(Piece(delta.text, delta.token_ids, delta.finish_reason))
         if delta.text:
             self._produced()
         self.finish_reason = delta.finish_reason or self.finish_reason
@@ -170,7 +204,13 @@ def _delta(data: bytes) -> Delta:
             return Delta(usage=chunk.get("usage"))
         choice = choices[0]
         places = (choice.get("logprobs") or {}).get("content") or ()
-        sure = tuple(place["top_logprobs"][0]["logprob"] for place in places)
-        return Delta(choice["delta"].get("content") or "", choice.get("finish_reason"), chunk.get("usage"), sure)
+        return Delta(
+            text=choice["delta"].get("content") or "",
+            finish_reason=choice.get("finish_reason"),
+            usage=chunk.get("usage"),
+            certainties=tuple(place["top_logprobs"][0]["logprob"] for place in places),
+            token_ids=tuple(choice.get("token_ids") or ()),
+            prompt_ids=tuple(chunk.get("prompt_token_ids") or ()),
+        )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise EngineBroke("the engine's stream holds something that is not a chunk") from error

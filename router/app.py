@@ -15,12 +15,15 @@ from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
 from router.admin import Admin
+from router.admission import Admission
 from router.context import BodyTooLarge, ClientGone, context_of
+from router.continuation import Continuation
 from router.decision_log import DecisionLog
 from router.doors import Doors
 from router.escalation import Escalation
 from router.gate import Gate
 from router.generate import Generate, Route
+from router.hedging import Hedging
 from router.live_check import LiveCheck
 from router.live_policy import LivePolicy
 from router.metrics import Metrics
@@ -99,14 +102,20 @@ def create_app(
     decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
     quotas = Quotas(settings.state.redis_url.get_secret_value())
     live_check = LiveCheck(settings.policy.live_check_share, fleet, upstream, policy, telemetry)
+    admission = Admission(fleet, policy, settings.admission, telemetry)
     services = Services(
         fleet=fleet,
         upstream=upstream,
         quotas=quotas,
+        admission=admission,
         counter=counter,
         policy=policy,
         decisions=decisions,
         escalation=Escalation(policy, upstream, telemetry),
+        continuation=Continuation(
+            fleet, upstream, telemetry, settings.upstream.attempts, settings.limits.default_max_tokens
+        ),
+        hedging=Hedging(upstream, telemetry, settings.upstream.hedge),
         live_check=live_check,
         samples=PromptSamples(settings.telemetry.sampled_prompts, settings.telemetry.prompt_share),
         limits=settings.limits,
@@ -132,7 +141,8 @@ def _lifespan(services: Services) -> Callable[[Starlette], AbstractAsyncContextM
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(work) for work in (services.policy.watch(), services.live_check.run())]
+        work = (services.policy.watch(), services.live_check.run(), services.admission.run())
+        tasks = [asyncio.create_task(each) for each in work]
         yield
         for task in tasks:
             task.cancel()

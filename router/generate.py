@@ -13,6 +13,7 @@ from starlette.responses import Response
 from classifier import extract
 from router.answers import Answer, ChatRequest
 from router.context import RequestContext, body_message, context_of, read_body, start_message, while_connected
+from router.continuation import continued_on
 from router.problems import describe
 from router.services import (
     Services,
@@ -59,8 +60,8 @@ class Generate:
         self, body: GenerateBody, decision: Decision, request: ChatRequest, context: RequestContext, send: Send
     ) -> None:
         tokens = decision.query.prompt_tokens + decision.query.max_tokens
-        async with served(self.services, context, decision, request, Answer, tokens=tokens) as answer:
-            headers = answer_headers(context, decision, answer, self.services)
+        async with served(self.services, context, decision, request, Answer, tokens=tokens) as (answer, admitted):
+            headers = answer_headers(context, admitted, answer, self.services)
             if body.stream:
                 await stream_answer(answer, headers, context, send)
             else:
@@ -150,7 +151,7 @@ def closing(answer: Answer) -> dict[str, Any]:
         "usage": answer.usage,
         "finish_reason": answer.finish_reason,
         "tier": answer.tier,
-        "continued_on": [],
+        "continued_on": continued_on(answer),
         "ttft_ms": round(answer.ttft_ms or 0.0, 1),
         "tpot_ms": round(tpot_ms, 2) if tpot_ms is not None else None,
     }

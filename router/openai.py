@@ -13,11 +13,12 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from router.context import RequestContext, body_message, context_of, read_body, start_message, while_connected
+from router.continuation import continued_on
 from router.conversation import Reading, classify, read_chat, read_completion
 from router.generate import STREAM_HEADERS
 from router.jsontext import JsonObject, NotJson, as_boolean, as_integer
 from router.problems import NoEmbeddings, UnknownModel, describe
-from router.relays import DONE, SEPARATOR, EventRelay, RelayRequest, WholeRelay
+from router.relays import DONE, SEPARATOR, EventRelay, RelayRequest, WholeRelay, resumption_of
 from router.services import (
     Services,
     answer_headers,
@@ -35,7 +36,7 @@ from router.wire import FieldProblem, InvalidBody, Wishes, make_query
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from starlette.types import Receive, Scope, Send
 
@@ -119,14 +120,17 @@ class Completions:
         call = read_call(document, Headers(scope=scope), services, chat=self.path == CHAT)
         decision = decision_for(call, context, services)
         plain = self.path == CHAT and call.choices == 1 and not as_boolean(document.get("logprobs"))
+        priority = _priority(call, context)
+        resumption = resumption_of(document, priority or 0, choices=call.choices, chat=self.path == CHAT)
         request = RelayRequest(
             document=document,
             path=self.path,
             operation="chat" if self.path == CHAT else "text_completion",
             request_id=engine_request_id(context),
             streamed=call.streamed,
-            priority=_priority(call, context),
+            priority=priority,
             report_usage=_wants_usage(document),
+            resumption=resumption if call.streamed else None,
             judged=call.streamed and plain and services.escalation.watches(decision),
         )
         await while_connected(context, partial(self._serve, call, decision, request, context), receive, send)
@@ -136,15 +140,21 @@ class Completions:
     ) -> None:
         services = self.services
         tokens = min(call.reading.all_tokens + call.max_tokens * call.choices, MAX_COUNT)
-        relay = partial(EventRelay, report_usage=request.report_usage, judged=request.judged)
+        relay = partial(
+            EventRelay,
+            report_usage=request.report_usage,
+            judged=request.judged,
+            resumable=request.resumption is not None,
+        )
         kind = relay if call.streamed else WholeRelay
         try:
-            async with served(services, context, decision, request, kind, tokens=tokens) as answer:
-                headers = answer_headers(context, decision, answer, services)
-                report = report_on(decision, answer, services) if call.wishes.report else None
+            async with served(services, context, decision, request, kind, tokens=tokens) as (answer, admitted):
+                headers = answer_headers(context, admitted, answer, services)
+                report = report_on(admitted.decision, answer, services) if call.wishes.report else None
                 if isinstance(answer, EventRelay):
-                    event = _report_event(report, self.path) if report else b""
-                    await relay_events(answer, headers, event, context, send)
+                    await relay_events(
+                        answer, headers, partial(_report_event, report, answer, self.path), context, send
+                    )
                 elif isinstance(answer, WholeRelay):
                     content = with_member(answer.content, "qarr", report) if report else answer.content
                     length = {"content-length": str(len(content))}
@@ -353,15 +363,19 @@ def decision_for(call: Call, context: RequestContext, services: Services) -> Dec
 
 
 async def relay_events(
-    answer: EventRelay, headers: Mapping[str, str], report: bytes, context: RequestContext, send: Send
+    answer: EventRelay,
+    headers: Mapping[str, str],
+    report_event: Callable[[], bytes],
+    context: RequestContext,
+    send: Send,
 ) -> None:
     """Relay a stream as the engine sends it. One that breaks ends with an error event, and without ``[DONE]``."""
     await send(start_message(headers, answer.media_type, STREAM_HEADERS))
     end = DONE + SEPARATOR
     try:
         async for data in answer.chunks():
-            if report and data.endswith(end):
-                await send(body_message(data[: -len(end)] + report + end, more=True))
+            if data.endswith(end):
+                await send(body_message(data[: -len(end)] + report_event() + end, more=True))
             else:
                 await send(body_message(data, more=True))
         last = b""
@@ -390,9 +404,13 @@ def with_member(content: bytes, name: str, value: object) -> bytes:
     return whole[:-1] + b"," + to_json(name) + b":" + to_json(value) + b"}"
 
 
-def _report_event(report: dict[str, Any], path: str) -> bytes:
+def _report_event(report: Mapping[str, Any] | None, answer: Exchange, path: str) -> bytes:
+    """Return the event that tells who served the answer; nothing where the caller did not ask for it."""
+    if report is None:
+        return b""
     kind = "chat.completion.chunk" if path == CHAT else "text_completion"
-    chunk = {"id": "", "object": kind, "created": 0, "model": "", "choices": [], "qarr": report}
+    continued = {"continued_on": continued_on(answer)} if answer.parts else {}
+    chunk = {"id": "", "object": kind, "created": 0, "model": "", "choices": [], "qarr": {**report, **continued}}
     return b"data: " + to_json(chunk) + SEPARATOR
 
 

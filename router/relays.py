@@ -8,6 +8,7 @@ the last chunk of each choice, is put back there.
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,8 @@ import httpx
 from pydantic_core import from_json, to_json
 
 from router.answers import CERTAINTY
-from router.jsontext import JsonObject, NotJson
+from router.continuation import Piece, Progress, Resumption, continued_on
+from router.jsontext import JsonObject, NotJson, as_integer
 from router.upstream import Attempt, EngineBroke, EngineFailed, Exchange, body_of
 from tiers.spec import TierName
 
@@ -26,11 +28,56 @@ if TYPE_CHECKING:
     from tiers.fleet import Replica
 
 SEPARATOR = b"\n\n"
+DEFAULT_COMPLETION = 16  # tokens of a completion that gives no limit, as OpenAI and vLLM have it
 DONE = b"data: [DONE]"
 # Quotes in a JSON string are escaped, so these stand only where a member of that name does.
 _USAGE, _ERROR = b'"usage":{', b'"error":'
 _LOGPROBS = b'"logprobs":{'
 _FINISHED, _FINGERPRINT = b'"finish_reason":"', b'"system_fingerprint"'
+_IDS = re.compile(rb'"((?:prompt_)?token_ids)":\[[\d,]*\]')
+# What of a request says how tokens are chosen, and holds for its continuation as well.
+_SAMPLING = (
+    "allowed_token_ids",
+    "bad_words",
+    "frequency_penalty",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "stop",
+    "stop_token_ids",
+    "temperature",
+    "top_k",
+    "top_p",
+)
+# What makes an answer one that cannot be taken over halfway: it has a structure of its own, or tells more than text.
+_NOT_RESUMABLE = (
+    "echo",
+    "functions",
+    "guided_choice",
+    "guided_decoding_backend",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "kv_transfer_params",
+    "logprobs",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "return_prompt_text",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "structured_outputs",
+    "suffix",
+    "tools",
+    "top_logprobs",
+    "use_beam_search",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +88,7 @@ class RelayRequest:
         document: The caller's body.
         priority: For vLLM's scheduler, lower first; None leaves the caller's own field.
         report_usage: The caller asked for the final chunk with token counts.
+        resumption: What another engine needs to go on with a broken answer; None where none may.
         judged: Ask the cheaper tiers how sure they are; the caller did not ask for log-probabilities and gets none.
     """
 
@@ -51,6 +99,7 @@ class RelayRequest:
     streamed: bool
     priority: int | None
     report_usage: bool
+    resumption: Resumption | None = None
     judged: bool = False
 
     @property
@@ -78,6 +127,8 @@ class RelayRequest:
             changes["stream_options"] = options
         if self.judged and replica.spec.name is not TierName.PRECISE:
             changes |= CERTAINTY
+        if self.resumption is not None:
+            changes["return_token_ids"] = True
         return self.document.edited(changes)
 
     def _stream_options(self) -> bytes | None:
@@ -96,6 +147,39 @@ class RelayRequest:
             else {"continuous_usage_stats": False}
         )
         return given.edited({"include_usage": True, **more})
+
+
+def resumption_of(document: JsonObject, priority: int, *, choices: int, chat: bool) -> Resumption | None:
+    """Return what continuing the streamed answer of a request needs; None where it must not be continued.
+
+    Args:
+        document: The request's body.
+        priority: For vLLM's scheduler.
+        choices: Answers that it asks for.
+        chat: Whether it is a chat, not a completion.
+    """
+    form = document.get("response_format")
+    plain = form is None or (isinstance(form, dict) and form.get("type") == "text")
+    options = document.get("stream_options")
+    counting = isinstance(options, dict) and options.get("continuous_usage_stats")
+    if choices != 1 or not plain or counting or any(document.get(name) for name in _NOT_RESUMABLE):
+        return None
+    messages = document.get("messages")
+    if isinstance(messages, list) and not all(map(_is_text, messages)):
+        return None
+    limit = (as_integer(document.get("max_completion_tokens")) if chat else None) or as_integer(
+        document.get("max_tokens", None if chat else DEFAULT_COMPLETION)
+    )
+    values = ((name, document.get(name)) for name in _SAMPLING)
+    return Resumption(limit, {name: value for name, value in values if value is not None}, priority)
+
+
+def _is_text(message: Any) -> bool:
+    """Tell whether a message holds nothing but text."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, list):
+        return all(isinstance(part, dict) and part.get("type") == "text" for part in content)
+    return content is None or isinstance(content, str)
 
 
 class WholeRelay(Exchange):
@@ -124,8 +208,11 @@ class WholeRelay(Exchange):
 class EventRelay(Exchange):
     """A stream that has begun: its events up to the first token are here, the rest can be read."""
 
-    def __init__(self, attempt: Attempt, *, report_usage: bool, judged: bool = False) -> None:
+    def __init__(self, attempt: Attempt, *, report_usage: bool, judged: bool = False, resumable: bool = False) -> None:
         super().__init__(attempt)
+        self.progress = Progress() if resumable else None
+        self._template: dict[str, Any] = {}
+        self._chat = False
         self._judged = judged and attempt.tier is not TierName.PRECISE
         self.media_type = attempt.response.headers.get("content-type", "text/event-stream; charset=utf-8")
         self._report_usage = report_usage
@@ -162,9 +249,26 @@ class EventRelay(Exchange):
     async def chunks(self) -> AsyncIterator[bytes]:
         """Yield the engine's events, whole ones, as they come; the last one is ``[DONE]``.
 
+        What other engines go on with looks as if the first one had sent it.
+
         Raises:
-            EngineBroke: The engine failed, or no token came in time. What was yielded holds no end.
+            EngineBroke: The engine failed, or no token came in time, and no other could go on. What was yielded holds no
+                end.
         """
+        broken: EngineBroke | None = None
+        try:
+            async for data in self._own():
+                yield data
+        except EngineBroke as error:
+            broken = error
+        if broken is not None:
+            async for piece in self._resumed(broken):
+                yield self._as_event(piece)
+            yield self._ending()
+        self._complete = True
+
+    async def _own(self) -> AsyncIterator[bytes]:
+        """Yield what the first engine computes."""
         batch: list[bytes] | None = self._held
         while batch is not None:
             _check(batch)
@@ -174,7 +278,27 @@ class EventRelay(Exchange):
             if self._ended:
                 break
             batch = await self._next(self._batches)
-        self._complete = True
+
+    def _as_event(self, piece: Piece) -> bytes:
+        """Return a piece as the first engine would have sent it."""
+        choice: dict[str, Any] = {"index": 0}
+        if self._chat:
+            choice["delta"] = {"content": piece.text}
+        else:
+            choice["text"] = piece.text
+        choice |= {"logprobs": None, "finish_reason": piece.finish_reason}
+        if piece.finish_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
+        return b"data: " + to_json({**self._template, "choices": [{**choice, "token_ids": None}]}) + SEPARATOR
+
+    def _ending(self) -> bytes:
+        """Return the end of a continued answer, which says so in a comment: clients skip those."""
+        tiers = " ".join(continued_on(self))
+        comment = b": continued on " + tiers.encode() + SEPARATOR
+        if not self._report_usage:
+            return comment + DONE + SEPARATOR
+        counts = to_json({**self._template, "choices": [], "usage": self.usage})
+        return comment + b"data: " + counts + SEPARATOR + DONE + SEPARATOR
 
     def _relayed(self, event: bytes) -> bytes | None:
         """Note what an event says, and return it as it is relayed; None: left out."""
@@ -186,7 +310,10 @@ class EventRelay(Exchange):
             self._note_usage(chunk["usage"])
             if not chunk.get("choices") and not self._report_usage:
                 return None
-        self._produced()
+        tokens = 1
+        if self.progress is not None:
+            tokens, event = self._followed(self.progress, event)
+        self._produced(tokens)
         if self._judged and _LOGPROBS in event:
             event = _without_logprobs(event)
         if _FINISHED in event:
@@ -195,6 +322,22 @@ class EventRelay(Exchange):
             if fingerprint and not self._report_usage and _FINGERPRINT not in event and event.endswith(b"}"):
                 return event[:-1] + b',"system_fingerprint":' + to_json(fingerprint) + b"}"
         return event
+
+    def _followed(self, progress: Progress, event: bytes) -> tuple[int, bytes]:
+        """Note an event's tokens; return how many they are, and the event without their ids: nobody asked for those."""
+        chunk = _parse(event)
+        choice: dict[str, Any] = next(iter(chunk.get("choices") or ()), {})
+        progress.prompt_ids = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids") or progress.prompt_ids
+        delta = choice.get("delta")
+        self._chat = self._chat or delta is not None
+        text = choice.get("text") if delta is None else delta.get("content")
+        if delta and not delta.keys() <= {"role", "content"}:
+            progress.resumable = False  # reasoning, or a tool call: not text that could be gone on with
+        ids = choice.get("token_ids") or ()
+        progress.note(Piece(text or "", tuple(ids), choice.get("finish_reason")))
+        if not self._template:
+            self._template = {name: chunk.get(name) for name in ("id", "object", "created", "model")}
+        return len(ids) or 1, _IDS.sub(rb'"\1":null', event)
 
     async def _read(self, response: httpx.Response) -> AsyncIterator[list[bytes]]:
         """Yield whole events, those that came together in one list.

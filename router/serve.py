@@ -18,10 +18,11 @@ from router.keys import KeyStore
 from router.server import Server
 from router.takeover import TakeoverError, control_path, handing_over
 from router.telemetry import engine_target, make_telemetry
+from tiers.breaker import BreakerOptions
 from tiers.canary import Canary
 from tiers.checkpoint import Checkpoint, check_alike
 from tiers.errors import EngineError
-from tiers.fleet import Fleet
+from tiers.fleet import Fleet, FleetOptions
 from tiers.operations import OperationOptions
 from tiers.plan import Plan, machine_name, make_plan, read_machine
 from tiers.spec import EngineLaunch, ReplicaState, TierName, TierSpec
@@ -196,7 +197,7 @@ async def run(
     """
     settings = deployment.settings
     telemetry = make_telemetry(version, record_prompts=settings.telemetry.record_prompts)
-    fleet = Fleet(deployment.specs, machine=machine_name())
+    fleet = Fleet(deployment.specs, machine=machine_name(), options=fleet_options(settings))
     supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), on_change)
     server = _server(deployment, supervisor, telemetry, keys)
     server.end_on_signals()
@@ -286,6 +287,23 @@ async def _one_ready(fleet: Fleet, server: Server) -> bool:
             return True
         await asyncio.sleep(0.1)
     return False
+
+
+def fleet_options(settings: Settings) -> FleetOptions:
+    """Return when replicas are spared."""
+    admission, upstream = settings.admission, settings.upstream
+    return FleetOptions(
+        breaker=BreakerOptions(
+            failures=upstream.breaker_failures,
+            failure_share=upstream.breaker_failure_share,
+            pause_s=upstream.breaker_pause_s,
+            longest_pause_s=upstream.breaker_longest_pause_s,
+        ),
+        adaptive_limit=admission.adaptive_limit,
+        kv_open=admission.kv_open,
+        kv_close=admission.kv_close,
+        long_prompt_tokens=admission.long_prompt_tokens,
+    )
 
 
 def supervisor_options(settings: Settings, machine: str) -> SupervisorOptions:

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import httpx
@@ -24,10 +24,11 @@ from httpx_aiohttp import AiohttpTransport
 from pydantic_core import from_json
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
     from opentelemetry.trace import Span
 
+    from router.continuation import Piece, Progress, Resumption
     from router.decision import Decision
     from router.settings import UpstreamSettings
     from router.telemetry import Telemetry
@@ -109,8 +110,16 @@ class EngineRequest(Protocol):
         """Tell whether the cheaper tiers are asked how sure they are of their first tokens."""
 
     @property
+    def priority(self) -> int | None:
+        """Return its priority for vLLM's scheduler, lower first; None where it has none of its own."""
+
+    @property
     def chat(self) -> Sequence[Any] | None:
         """Return its messages, where the same could be asked of another tier; None where not."""
+
+    @property
+    def resumption(self) -> Resumption | None:
+        """Return what another engine needs to go on with a broken answer; None where none may."""
 
     @property
     def parameters(self) -> Mapping[str, float]:
@@ -145,7 +154,14 @@ T = TypeVar("T")
 
 
 class Exchange(ABC):
-    """A request that an engine answers: its lease, its span, its times and its usage. Close it, however it ends."""
+    """A request that an engine answers: its lease, its span, its times and its usage. Close it, however it ends.
+
+    Attributes:
+        tier: That began the answer.
+        progress: What its caller has of it, where another engine could go on from there.
+        resume: Goes on with it elsewhere, where that may be.
+        parts: What other engines computed of it, in order.
+    """
 
     def __init__(self, attempt: Attempt) -> None:
         self.tier = attempt.tier
@@ -155,6 +171,9 @@ class Exchange(ABC):
         self.finish_reason: str | None = None
         self.error: UpstreamError | None = None
         self.escalation: str | None = None
+        self.progress: Progress | None = None
+        self.resume: Callable[[Exchange, EngineBroke], AsyncIterator[Piece]] | None = None
+        self.parts: list[Exchange] = []
         self._attempt = attempt
         self._pending: asyncio.Future[Any] | None = None
         self._first_at = self._last_at = 0.0
@@ -206,7 +225,13 @@ class Exchange(ABC):
         return self.usage.get("completion_tokens", self._tokens)
 
     async def aclose(self, error: BaseException | None = None) -> None:
-        """Give the lease back, close the connection (which aborts an unfinished request) and end the span."""
+        """End all of it: the lease goes back, the connection is closed, which aborts what is unfinished, the span ends."""
+        for part in self.parts:
+            await part.aclose(error)
+        await self.abandon(error)
+
+    async def abandon(self, error: BaseException | None) -> None:
+        """End this engine's part of it. Only the first call counts."""
         if self._closed:
             return
         self._closed = True
@@ -233,11 +258,25 @@ class Exchange(ABC):
         """Note that the first token goes out only now."""
         self.ttft_ms = (time.monotonic() - self._attempt.opened) * 1000
 
-    def _produced(self) -> None:
-        """Note one more token."""
+    def _produced(self, tokens: int = 1) -> None:
+        """Note more tokens."""
         self._last_at = time.monotonic()
-        self._tokens += 1
-        self._attempt.lease.produced()
+        self._tokens += tokens
+        self._attempt.lease.produced(tokens)
+
+    async def _resumed(self, broken: EngineBroke) -> AsyncIterator[Piece]:
+        """Yield the rest of an answer that broke, from other engines.
+
+        Raises:
+            EngineBroke: None could go on, or none may.
+        """
+        if self.resume is None or self.progress is None:
+            raise broken
+        async for piece in self.resume(self, broken):
+            self._last_at = time.monotonic()
+            self._tokens += len(piece.token_ids)
+            yield piece
+        self.usage, self.finish_reason = self.progress.usage, self.progress.finish_reason
 
     async def _next(self, source: AsyncIterator[T]) -> T | None:
         """Read one more item, or None at the end.
@@ -291,6 +330,32 @@ class Exchange(ABC):
 E = TypeVar("E", bound=Exchange)
 
 
+@dataclass(slots=True)
+class RetryBudget:
+    """Bounds what retries add to the load of engines that fail already: each request earns a share of one.
+
+    As Finagle's RetryBudget, and for its reason: a fixed number of attempts multiplies the load when all fail.
+    """
+
+    share: float
+    reserve: int
+    _left: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._left = float(self.reserve)
+
+    def earn(self) -> None:
+        """Note a request."""
+        self._left = min(self._left + self.share, float(self.reserve))
+
+    def take(self) -> bool:
+        """Take one retry; False: there is none left."""
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
 def make_transport(max_connections: int) -> httpx.AsyncBaseTransport:
     """Return the pooled transport to the engines.
 
@@ -315,6 +380,7 @@ class Upstream:
     ) -> None:
         self._fleet, self._transport, self._options, self._telemetry = fleet, transport, options, telemetry
         self._passing = asyncio.Semaphore(PASSED_AT_ONCE)
+        self._retries = RetryBudget(options.retry_share, options.retry_reserve)
         self._timeouts = {"connect": options.connect_timeout_s, "pool": options.connect_timeout_s}
 
     async def open(
@@ -323,6 +389,10 @@ class Upstream:
         request: EngineRequest,
         kind: Callable[[Attempt], E],
         opened: float | None = None,
+        *,
+        lease: Lease | None = None,
+        exclude: Collection[str] = (),
+        over_limit: bool = False,
     ) -> E:
         """Try the chosen tier, then the fallbacks, until an answer has begun.
 
@@ -331,6 +401,9 @@ class Upstream:
             request: What to ask.
             kind: Makes the answer, which says how it is read.
             opened: When the request was first sent, by the monotonic clock; None: now.
+            lease: A place on the chosen tier; None: one is taken here.
+            exclude: Replicas that are not to be tried.
+            over_limit: Take places beyond what replicas are to have.
 
         Raises:
             EngineRefused: An engine says that the request is wrong.
@@ -341,22 +414,37 @@ class Upstream:
         assert decision.tier is not None
         tried: dict[str, str] = {}
         opened = opened or time.monotonic()
+        self._retries.earn()
         for tier in (decision.tier, *decision.fallbacks):
             while len(tried) < self._options.attempts:
-                query = decision.query
-                lease = self._fleet.lease(
-                    tier, prompt_tokens=query.prompt_tokens, max_tokens=query.max_tokens, exclude=tried
-                )
+                lease = lease or self._lease(tier, decision, {*tried, *exclude}, over_limit=over_limit or bool(tried))
                 if lease is None:
                     break
+                if tried and not self._retries.take():
+                    lease.release()
+                    raise NoEngineAnswered(f"{_causes(tried)}; no further attempt, since too many fail")
                 try:
                     return await self._attempt(tier, lease, request, len(tried), kind, opened)
                 except (EngineUnreachable, EngineFailed, EngineBroke) as error:
                     tried[lease.replica.id] = str(error)
+                    lease = None
         if not tried:
             raise NoPlace(f"every place on {', '.join((decision.tier, *decision.fallbacks))} is taken")
-        causes = "; ".join(f"{replica}: {cause}" for replica, cause in tried.items())
-        raise NoEngineAnswered(causes)
+        raise NoEngineAnswered(_causes(tried))
+
+    def take_retry(self) -> bool:
+        """Take one further attempt from the budget; False: there is none left."""
+        return self._retries.take()
+
+    def _lease(self, tier: TierName, decision: Decision, exclude: Collection[str], *, over_limit: bool) -> Lease | None:
+        query = decision.query
+        return self._fleet.lease(
+            tier,
+            prompt_tokens=query.prompt_tokens,
+            max_tokens=query.max_tokens,
+            exclude=exclude,
+            over_limit=over_limit,
+        )
 
     async def pass_on(self, url: str, api_key: str, path: str, body: bytes) -> tuple[int, str, bytes]:
         """Pass a small request on to an engine, without a lease, and return status, media type and body.
@@ -439,6 +527,10 @@ class Upstream:
             content=request.body(replica),
             extensions={"timeout": self._timeouts},
         )
+
+
+def _causes(tried: Mapping[str, str]) -> str:
+    return "; ".join(f"{replica}: {cause}" for replica, cause in tried.items())
 
 
 async def body_of(response: httpx.Response, limit: int | None = None) -> bytes:

@@ -28,6 +28,7 @@ _COUNTER = re.compile(
     r"|prefix_cache_hits_total|prefix_cache_queries_total)(?:\{[^}]*\})? (\S+)$",
     re.MULTILINE,
 )
+_KV_TOKENS = re.compile(r'^vllm:cache_config_info\{[^}]*kv_cache_size_tokens="(\d+)"', re.MULTILINE)
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
@@ -108,7 +109,13 @@ class EngineProbe:
         counted: dict[str, float] = {}
         for name, value in _COUNTER.findall(page):
             counted[name] = counted.get(name, 0.0) + float(value)
-        gauges = Gauges(int(found["num_requests_running"]), int(found.get("num_requests_waiting", 0)), usage)
+        size = _KV_TOKENS.search(page)
+        gauges = Gauges(
+            running=int(found["num_requests_running"]),
+            waiting=int(found.get("num_requests_waiting", 0)),
+            kv_cache_usage=usage,
+            kv_cache_tokens=int(size[1]) if size else None,
+        )
         return gauges, Counters(
             prompt_tokens=counted.get("prompt_tokens_total", 0.0),
             output_tokens=counted.get("generation_tokens_total", 0.0),

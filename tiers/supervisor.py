@@ -210,6 +210,8 @@ class Supervisor:
         level = logging.WARNING if wrong or again else logging.INFO
         log.log(level, "%s is %s%s", replica.id, state.value, f": {detail}" if detail else "")
         self._on_change(replica)
+        if state is ReplicaState.READY:
+            self.fleet.on_room()
 
     async def _run_here(self, engine: Engine, launch: EngineLaunch) -> None:
         """Take an engine of our own through its life, and start it again after each end but a first that failed."""

@@ -185,8 +185,11 @@ def test_fifty_varied_chats_are_answered_alike(engine: Side, router: Side) -> No
 @pytest.mark.parametrize("feature", sorted(FEATURES.keys() - {"prompt_logprobs (vLLM)"}))
 def test_streams_are_the_engines_own(engine: Side, router: Side, feature: str) -> None:
     """Chunk for chunk, a stream is what the engine would have sent: deltas, tool calls, logprobs, finish reasons."""
-    direct = chunks(ask(engine, stream=True, **FEATURES[feature]))
-    routed = chunks(ask(router, stream=True, **FEATURES[feature]))
+    for _ in range(3):  # an engine on a busy machine puts several tokens into one chunk
+        direct = chunks(ask(engine, stream=True, **FEATURES[feature]))
+        routed = chunks(ask(router, stream=True, **FEATURES[feature]))
+        if len(direct) == len(routed):
+            break
     if feature in {"n", "tools, auto", "tools, required"}:  # choices interleave by chance, tool calls get random ids
         assert text_of(routed) == text_of(direct)
         assert arguments_of(routed) == arguments_of(direct)

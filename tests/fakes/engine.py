@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 ANSWER = ("The", " capital", " of", " France", " is", " Paris", ".")
 TEMPLATE_TOKENS = 6
+PIECE = 1000  # id of an answer's first piece
 FINGERPRINT = "fake-1"
 
 
@@ -38,7 +39,7 @@ class Behaviour:
     """How the fake behaves; change it between requests.
 
     Attributes:
-        answer: Pieces of every answer.
+        answer: Pieces of every answer, one a token; one without text is a token that ends within a character.
         delay_s: Before the first piece, and between pieces.
         status: HTTP status of generations.
         error: Body of a generation that is not 200.
@@ -133,9 +134,16 @@ class FakeEngine:
     async def _detokenize(self, request: Request) -> Response:
         body = await request.json()
         try:
-            return JSONResponse({"prompt": " ".join("x" * n for n in body["tokens"])})
+            return JSONResponse({"prompt": self._text(body["tokens"])})
         except (KeyError, TypeError) as error:
             return _refused(str(error))
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """Return the text of ids: the answer's pieces have ids of their own, of other words only the length is known."""
+        if not ids or min(ids) < PIECE:
+            return " ".join("x" * token for token in ids)
+        pieces = [self.behaviour.answer[token - PIECE] for token in ids]
+        return "".join(pieces) + ("" if pieces[-1] else "\ufffd")  # no text yet: the first part of a character
 
     def _ids(self, text: str) -> list[int]:
         return [self.behaviour.vocabulary + len(word) for word in text.split()]
@@ -195,9 +203,11 @@ class FakeEngine:
         last = {"system_fingerprint": FINGERPRINT}  # on the last chunk, whichever that is
         try:
             if chat:
-                yield self._chunk({"role": "assistant", "content": ""}, None, chat=True)
-            pieces = b.answer[: int(body.get("max_tokens") or 16)]
-            for number, piece in enumerate(pieces):
+                ids = {"prompt_token_ids": [1, 2, 3] if body.get("return_token_ids") else None}
+                yield self._chunk({"role": "assistant", "content": ""}, None, chat=True, **ids)
+            done = self._done(body)
+            pieces = b.answer[done : done + int(body.get("max_tokens") or 16)]
+            for number, piece in enumerate(pieces, done):
                 await asyncio.sleep(b.delay_s)
                 if number == b.break_after:
                     raise ConnectionResetError
@@ -207,9 +217,15 @@ class FakeEngine:
                     yield b'data: {"error": {"message": "engine died", "code": 500}}\n\n'
                     return
                 b.tokens += 1
-                yield self._chunk({"content": piece}, None, chat=chat, logprobs=self._logprobs(body, (number,)))
+                ids = [PIECE + number] if body.get("return_token_ids") else None
+                logprobs = self._logprobs(body, (number,))
+                prompt = [1, 2, 3] if ids and number == done else None
+                yield self._chunk({"content": piece}, None, chat=chat, logprobs=logprobs, ids=ids, prompt=prompt)
+            if b.break_after == done + len(pieces):
+                raise ConnectionResetError
             more = {} if counted else last
-            yield self._chunk({"content": ""}, self._reason(pieces), chat=chat, **more)
+            reason = "length" if done + len(pieces) < len(b.answer) else "stop"
+            yield self._chunk({"content": ""}, reason, chat=chat, **more)
             if counted:
                 yield self._event({"choices": [], "usage": self._usage(pieces), **last})
             yield b"data: [DONE]\n\n"
@@ -248,10 +264,19 @@ class FakeEngine:
         *,
         chat: bool,
         logprobs: dict[str, Any] | None = None,
-        **more: str,
+        ids: list[int] | None = None,
+        prompt: list[int] | None = None,
+        **more: Any,
     ) -> bytes:
-        part: dict[str, Any] = {"delta": delta, "logprobs": logprobs} if chat else {"text": delta["content"]}
-        return self._event({"choices": [{"index": 0, **part, "finish_reason": reason}], **more})
+        part: dict[str, Any] = {"delta": delta, "logprobs": logprobs}
+        if not chat:
+            part = {"text": delta["content"], "prompt_token_ids": prompt}
+        return self._event({"choices": [{"index": 0, **part, "finish_reason": reason, "token_ids": ids}], **more})
+
+    def _done(self, body: dict[str, Any]) -> int:
+        """Return how many pieces of the answer are in the prompt already."""
+        prompt = body.get("prompt")
+        return sum(token >= PIECE for token in prompt) if isinstance(prompt, list) and body.get("stream") else 0
 
     def _fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         return {"id": "x", "object": "chunk", "created": int(time.time()), "model": self._model, **fields}

@@ -14,6 +14,7 @@ import httpx
 from classifier import EstimatingCounter
 from router.app import create_app
 from router.keys import KeyStore
+from router.serve import fleet_options
 from router.settings import PROJECT, Settings, load_settings
 from router.telemetry import Telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
@@ -65,7 +66,7 @@ async def router_stack(
             TierSpec(n, tier.max_model_len, tier.max_num_seqs, tier.max_in_flight, urls=(urls[n],))
             for n, tier in ((n, getattr(settings.tiers, n.value)) for n in TierName)
         )
-        fleet = Fleet(specs)
+        fleet = Fleet(specs, options=fleet_options(settings))
         supervisor = Supervisor(fleet, SupervisorOptions(log_dir=tmp_path))
         supervisor.start([], specs)
         cleanup.push_async_callback(supervisor.stop)

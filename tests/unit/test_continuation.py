@@ -1,0 +1,242 @@
+"""An answer whose engine fails midway goes on elsewhere: no character lost, none repeated, and the caller is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from router.continuation import Seam
+from tests.fakes.engine import PIECE, Behaviour
+from tests.unit.router_stack import Stack, events, router_stack
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.anyio
+WORDS = ("The", " capital", " of", " France", " is", " Paris", ",", " on", " the", " Seine", ".")
+TEXT = "".join(WORDS)
+# Two characters of which each takes two tokens.
+CUT = ("Paris", " caf", "", "\u00e9", " ", "", "\U0001f5fc", " end")
+
+
+@asynccontextmanager
+async def faulty_stack(
+    tmp_path: Path,
+    faults: dict[str, dict[str, Any]],
+    answer: tuple[str, ...] = WORDS,
+    overrides: dict[str, Any] | None = None,
+    tracing: TracerProvider | None = None,
+) -> AsyncIterator[Stack]:
+    """Run a router over three engines with one answer, which fail as told once they are ready."""
+    behaviours = {name.value: Behaviour(answer=answer) for name in TierName}
+    async with router_stack(tmp_path, overrides, tracing, **behaviours) as stack:
+        for name, fault in faults.items():
+            for key, value in fault.items():
+                setattr(behaviours[name], key, value)
+        yield stack
+
+
+def chunks(text: str) -> list[dict[str, Any]]:
+    """Return the chunks of one of OpenAI's streams, without its end."""
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def content(text: str) -> str:
+    """Return the text of a chat's stream."""
+    return "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks(text) if c["choices"])
+
+
+async def chat(stack: Stack, **more: Any) -> str:
+    """Stream a chat from ``fast``."""
+    body = {"model": "fast", "messages": [{"role": "user", "content": "hi"}], "stream": True, **more}
+    return (await stack.client.post(f"{stack.url}/v1/chat/completions", json=body)).text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    "fault", [{"break_after": 3}, {"error_after": 3}, {"stall_after": 3}], ids=lambda f: next(iter(f))
+)
+async def test_another_tier_goes_on(tmp_path: Path, fault: dict[str, Any], *, stream: bool) -> None:
+    """A death, an error and a stall midway: the answer is whole, and its end says who went on."""
+    overrides = {"upstream": {"token_timeout_s": 0.3}}
+    async with faulty_stack(tmp_path, {"fast": fault}, overrides=overrides) as stack:
+        answer = await stack.generate(tier="fast", max_tokens=64, stream=stream, temperature=0.5)
+        if stream:
+            found = events(answer.text)
+            assert [name for name, _ in found] == ["message"] * len(WORDS) + ["done"]
+            last = found[-1][1]
+            assert "".join(data["text"] for name, data in found if name == "message") == TEXT
+        else:
+            last = answer.json()
+            assert last["text"] == TEXT
+        assert last["tier"] == "fast"
+        assert last["continued_on"] == ["balanced"]
+        assert last["finish_reason"] == "stop"
+        assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": len(WORDS), "total_tokens": 3 + len(WORDS)}
+        asked = stack.engines[TierName.BALANCED].requests[-1]
+        assert asked["prompt"] == [1, 2, 3, PIECE, PIECE + 1, PIECE + 2]
+        assert asked["max_tokens"] == 61
+        assert asked["temperature"] == 0.5
+        assert stack.leases() == 0
+
+
+async def test_openai_streams_go_on_as_one_stream(tmp_path: Path) -> None:
+    """All chunks look as if one engine had sent them; token counts come once; a comment tells of the switch."""
+    async with faulty_stack(tmp_path, {"fast": {"break_after": 4}}) as stack:
+        text = await chat(stack, max_tokens=64, seed=7, stop=["\n\n"], stream_options={"include_usage": True})
+        found = chunks(text)
+        assert content(text) == TEXT
+        assert len({(c["id"], c["created"], c["model"], c["object"]) for c in found}) == 1
+        assert not [c for c in found for choice in c["choices"] if choice["token_ids"] is not None]
+        assert found[0]["prompt_token_ids"] is None
+        assert found[-1]["usage"]["completion_tokens"] == len(WORDS)
+        assert [c["choices"][0]["finish_reason"] for c in found if c["choices"]][-1] == "stop"
+        assert text.count("data: [DONE]") == 1
+        assert "\n: continued on balanced\n" in text
+        asked = stack.engines[TierName.BALANCED].requests[-1]
+        assert (asked["seed"], asked["stop"]) == (7, ["\n\n"])
+        text = await chat(stack, qarr={"report": True})
+        assert next(c["qarr"] for c in chunks(text) if "qarr" in c)["continued_on"] == ["balanced"]
+        assert stack.leases() == 0
+
+
+async def test_completions_go_on(tmp_path: Path) -> None:
+    """The same for a completion of plain text, whose own default of 16 tokens holds for all of it."""
+    async with faulty_stack(tmp_path, {"fast": {"break_after": 4}}) as stack:
+        body = {"model": "fast", "prompt": "The", "stream": True}
+        text = (await stack.client.post(f"{stack.url}/v1/completions", json=body)).text
+        assert "".join(c["choices"][0]["text"] for c in chunks(text)) == TEXT
+        assert stack.engines[TierName.BALANCED].requests[-1]["max_tokens"] == 12
+
+
+@pytest.mark.parametrize("after", range(1, len(CUT) + 1))
+async def test_a_character_that_was_cut_in_two_comes_whole(tmp_path: Path, after: int) -> None:
+    """Wherever the engine dies: a token without text yet is computed again, and counted once."""
+    async with faulty_stack(tmp_path, {"fast": {"break_after": after}}, CUT) as stack:
+        found = events((await stack.generate(tier="fast", max_tokens=64)).text)
+        assert "".join(data["text"] for name, data in found if name == "message") == "".join(CUT)
+        assert found[-1][1]["usage"]["completion_tokens"] == len(CUT)
+
+
+async def test_the_next_engine_may_fail_as_well(tmp_path: Path) -> None:
+    """Each goes on from where the last one stopped; the trace tells of every switch."""
+    exporter = InMemorySpanExporter()
+    tracing = TracerProvider()
+    tracing.add_span_processor(SimpleSpanProcessor(exporter))
+    faults = {"fast": {"break_after": 3}, "balanced": {"break_after": 6}}
+    async with faulty_stack(tmp_path, faults, tracing=tracing) as stack:
+        found = events((await stack.generate(tier="fast", max_tokens=64)).text)
+        assert "".join(data["text"] for name, data in found if name == "message") == TEXT
+        assert found[-1][1]["continued_on"] == ["balanced", "precise"]
+        assert stack.engines[TierName.PRECISE].requests[-1]["prompt"][-1] == PIECE + 5
+        assert stack.leases() == 0
+    switches = [e.attributes for s in exporter.get_finished_spans() for e in s.events if e.name == "qarr.continuation"]
+    assert [(s["qarr.replica"], s["qarr.continued_on"], s["qarr.continued_tokens"]) for s in switches if s] == [
+        ("fast-0", "balanced-0", 3),
+        ("fast-0", "precise-0", 6),
+    ]
+
+
+async def test_an_end_that_got_lost_is_added(tmp_path: Path) -> None:
+    """All tokens that were asked for had come: nothing is left to compute."""
+    async with faulty_stack(tmp_path, {"fast": {"break_after": 4}}) as stack:
+        found = events((await stack.generate(tier="fast", max_tokens=4)).text)
+        assert "".join(data["text"] for name, data in found if name == "message") == "The capital of France"
+        assert found[-1][1]["finish_reason"] == "length"
+        assert not stack.engines[TierName.BALANCED].requests
+
+
+async def test_nobody_left_to_go_on_is_an_error(tmp_path: Path) -> None:
+    """The stream ends with the error, never as if it were whole."""
+    faults = {"fast": {"break_after": 3}, "balanced": {"status": 500}, "precise": {"status": 500}}
+    async with faulty_stack(tmp_path, faults) as stack:
+        found = events((await stack.generate(tier="fast")).text)
+        assert found[-1][0] == "error"
+        assert found[-1][1]["type"].endswith("stream-broken")
+        assert "[DONE]" not in await chat(stack)
+        assert stack.leases() == 0
+
+
+async def test_a_required_tier_is_not_left(tmp_path: Path) -> None:
+    """``require`` holds for the rest of the answer as well."""
+    async with faulty_stack(tmp_path, {"fast": {"break_after": 3}}) as stack:
+        found = events((await stack.generate(tier="fast", tier_policy="require")).text)
+        assert found[-1][0] == "error"
+        assert not stack.engines[TierName.BALANCED].requests
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"response_format": {"type": "json_object"}},
+        {"logprobs": True},
+        {"n": 2},
+    ],
+    ids=lambda m: next(iter(m)),
+)
+async def test_what_has_a_structure_is_not_continued(tmp_path: Path, more: dict[str, Any]) -> None:
+    """Half a tool call or half an object is no start for another engine: the error says that it broke."""
+    async with faulty_stack(tmp_path, {"fast": {"break_after": 3}}) as stack:
+        text = await chat(stack, **more)
+        assert chunks(text)[-1]["error"]["code"] == "stream_broken"
+        assert "[DONE]" not in text
+        assert not stack.engines[TierName.BALANCED].requests
+        assert not stack.engines[TierName.FAST].requests[-1].get("return_token_ids")
+
+
+async def test_a_client_that_leaves_a_continued_answer_frees_both_engines(tmp_path: Path) -> None:
+    """The lease and the connection of the engine that went on are given back."""
+    faults = {"fast": {"break_after": 2}, "balanced": {"delay_s": 0.2}}
+    async with faulty_stack(tmp_path, faults) as stack:
+        body = {"prompt": "hi", "tier": "fast", "max_tokens": 64}
+        async with stack.client.stream("POST", f"{stack.url}/generate", json=body) as response:
+            async for line in response.aiter_lines():
+                if "France" in line:
+                    break
+        async with asyncio.timeout(10):
+            while stack.leases() or any(b.running for b in stack.engines.values()):
+                await asyncio.sleep(0.02)
+
+
+def reference(text: str, stops: list[str], *, include: bool) -> str:
+    """Return what one engine would have answered: up to the stop string that is complete first."""
+    ends = [(text.find(s) + len(s), text.find(s), s) for s in stops if s in text]
+    if not ends:
+        return text
+    first = min(end for end, _, _ in ends)
+    _, start, stop = next(e for e in ends if e[0] == first)
+    return text[: start + (len(stop) if include else 0)]
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=2), st.data())
+def test_a_stop_string_across_the_seam_is_seen(text: str, stops: list[str], data: st.DataObject) -> None:
+    """Whatever the texts and wherever the cut: one engine and two give the same answer."""
+    include = data.draw(st.booleans())
+    cut = data.draw(st.integers(0, len(text)))
+    hold = 0 if include else max(map(len, stops), default=1) - 1
+    before, after = text[:cut], text[cut:]
+    if any(stop in before for stop in stops):
+        return  # the first engine ended it
+    sent = before[: max(len(before) - hold, 0)]
+    seam = Seam(sent, before[len(sent) :], stops, include=include)
+    out, left = sent, reference(after, stops, include=include)  # the second engine sees only its own text
+    for at, character in enumerate(left):
+        out += seam.pass_on(character, last=at == len(left) - 1)
+        if seam.stopped is not None:
+            break
+    else:
+        out += seam.pass_on("", last=True)
+    expected = reference(text, stops, include=include)
+    assert out == expected
