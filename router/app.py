@@ -95,9 +95,7 @@ def create_app(
         operations: What operators may do; None: nothing.
     """
     doors = doors or Doors()
-    # A tier without URLs has one engine, and for a while a second one that takes its place.
-    places = sum(spec.max_in_flight * (len(spec.urls) or 2) for spec in fleet.specs)
-    upstream = Upstream(fleet, make_transport(places + PASSED_AT_ONCE), settings.upstream, telemetry)
+    upstream = Upstream(fleet, make_transport(_places(fleet) + PASSED_AT_ONCE), settings.upstream, telemetry)
     policy = LivePolicy(settings.policy, fleet)
     decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
     quotas = Quotas(settings.state.redis_url.get_secret_value())
@@ -125,15 +123,18 @@ def create_app(
         telemetry=telemetry,
         model=model,
     )
-    status = Status(services, doors)
     admin = Admin(operations, keys).routes() if operations is not None else []
-
+    status = Status(services, doors)
+    handlers = dict.fromkeys(HANDLED, status.problem)
     app = Starlette(
-        routes=[*_routes(services, status), *admin],
-        exception_handlers=dict.fromkeys(HANDLED, status.problem),
-        lifespan=_lifespan(services),
+        routes=[*_routes(services, status), *admin], exception_handlers=handlers, lifespan=_lifespan(services)
     )
     return telemetry.instrument(Gate(app, keys, telemetry, doors))
+
+
+def _places(fleet: Fleet) -> int:
+    """Return the most requests at once. A tier without URLs has one engine, and for a while one that takes its place."""
+    return sum(spec.max_in_flight * (len(spec.urls) or 2) for spec in fleet.specs)
 
 
 def _lifespan(services: Services) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:

@@ -88,7 +88,7 @@ class Canary:
         identity = spec.identity
         if not self.min_agreement or identity is None:
             return
-        given = tuple([await probe.greedy_tokens(model, prompt, TOKENS, timeout_s) for prompt in PROMPTS])
+        given = await probe.greedy_tokens(model, PROMPTS, TOKENS, timeout_s)
         known = self._find(spec.name, identity)
         if known is None:
             record = Golden(

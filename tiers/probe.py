@@ -140,15 +140,17 @@ class EngineProbe:
         body = {"model": model, "prompt": text, "add_special_tokens": False}
         return list((await self._json("POST", "/tokenize", body))["tokens"])
 
-    async def greedy_tokens(self, model: str, prompt: str, count: int, timeout_s: float) -> tuple[int, ...]:
-        """Return the ids of exactly ``count`` tokens with which the engine continues a text greedily.
+    async def greedy_tokens(
+        self, model: str, prompts: Sequence[str], count: int, timeout_s: float
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the ids of exactly ``count`` tokens with which the engine continues each text greedily, all in one batch.
 
         Raises:
             ProbeError: The engine does not answer in time, or without token ids.
         """
         body = {
             "model": model,
-            "prompt": prompt,
+            "prompt": list(prompts),
             "max_tokens": count,
             "temperature": 0,
             "ignore_eos": True,
@@ -156,9 +158,13 @@ class EngineProbe:
         }
         answer = await self._json("POST", COMPLETIONS, body, timeout_s)
         try:
-            return tuple(int(token) for token in answer["choices"][0]["token_ids"])
-        except (KeyError, IndexError, TypeError) as error:
+            choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+            found = tuple(tuple(int(token) for token in choice["token_ids"]) for choice in choices)
+        except (KeyError, TypeError) as error:
             raise ProbeError(f"{self.url}{COMPLETIONS} does not return token ids: it takes a newer vLLM") from error
+        if len(found) != len(prompts):
+            raise ProbeError(f"{self.url}{COMPLETIONS} answers {len(found)} of {len(prompts)} prompts")
+        return found
 
     async def generate(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Generation:
         """Stream one generation and time it.

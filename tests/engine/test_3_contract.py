@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.fakes.engine import FakeEngine, serving
+from tiers.probe import EngineProbe
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Up
@@ -101,3 +102,21 @@ def test_fake_and_real_engine_look_alike(up: Up, tier: str, engine_keys: dict[st
 
     fake, real = asyncio.run(both())
     assert fake == real
+
+
+@pytest.mark.parametrize("tier", ["fast", "balanced", "precise"])
+def test_token_ids_of_several_prompts(up: Up, tier: str, engine_keys: dict[str, str]) -> None:
+    """A list of texts is continued in one answer, each by exactly as many token ids as asked for; the fake does alike."""
+
+    async def asked(url: str, key: str) -> tuple[tuple[int, ...], ...]:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            probe = EngineProbe(client, url, key)
+            model, _ = await probe.model()
+            return await probe.greedy_tokens(model, ("One", "Two, three"), 5, 60)
+
+    async def both() -> list[tuple[tuple[int, ...], ...]]:
+        async with serving(FakeEngine().app) as fake:
+            return [await asked(fake, ""), await asked(up.replica(tier)["url"], engine_keys[tier])]
+
+    for found in asyncio.run(both()):
+        assert [len(ids) for ids in found] == [5, 5]

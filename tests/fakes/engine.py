@@ -186,7 +186,10 @@ class FakeEngine:
                     await asyncio.sleep(3600)
             text, reason = "".join(pieces), self._reason(pieces)
             part = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-            choices = [{"index": 0, **part, "finish_reason": reason, **self._scores(body, len(pieces))}]
+            several = isinstance(body.get("prompt"), list) and isinstance(body["prompt"][0], str)
+            numbers = range(len(body["prompt"]) if several else 1)
+            scores = self._scores(body, len(pieces))
+            choices = [{"index": n, **part, "finish_reason": reason, **scores} for n in numbers]
             rest: dict[str, Any] = {"usage": self._usage(pieces), "system_fingerprint": FINGERPRINT}
             if body.get("return_token_ids"):
                 rest["prompt_token_ids"] = [1, 2, 3]
