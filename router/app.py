@@ -128,7 +128,10 @@ def create_app(
 
 def _routes(services: Services, status: Status) -> list[Endpoint]:
     """Return every route."""
-    models, metrics = Models(services, int(time.time())), Metrics(services.live_check)
+    models, metrics = (
+        Models(services, int(time.time())),
+        Metrics(services.fleet, services.admission, services.live_check),
+    )
     return [
         Endpoint("/generate", Generate(services), methods=["POST"]),
         Endpoint("/route", Route(services), methods=["POST"]),
