@@ -104,8 +104,13 @@ class Admission:
             raise Refused(decision)
         if not self._waiting:
             admitted = self._place(decision, key_id, 0.0)
+            if admitted is None and decision.tier is not None:  # others came first
+                decision = decide(decision.query, self._fleet.snapshot(), self._policy.table)
+                admitted = self._place(decision, key_id, 0.0)
             if admitted is not None:
                 return admitted
+            if decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY:
+                raise Refused(decision)
         with self._telemetry.admission() as span:
             admitted = await self._wait(self._enqueue(decision, key_id, priority))
             span.set_attribute("qarr.waited_ms", admitted.waited_ms)
