@@ -14,10 +14,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
+from router.admin import Admin
 from router.admission import Admission
 from router.context import BodyTooLarge, ClientGone, context_of
 from router.continuation import Continuation
 from router.decision_log import DecisionLog
+from router.doors import Doors
 from router.escalation import Escalation
 from router.gate import Gate
 from router.generate import Generate, Route
@@ -27,16 +29,18 @@ from router.live_policy import LivePolicy
 from router.metrics import Metrics
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
 from router.openapi import document
-from router.problems import BeyondKey, NoEmbeddings, Refused, UnknownModel, describe
+from router.problems import BeyondKey, NoEmbeddings, NotAdmin, Refused, UnknownModel, describe
 from router.quota import OverQuota, Quotas
 from router.samples import PromptSamples
 from router.services import Services
 from router.upstream import PASSED_AT_ONCE, Upstream, UpstreamError, make_transport
 from router.wire import InvalidBody, render_fleet
+from tiers.errors import NotPossible, UnknownReplica
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
+    from contextlib import AbstractAsyncContextManager
 
     from starlette.requests import Request
     from starlette.types import ASGIApp
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
     from router.settings import Settings
     from router.telemetry import Telemetry
     from tiers.fleet import Fleet
+    from tiers.operations import Operations
 
 # Handlers are looked up by exception type, Exception last: whatever is not listed is a 500 without details.
 HANDLED = (
@@ -54,6 +59,9 @@ HANDLED = (
     UnknownModel,
     NoEmbeddings,
     BeyondKey,
+    NotAdmin,
+    UnknownReplica,
+    NotPossible,
     OverQuota,
     Refused,
     ClientGone,
@@ -64,7 +72,15 @@ HANDLED = (
 
 
 def create_app(
-    settings: Settings, fleet: Fleet, counter: TokenCounter, telemetry: Telemetry, model: str, *, keys: KeyStore
+    settings: Settings,
+    fleet: Fleet,
+    counter: TokenCounter,
+    telemetry: Telemetry,
+    model: str,
+    *,
+    keys: KeyStore,
+    doors: Doors | None = None,
+    operations: Operations | None = None,
 ) -> ASGIApp:
     """Wire the router.
 
@@ -75,9 +91,11 @@ def create_app(
         telemetry: Where spans go.
         model: The served model's name, for people.
         keys: Of those who may use it.
+        doors: Tell whether it takes requests; None: always.
+        operations: What operators may do; None: nothing.
     """
-    places = sum(spec.max_in_flight * max(len(spec.urls), 1) for spec in fleet.specs)
-    upstream = Upstream(fleet, make_transport(places + PASSED_AT_ONCE), settings.upstream, telemetry)
+    doors = doors or Doors()
+    upstream = Upstream(fleet, make_transport(_places(fleet) + PASSED_AT_ONCE), settings.upstream, telemetry)
     policy = LivePolicy(settings.policy, fleet)
     decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
     quotas = Quotas(settings.state.redis_url.get_secret_value())
@@ -105,25 +123,36 @@ def create_app(
         telemetry=telemetry,
         model=model,
     )
-    status = Status(services)
+    admin = Admin(operations, keys).routes() if operations is not None else []
+    status = Status(services, doors)
+    handlers = dict.fromkeys(HANDLED, status.problem)
+    app = Starlette(
+        routes=[*_routes(services, status), *admin], exception_handlers=handlers, lifespan=_lifespan(services)
+    )
+    return telemetry.instrument(Gate(app, keys, telemetry, doors))
+
+
+def _places(fleet: Fleet) -> int:
+    """Return the most requests at once. A tier without URLs has one engine, and for a while one that takes its place."""
+    return sum(spec.max_in_flight * (len(spec.urls) or 2) for spec in fleet.specs)
+
+
+def _lifespan(services: Services) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+    """Return what runs while the router serves, and what is closed after it."""
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(work) for work in (policy.watch(), live_check.run(), admission.run())]
+        work = (services.policy.watch(), services.live_check.run(), services.admission.run())
+        tasks = [asyncio.create_task(each) for each in work]
         yield
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await quotas.aclose()
-        await upstream.aclose()
-        decisions.close()
+        await services.quotas.aclose()
+        await services.upstream.aclose()
+        services.decisions.close()
 
-    app = Starlette(
-        routes=_routes(services, status),
-        exception_handlers=dict.fromkeys(HANDLED, status.problem),
-        lifespan=lifespan,
-    )
-    return telemetry.instrument(Gate(app, keys, telemetry))
+    return lifespan
 
 
 def _routes(services: Services, status: Status) -> list[Endpoint]:
@@ -153,17 +182,17 @@ def _routes(services: Services, status: Status) -> list[Endpoint]:
 class Status:
     """The endpoints that tell how things stand, and the rendering of errors."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, services: Services, doors: Doors) -> None:
+        self._services, self._doors = services, doors
 
     async def healthz(self, _request: Request) -> Response:
         """Answer that the router is alive."""
         return _json({"status": "alive"})
 
     async def readyz(self, _request: Request) -> Response:
-        """Answer 200 once a tier is ready, 503 before; the body names every tier and its state."""
+        """Answer 200 once a tier is ready, 503 before and when the router leaves; the body names every tier's state."""
         states = {tier.spec.name: tier.state for tier in self._services.fleet.snapshot().tiers}
-        ready = any(state is ReplicaState.READY for state in states.values())
+        ready = self._doors.open and any(state is ReplicaState.READY for state in states.values())
         body = {"ready": ready, "tiers": {name: state.value for name, state in states.items()}}
         return _json(body, 200 if ready else 503)
 
