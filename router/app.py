@@ -95,7 +95,7 @@ def create_app(
         operations: What operators may do; None: nothing.
     """
     doors = doors or Doors()
-    upstream = Upstream(fleet, make_transport(_places(fleet) + PASSED_AT_ONCE), settings.upstream, telemetry)
+    upstream = Upstream(fleet, make_transport(2 * _places(fleet) + PASSED_AT_ONCE), settings.upstream, telemetry)
     policy = LivePolicy(settings.policy, fleet)
     decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
     quotas = Quotas(settings.state.redis_url.get_secret_value())
@@ -133,7 +133,7 @@ def create_app(
 
 
 def _places(fleet: Fleet) -> int:
-    """Return the most requests at once. A tier without URLs has one engine, and for a while one that takes its place."""
+    """Return the requests at once that replicas are to have. An engine started here may for a while have one beside it."""
     return sum(spec.max_in_flight * (len(spec.urls) or 2) for spec in fleet.specs)
 
 
@@ -157,7 +157,10 @@ def _lifespan(services: Services) -> Callable[[Starlette], AbstractAsyncContextM
 
 def _routes(services: Services, status: Status) -> list[Endpoint]:
     """Return every route."""
-    models, metrics = Models(services, int(time.time())), Metrics(services.live_check)
+    models, metrics = (
+        Models(services, int(time.time())),
+        Metrics(services.fleet, services.admission, services.live_check),
+    )
     return [
         Endpoint("/generate", Generate(services), methods=["POST"]),
         Endpoint("/route", Route(services), methods=["POST"]),

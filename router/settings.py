@@ -306,8 +306,8 @@ class AdmissionSettings(Section):
         256, ge=0, description="Requests that wait for a place; beyond, the least urgent is refused. 0: none waits."
     )
     max_wait_s: WaitSettings = WaitSettings()
-    promote_after_s: float = Field(
-        10, gt=0, description="A request that has waited so long rises a priority class, and again after as long."
+    oldest_every: int = Field(
+        8, ge=2, description="One of so many places goes to whoever has waited longest, whatever its priority."
     )
     adaptive_limit: bool = Field(
         True,

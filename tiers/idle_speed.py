@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 SAMPLES = 4  # measurements of an idle replica's speed
+QUIET_S = 1.5  # without requests before a measurement: where there was one, the next one is likely
 PAUSE_S = 5.0  # after the first of them; twice as long after each further one
 
 
@@ -35,8 +36,11 @@ class IdleSpeed:
         The fastest of a few measurements some time apart counts: whatever else the machine does can only slow them down.
         """
         taken: dict[str, tuple[int, float]] = {}  # by replica: measurements, and when the next one is due
+        busy_at = time.monotonic()
         while True:
             await asyncio.sleep(POLL_S)
+            if not self.quiet():
+                busy_at = time.monotonic()
             ready = [r for r in self._fleet.replicas if r.state is ReplicaState.READY]
             for replica in ready:
                 if replica.speed is None:
@@ -46,7 +50,8 @@ class IdleSpeed:
             for replica in ready:
                 count, due = taken.get(replica.id, (0, 0.0))
                 known = replica.speed is not None and (replica.speed.profiled or count == SAMPLES)
-                if known or time.monotonic() < due or not self.quiet():
+                now = time.monotonic()
+                if known or now < due or now < busy_at + QUIET_S or not self.quiet():
                     continue
                 speed = await self.measure(replica)
                 if speed is not None and replica.state is ReplicaState.READY:
