@@ -20,6 +20,7 @@ from router.decision_log import DecisionLog
 from router.escalation import Escalation
 from router.gate import Gate
 from router.generate import Generate, Route
+from router.kept import KeptStreams, StreamGone, UnknownStream
 from router.live_check import LiveCheck
 from router.live_policy import LivePolicy
 from router.metrics import Metrics
@@ -54,6 +55,8 @@ HANDLED = (
     BeyondKey,
     OverQuota,
     Refused,
+    UnknownStream,
+    StreamGone,
     ClientGone,
     UpstreamError,
     HTTPException,
@@ -101,11 +104,13 @@ def create_app(
         model=model,
     )
     status = Status(services)
+    streams = KeptStreams(settings.server)
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(policy.watch()), asyncio.create_task(live_check.run())]
         yield
+        await streams.aclose()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -114,18 +119,18 @@ def create_app(
         decisions.close()
 
     app = Starlette(
-        routes=_routes(services, status),
+        routes=_routes(services, status, streams),
         exception_handlers=dict.fromkeys(HANDLED, status.problem),
         lifespan=lifespan,
     )
     return telemetry.instrument(Gate(app, keys, telemetry))
 
 
-def _routes(services: Services, status: Status) -> list[Endpoint]:
+def _routes(services: Services, status: Status, streams: KeptStreams) -> list[Endpoint]:
     """Return every route."""
     models, metrics = Models(services, int(time.time())), Metrics(services.live_check)
     return [
-        Endpoint("/generate", Generate(services), methods=["POST"]),
+        Endpoint("/generate", Generate(services, streams), methods=["POST"]),
         Endpoint("/route", Route(services), methods=["POST"]),
         Endpoint(CHAT, Completions(services, CHAT), methods=["POST"]),
         Endpoint(COMPLETIONS, Completions(services, COMPLETIONS), methods=["POST"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -47,12 +48,23 @@ class LiveLoss(Collector):
         return [loss, checked, promoted]
 
 
+class EventLoop(Collector):
+    """What runs in the router; it comes back to where it was when requests have ended."""
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the number of tasks."""
+        tasks = GaugeMetricFamily("qarr_event_loop_tasks", "Tasks of the router's event loop that are not done.")
+        tasks.add_metric([], len(asyncio.all_tasks()))
+        return [tasks]
+
+
 class Metrics:
     """All of the router's metrics."""
 
     def __init__(self, check: LiveCheck) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(LiveLoss(check))
+        self._registry.register(EventLoop())
 
     async def answer(self, _request: Request) -> Response:
         """Answer with the page that Prometheus reads; on the event loop, which owns what is read."""

@@ -16,6 +16,7 @@ import uvicorn
 
 from classifier import EstimatingCounter, TokenCounter
 from router.app import create_app
+from router.edge import allow_files, bound_unsent, protocol_for
 from router.keys import KeyStore
 from router.telemetry import engine_target, make_telemetry
 from tiers.checkpoint import Checkpoint, check_alike
@@ -164,6 +165,7 @@ def listen(settings: Settings) -> socket.socket:
         ) from error
     # Inherited by every connection: without it the first token waits for the acknowledgement of the headers, 40 ms and more.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    bound_unsent(sock)
     return sock
 
 
@@ -191,6 +193,7 @@ async def run(
         TierError: An engine could not be started.
     """
     settings = deployment.settings
+    allow_files(settings.server.max_connections)
     telemetry = make_telemetry(version, record_prompts=settings.telemetry.record_prompts)
     fleet = Fleet(deployment.specs, machine=machine_name())
     supervisor = Supervisor(fleet, supervisor_options(settings), on_change)
@@ -199,7 +202,7 @@ async def run(
         uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=protocol_for(settings.server),
             ws="none",
             access_log=False,
             log_config=None,

@@ -63,6 +63,7 @@ class Behaviour:
     max_model_len: int = 8192
     priorities: bool = True
     running: int = 0
+    pieces: int = 0  # sent so far, in streams
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     raw: list[bytes] = field(default_factory=list)
@@ -102,27 +103,27 @@ class FakeEngine:
         return JSONResponse({"object": "list", "data": [card]})
 
     async def _tokenize(self, request: Request) -> Response:
-        body = await request.json()
         try:
+            body = await request.json()
             if "messages" in body:
                 tokens = [n for m in body["messages"] for n in self._ids(m["content"])] + [1] * TEMPLATE_TOKENS
             else:
                 tokens = self._ids(body["prompt"])
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             return _refused(str(error))
         return JSONResponse({"count": len(tokens), "max_model_len": 8192, "tokens": tokens, "token_strs": None})
 
     async def _detokenize(self, request: Request) -> Response:
-        body = await request.json()
         try:
+            body = await request.json()
             return JSONResponse({"prompt": self._text(body["tokens"])})
-        except (KeyError, TypeError) as error:
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
             return _refused(str(error))
 
     def _text(self, ids: Sequence[int]) -> str:
         """Return the text of ids: the answer's pieces have ids of their own, of other words only the length is known."""
         if not ids or min(ids) < PIECE:
-            return " ".join("x" * token for token in ids)
+            return " ".join("x" * min(token, 99) for token in ids)
         pieces = [self.behaviour.answer[token - PIECE] for token in ids]
         return "".join(pieces) + ("" if pieces[-1] else "\ufffd")  # no text yet: the first part of a character
 
@@ -130,7 +131,11 @@ class FakeEngine:
         return [self.behaviour.vocabulary + len(word) for word in text.split()]
 
     async def _generate(self, request: Request) -> Response:
-        body = await request.json()
+        try:
+            body = await request.json()
+            _check(body)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            return _refused(str(error))
         b = self.behaviour
         b.requests.append(body)
         b.raw.append(await request.body())
@@ -201,6 +206,7 @@ class FakeEngine:
                 logprobs = self._logprobs(body, (number,))
                 prompt = [1, 2, 3] if ids and number == done else None
                 yield self._chunk({"content": piece}, None, chat=chat, logprobs=logprobs, ids=ids, prompt=prompt)
+                b.pieces += 1
             if b.break_after == done + len(pieces):
                 raise ConnectionResetError
             more = {} if counted else last
@@ -256,7 +262,11 @@ class FakeEngine:
     def _done(self, body: dict[str, Any]) -> int:
         """Return how many pieces of the answer are in the prompt already."""
         prompt = body.get("prompt")
-        return sum(token >= PIECE for token in prompt) if isinstance(prompt, list) and body.get("stream") else 0
+        return (
+            sum(isinstance(token, int) and token >= PIECE for token in prompt)
+            if isinstance(prompt, list) and body.get("stream")
+            else 0
+        )
 
     def _fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         return {"id": "x", "object": "chunk", "created": int(time.time()), "model": self._model, **fields}
@@ -265,22 +275,41 @@ class FakeEngine:
         return b"data: " + json.dumps(self._fields(fields), separators=(",", ":")).encode() + b"\n\n"
 
 
+def _check(body: dict[str, Any]) -> None:
+    """Refuse what vLLM would refuse, of the fields that the fake looks at.
+
+    Raises:
+        ValueError: As do TypeError and OverflowError, for values that are no numbers.
+    """
+    if body.get("stream") not in (None, True, False):
+        raise ValueError("stream is not a boolean")
+    if not isinstance(body.get("stream_options"), dict | None):
+        raise TypeError("stream_options is not an object")
+    if int(body.get("max_tokens") or 16) < 1:
+        raise ValueError("max_tokens is below 1")
+    if body.get("prompt_logprobs") and not isinstance(body.get("prompt"), list):
+        raise ValueError("prompt_logprobs of what is no list of tokens")
+
+
 def _refused(why: str) -> Response:
     error = {"message": why, "type": "BadRequestError", "param": None, "code": 400}
     return JSONResponse({"error": error}, 400)
 
 
 @asynccontextmanager
-async def serving(*apps: ASGIApp, port: int = 0) -> AsyncIterator[str]:
+async def serving(*apps: ASGIApp, port: int = 0, http: Any = "auto") -> AsyncIterator[str]:
     """Serve an application on a loopback socket; yield its base URL."""
-    async with serving_all(*apps, port=port) as urls:
+    async with serving_all(*apps, port=port, http=http) as urls:
         yield urls[0]
 
 
 @asynccontextmanager
-async def serving_all(*apps: ASGIApp, port: int = 0) -> AsyncIterator[list[str]]:
+async def serving_all(*apps: ASGIApp, port: int = 0, http: Any = "auto") -> AsyncIterator[list[str]]:
     """Serve applications on loopback sockets, started and stopped together; yield their base URLs."""
-    configs = [uvicorn.Config(app, port=port, log_config=None, ws="none", timeout_graceful_shutdown=1) for app in apps]
+    configs = [
+        uvicorn.Config(app, port=port, http=http, log_config=None, ws="none", timeout_graceful_shutdown=1)
+        for app in apps
+    ]
     servers = [uvicorn.Server(config) for config in configs]
     tasks = [asyncio.create_task(server.serve()) for server in servers]
     while not all(server.started for server in servers):
@@ -296,7 +325,12 @@ async def serving_all(*apps: ASGIApp, port: int = 0) -> AsyncIterator[list[str]]
         await asyncio.gather(*tasks)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # PORT [PIECES BYTES MILLISECONDS]: answers of so many pieces of so many bytes, paced
     import sys
 
-    uvicorn.run(FakeEngine().app, port=int(sys.argv[1]), log_config=None)
+    behaviour = Behaviour()
+    if len(sys.argv) > 2:
+        pieces, size, pause_ms = map(int, sys.argv[2:])
+        behaviour.answer = tuple(f"w{n}".ljust(size - 1, "x") + " " for n in range(pieces))
+        behaviour.delay_s = pause_ms / 1000
+    uvicorn.run(FakeEngine(behaviour).app, port=int(sys.argv[1]), log_config=None)
