@@ -147,6 +147,8 @@ class EdgeProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > bounds.max_header_bytes or len(self.headers) > bounds.max_headers:
             self._fault = HeadTooLarge(bounds.max_header_bytes, bounds.max_headers)
+        elif self.parser.get_http_version() not in {"1.0", "1.1"}:
+            self._fault = NotHttp("only HTTP/1.0 and HTTP/1.1 are spoken here")
         elif self._crowded:
             self._fault = TooManyConnections(bounds.max_connections)
         elif len(self.pipeline) >= PIPELINED:

@@ -166,6 +166,7 @@ def listen(settings: Settings) -> socket.socket:
     # Inherited by every connection: without it the first token waits for the acknowledgement of the headers, 40 ms and more.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     bound_unsent(sock)
+    allow_files(settings.server.max_connections)
     return sock
 
 
@@ -193,7 +194,6 @@ async def run(
         TierError: An engine could not be started.
     """
     settings = deployment.settings
-    allow_files(settings.server.max_connections)
     telemetry = make_telemetry(version, record_prompts=settings.telemetry.record_prompts)
     fleet = Fleet(deployment.specs, machine=machine_name())
     supervisor = Supervisor(fleet, supervisor_options(settings), on_change)

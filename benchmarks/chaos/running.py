@@ -109,7 +109,7 @@ def _process(argv: list[str], environment: dict[str, str], output: object) -> It
 def _wait_until_ready(port: int, router: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        assert router.poll() is None, log.read_text()
+        assert router.poll() is None, log.read_text()[-2000:]
         try:
             with socket.create_connection(("127.0.0.1", port), 1) as sock:
                 sock.sendall(b"GET /readyz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
@@ -121,7 +121,7 @@ def _wait_until_ready(port: int, router: subprocess.Popen[bytes], log: Path) -> 
         except OSError:
             pass
         time.sleep(0.1)
-    raise TimeoutError(log.read_text())
+    raise TimeoutError(log.read_text()[-2000:])
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from pydantic import TypeAdapter
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -281,8 +282,7 @@ def _check(body: dict[str, Any]) -> None:
     Raises:
         ValueError: As do TypeError and OverflowError, for values that are no numbers.
     """
-    if body.get("stream") not in (None, True, False):
-        raise ValueError("stream is not a boolean")
+    TypeAdapter(bool | None).validate_python(body.get("stream"))
     if not isinstance(body.get("stream_options"), dict | None):
         raise TypeError("stream_options is not an object")
     if int(body.get("max_tokens") or 16) < 1:
@@ -331,6 +331,6 @@ if __name__ == "__main__":  # PORT [PIECES BYTES MILLISECONDS]: answers of so ma
     behaviour = Behaviour()
     if len(sys.argv) > 2:
         pieces, size, pause_ms = map(int, sys.argv[2:])
-        behaviour.answer = tuple(f"w{n}".ljust(size - 1, "x") + " " for n in range(pieces))
+        behaviour.answer = tuple(chr(97 + n % 26) * (size - 1) + " " for n in range(pieces))
         behaviour.delay_s = pause_ms / 1000
     uvicorn.run(FakeEngine(behaviour).app, port=int(sys.argv[1]), log_config=None)

@@ -143,12 +143,11 @@ async def test_a_silent_connection_is_closed(tmp_path: Path) -> None:
         async with connected(stack) as (reader, writer):
             writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
             assert await asyncio.wait_for(reader.readuntil(b"alive"), 10)
-            for _ in range(100):
+            reading = asyncio.create_task(reader.read())
+            while not reading.done():
                 writer.write(b"\r\n")
                 await asyncio.sleep(0.05)
-                if reader.at_eof():
-                    break
-            assert b" 408 " in await asyncio.wait_for(reader.read(), 10)
+            assert b" 408 " in await reading
         await until(lambda: not open_at(port_of(stack)))
 
 
@@ -199,7 +198,7 @@ async def test_a_head_that_is_too_large_is_431(tmp_path: Path, head: bytes) -> N
 async def test_a_large_head_and_a_large_body_in_one_piece_are_served(tmp_path: Path) -> None:
     """The bound on a head does not count what follows it."""
     async with router_stack(tmp_path) as stack:
-        body = {"prompt": "a" * 16_000, "system_prompt": "b" * 16_000, "tier": "precise", "stream": False}
+        body = {"prompt": "a" * 16_000, "tier": "precise", "stream": False}
         answer = await stack.client.post(f"{stack.url}/generate", json=body, headers={"x-long": "y" * 30_000})
         assert answer.status_code == 200
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 WORDS = tuple(f"w{n} " for n in range(60))
-ASKED = {"prompt": "hi", "tier": "fast", "max_tokens": 4096, "resumable": True}
+ASKED = {"prompt": "hi", "tier": "precise", "max_tokens": 4096, "resumable": True}
 
 
 def ids(text: str) -> list[str]:
@@ -69,7 +69,7 @@ async def resume(stack: Stack, last_id: str, **headers: str) -> httpx.Response:
 async def test_a_lost_stream_goes_on_where_it_was(tmp_path: Path) -> None:
     """Everything after the last event comes, once, from the one generation that was under way, and nothing stays."""
     async with router_stack(tmp_path) as stack:
-        engine = stack.engines[TierName.FAST]
+        engine = stack.engines[TierName.PRECISE]
         engine.answer, engine.delay_s = WORDS, 0.01
         first = await some(stack, 5)
         rest = await resume(stack, ids(first)[-1])
@@ -77,7 +77,7 @@ async def test_a_lost_stream_goes_on_where_it_was(tmp_path: Path) -> None:
         numbers = [int(i.rsplit(".", 1)[1]) for i in ids(first) + ids(rest.text)]
         assert numbers == list(range(1, len(WORDS) + 2))
         assert [name for name, _ in events(rest.text)][-1] == "done"
-        assert rest.headers["x-qarr-tier"] == "fast"
+        assert rest.headers["x-qarr-tier"] == "precise"
         assert len(engine.requests) == 1
         await until(lambda: engine.running == 0 and stack.leases() == 0)
 
@@ -85,7 +85,7 @@ async def test_a_lost_stream_goes_on_where_it_was(tmp_path: Path) -> None:
 async def test_a_resumed_stream_may_be_lost_again(tmp_path: Path) -> None:
     """Any number of connections, each going on from what the caller has, add up to the answer."""
     async with router_stack(tmp_path) as stack:
-        engine = stack.engines[TierName.FAST]
+        engine = stack.engines[TierName.PRECISE]
         engine.answer, engine.delay_s = WORDS, 0.01
         seen = await some(stack, 3)
         for _ in range(4):
@@ -105,7 +105,7 @@ async def test_a_resumed_stream_may_be_lost_again(tmp_path: Path) -> None:
 async def test_what_was_sent_but_not_received_is_replayed(tmp_path: Path) -> None:
     """From an older event, and from before the first, the same events come again, byte for byte."""
     async with router_stack(tmp_path) as stack:
-        stack.engines[TierName.FAST].answer = WORDS
+        stack.engines[TierName.PRECISE].answer = WORDS
         whole = await stack.client.post(f"{stack.url}/generate", json=ASKED)
         stream = whole.headers["x-qarr-stream-id"]
         assert (await resume(stack, f"{stream}.0")).text == whole.text
@@ -153,7 +153,7 @@ async def test_events_to_come_cannot_be_resumed_from(tmp_path: Path) -> None:
 async def test_a_stream_that_nobody_resumes_is_aborted(tmp_path: Path) -> None:
     """After its time the generation ends in the engine, the lease comes back, and its id is known to be gone."""
     async with router_stack(tmp_path, {"server": {"resume_s": 0.4}}) as stack:
-        engine = stack.engines[TierName.FAST]
+        engine = stack.engines[TierName.PRECISE]
         engine.answer, engine.delay_s = ("w ",) * 4000, 0.01
         first = await some(stack, 2)
         assert stack.leases() > 0
@@ -165,7 +165,7 @@ async def test_a_stream_that_nobody_resumes_is_aborted(tmp_path: Path) -> None:
 async def test_generation_goes_on_while_nobody_reads(tmp_path: Path) -> None:
     """The whole answer is made and kept; the engine is free before the caller comes back."""
     async with router_stack(tmp_path) as stack:
-        engine = stack.engines[TierName.FAST]
+        engine = stack.engines[TierName.PRECISE]
         engine.answer, engine.delay_s = WORDS, 0.005
         first = await some(stack, 2)
         await until(lambda: engine.running == 0 and stack.leases() == 0)
@@ -189,11 +189,12 @@ async def test_only_its_own_key_may_resume_a_stream(tmp_path: Path) -> None:
 
 async def test_what_is_kept_is_bounded_and_nothing_is_skipped(tmp_path: Path) -> None:
     """A full buffer drops what was taken, and holds the engine back rather than drop what was not."""
-    async with router_stack(tmp_path, {"server": {"resume_bytes": 4096}}) as stack:
-        engine = stack.engines[TierName.FAST]
+    async with router_stack(tmp_path, {"server": {"resume_bytes": 20_000}}) as stack:
+        engine = stack.engines[TierName.PRECISE]
         words = tuple(f"{n} " + "x" * 2000 + " " for n in range(3000))
-        engine.answer = words
+        engine.answer, engine.delay_s = words, 0.05
         first = await some(stack, 2)
+        engine.delay_s = 0
         seen = -1
         while engine.pieces != seen:
             seen = engine.pieces
@@ -211,7 +212,7 @@ async def test_what_is_kept_is_bounded_and_nothing_is_skipped(tmp_path: Path) ->
 async def test_more_streams_than_may_be_kept_are_served_all_the_same(tmp_path: Path) -> None:
     """Beyond the bound a stream is an ordinary one, and shows it; one that is over makes room."""
     async with router_stack(tmp_path, {"server": {"resume_streams": 1}}) as stack:
-        engine = stack.engines[TierName.FAST]
+        engine = stack.engines[TierName.PRECISE]
         engine.answer, engine.delay_s = WORDS, 0.01
         async with begun(stack) as (answer, parts):
             first = await anext(parts)
@@ -230,7 +231,7 @@ async def test_more_streams_than_may_be_kept_are_served_all_the_same(tmp_path: P
 async def test_the_last_connection_reads_on(tmp_path: Path) -> None:
     """A caller that comes back before the loss was noticed takes its stream over; the old connection is told."""
     async with router_stack(tmp_path) as stack:
-        engine = stack.engines[TierName.FAST]
+        engine = stack.engines[TierName.PRECISE]
         engine.answer, engine.delay_s = WORDS, 0.02
         async with begun(stack) as (_, parts):
             old = await anext(parts)
@@ -246,7 +247,7 @@ async def test_the_last_connection_reads_on(tmp_path: Path) -> None:
 async def test_a_caller_that_leaves_before_the_first_token_frees_the_engine(tmp_path: Path) -> None:
     """Without an id nobody could come back, so nothing is kept."""
     async with router_stack(tmp_path, {"server": {"resume_s": 3600}}) as stack:
-        engine = stack.engines[TierName.FAST]
+        engine = stack.engines[TierName.PRECISE]
         engine.answer, engine.delay_s = ("w ",) * 400, 1.0
         reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rsplit(":", 1)[1]))
         body = json.dumps(ASKED).encode()
