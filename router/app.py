@@ -14,12 +14,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
+from router.admission import Admission
 from router.context import BodyTooLarge, ClientGone, context_of
 from router.continuation import Continuation
 from router.decision_log import DecisionLog
 from router.escalation import Escalation
 from router.gate import Gate
 from router.generate import Generate, Route
+from router.hedging import Hedging
 from router.kept import KeptStreams, StreamGone, UnknownStream
 from router.live_check import LiveCheck
 from router.live_policy import LivePolicy
@@ -83,10 +85,12 @@ def create_app(
     decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
     quotas = Quotas(settings.state.redis_url.get_secret_value())
     live_check = LiveCheck(settings.policy.live_check_share, fleet, upstream, policy, telemetry)
+    admission = Admission(fleet, policy, settings.admission, telemetry)
     services = Services(
         fleet=fleet,
         upstream=upstream,
         quotas=quotas,
+        admission=admission,
         counter=counter,
         policy=policy,
         decisions=decisions,
@@ -94,6 +98,7 @@ def create_app(
         continuation=Continuation(
             fleet, upstream, telemetry, settings.upstream.attempts, settings.limits.default_max_tokens
         ),
+        hedging=Hedging(upstream, telemetry, settings.upstream.hedge),
         live_check=live_check,
         samples=PromptSamples(settings.telemetry.sampled_prompts, settings.telemetry.prompt_share),
         limits=settings.limits,
@@ -108,7 +113,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(policy.watch()), asyncio.create_task(live_check.run())]
+        tasks = [asyncio.create_task(work) for work in (policy.watch(), live_check.run(), admission.run())]
         yield
         await streams.aclose()
         for task in tasks:

@@ -134,6 +134,11 @@ class ContinuedRequest:
     resumption: None = None
 
     @property
+    def priority(self) -> int:
+        """Return one before that of new requests of its class: its caller is waiting in the midst of an answer."""
+        return self.asked.priority - 1
+
+    @property
     def request_id(self) -> str:
         """Return an id of its own."""
         return f"{self.origin.request_id}-c{self.number}"
@@ -144,11 +149,11 @@ class ContinuedRequest:
         return {**self.origin.parameters, "qarr.continued_tokens": self.done}
 
     def body(self, replica: Replica) -> bytes:
-        """Return the request's body for one replica. It goes ahead of new requests of its class."""
+        """Return the request's body for one replica."""
         sampling = dict(self.asked.sampling)
         if isinstance(least := sampling.get("min_tokens"), int):
             sampling["min_tokens"] = max(least - self.done, 0)
-        priority = {"priority": self.asked.priority - 1} if replica.takes_priority else {}
+        priority = {"priority": self.priority} if replica.takes_priority else {}
         return to_json(
             {
                 **sampling,
@@ -358,7 +363,7 @@ class Continuation:
             query = replace(decision.query, prompt_tokens=length, max_tokens=min(asked.left, needed))
             rest = replace(decision, tier=tier, fallbacks=(), query=query)
             try:
-                return await self.upstream.open(rest, asked, Continued, exclude=tried)
+                return await self.upstream.open(rest, asked, Continued, exclude=tried, over_limit=True)
             except UpstreamError as error:
                 causes = error
         raise broken from causes

@@ -87,8 +87,8 @@ class Generate:
         self, body: GenerateBody, decision: Decision, request: ChatRequest, context: RequestContext, send: Send
     ) -> None:
         tokens = decision.query.prompt_tokens + decision.query.max_tokens
-        async with served(self.services, context, decision, request, Answer, tokens=tokens) as answer:
-            headers = answer_headers(context, decision, answer, self.services)
+        async with served(self.services, context, decision, request, Answer, tokens=tokens) as (answer, admitted):
+            headers = answer_headers(context, admitted, answer, self.services)
             if body.stream:
                 await send(start_message(headers, EVENT_STREAM, STREAM_HEADERS))
                 await stream_answer(answer, context, Numbered(send))
@@ -100,8 +100,8 @@ class Generate:
     ) -> None:
         """Make a resumable stream's events."""
         tokens = decision.query.prompt_tokens + decision.query.max_tokens
-        async with served(self.services, context, decision, request, Answer, tokens=tokens) as answer:
-            headers = answer_headers(context, decision, answer, self.services)
+        async with served(self.services, context, decision, request, Answer, tokens=tokens) as (answer, admitted):
+            headers = answer_headers(context, admitted, answer, self.services)
             own = {name: value for name, value in headers.items() if name not in context.headers}  # not the request's
             stream.begin({**own, STREAM_ID: stream.id})
             await stream_answer(answer, context, stream.put)

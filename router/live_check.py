@@ -65,6 +65,7 @@ class CheckRequest:
     operation: str = "chat"
     streamed: bool = False
     judged: bool = False
+    priority: int = PRIORITIES["batch"]
     resumption: None = None
 
     @property
@@ -79,7 +80,7 @@ class CheckRequest:
 
     def body(self, replica: Replica) -> bytes:
         """Return the request's body for one replica."""
-        priority = {"priority": PRIORITIES["batch"]} if replica.takes_priority else {}
+        priority = {"priority": self.priority} if replica.takes_priority else {}
         return to_json({**self.content, "model": replica.model, **priority})
 
 

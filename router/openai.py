@@ -148,9 +148,9 @@ class Completions:
         )
         kind = relay if call.streamed else WholeRelay
         try:
-            async with served(services, context, decision, request, kind, tokens=tokens) as answer:
-                headers = answer_headers(context, decision, answer, services)
-                report = report_on(decision, answer, services) if call.wishes.report else None
+            async with served(services, context, decision, request, kind, tokens=tokens) as (answer, admitted):
+                headers = answer_headers(context, admitted, answer, services)
+                report = report_on(admitted.decision, answer, services) if call.wishes.report else None
                 if isinstance(answer, EventRelay):
                     await relay_events(
                         answer, headers, partial(_report_event, report, answer, self.path), context, send

@@ -74,7 +74,8 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyTable) -> Decision:
     z = _NORMAL.inv_cdf(confidence)
     need = _need(query, table)
     in_flight = fleet.in_flight
-    outlooks = [_look(tier, query, fleet.output_share, in_flight, table, z, need) for tier in fleet.tiers]
+    share, long = fleet.output_share, fleet.long_prompt_tokens
+    outlooks = [_look(tier, query, share, in_flight, long, table, z, need) for tier in fleet.tiers]
     asked = [o for o in outlooks if not (query.require and query.hint) or o.name is query.hint]
     possible = [o for o in asked if o.obstacle is None]
     within = [o for o in possible if o.slow is None and o.lossy is None]
@@ -127,17 +128,19 @@ def _look(  # noqa: PLR0917  called here alone
     query: Query,
     output_share: float,
     in_flight: int,
+    long_prompt_tokens: int,
     table: PolicyTable,
     z: float,
     need: _Need,
 ) -> _Outlook:
     """Find out what can be expected of one tier."""
-    spec, free = tier.spec, tier.next
+    spec, expected = tier.spec, output_share * query.max_tokens
+    free = tier.next(query.prompt_tokens, expected, long_prompt_tokens)
     replica = free or next(iter(tier.ready), None)
     times = cost = None
     if replica is not None and replica.speed is not None:
         times = replica.expect(query.prompt_tokens, spec.max_num_seqs, output_share)
-        output = max(output_share * query.max_tokens, 1.0)
+        output = max(expected, 1.0)
         batch = min(in_flight + 1, spec.max_num_seqs)
         engine_ms = replica.speed.engine_ms(query.prompt_tokens, output, batch)
         cost = engine_ms / 1000 * table.prices.get(spec.name, 1.0)
@@ -170,9 +173,23 @@ def _obstacle(tier: TierSnapshot, query: Query, *, full: bool) -> tuple[Refusal,
         )
     if tier.state is not ReplicaState.READY:
         return Refusal.NOT_READY, f"is {tier.state.value}"
-    if full:
-        return Refusal.AT_CAPACITY, f"has all of its {spec.max_in_flight} places taken"
-    return None
+    return (Refusal.AT_CAPACITY, _full(tier)) if full else None
+
+
+def _full(tier: TierSnapshot) -> str:
+    """Return why no ready replica of a tier takes the request now."""
+    admitting = [r for r in tier.ready if r.admits]
+    if not admitting:
+        wait_s = min(r.admits_in_s for r in tier.ready)
+        return f"failed too often lately, and is tried again in {wait_s:.1f} s"
+    free = [r for r in admitting if r.in_flight < min(r.limit, tier.spec.max_in_flight)]
+    if not free:
+        places = sum(min(r.limit, tier.spec.max_in_flight) for r in admitting)
+        return f"has all of its {places} places taken"
+    if all(r.kv_pressure for r in free):
+        usage = max(r.gauges.kv_cache_usage if r.gauges else 0.0 for r in free)
+        return f"has {usage:.0%} of its KV cache in use, too much for a long prompt"
+    return "has too few tokens left in its KV cache"
 
 
 def _slow(query: Query, times: Expectation | None, z: float) -> tuple[str | None, float]:
@@ -357,12 +374,12 @@ def _possible_in_s(outlook: _Outlook, query: Query, output_share: float, z: floa
             tpot_ms is not None and idle.tpot_ms * surely > tpot_ms
         ):
             continue
-        ending = max(replica.in_flight + 1 - spec.max_in_flight, 1)
+        ending = max(replica.in_flight + 1 - min(spec.max_in_flight, replica.limit), 1)
         if tpot_ms is not None:
             fitting = max(n for n in range(1, spec.max_num_seqs + 1) if speed.step_ms(n) * surely <= tpot_ms)
             ending = max(ending, replica.load.sequences + 1 - fitting)
         wait_s = ending * speed.relief_ms(replica.load, spec.max_num_seqs, output_share) / 1000
-        waits.append(wait_s or HALF_LIFE_S)
+        waits.append(max(wait_s, replica.admits_in_s) or HALF_LIFE_S)
     return min(waits, default=None)
 
 

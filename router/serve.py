@@ -19,9 +19,10 @@ from router.app import create_app
 from router.edge import allow_files, bound_unsent, protocol_for
 from router.keys import KeyStore
 from router.telemetry import engine_target, make_telemetry
+from tiers.breaker import BreakerOptions
 from tiers.checkpoint import Checkpoint, check_alike
 from tiers.errors import EngineError
-from tiers.fleet import Fleet
+from tiers.fleet import Fleet, FleetOptions
 from tiers.plan import Plan, machine_name, make_plan, read_machine
 from tiers.spec import EngineLaunch, ReplicaState, TierName, TierSpec
 from tiers.supervisor import Supervisor, SupervisorOptions
@@ -195,7 +196,7 @@ async def run(
     """
     settings = deployment.settings
     telemetry = make_telemetry(version, record_prompts=settings.telemetry.record_prompts)
-    fleet = Fleet(deployment.specs, machine=machine_name())
+    fleet = Fleet(deployment.specs, machine=machine_name(), options=fleet_options(settings))
     supervisor = Supervisor(fleet, supervisor_options(settings), on_change)
     app = create_app(settings, fleet, deployment.counter, telemetry, deployment.model, keys=keys)
     server = _Server(
@@ -230,6 +231,23 @@ async def run(
     finally:
         await supervisor.stop()
         telemetry.shutdown()
+
+
+def fleet_options(settings: Settings) -> FleetOptions:
+    """Return when replicas are spared."""
+    admission, upstream = settings.admission, settings.upstream
+    return FleetOptions(
+        breaker=BreakerOptions(
+            failures=upstream.breaker_failures,
+            failure_share=upstream.breaker_failure_share,
+            pause_s=upstream.breaker_pause_s,
+            longest_pause_s=upstream.breaker_longest_pause_s,
+        ),
+        adaptive_limit=admission.adaptive_limit,
+        kv_open=admission.kv_open,
+        kv_close=admission.kv_close,
+        long_prompt_tokens=admission.long_prompt_tokens,
+    )
 
 
 def supervisor_options(settings: Settings) -> SupervisorOptions:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from router.decision import Refusal
 from router.decision_log import OutcomeRecord
 from router.keys import PRIORITIES
 from router.policy import decide
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from classifier import PromptFeatures, TokenCounter
+    from router.admission import Admission, Admitted
     from router.context import RequestContext
     from router.continuation import Continuation
     from router.decision import Decision, Query
     from router.decision_log import DecisionLog
     from router.escalation import Escalation
+    from router.hedging import Hedging
     from router.keys import Caller, Priority
     from router.live_check import LiveCheck
     from router.live_policy import LivePolicy
@@ -43,11 +46,13 @@ class Services:
     fleet: Fleet
     upstream: Upstream
     quotas: Quotas
+    admission: Admission
     counter: TokenCounter
     policy: LivePolicy
     decisions: DecisionLog
     escalation: Escalation
     continuation: Continuation
+    hedging: Hedging
     live_check: LiveCheck
     samples: PromptSamples
     limits: LimitSettings
@@ -139,8 +144,8 @@ async def served(
     kind: Callable[[Attempt], E],
     *,
     tokens: int,
-) -> AsyncIterator[E]:
-    """Take the quota, open an answer, and give back both however the request ends.
+) -> AsyncIterator[tuple[E, Admitted]]:
+    """Take the quota and a place, open an answer, and give back all of it however the request ends.
 
     Args:
         services: For quotas and engines.
@@ -152,27 +157,26 @@ async def served(
 
     Raises:
         OverQuota: The caller's quota is used up.
-        Refused: The policy found no tier.
+        Refused: The policy found no tier, or there was no place in time.
         UpstreamError: No engine began an answer.
     """
-    if decision.tier is None:
+    if decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY:
         raise Refused(decision)
+    opened, key_id = time.monotonic(), context.caller.key_id
     grant = await services.quotas.enter(context.caller, tokens, context.limits)
+    admitted: Admitted | None = None
     used: int | None = None
     try:
         try:
-            opened = time.monotonic()
-            answer = await services.upstream.open(decision, request, kind, opened)
-            if request.judged:
-                answer = await services.escalation.checked(decision, request, kind, answer, opened)
+            admitted = await services.admission.enter(decision, key_id, request.priority or 0)
+            answer = await _opened(services, admitted, request, kind, opened)
         except (asyncio.CancelledError, EngineTooSlow):
             used = decision.query.prompt_tokens  # the engine has worked for it
             raise
         error: BaseException | None = None
-        answer.resume = services.continuation.resume(decision, request)
         try:
             services.telemetry.record_served(answer.tier, answer.replica_id, answer.failed_attempts)
-            yield answer
+            yield answer, admitted
         except BaseException as caught:
             error = caught
             raise
@@ -183,8 +187,22 @@ async def served(
                 services.live_check.offer(decision, answer.tier, request.chat)
             await answer.aclose(error or answer.error)
     finally:
+        if admitted is not None:
+            services.admission.leave(key_id)
         if grant is not None:
             await grant.settle(used)
+
+
+async def _opened(
+    services: Services, admitted: Admitted, request: EngineRequest, kind: Callable[[Attempt], E], opened: float
+) -> E:
+    """Return an answer that has begun, checked where that is asked for, and that goes on elsewhere if its engine fails."""
+    decision = admitted.decision
+    answer = await services.hedging.open(admitted, request, kind, opened)
+    if request.judged:
+        answer = await services.escalation.checked(decision, request, kind, answer, opened)
+    answer.resume = services.continuation.resume(decision, request)
+    return answer
 
 
 def _outcome(
@@ -206,8 +224,9 @@ def _tokens_used(answer: Exchange, decision: Decision) -> int:
     return answer.usage.get("prompt_tokens", decision.query.prompt_tokens) + answer.output_tokens
 
 
-def answer_headers(context: RequestContext, decision: Decision, answer: Exchange, services: Services) -> dict[str, str]:
+def answer_headers(context: RequestContext, admitted: Admitted, answer: Exchange, services: Services) -> dict[str, str]:
     """Return the headers that disclose who serves the answer and why."""
+    decision = admitted.decision
     spec = services.fleet.spec(answer.tier)
     headers = {
         **context.headers,
@@ -215,6 +234,8 @@ def answer_headers(context: RequestContext, decision: Decision, answer: Exchange
         "x-qarr-precision": spec.precision.value,
         "x-qarr-reason": reason_of(decision, answer),
     }
+    if admitted.waited_ms:
+        headers["x-qarr-queue-ms"] = f"{admitted.waited_ms:.0f}"
     if decision.degraded:
         headers["x-qarr-degraded"] = ", ".join(decision.degraded)
     if spec.digest:

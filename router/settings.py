@@ -236,6 +236,36 @@ class PolicySettings(Section):
     )
 
 
+class WaitSettings(Section):
+    """Longest waits in the queue, by priority."""
+
+    interactive: float = Field(10, ge=0, description="Seconds.")
+    standard: float = Field(30, ge=0, description="Seconds.")
+    batch: float = Field(120, ge=0, description="Seconds.")
+
+
+class AdmissionSettings(Section):
+    """Who gets the next free place."""
+
+    max_waiting: int = Field(
+        256, ge=0, description="Requests that wait for a place; beyond, the least urgent is refused. 0: none waits."
+    )
+    max_wait_s: WaitSettings = WaitSettings()
+    promote_after_s: float = Field(
+        10, gt=0, description="A request that has waited so long rises a priority class, and again after as long."
+    )
+    adaptive_limit: bool = Field(
+        True,
+        description="Let into a replica only as many requests as it takes up without delay, by their times to the first "
+        "token, once its speed is profiled; `tiers.*.max_in_flight` at most.",
+    )
+    kv_open: float = Field(
+        0.88, gt=0, le=1, description="Use of a KV cache from which its replica gets no more long prompts."
+    )
+    kv_close: float = Field(0.792, gt=0, le=1, description="Use below which it gets them again.")
+    long_prompt_tokens: int = Field(512, ge=1, description="What is a long prompt, in tokens.")
+
+
 class UpstreamSettings(Section):
     """How the router talks to engines."""
 
@@ -243,7 +273,28 @@ class UpstreamSettings(Section):
     first_token_timeout_s: float = Field(120, gt=0, description="From sending a request to its first token.")
     token_timeout_s: float = Field(60, gt=0, description="Between two tokens.")
     answer_timeout_s: float = Field(600, gt=0, description="To the whole answer of a request that is not streamed.")
-    attempts: int = Field(3, ge=1, description="Replicas tried before the first byte.")
+    attempts: int = Field(
+        3, ge=1, description="Replicas tried before the first byte; and once more for an answer that breaks midway."
+    )
+    retry_share: float = Field(
+        0.2,
+        ge=0,
+        description="Further attempts before the first byte that each request earns, for all requests together.",
+    )
+    retry_reserve: int = Field(50, ge=0, description="Such attempts that are there at the start, and at most kept.")
+    hedge: bool = Field(
+        False,
+        description="Ask a second tier for a request with an SLA on TTFT whose first token is later than it is sure to be "
+        "by the prediction, and take the answer that begins first.",
+    )
+    breaker_failures: int = Field(3, ge=1, description="Failures in a row after which a replica gets no requests.")
+    breaker_failure_share: float = Field(
+        0.5, gt=0, le=1, description="Share of failures among its last requests that does the same."
+    )
+    breaker_pause_s: float = Field(
+        1, gt=0, description="Until it gets one request to try; doubled each time that fails."
+    )
+    breaker_longest_pause_s: float = Field(30, gt=0, description="Longest such pause.")
 
 
 class OpenAISettings(Section):
@@ -313,6 +364,7 @@ class Settings(BaseSettings):
     engine: EngineSettings = Field(default_factory=EngineSettings)
     quantizer: QuantizerSettings = Field(default_factory=QuantizerSettings)
     policy: PolicySettings = Field(default_factory=PolicySettings)
+    admission: AdmissionSettings = AdmissionSettings()
     upstream: UpstreamSettings = UpstreamSettings()
     openai: OpenAISettings = OpenAISettings()
     auth: AuthSettings = Field(default_factory=AuthSettings)

@@ -111,6 +111,12 @@ class Telemetry:
         with self._tracer.start_as_current_span("route") as span:
             yield span
 
+    @contextmanager
+    def admission(self) -> Iterator[Span]:
+        """Span over the wait for a place."""
+        with self._tracer.start_as_current_span("admission wait") as span:
+            yield span
+
     def record_features(self, span: Span, features: PromptFeatures, prompt: str) -> None:
         """Put the classifier's findings on its span; the prompt only when that is switched on."""
         if not span.is_recording():
@@ -163,6 +169,12 @@ class Telemetry:
                     "qarr.threshold": threshold,
                 },
             )
+
+    def record_hedge(self, tier: TierName | None, quicker: TierName) -> None:
+        """Put on the server span that a second tier was asked, and was quicker."""
+        span = trace.get_current_span()
+        if span.is_recording():
+            span.add_event("qarr.hedge", {"qarr.tier": str(tier), "qarr.hedged_to": quicker.value})
 
     def record_continuation(self, broken: str, replica_id: str, tokens: int, error: Exception) -> None:
         """Put on the server span that another engine goes on with the answer, and from where."""

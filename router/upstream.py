@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import aiohttp
@@ -25,7 +25,7 @@ from httpx_aiohttp import AiohttpTransport
 from pydantic_core import from_json
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
     from opentelemetry.trace import Span
 
@@ -40,7 +40,7 @@ USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 PASSED_AT_ONCE = 16  # small requests without a lease; they must not use up the connections of those with one
 READ_BUFFER_BYTES = (
     1 << 15
-)  # of each answer; reading from the engine stops at twice that until the client has taken some
+)  # of each answer: at twice that nothing is read from the engine until the client has taken some
 MAX_ERROR_BYTES = 65536  # of an engine's error that are read; more of it helps nobody
 log = logging.getLogger("qarr.router")
 # Statuses of an engine that blame the router or the moment, not the request.
@@ -112,6 +112,10 @@ class EngineRequest(Protocol):
     @property
     def judged(self) -> bool:
         """Tell whether the cheaper tiers are asked how sure they are of their first tokens."""
+
+    @property
+    def priority(self) -> int | None:
+        """Return its priority for vLLM's scheduler, lower first; None where it has none of its own."""
 
     @property
     def chat(self) -> Sequence[Any] | None:
@@ -330,6 +334,32 @@ class Exchange(ABC):
 E = TypeVar("E", bound=Exchange)
 
 
+@dataclass(slots=True)
+class RetryBudget:
+    """Bounds what retries add to the load of engines that fail already: each request earns a share of one.
+
+    As Finagle's RetryBudget, and for its reason: a fixed number of attempts multiplies the load when all fail.
+    """
+
+    share: float
+    reserve: int
+    _left: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._left = float(self.reserve)
+
+    def earn(self) -> None:
+        """Note a request."""
+        self._left = min(self._left + self.share, float(self.reserve))
+
+    def take(self) -> bool:
+        """Take one retry; False: there is none left."""
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
 def make_transport(max_connections: int) -> httpx.AsyncBaseTransport:
     """Return the pooled transport to the engines.
 
@@ -360,6 +390,7 @@ class Upstream:
     ) -> None:
         self._fleet, self._transport, self._options, self._telemetry = fleet, transport, options, telemetry
         self._passing = asyncio.Semaphore(PASSED_AT_ONCE)
+        self._retries = RetryBudget(options.retry_share, options.retry_reserve)
         self._timeouts = {"connect": options.connect_timeout_s, "pool": options.connect_timeout_s}
 
     async def open(
@@ -368,7 +399,10 @@ class Upstream:
         request: EngineRequest,
         kind: Callable[[Attempt], E],
         opened: float | None = None,
-        exclude: Mapping[str, str] | None = None,
+        *,
+        lease: Lease | None = None,
+        exclude: Collection[str] = (),
+        over_limit: bool = False,
     ) -> E:
         """Try the chosen tier, then the fallbacks, until an answer has begun.
 
@@ -377,7 +411,9 @@ class Upstream:
             request: What to ask.
             kind: Makes the answer, which says how it is read.
             opened: When the request was first sent, by the monotonic clock; None: now.
-            exclude: Replicas that are not to be tried, and why.
+            lease: A place on the chosen tier; None: one is taken here.
+            exclude: Replicas that are not to be tried.
+            over_limit: Take places beyond what replicas are to have.
 
         Raises:
             EngineRefused: An engine says that the request is wrong.
@@ -388,25 +424,37 @@ class Upstream:
         assert decision.tier is not None
         tried: dict[str, str] = {}
         opened = opened or time.monotonic()
+        self._retries.earn()
         for tier in (decision.tier, *decision.fallbacks):
             while len(tried) < self._options.attempts:
-                query = decision.query
-                lease = self._fleet.lease(
-                    tier,
-                    prompt_tokens=query.prompt_tokens,
-                    max_tokens=query.max_tokens,
-                    exclude={*tried, *(exclude or ())},
-                )
+                lease = lease or self._lease(tier, decision, {*tried, *exclude}, over_limit=over_limit or bool(tried))
                 if lease is None:
                     break
+                if tried and not self._retries.take():
+                    lease.release()
+                    raise NoEngineAnswered(f"{_causes(tried)}; no further attempt, since too many fail")
                 try:
                     return await self._attempt(tier, lease, request, len(tried), kind, opened)
                 except (EngineUnreachable, EngineFailed, EngineBroke) as error:
                     tried[lease.replica.id] = str(error)
+                    lease = None
         if not tried:
             raise NoPlace(f"every place on {', '.join((decision.tier, *decision.fallbacks))} is taken")
-        causes = "; ".join(f"{replica}: {cause}" for replica, cause in tried.items())
-        raise NoEngineAnswered(causes)
+        raise NoEngineAnswered(_causes(tried))
+
+    def take_retry(self) -> bool:
+        """Take one further attempt from the budget; False: there is none left."""
+        return self._retries.take()
+
+    def _lease(self, tier: TierName, decision: Decision, exclude: Collection[str], *, over_limit: bool) -> Lease | None:
+        query = decision.query
+        return self._fleet.lease(
+            tier,
+            prompt_tokens=query.prompt_tokens,
+            max_tokens=query.max_tokens,
+            exclude=exclude,
+            over_limit=over_limit,
+        )
 
     async def pass_on(self, url: str, api_key: str, path: str, body: bytes) -> tuple[int, str, bytes]:
         """Pass a small request on to an engine, without a lease, and return status, media type and body.
@@ -489,6 +537,10 @@ class Upstream:
             content=request.body(replica),
             extensions={"timeout": self._timeouts},
         )
+
+
+def _causes(tried: Mapping[str, str]) -> str:
+    return "; ".join(f"{replica}: {cause}" for replica, cause in tried.items())
 
 
 async def body_of(response: httpx.Response, limit: int | None = None) -> bytes:

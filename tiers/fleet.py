@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from tiers.breaker import Breaker, BreakerOptions, BreakerState
+from tiers.limit import ConcurrencyLimit
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import IDLE, PREFILL_MEMORY_MS, STEADY, Load, SpeedModel, Times, Trend
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 OUTPUT_MEMORY = 0.95  # weight of the past in the share of the asked output tokens that come: about the last twenty
 FOREIGN_POLLS = 8  # readings in a row, 4 s, that must show requests of others: gauges lag by seconds
@@ -31,11 +33,32 @@ class Gauges:
         running: Requests being computed.
         waiting: Requests queued in the engine.
         kv_cache_usage: Share of the KV cache in use, 0..1.
+        kv_cache_tokens: Tokens that the KV cache holds; None where the engine does not say.
     """
 
     running: int
     waiting: int
     kv_cache_usage: float
+    kv_cache_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """When replicas are spared.
+
+    Attributes:
+        breaker: When a replica gets no requests after failures.
+        adaptive_limit: Whether the limit on requests in flight follows the time that they take.
+        kv_open: Use of the KV cache, 0..1, from which a replica gets no long prompts.
+        kv_close: Use below which it gets them again.
+        long_prompt_tokens: What is long.
+    """
+
+    breaker: BreakerOptions = field(default_factory=BreakerOptions)
+    adaptive_limit: bool = True
+    kv_open: float = 0.88
+    kv_close: float = 0.792
+    long_prompt_tokens: int = 512
 
 
 class Expectation(NamedTuple):
@@ -66,6 +89,13 @@ class ReplicaSnapshot:
     speed: SpeedModel | None = None
     ttft_trend: Trend = STEADY
     tpot_trend: Trend = STEADY
+    breaker: BreakerState = BreakerState.CLOSED
+    admits: bool = True
+    admits_in_s: float = 0.0
+    limit: int = 1 << 30
+    kv_tokens: int = 0
+    kv_tokens_held: int = 0
+    kv_pressure: bool = False
 
     def expect(self, prompt_tokens: int, max_num_seqs: int, output_share: float) -> Expectation | None:
         """Predict the times of one more request; None before any speed was measured."""
@@ -99,10 +129,25 @@ class TierSnapshot:
             return ReplicaState.READY
         return min((r.state for r in self.replicas), key=_BEST_FIRST.index, default=ReplicaState.STOPPED)
 
-    @property
-    def next(self) -> ReplicaSnapshot | None:
-        """Return the replica that the next request would be leased on; None where none has room."""
-        free = [r for r in self.replicas if r.state is ReplicaState.READY and r.in_flight < self.spec.max_in_flight]
+    def next(self, prompt_tokens: int, output_tokens: float, long_prompt_tokens: int) -> ReplicaSnapshot | None:
+        """Return the replica that a request would be leased on; None where none takes it now.
+
+        Args:
+            prompt_tokens: Of its prompt.
+            output_tokens: That are expected.
+            long_prompt_tokens: What a replica whose KV cache is nearly full does not take.
+        """
+        most, tokens, long = self.spec.max_in_flight, prompt_tokens + output_tokens, prompt_tokens > long_prompt_tokens
+        free = [
+            r
+            for r in self.replicas
+            if r.state is ReplicaState.READY
+            and r.admits
+            and r.in_flight < r.limit
+            and r.in_flight < most
+            and (not r.kv_tokens or not r.in_flight or r.kv_tokens_held + tokens <= r.kv_tokens)
+            and not (long and r.kv_pressure)
+        ]
         return free[0] if len(free) == 1 else min(free, key=_snapshot_load, default=None)
 
 
@@ -152,11 +197,13 @@ class FleetSnapshot:
         tiers: By rising precision.
         template: What the chat template adds to prompts.
         output_share: Of the output tokens that requests allow, how many came lately, 0..1.
+        long_prompt_tokens: What a replica whose KV cache is nearly full does not take.
     """
 
     tiers: tuple[TierSnapshot, ...]
     template: TemplateTokens
     output_share: float = 1.0
+    long_prompt_tokens: int = 512
 
     @property
     def in_flight(self) -> int:
@@ -192,15 +239,46 @@ class Replica:
     in_flight: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    kv_tokens_held: int = 0
+    kv_tokens: int = 0
+    kv_pressure: bool = False
     served: int = 0
     failed: int = 0
     gauges: Gauges | None = None
     speed: SpeedModel | None = None
     ttft_trend: Trend = STEADY
     tpot_trend: Trend = STEADY
+    options: FleetOptions = field(default_factory=FleetOptions)
+    breaker: Breaker = field(init=False)
+    _limit: ConcurrencyLimit = field(init=False)
     _prefill_rate: float = 0.0  # prompt tokens a millisecond, as of ``_prefill_at``
     _prefill_at: float = 0.0
     _surplus: deque[int] = field(default_factory=lambda: deque(maxlen=FOREIGN_POLLS))
+
+    def __post_init__(self) -> None:
+        self.adopt(self.options)
+
+    def adopt(self, options: FleetOptions) -> None:
+        """Take the fleet's options."""
+        self.options, self.breaker = options, Breaker(options.breaker)
+        self._limit = ConcurrencyLimit.starting(self.spec.max_num_seqs, self.spec.max_in_flight)
+
+    @property
+    def limit(self) -> int:
+        """Return the requests that may be in flight at once."""
+        adapting = self.options.adaptive_limit and self.speed is not None and self.speed.profiled
+        return min(self._limit.value, self.spec.max_in_flight) if adapting else self.spec.max_in_flight
+
+    def has_room(self, tokens: int, *, long: bool) -> bool:
+        """Tell whether one more request is let in.
+
+        Args:
+            tokens: Of its prompt and its expected output.
+            long: Whether its prompt is long.
+        """
+        if self.in_flight >= self.limit or (long and self.kv_pressure):
+            return False
+        return not self.kv_tokens or not self.in_flight or self.kv_tokens_held + tokens <= self.kv_tokens
 
     def __repr__(self) -> str:
         return f"<Replica {self.id} {self.state.value} in_flight={self.in_flight} {self.url}>"
@@ -210,6 +288,8 @@ class Replica:
         self.state, self.detail = state, detail
         if state is not ReplicaState.READY:
             self.gauges = self.speed = None
+            self.kv_pressure = False
+            self.breaker.reset()
             self._surplus.clear()
 
     @property
@@ -221,6 +301,10 @@ class Replica:
     def note_gauges(self, gauges: Gauges) -> None:
         """Note what the engine says of itself."""
         self.gauges = gauges
+        self.kv_tokens = gauges.kv_cache_tokens or 0
+        # Apart, so that it does not flutter about one value.
+        bound = self.options.kv_close if self.kv_pressure else self.options.kv_open
+        self.kv_pressure = gauges.kv_cache_usage >= bound
         self._surplus.append(gauges.running + gauges.waiting - self.in_flight)
 
     def measured(self, speed: SpeedModel) -> None:
@@ -258,7 +342,22 @@ class Replica:
             speed=speed,
             ttft_trend=self.ttft_trend.faded(now, speed.ttft_spread) if speed else STEADY,
             tpot_trend=self.tpot_trend.faded(now, speed.tpot_spread) if speed else STEADY,
+            breaker=self.breaker.state(now),
+            admits=self.breaker.admits(now),
+            admits_in_s=self.breaker.wait_s(now),
+            limit=self.limit,
+            kv_tokens=self.kv_tokens,
+            kv_tokens_held=self.kv_tokens_held,
+            kv_pressure=self.kv_pressure,
         )
+
+    def learn_limit(self, unqueued_ms: float, ttft_ms: float, in_flight: int) -> None:
+        """Learn from one time to the first token how many requests the engine takes up at once."""
+        self._limit.sample(unqueued_ms * math.exp(max(self.ttft_trend.mean, 0.0)), ttft_ms, in_flight)
+
+    def back_off(self) -> None:
+        """Give it fewer requests at once: it failed one."""
+        self._limit.failed()
 
 
 @dataclass(slots=True, eq=False)
@@ -275,6 +374,11 @@ class Lease:
     _prompt_tokens: int
     _output_tokens: int
     _asked_tokens: int
+    _kv_tokens: int
+    _in_flight: int
+    _unqueued_ms: float | None
+    _probe: bool
+    _judged: bool = False
     _released: bool = False
 
     def first_token(self, ttft_ms: float | None = None) -> None:
@@ -286,6 +390,9 @@ class Lease:
         replica, speed = self.replica, self.replica.speed
         replica.prompt_tokens -= self._prompt_tokens
         self._prompt_tokens = 0
+        self._answered()
+        if ttft_ms is not None and self._unqueued_ms is not None:
+            replica.learn_limit(self._unqueued_ms, ttft_ms, self._in_flight)
         if ttft_ms is not None and self.predicted is not None and speed is not None:
             replica.ttft_trend = replica.ttft_trend.after(
                 self.predicted.ttft_ms, ttft_ms, time.monotonic(), speed.ttft_spread
@@ -308,6 +415,7 @@ class Lease:
         """
         replica, speed = self.replica, self.replica.speed
         replica.served += 1
+        self._answered()
         if tpot_ms is not None and self.predicted is not None and speed is not None:
             replica.tpot_trend = replica.tpot_trend.after(
                 self.predicted.tpot_ms, tpot_ms, time.monotonic(), speed.tpot_spread
@@ -319,6 +427,14 @@ class Lease:
     def failed(self) -> None:
         """Note an attempt that the replica failed."""
         self.replica.failed += 1
+        self.replica.back_off()
+        self._judged = True
+        self.replica.breaker.failed(time.monotonic(), probe=self._probe)
+
+    def _answered(self) -> None:
+        if not self._judged:
+            self._judged = True
+            self.replica.breaker.succeeded(probe=self._probe)
 
     def release(self) -> None:
         """Give the place back. Only the first call counts."""
@@ -328,6 +444,10 @@ class Lease:
         self.replica.in_flight -= 1
         self.replica.prompt_tokens -= self._prompt_tokens
         self.replica.output_tokens -= self._output_tokens
+        self.replica.kv_tokens_held -= self._kv_tokens
+        if not self._judged:
+            self.replica.breaker.given_up(probe=self._probe)
+        self._fleet.on_room()
 
     def __enter__(self) -> Self:
         return self
@@ -344,6 +464,8 @@ class Fleet:
         output_share: Of the output tokens that requests allow, how many came lately, 0..1.
         speeds: By tier, where they were profiled under load.
         machine: What the router runs on, and the engines unless they run elsewhere.
+        options: When replicas are spared.
+        on_room: Called when a lease was given back.
     """
 
     specs: tuple[TierSpec, ...]
@@ -352,9 +474,12 @@ class Fleet:
     output_share: float = 1.0
     speeds: Mapping[TierName, SpeedModel] = field(default_factory=dict)
     machine: str = ""
+    options: FleetOptions = field(default_factory=FleetOptions)
+    on_room: Callable[[], None] = field(default=lambda: None)
 
     def add(self, replica: Replica) -> Replica:
         """Add a replica; it gets traffic once it is marked ready."""
+        replica.adopt(self.options)
         self.replicas.append(replica)
         return replica
 
@@ -370,7 +495,13 @@ class Fleet:
         raise KeyError(tier)
 
     def lease(
-        self, tier: TierName, *, prompt_tokens: int, max_tokens: int, exclude: Collection[str] = ()
+        self,
+        tier: TierName,
+        *,
+        prompt_tokens: int,
+        max_tokens: int,
+        exclude: Collection[str] = (),
+        over_limit: bool = False,
     ) -> Lease | None:
         """Take a place on the tier's least loaded ready replica, or return None if there is none.
 
@@ -379,34 +510,59 @@ class Fleet:
             prompt_tokens: Prompt length with the chat template, in tokens.
             max_tokens: Output tokens at most.
             exclude: Replica ids that were tried already.
+            over_limit: Take a place beyond what the replica is to have: for a request that was let in before, elsewhere.
         """
-        replica = min(self._open(tier, exclude), key=_load, default=None)
+        now = time.monotonic()
+        kv_tokens = prompt_tokens + math.ceil(self.output_share * max_tokens)
+        long = prompt_tokens > self.options.long_prompt_tokens
+        able = (
+            r
+            for r in self.replicas
+            if r.spec.name is tier
+            and r.state is ReplicaState.READY
+            and r.breaker.admits(now)
+            and r.id not in exclude
+            and (over_limit or r.has_room(kv_tokens, long=long))
+        )
+        replica = min(able, key=_load, default=None)
         if replica is None:
             return None
-        predicted, now = None, time.monotonic()
+        predicted, unqueued_ms, most = None, None, replica.spec.max_num_seqs
         if replica.speed is not None:
             load = replica.load(now, self._neighbours(replica))
-            predicted = replica.speed.times(prompt_tokens, load, replica.spec.max_num_seqs, self.output_share)
+            predicted = replica.speed.times(prompt_tokens, load, most, self.output_share)
+            taken_up = replace(load, sequences=min(load.sequences, most - 1))
+            unqueued_ms = replica.speed.times(prompt_tokens, taken_up, most, self.output_share).ttft_ms
+        probe = replica.breaker.begin(now)
         replica.came(prompt_tokens, now)
         replica.in_flight += 1
         replica.prompt_tokens += prompt_tokens
         replica.output_tokens += max_tokens
-        return Lease(replica, predicted, self, prompt_tokens, max_tokens, max_tokens)
+        replica.kv_tokens_held += kv_tokens
+        return Lease(
+            replica=replica,
+            predicted=predicted,
+            _fleet=self,
+            _prompt_tokens=prompt_tokens,
+            _output_tokens=max_tokens,
+            _asked_tokens=max_tokens,
+            _kv_tokens=kv_tokens,
+            _in_flight=replica.in_flight,
+            _unqueued_ms=unqueued_ms,
+            _probe=probe,
+        )
+
+    @property
+    def has_room(self) -> bool:
+        """Tell whether any replica has a place."""
+        now = time.monotonic()
+        ready = (r for r in self.replicas if r.state is ReplicaState.READY)
+        return any(r.in_flight < r.limit and r.breaker.admits(now) for r in ready)
 
     def _neighbours(self, replica: Replica) -> float:
         """Return the share of the other replicas that have requests."""
         others = len(self.replicas) - 1
         return sum(r.sequences > 0 for r in self.replicas if r is not replica) / others if others else 0.0
-
-    def _open(self, tier: TierName, exclude: Collection[str]) -> Iterable[Replica]:
-        return (
-            r
-            for r in self.replicas
-            if r.spec.name is tier
-            and r.state is ReplicaState.READY
-            and r.in_flight < r.spec.max_in_flight
-            and r.id not in exclude
-        )
 
     def note_template(self, template: TemplateTokens) -> None:
         """Note what an engine's chat template adds."""
@@ -431,6 +587,7 @@ class Fleet:
             ),
             template=self.template,
             output_share=self.output_share,
+            long_prompt_tokens=self.options.long_prompt_tokens,
         )
 
 

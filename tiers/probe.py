@@ -22,6 +22,7 @@ _GAUGE = re.compile(
     r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|gpu_cache_usage_perc)(?:\{[^}]*\})? (\S+)$",
     re.MULTILINE,
 )
+_KV_TOKENS = re.compile(r'^vllm:cache_config_info\{[^}]*kv_cache_size_tokens="(\d+)"', re.MULTILINE)
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
@@ -73,7 +74,13 @@ class EngineProbe:
         usage = found.get("kv_cache_usage_perc", found.get("gpu_cache_usage_perc"))
         if usage is None or "num_requests_running" not in found:
             raise ProbeError(f"{self.url}/metrics has no vLLM gauges")
-        return Gauges(int(found["num_requests_running"]), int(found.get("num_requests_waiting", 0)), usage)
+        size = _KV_TOKENS.search(page)
+        return Gauges(
+            running=int(found["num_requests_running"]),
+            waiting=int(found.get("num_requests_waiting", 0)),
+            kv_cache_usage=usage,
+            kv_cache_tokens=int(size[1]) if size else None,
+        )
 
     async def model(self) -> tuple[str, int]:
         """Return the served model's name and its context length in tokens."""

@@ -15,6 +15,7 @@ from classifier import EstimatingCounter
 from router.app import create_app
 from router.edge import protocol_for
 from router.keys import KeyStore
+from router.serve import fleet_options
 from router.settings import PROJECT, Settings, load_settings
 from router.telemetry import Telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
@@ -66,7 +67,7 @@ async def router_stack(
             TierSpec(n, tier.max_model_len, tier.max_num_seqs, tier.max_in_flight, urls=(urls[n],))
             for n, tier in ((n, getattr(settings.tiers, n.value)) for n in TierName)
         )
-        fleet = Fleet(specs)
+        fleet = Fleet(specs, options=fleet_options(settings))
         supervisor = Supervisor(fleet, SupervisorOptions(log_dir=tmp_path))
         supervisor.start([], specs)
         cleanup.push_async_callback(supervisor.stop)

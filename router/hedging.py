@@ -1,0 +1,97 @@
+"""Ask a second tier for a first token that is late, and take the answer that begins first.
+
+Dean and Barroso, The Tail at Scale (CACM 2013): send the second request only once the first is later than almost all are,
+here than the predicted TTFT with its spread. It costs from the budget of retries, so it cannot double the load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from router.upstream import UpstreamError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from router.admission import Admitted
+    from router.decision import Decision
+    from router.telemetry import Telemetry
+    from router.upstream import Attempt, E, EngineRequest, Upstream
+    from tiers.fleet import Lease
+
+LATE = 1.645  # standard deviations: 95 % are earlier
+
+
+@dataclass(frozen=True, slots=True)
+class Hedging:
+    """Opens answers, some of them twice."""
+
+    upstream: Upstream
+    telemetry: Telemetry
+    enabled: bool
+
+    async def open(self, admitted: Admitted, request: EngineRequest, kind: Callable[[Attempt], E], opened: float) -> E:
+        """Open an answer.
+
+        Raises:
+            UpstreamError: As ``Upstream.open``.
+        """
+        decision, lease = admitted.decision, admitted.lease
+        wait_s = self._wait_s(decision, lease)
+        if wait_s is None or not request.streamed:
+            return await self.upstream.open(decision, request, kind, opened, lease=lease)
+        first = asyncio.create_task(self.upstream.open(decision, request, kind, opened, lease=lease))
+        attempts = {first}
+        try:
+            await asyncio.wait({first}, timeout=wait_s)
+            other = self._other(decision)
+            if not first.done() and other is not None and self.upstream.take_retry():
+                attempts.add(asyncio.create_task(self.upstream.open(other, request, kind, opened)))
+            return await self._quickest(attempts, first, decision)
+        except BaseException:
+            await _end(attempts)
+            raise
+
+    async def _quickest(self, attempts: set[asyncio.Task[E]], first: asyncio.Task[E], decision: Decision) -> E:
+        """Return the answer that begins first, and end the other attempt."""
+        left = set(attempts)
+        while left:
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            for attempt in done:
+                if attempt.exception() is None:
+                    await _end(attempts - {attempt})
+                    answer = attempt.result()
+                    if attempt is not first:
+                        answer.escalation = (
+                            f"{decision.tier} was late with its first token, so {answer.tier} was asked too"
+                        )
+                        self.telemetry.record_hedge(decision.tier, answer.tier)
+                    return answer
+        return first.result()  # raises what went wrong there
+
+    @staticmethod
+    def _other(decision: Decision) -> Decision | None:
+        """Return the decision for another tier that meets what is asked."""
+        able = [tier for tier in decision.fallbacks if decision.verdict(tier).meets]
+        return replace(decision, tier=able[0], fallbacks=()) if able else None
+
+    def _wait_s(self, decision: Decision, lease: Lease) -> float | None:
+        """Return when a first token is late, in seconds from now; None where that does not matter or is not known."""
+        if not self.enabled or decision.query.sla.ttft_ms is None or lease.predicted is None:
+            return None
+        trend = lease.replica.ttft_trend
+        return lease.predicted.ttft_ms / 1000 * math.exp(trend.mean + LATE * math.sqrt(trend.variance))
+
+
+async def _end(attempts: set[asyncio.Task[E]]) -> None:
+    """End attempts, whether they have begun an answer or not."""
+    for attempt in attempts:
+        attempt.cancel()
+    for ended in await asyncio.gather(*attempts, return_exceptions=True):
+        if not isinstance(ended, BaseException):
+            await ended.aclose()
+        elif not isinstance(ended, UpstreamError | asyncio.CancelledError):
+            raise ended

@@ -1,0 +1,138 @@
+"""Answers that are broken off at a real engine and continued on another: token for token, character for character."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from tests.engine.in_process import real_router
+from tests.fakes.engine import serving
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from starlette.requests import Request
+    from starlette.types import ASGIApp
+
+    from tests.engine.conftest import Up
+
+# Prompts whose answers hold characters of several bytes, which this tokenizer cuts into several tokens.
+PROMPTS = (
+    "What is the capital of France?",
+    "Repeat exactly: caf\u00e9 \u4f60\u597d\u4e16\u754c \U0001f5fc\U0001f355 na\u00efve \u00e9t\u00e9",
+    "Count from one to twenty in words.",
+)
+CUTS = (1, 2, 5, 9, 14)
+TOKENS = 24
+
+
+@dataclass(slots=True)
+class Cutter:
+    """Stands before an engine, and breaks its streams off after so many events."""
+
+    url: str
+    key: str
+    events: int | None = None
+
+    @property
+    def app(self) -> ASGIApp:
+        """Return the application."""
+        return Starlette(routes=[Route("/{path:path}", self._pass, methods=["POST"])])
+
+    async def _pass(self, request: Request) -> Response:
+        client = httpx.AsyncClient(trust_env=False, timeout=120)
+        headers = {"authorization": f"Bearer {self.key}", "content-type": "application/json"}
+        sent = client.build_request("POST", self.url + request.url.path, content=await request.body(), headers=headers)
+        answer = await client.send(sent, stream=True)
+        return StreamingResponse(self._cut(answer, client), answer.status_code, media_type="text/event-stream")
+
+    async def _cut(self, answer: httpx.Response, client: httpx.AsyncClient) -> AsyncIterator[bytes]:
+        try:
+            seen = 0
+            async for line in answer.aiter_lines():
+                if line:
+                    yield line.encode() + b"\n\n"
+                    seen += 1
+                    if seen == self.events:
+                        raise ConnectionResetError
+        finally:
+            await answer.aclose()
+            await client.aclose()
+
+
+@pytest.mark.parametrize("other", ["fast", "precise"], ids=["same precision", "another precision"])
+def test_nothing_is_lost_and_nothing_repeated(up: Up, engine_keys: dict[str, str], tmp_path: Path, other: str) -> None:
+    """Cut at many places: the text before stays, the text after follows; on the same precision, it is the same answer.
+
+    A token that was computed as part of a prompt is rounded differently from one that was decoded, so now and then a greedy
+    answer takes another turn after the cut, as it does with another batch.
+    """
+    found = asyncio.run(_compare(up, engine_keys, tmp_path, other))
+    assert len(found) == len(PROMPTS) * len(CUTS)
+    for undisturbed, cut, whole, last in found:
+        assert whole.startswith(cut)
+        assert undisturbed.startswith(cut)
+        assert "\ufffd" not in whole
+        assert last["usage"]["completion_tokens"] <= TOKENS
+        assert last["continued_on"] == ["balanced"]
+    if other == "fast":
+        assert sum(whole == undisturbed for undisturbed, _, whole, _ in found) >= len(found) * 2 // 3
+
+
+async def _compare(
+    up: Up, keys: dict[str, str], folder: Path, other: str
+) -> list[tuple[str, str, str, dict[str, Any]]]:
+    """Return the undisturbed text, what had come before the cut, the continued text and its last event."""
+    engine = up.replica("fast")["url"]
+    cutter = Cutter(engine, keys["fast"])
+    found = []
+    async with real_router(up, keys, folder, {}) as (url, fleet), serving(cutter.app) as proxy:
+        first, second, _ = fleet.replicas
+        first.url = proxy
+        second.url, second.api_key = up.replica(other)["url"], keys[other]
+        for prompt in PROMPTS:
+            cutter.events = None
+            undisturbed, _ = await _stream(url, prompt)
+            for cutter.events in CUTS:
+                whole, last = await _stream(url, prompt)
+                cutter_text = await _direct(proxy, up, prompt)
+                found.append((undisturbed, cutter_text, whole, last))
+    return found
+
+
+async def _stream(url: str, prompt: str) -> tuple[str, dict[str, Any]]:
+    """Return an answer's text and its last event."""
+    body = {"prompt": prompt, "tier": "fast", "max_tokens": TOKENS, "temperature": 0}
+    async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
+        text = (await client.post(f"{url}/generate", json=body)).text
+    events = [json.loads(block.split("data: ", 1)[1]) for block in text.strip().split("\n\n")]
+    return "".join(e.get("text", "") for e in events[:-1]), events[-1]
+
+
+async def _direct(proxy: str, up: Up, prompt: str) -> str:
+    """Return what comes before the cut, without a router."""
+    body = {
+        "model": up.tiers()["fast"]["replicas"][0].get("model", "smollm2-135m-instruct"),
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "stream": True,
+    }
+    lines = []
+    async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
+        with contextlib.suppress(httpx.RemoteProtocolError):
+            async with client.stream("POST", f"{proxy}/v1/chat/completions", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    lines.append(line)  # noqa: PERF401  what has come before it breaks off
+    parts = [json.loads(line[6:])["choices"] for line in lines if line.startswith("data: {")]
+    return "".join(choices[0]["delta"].get("content") or "" for choices in parts if choices)

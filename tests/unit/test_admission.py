@@ -1,0 +1,296 @@
+"""Who gets the next place, who waits, who is refused: over a real router and engines that take as long as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from router.keys import add_key
+from tests.unit.router_stack import Stack, router_stack
+from tiers.breaker import Breaker, BreakerOptions, BreakerState
+from tiers.fleet import Fleet, FleetOptions, Gauges, Replica
+from tiers.limit import ConcurrencyLimit
+from tiers.spec import ReplicaState, TierName, TierSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import httpx
+
+pytestmark = pytest.mark.anyio
+FAST = TierName.FAST
+
+
+def narrow(**admission: Any) -> dict[str, Any]:
+    """Return settings with one place in all: the other tiers are too small for any prompt."""
+    one, none = {"max_in_flight": 1}, {"max_model_len": 16, "max_in_flight": 1}
+    return {"tiers": {"fast": one, "balanced": none, "precise": none}, "admission": admission}
+
+
+async def busy(stack: Stack) -> asyncio.Task[httpx.Response]:
+    """Take the only place."""
+    stack.engines[FAST].delay_s = 0.05
+    task = asyncio.create_task(stack.generate(stream=False))
+    while not stack.fleet.replicas[0].in_flight:
+        await asyncio.sleep(0.005)
+    return task
+
+
+async def test_a_request_waits_for_a_place(tmp_path: Path) -> None:
+    """It is served as soon as one frees, and told how long it has waited."""
+    async with router_stack(tmp_path, narrow()) as stack:
+        first = await busy(stack)
+        second = await stack.generate(stream=False)
+        assert second.status_code == 200
+        assert int(second.headers["x-qarr-queue-ms"]) > 0
+        assert "x-qarr-queue-ms" not in (await first).headers
+        assert stack.leases() == 0
+
+
+async def test_places_go_by_priority_then_deadline(tmp_path: Path) -> None:
+    """The order of arrival does not matter, the class and the deadline do."""
+    async with router_stack(tmp_path, narrow(max_wait_s={"batch": 60})) as stack:
+        first = await busy(stack)
+        order: list[str] = []
+
+        async def ask(name: str, **body: Any) -> None:
+            answer = await stack.generate(stream=False, **body)
+            assert answer.status_code == 200, answer.text
+            order.append(name)
+
+        asked = []
+        for name, body in {
+            "batch": {"priority": "batch"},
+            "late": {"sla": {"ttft_ms": 25_000}},
+            "soon": {"sla": {"ttft_ms": 20_000}},
+            "interactive": {"priority": "interactive"},
+        }.items():
+            asked.append(asyncio.create_task(ask(name, **body)))
+            await asyncio.sleep(0.05)
+        await asyncio.gather(first, *asked)
+        assert order == ["interactive", "soon", "late", "batch"]
+
+
+async def test_one_key_does_not_crowd_out_another(tmp_path: Path) -> None:
+    """A key with many requests waits behind one with few, whoever came first."""
+    places = {"max_in_flight": 2}
+    none = {"max_model_len": 16, "max_in_flight": 1}
+    overrides = {
+        "tiers": {"fast": places, "balanced": none, "precise": none},
+        "auth": {"keys_file": str(tmp_path / "keys.json")},
+    }
+    many, few = (add_key(tmp_path / "keys.json", name)[0] for name in ("many", "few"))
+    async with router_stack(tmp_path, overrides) as stack:
+        stack.engines[FAST].delay_s = 0.05
+        order: list[str] = []
+
+        async def ask(name: str, secret: str) -> None:
+            body = {"prompt": "hi", "stream": False}
+            headers = {"authorization": f"Bearer {secret}"}
+            answer = await stack.client.post(f"{stack.url}/generate", json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+            order.append(name)
+
+        asked = [asyncio.create_task(ask("many", many)) for _ in range(6)]
+        await asyncio.sleep(0.15)
+        asked.append(asyncio.create_task(ask("few", few)))
+        await asyncio.gather(*asked)
+        assert order.index("few") < 5
+
+
+async def test_what_cannot_be_in_time_is_refused_at_once(tmp_path: Path) -> None:
+    """A deadline before the first place can free: no wait, a reason, and when to come again."""
+    async with router_stack(tmp_path, narrow()) as stack:
+        first = await busy(stack)
+        refused = await stack.generate(sla={"ttft_ms": 1})
+        assert refused.status_code == 503
+        assert "too late" in refused.json()["detail"]
+        assert int(refused.headers["retry-after"]) >= 1
+        assert (await first).status_code == 200
+
+
+async def test_a_wait_has_an_end(tmp_path: Path) -> None:
+    """A place that never frees: refused when the longest wait is over."""
+    async with router_stack(tmp_path, narrow(max_wait_s={"standard": 1.2})) as stack:
+        stack.engines[FAST].delay_s = 3600
+        first = asyncio.create_task(stack.generate(stream=False))
+        while not stack.fleet.replicas[0].in_flight:
+            await asyncio.sleep(0.005)
+        refused = await stack.generate()
+        assert refused.status_code == 503
+        assert "no place came free" in refused.json()["detail"] or "too late" in refused.json()["detail"]
+        assert "retry-after" in refused.headers
+        first.cancel()
+
+
+async def test_a_full_queue_sheds_the_least_urgent(tmp_path: Path) -> None:
+    """With one place in the queue, an interactive request takes it from a batch one, and not the other way round."""
+    async with router_stack(tmp_path, narrow(max_waiting=1, max_wait_s={"batch": 60})) as stack:
+        first = await busy(stack)
+        batch = asyncio.create_task(stack.generate(stream=False, priority="batch"))
+        await asyncio.sleep(0.05)
+        urgent = asyncio.create_task(stack.generate(stream=False, priority="interactive"))
+        await asyncio.sleep(0.05)
+        last = await stack.generate(stream=False, priority="batch")
+        assert (await batch).status_code == last.status_code == 503
+        assert "retry-after" in (await batch).headers
+        assert "are waiting already" in last.json()["detail"]
+        assert (await urgent).status_code == (await first).status_code == 200
+
+
+async def test_a_client_that_leaves_the_queue_leaves_nothing(tmp_path: Path) -> None:
+    """Its turn goes to the next one."""
+    async with router_stack(tmp_path, narrow()) as stack:
+        first = await busy(stack)
+        gone = asyncio.create_task(stack.generate(stream=False))
+        await asyncio.sleep(0.05)
+        gone.cancel()
+        assert (await stack.generate(stream=False)).status_code == 200
+        await first
+        assert stack.leases() == 0
+
+
+async def test_a_replica_that_fails_is_left_alone_and_tried_again(tmp_path: Path) -> None:
+    """Failures in a row open its breaker: requests go elsewhere without an attempt; one probe closes it again."""
+    overrides = {"upstream": {"breaker_pause_s": 0.4}}
+    async with router_stack(tmp_path, overrides) as stack:
+        engine = stack.engines[FAST]
+        engine.status = 500
+        for _ in range(3):
+            assert (await stack.generate(tier="fast")).headers["x-qarr-tier"] == "balanced"
+        tiers = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"]
+        assert tiers[0]["replicas"][0]["breaker"] == "open"
+        attempts = len(engine.requests)
+        answer = await stack.generate(tier="fast")
+        assert "failed too often lately" in answer.headers["x-qarr-reason"]
+        assert len(engine.requests) == attempts
+        engine.status = 200
+        await asyncio.sleep(0.5)
+        assert (await stack.generate(tier="fast")).headers["x-qarr-tier"] == "fast"
+        tiers = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"]
+        assert tiers[0]["replicas"][0]["breaker"] == "closed"
+
+
+async def test_retries_are_bounded(tmp_path: Path) -> None:
+    """When every engine fails, attempts do not multiply beyond the budget."""
+    overrides = {
+        "upstream": {"retry_reserve": 4, "retry_share": 0, "breaker_failures": 1000, "breaker_failure_share": 1.0}
+    }
+    async with router_stack(tmp_path, overrides) as stack:
+        for engine in stack.engines.values():
+            engine.status = 500
+        answers = [await stack.generate() for _ in range(6)]
+        assert {a.status_code for a in answers} == {503}
+        assert sum(len(e.requests) for e in stack.engines.values()) == 6 + 4
+
+
+async def test_a_late_first_token_is_asked_for_twice(tmp_path: Path) -> None:
+    """With hedging, a stalled tier's request is answered by the next one, and the stalled one is ended."""
+    async with router_stack(tmp_path, {"upstream": {"hedge": True}}) as stack:
+        while any(r.speed is None for r in stack.fleet.replicas):
+            await asyncio.sleep(0.05)
+        stack.engines[FAST].stall_after = 0
+        answer = await stack.generate(tier="fast", sla={"ttft_ms": 60_000})
+        assert answer.headers["x-qarr-tier"] == "balanced"
+        assert "fast was late with its first token" in answer.headers["x-qarr-reason"]
+        assert "Paris" in answer.text
+        async with asyncio.timeout(5):
+            while stack.leases() or stack.engines[FAST].running:
+                await asyncio.sleep(0.01)
+
+
+def test_breaker_takes_one_probe_at_a_time() -> None:
+    """Closed, open, half-open with one request, and a longer pause after each probe that fails."""
+    breaker = Breaker(BreakerOptions(failures=2, pause_s=1, longest_pause_s=3))
+    breaker.failed(0.0, probe=False)
+    assert breaker.admits(0.0)
+    breaker.failed(0.0, probe=False)
+    assert breaker.state(0.5) is BreakerState.OPEN
+    assert not breaker.admits(0.5)
+    assert breaker.state(1.0) is BreakerState.HALF_OPEN
+    assert breaker.begin(1.0)
+    assert not breaker.admits(1.0)
+    breaker.succeeded(probe=False)  # sent before it opened: says nothing about now
+    assert not breaker.admits(1.0)
+    breaker.failed(1.0, probe=True)
+    assert breaker.wait_s(1.0) == 2
+    assert breaker.begin(3.0)
+    breaker.given_up(probe=True)
+    assert breaker.begin(3.0)
+    breaker.failed(3.0, probe=True)
+    assert breaker.wait_s(3.0) == 3
+    breaker.begin(6.0)
+    breaker.succeeded(probe=True)
+    assert breaker.state(6.0) is BreakerState.CLOSED
+    assert breaker.opened == 1
+
+
+def test_breaker_opens_by_the_share_of_failures() -> None:
+    """Failures that never come in a row."""
+    breaker = Breaker(BreakerOptions(failures=3, failure_share=0.5))
+    for number in range(8):
+        if number % 2:
+            breaker.failed(0.0, probe=False)
+        else:
+            breaker.succeeded(probe=False)
+    assert breaker.state(0.0) is BreakerState.OPEN
+
+
+def test_limit_follows_what_the_engine_takes_up() -> None:
+    """Delays halve it at most per step and down to a floor; without delay it grows to its bound; idle, it stays."""
+    limit = ConcurrencyLimit.starting(16, 32)
+    assert limit.value == 16
+    limit.sample(100, 10_000, in_flight=2)
+    assert limit.value == 16
+    for _ in range(100):
+        limit.sample(100, 1000, in_flight=16)
+    assert limit.value == 4
+    for _ in range(200):
+        limit.sample(100, 100, in_flight=32)
+    assert limit.value == 32
+
+
+def test_long_prompts_wait_while_the_cache_is_full() -> None:
+    """From 88 % on they do, and until it is below 79.2 %; short ones do not."""
+    spec = TierSpec(FAST, 2048, 16, 32)
+    fleet = Fleet((spec,), options=FleetOptions(long_prompt_tokens=100))
+    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", state=ReplicaState.READY))
+    for usage, open_to_long in ((0.87, True), (0.88, False), (0.80, False), (0.79, True), (0.87, True)):
+        replica.note_gauges(Gauges(1, 0, usage))
+        lease = fleet.lease(FAST, prompt_tokens=101, max_tokens=1)
+        assert (lease is not None) is open_to_long
+        assert (fleet.snapshot().tiers[0].next(101, 1, 100) is not None) is open_to_long
+        if lease is not None:
+            lease.release()
+        short = fleet.lease(FAST, prompt_tokens=100, max_tokens=1)
+        assert short is not None
+        short.release()
+
+
+def test_tokens_are_limited_as_well_as_requests() -> None:
+    """What requests hold of the KV cache is counted when they come, and a lone request is never turned away."""
+    spec = TierSpec(FAST, 2048, 16, 32)
+    fleet = Fleet((spec,))
+    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", state=ReplicaState.READY))
+    replica.note_gauges(Gauges(0, 0, 0.0, 1000))
+    first = fleet.lease(FAST, prompt_tokens=1500, max_tokens=100)
+    assert first is not None
+    assert fleet.lease(FAST, prompt_tokens=10, max_tokens=10) is None
+    assert fleet.lease(FAST, prompt_tokens=10, max_tokens=10, over_limit=True) is not None
+    first.release()
+    assert fleet.lease(FAST, prompt_tokens=10, max_tokens=10) is not None
+    assert replica.kv_tokens_held == 40
+
+
+async def test_no_wait_where_nothing_can_come(tmp_path: Path) -> None:
+    """A prompt that fits no tier is refused at once, whatever else waits."""
+    async with router_stack(tmp_path, narrow()) as stack:
+        first = await busy(stack)
+        began = time.monotonic()
+        answer = await stack.generate(prompt="word " * 3000)
+        assert answer.status_code == 422
+        assert not first.done() or time.monotonic() - began < 5
+        await first

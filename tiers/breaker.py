@@ -1,0 +1,116 @@
+"""A circuit breaker for one replica: after failures it gets no requests for a while, then a single one as a probe.
+
+The states are those of Nygard, Release It! (2007): closed, open, half-open. What opens it are failures in a row and the
+share of failures among the last attempts, as in Envoy's outlier detection (consecutive_5xx, failure_percentage). The pause
+grows with each probe that fails, as its base_ejection_time does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+WINDOW = 20  # attempts that the share of failures is taken of
+ENOUGH = 8  # of them, before the share means anything
+
+
+class BreakerState(StrEnum):
+    """Whether a replica gets requests."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerOptions:
+    """When a breaker opens, and for how long.
+
+    Attributes:
+        failures: In a row that open it.
+        failure_share: Of the last attempts, 0..1, that opens it as well.
+        pause_s: Until the first probe; doubled with each probe that fails.
+        longest_pause_s: At most.
+    """
+
+    failures: int = 3
+    failure_share: float = 0.5
+    pause_s: float = 1.0
+    longest_pause_s: float = 30.0
+
+
+@dataclass(slots=True)
+class Breaker:
+    """One replica's breaker. Times are seconds by the monotonic clock.
+
+    Attributes:
+        opened: How often it has opened since the start.
+    """
+
+    options: BreakerOptions = field(default_factory=BreakerOptions)
+    opened: int = 0
+    _open_until: float | None = None
+    _probing: bool = False
+    _pauses: int = 0
+    _failures: int = 0
+    _last: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def state(self, now: float) -> BreakerState:
+        """Return the state."""
+        if self._open_until is None:
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if now < self._open_until else BreakerState.HALF_OPEN
+
+    def admits(self, now: float) -> bool:
+        """Tell whether a request may be sent: any while closed, one at a time while half-open."""
+        return self._open_until is None or (now >= self._open_until and not self._probing)
+
+    def wait_s(self, now: float) -> float:
+        """Return the time until it admits a request, as far as is known."""
+        return 0.0 if self._open_until is None else max(self._open_until - now, 0.0)
+
+    def begin(self, now: float) -> bool:
+        """Note that a request is sent; tell whether it is the probe."""
+        if self.state(now) is not BreakerState.HALF_OPEN:
+            return False
+        self._probing = True
+        return True
+
+    def succeeded(self, *, probe: bool) -> None:
+        """Note that a request got its first token. One that was sent before the breaker opened does not close it."""
+        self._last.append(True)
+        if self._open_until is None or probe:
+            self.reset()
+
+    def failed(self, now: float, *, probe: bool) -> None:
+        """Note that the replica failed a request."""
+        self._last.append(False)
+        self._failures += 1
+        if self._open_until is not None:
+            if probe:
+                self._probing = False
+                self._open(now)
+            return
+        share = self._last.count(False) / len(self._last)
+        if self._failures >= self.options.failures or (
+            len(self._last) >= ENOUGH and share >= self.options.failure_share
+        ):
+            self._open(now)
+
+    def given_up(self, *, probe: bool) -> None:
+        """Note that a request ended without telling anything about the replica: its client left, say."""
+        if probe:
+            self._probing = False
+
+    def reset(self) -> None:
+        """Close it, and forget failures in a row: the replica works, or it is a new process."""
+        self._open_until, self._probing, self._pauses, self._failures = None, False, 0, 0
+
+    def _open(self, now: float) -> None:
+        if self._open_until is None:
+            self.opened += 1
+            self._last.clear()
+        pause = min(self.options.pause_s * 2**self._pauses, self.options.longest_pause_s)
+        self._pauses += 1
+        self._open_until = now + pause
