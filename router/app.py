@@ -37,7 +37,8 @@ from router.wire import InvalidBody, render_fleet
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
+    from contextlib import AbstractAsyncContextManager
 
     from starlette.requests import Request
     from starlette.types import ASGIApp
@@ -110,25 +111,31 @@ def create_app(
     )
     status = Status(services)
     streams = KeptStreams(settings.server)
+    app = Starlette(
+        routes=_routes(services, status, streams),
+        exception_handlers=dict.fromkeys(HANDLED, status.problem),
+        lifespan=_lifespan(services, streams),
+    )
+    return telemetry.instrument(Gate(app, keys, telemetry))
+
+
+def _lifespan(services: Services, streams: KeptStreams) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+    """Return what runs beside the requests, and what ends after them."""
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(work) for work in (policy.watch(), live_check.run(), admission.run())]
+        works = (services.policy.watch(), services.live_check.run(), services.admission.run())
+        tasks = [asyncio.create_task(work) for work in works]
         yield
         await streams.aclose()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await quotas.aclose()
-        await upstream.aclose()
-        decisions.close()
+        await services.quotas.aclose()
+        await services.upstream.aclose()
+        services.decisions.close()
 
-    app = Starlette(
-        routes=_routes(services, status, streams),
-        exception_handlers=dict.fromkeys(HANDLED, status.problem),
-        lifespan=lifespan,
-    )
-    return telemetry.instrument(Gate(app, keys, telemetry))
+    return lifespan
 
 
 def _routes(services: Services, status: Status, streams: KeptStreams) -> list[Endpoint]:
