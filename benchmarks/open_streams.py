@@ -3,9 +3,8 @@
 usage: python benchmarks/open_streams.py [--streams 1000] [--seconds 10]
 
 The router is alone on core 0; the stub engine and the clients share the other one. Each stream gets a token every two
-seconds. Memory is the growth of the router's resident set from before the streams, after as many had come and gone already
-(so that what the allocator keeps is not counted as a stream's), over the number of streams; the stub engine's own is shown
-beside it. CPU is of the time in which all streams are open.
+seconds. Memory is the growth of the router's resident set, from when a few streams had come and gone, over the number of
+streams; the stub engine's own is shown beside it. CPU is of the time in which all streams are open.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ if TYPE_CHECKING:
     import psutil
 
 PAUSE_MS = 2000  # between two tokens of a stream; the stub sends 32, so a stream lasts 64 s
-OPENING = 50  # streams that are being opened at once
+OPENING = 250  # streams that are being opened at once
+WARM = 20  # streams that come and go before anything is measured
 PROMPT = "Can you explain how tides work, and why there are two of them a day?"
 CHAT = {"model": "fast", "messages": [{"role": "user", "content": PROMPT}], "stream": True}
 ROWS: dict[str, tuple[str, dict[str, object]]] = {
@@ -138,7 +138,7 @@ async def _measured(
     clients: Clients, port: int, router: psutil.Process, engine: psutil.Process, streams: int, seconds: float
 ) -> Row:
     row = Row()
-    await clients.open(streams)
+    await clients.open(WARM)
     await clients.close()
     await _idle(port)
     before, engine_before, cpu = router.memory_info().rss, engine.memory_info().rss, _cpu_s(router)

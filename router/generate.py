@@ -72,6 +72,7 @@ class Generate:
             await self._resume(last_event_id, context, scope, receive, send)
             return
         body = parse_generate(content, services.limits)
+        del content  # not to be held for as long as the answer takes
         decision = decision_for(body, context, services, request_id=context.request_id)
         judged = body.stream and services.escalation.watches(decision)
         request = chat_request(body, decision, context, services.limits.default_temperature, judged=judged)

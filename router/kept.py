@@ -14,7 +14,7 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from router.context import body_message
+from router.context import Signal, body_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -51,6 +51,11 @@ class KeptStream:
         over: Whether the last event is there.
     """
 
+    __slots__ = (
+        "_events", "_fault", "_max_bytes", "_news", "_oldest", "_reader", "_room", "_size", "_taken",
+        "expiry", "headers", "id", "over", "owner", "task",
+    )  # fmt: skip
+
     def __init__(self, owner: str, max_bytes: int) -> None:
         self.id = secrets.token_urlsafe(12)
         self.owner = owner
@@ -64,7 +69,7 @@ class KeptStream:
         self._oldest = 1
         self._reader: object | None = None
         self._fault: Exception | None = None
-        self._news, self._room = asyncio.Event(), asyncio.Event()
+        self._news, self._room = Signal(), Signal()
 
     @property
     def newest(self) -> int:

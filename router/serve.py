@@ -205,6 +205,7 @@ async def run(
             loop="uvloop",
             http=protocol_for(settings.server),
             ws="none",
+            proxy_headers=False,
             access_log=False,
             log_config=None,
             server_header=False,

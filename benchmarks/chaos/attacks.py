@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import struct
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ GET = b"GET /healthz HTTP/1.1\r\nhost: x\r\n"
 POST = b"POST /route HTTP/1.1\r\nhost: x\r\n"
 BODY = b'{"prompt": "hi"}'
 REFUSED, CLOSED = frozenset({400, 408, 413, 431}), frozenset({0})
-LONG = {"tier": "precise", "max_tokens": 2000}
+LONG = {"tier": "precise", "max_tokens": 500}
 PACED = {"tier": "balanced", "max_tokens": 60}
 
 
@@ -37,7 +38,7 @@ class Attack:
 
 def statuses(answers: bytes) -> list[int]:
     """Return the status of each answer in what a connection sent."""
-    found = [int(part[:3]) for part in answers.split(b"HTTP/1.1 ")[1:]]
+    found = [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", answers)]
     return found or [0]
 
 
@@ -227,7 +228,7 @@ def slow_ones() -> list[Attack]:
 
 CHAT_STREAM = post(
     "/v1/chat/completions",
-    {"model": "precise", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 2000},
+    {"model": "precise", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 500},
 )
 
 

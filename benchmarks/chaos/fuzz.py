@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -26,8 +27,8 @@ from running import PATIENCE_S, Running, Wire, fetch, generation, running
 
 BATCH = 100
 CLIENTS = 8
+AT_ONCE = 6  # attacks
 POOLED = 64  # connections to engines that may stay open for the next request
-SERVED = {200, 204}
 
 
 @dataclass(slots=True)
@@ -62,17 +63,18 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=20)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the processes started here end with this one
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, running(Path(folder)) as router:
-        report, before, after = asyncio.run(_all(router, args.requests, args.seed))
+        report, stages = asyncio.run(_all(router, args.requests, args.seed))
         log = router.log.read_text("utf-8", "replace")
     if "Traceback" in log:
         report.faults.append("the router wrote a traceback:\n" + log[log.index("Traceback") :][:3000])
-    _show(report, before, after, time.monotonic() - started, args)
+    _show(report, stages, time.monotonic() - started, args)
     sys.exit(1 if report.faults else 0)
 
 
-async def _all(router: Running, requests: int, seed: int) -> tuple[Report, Held, Held]:
+async def _all(router: Running, requests: int, seed: int) -> tuple[Report, dict[str, Held]]:
     report = Report()
     operations = await _operations(router.port)
     await _still_serves(router, report, "before anything")
@@ -84,10 +86,14 @@ async def _all(router: Running, requests: int, seed: int) -> tuple[Report, Held,
         await asyncio.gather(*(_client(router, batch[n::CLIENTS], report) for n in range(CLIENTS)))
         report.batches += 1
         await _still_serves(router, report, f"after request {at + len(batch)}")
-    await _nothing_held(router, before, report, "after the requests")
-    for attack in every_attack():
-        await _attack(router, attack, report)
-    return report, before, await _nothing_held(router, before, report, "after the attacks")
+    between = await _nothing_held(router, before, report, "after the requests")
+    *attacks, crowd = every_attack()
+    places = asyncio.Semaphore(AT_ONCE)
+    await asyncio.gather(*(_attack(router, attack, report, places) for attack in attacks))
+    await _nothing_held(router, before, report, "after the attacks")
+    await _attack(router, crowd, report, places)
+    after = await _nothing_held(router, before, report, "after the crowd")
+    return report, {"before": before, "after requests": between, "after attacks": after}
 
 
 async def _operations(port: int) -> list[tuple[str, str]]:
@@ -117,10 +123,10 @@ async def _client(router: Running, mutants: list[Mutant], report: Report) -> Non
             wire.drop()
 
 
-async def _attack(router: Running, attack: Attack, report: Report) -> None:
+async def _attack(router: Running, attack: Attack, report: Report, places: asyncio.Semaphore) -> None:
     report.attacks += 1
     try:
-        async with asyncio.timeout(2 * PATIENCE_S):
+        async with places, asyncio.timeout(2 * PATIENCE_S):
             seen = await attack.run(router.port)
     except TimeoutError:
         report.faults.append(f"hangs: {attack.name}")
@@ -181,14 +187,17 @@ async def _nothing_held(router: Running, before: Held, report: Report, when: str
         await asyncio.sleep(0.2)
 
 
-def _show(report: Report, before: Held, after: Held, took_s: float, args: argparse.Namespace) -> None:
+def _show(report: Report, stages: dict[str, Held], took_s: float, args: argparse.Namespace) -> None:
     print(f"$ python benchmarks/chaos/fuzz.py --requests {args.requests} --seed {args.seed}\n")
-    print(f"requests      {args.requests}, {report.left} of them left unread; {report.attacks} attacks; {took_s:.0f} s")
+    print(
+        f"requests       {args.requests}, {report.left} of them left unread; {report.attacks} attacks; {took_s:.0f} s"
+    )
     by_status = ", ".join(f"{status or 'closed'}: {count}" for status, count in sorted(report.statuses.items()))
-    print(f"by status     {by_status}")
-    print(f"good requests {report.batches + report.attacks + 1} between them")
-    print(f"faults        {len(report.faults)}")
-    print(f"before        {before}\nafter         {after}")
+    print(f"by status      {by_status}")
+    print(f"good requests  {report.batches + report.attacks + 1} between them")
+    print(f"faults         {len(report.faults)}")
+    for stage, holds in stages.items():
+        print(f"{stage:15}{holds}")
     for fault in report.faults[:40]:
         print(f"FAULT {fault}")
 

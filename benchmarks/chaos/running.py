@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 20.0  # an answer that takes longer is a hang: every timeout of the router is a second here
 # The fakes' answers: pieces, bytes of each, milliseconds between them. The last tier has one too large for any buffer.
-ENGINES = {"fast": (7, 6, 0), "balanced": (60, 20, 20), "precise": (2000, 20_000, 0)}
+ENGINES = {"fast": (7, 6, 0), "balanced": (60, 20, 20), "precise": (500, 20_000, 0)}
 SETTINGS = """
 [server]
 header_timeout_s = 1

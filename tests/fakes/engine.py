@@ -118,7 +118,7 @@ class FakeEngine:
         try:
             body = await request.json()
             return JSONResponse({"prompt": self._text(body["tokens"])})
-        except (LookupError, TypeError, ValueError, RecursionError) as error:
+        except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
             return _refused(str(error))
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -134,7 +134,7 @@ class FakeEngine:
     async def _generate(self, request: Request) -> Response:
         try:
             body = await request.json()
-            _check(body)
+            streamed = _check(body)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             return _refused(str(error))
         b = self.behaviour
@@ -147,7 +147,7 @@ class FakeEngine:
             error = {"message": b.error, "type": "BadRequestError", "param": None, "code": b.status}
             return JSONResponse({"error": error}, b.status)
         chat = request.url.path.endswith("/chat/completions")
-        if not body.get("stream"):
+        if not streamed:
             return await self._unless_disconnected(request, self._whole(body, chat=chat))
         return StreamingResponse(self._stream(body, chat=chat), media_type="text/event-stream; charset=utf-8")
 
@@ -276,19 +276,20 @@ class FakeEngine:
         return b"data: " + json.dumps(self._fields(fields), separators=(",", ":")).encode() + b"\n\n"
 
 
-def _check(body: dict[str, Any]) -> None:
-    """Refuse what vLLM would refuse, of the fields that the fake looks at.
+def _check(body: dict[str, Any]) -> bool:
+    """Refuse what vLLM would refuse, of the fields that the fake looks at; return whether a stream is asked for.
 
     Raises:
         ValueError: As do TypeError and OverflowError, for values that are no numbers.
     """
-    TypeAdapter(bool | None).validate_python(body.get("stream"))
+    streamed = TypeAdapter(bool | None).validate_python(body.get("stream"))
     if not isinstance(body.get("stream_options"), dict | None):
         raise TypeError("stream_options is not an object")
     if int(body.get("max_tokens") or 16) < 1:
         raise ValueError("max_tokens is below 1")
     if body.get("prompt_logprobs") and not isinstance(body.get("prompt"), list):
         raise ValueError("prompt_logprobs of what is no list of tokens")
+    return bool(streamed)
 
 
 def _refused(why: str) -> Response:
