@@ -224,7 +224,7 @@ class EdgeProtocol(HttpToolsProtocol):
         if self.pipeline:  # reading is held back: it is not the client that is slow
             self._expect()
         elif self._in_body and self.cycle.response_complete:
-            self._close()
+            self._leave()
         elif self._in_body:
             self._refuse(TooSlow("body", self.bounds.body_timeout_s))
         elif self._fed:

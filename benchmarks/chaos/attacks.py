@@ -273,5 +273,5 @@ def early_ends() -> list[Attack]:
 
 def every_attack() -> list[Attack]:
     """Return all of them."""
-    crowd = Attack("more connections than allowed", many(480, sends()), frozenset({0, 503}))
+    crowd = Attack("more connections than allowed", many(480, sends(GET + b"\r\n")), frozenset({0, 200, 503}))
     return [*framings(), *slow_ones(), *lines(), *early_ends(), crowd]

@@ -78,7 +78,7 @@ async def test_a_lost_stream_goes_on_where_it_was(tmp_path: Path) -> None:
         assert numbers == list(range(1, len(WORDS) + 2))
         assert [name for name, _ in events(rest.text)][-1] == "done"
         assert rest.headers["x-qarr-tier"] == "precise"
-        assert len(engine.requests) == 1
+        assert sum("messages" in asked for asked in engine.requests) == 1  # the others measure its speed
         await until(lambda: engine.running == 0 and stack.leases() == 0)
 
 
@@ -99,7 +99,7 @@ async def test_a_resumed_stream_may_be_lost_again(tmp_path: Path) -> None:
             seen += more[: more.rfind("\n\n") + 2]
         seen += (await resume(stack, ids(seen)[-1])).text
         assert text_of(seen) == "".join(WORDS)
-        assert len(engine.requests) == 1
+        assert sum("messages" in asked for asked in engine.requests) == 1  # the others measure its speed
 
 
 async def test_what_was_sent_but_not_received_is_replayed(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ async def test_the_last_connection_reads_on(tmp_path: Path) -> None:
         assert events(old)[-1][0] == "error"
         assert events(old)[-1][1]["type"] == "urn:qarr:problem:resumed-elsewhere"
         assert text_of(rest.text) == "".join(WORDS[1:])
-        assert len(engine.requests) == 1
+        assert sum("messages" in asked for asked in engine.requests) == 1  # the others measure its speed
 
 
 async def test_a_caller_that_leaves_before_the_first_token_frees_the_engine(tmp_path: Path) -> None:
