@@ -3,8 +3,8 @@
 A request for which a tier has room goes on at once. Others wait, ordered by priority class, then by their key's requests in
 flight (so that keys share what there is, however many requests each sends), then by the deadline of their first token. When
 a place frees, the policy decides anew for those in front. What is not going to be in time is refused at once, with the
-prediction as Retry-After; where the queue is full, the least urgent goes. A request that has waited long rises a class, so
-none starves.
+prediction as Retry-After; where the queue is full, the least urgent goes. Now and then a place goes to whoever has waited
+longest, so none starves, and the urgent ones still get most of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from router.decision import Refusal
 from router.keys import PRIORITIES
@@ -21,6 +21,8 @@ from router.policy import UNKNOWN_RETRY_S, decide
 from router.problems import Refused
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from router.decision import Decision
     from router.live_policy import LivePolicy
     from router.settings import AdmissionSettings
@@ -71,6 +73,7 @@ class Admission:
         self._waiting: list[_Waiting] = []
         self._in_flight: Counter[str] = Counter()
         self._scheduled = False
+        self._granted = 0
         self._interval_s: float | None = None
         self._last_at = self._busy_since = 0.0
         fleet.on_room = self._schedule
@@ -101,8 +104,13 @@ class Admission:
             raise Refused(decision)
         if not self._waiting:
             admitted = self._place(decision, key_id, 0.0)
+            if admitted is None and decision.tier is not None:  # others came first
+                decision = decide(decision.query, self._fleet.snapshot(), self._policy.table)
+                admitted = self._place(decision, key_id, 0.0)
             if admitted is not None:
                 return admitted
+            if decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY:
+                raise Refused(decision)
         with self._telemetry.admission() as span:
             admitted = await self._wait(self._enqueue(decision, key_id, priority))
             span.set_attribute("qarr.waited_ms", admitted.waited_ms)
@@ -129,7 +137,7 @@ class Admission:
         entry = _Waiting(
             decision, key_id, rank, now, deadline, now + in_time, asyncio.get_running_loop().create_future()
         )
-        order = sorted([*self._waiting, entry], key=lambda e: self._order(e, now))
+        order = sorted([*self._waiting, entry], key=self._order)
         wait_s = self._expected_wait_s(decision, order.index(entry))
         if wait_s > in_time:
             raise Refused(self._refusal(decision, f"its turn is expected in {wait_s:.1f} s, too late", wait_s))
@@ -171,12 +179,9 @@ class Admission:
         wait_s = self._expected_wait_s(entry.decision, len(self._waiting))
         raise Refused(self._refusal(entry.decision, f"no place came free within {waited_s:.1f} s", wait_s))
 
-    def _order(self, entry: _Waiting, now: float) -> tuple[int, int, float]:
+    def _order(self, entry: _Waiting) -> tuple[int, int, float]:
         """Return a request's place in the order: class, its key's requests in flight, deadline."""
-        risen = int((now - entry.since) / self._options.promote_after_s)
-        if risen and entry.rank - risen < 0:  # it has waited through its own class too
-            return -1, 0, entry.since
-        return max(entry.rank - risen, 0), self._in_flight[entry.key_id], entry.deadline
+        return entry.rank, self._in_flight[entry.key_id], entry.deadline
 
     def _expected_wait_s(self, decision: Decision, ahead: int) -> float:
         """Predict the wait of a request with so many before it: by how places freed lately, else by what runs."""
@@ -210,9 +215,9 @@ class Admission:
         self._scheduled = False
         now, passed_over = time.monotonic(), set[_Waiting]()
         while self._waiting and len(passed_over) < LOOKED_AT and self._fleet.has_room:
-            entry = min(
-                (e for e in self._waiting if e not in passed_over), key=lambda e: self._order(e, now), default=None
-            )
+            oldest = self._granted % self._options.oldest_every == self._options.oldest_every - 1
+            order: Callable[[_Waiting], Any] = _age if oldest else self._order
+            entry = min((e for e in self._waiting if e not in passed_over), key=order, default=None)
             if entry is None:
                 break
             decision = decide(entry.decision.query, self._fleet.snapshot(), self._policy.table)
@@ -225,6 +230,7 @@ class Admission:
                 passed_over.add(entry)
                 continue
             self._waiting.remove(entry)
+            self._granted += 1
             self._note_place(now)
             entry.turn.set_result(admitted)
 
@@ -242,6 +248,10 @@ class Admission:
             return None
         self._in_flight[key_id] += 1
         return Admitted(decision, lease, waited_ms)
+
+
+def _age(entry: _Waiting) -> float:
+    return entry.since
 
 
 def _quickest_s(decision: Decision) -> float:

@@ -14,10 +14,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
+from router.admin import Admin
 from router.admission import Admission
 from router.context import BodyTooLarge, ClientGone, context_of
 from router.continuation import Continuation
 from router.decision_log import DecisionLog
+from router.doors import Doors
 from router.escalation import Escalation
 from router.gate import Gate
 from router.generate import Generate, Route
@@ -28,12 +30,13 @@ from router.live_policy import LivePolicy
 from router.metrics import Metrics
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
 from router.openapi import document
-from router.problems import BeyondKey, NoEmbeddings, Refused, UnknownModel, describe
+from router.problems import BeyondKey, NoEmbeddings, NotAdmin, Refused, UnknownModel, describe
 from router.quota import OverQuota, Quotas
 from router.samples import PromptSamples
 from router.services import Services
 from router.upstream import PASSED_AT_ONCE, Upstream, UpstreamError, make_transport
 from router.wire import InvalidBody, render_fleet
+from tiers.errors import NotPossible, UnknownReplica
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from router.settings import Settings
     from router.telemetry import Telemetry
     from tiers.fleet import Fleet
+    from tiers.operations import Operations
 
 # Handlers are looked up by exception type, Exception last: whatever is not listed is a 500 without details.
 HANDLED = (
@@ -56,6 +60,9 @@ HANDLED = (
     UnknownModel,
     NoEmbeddings,
     BeyondKey,
+    NotAdmin,
+    UnknownReplica,
+    NotPossible,
     OverQuota,
     Refused,
     UnknownStream,
@@ -68,7 +75,15 @@ HANDLED = (
 
 
 def create_app(
-    settings: Settings, fleet: Fleet, counter: TokenCounter, telemetry: Telemetry, model: str, *, keys: KeyStore
+    settings: Settings,
+    fleet: Fleet,
+    counter: TokenCounter,
+    telemetry: Telemetry,
+    model: str,
+    *,
+    keys: KeyStore,
+    doors: Doors | None = None,
+    operations: Operations | None = None,
 ) -> ASGIApp:
     """Wire the router.
 
@@ -79,9 +94,11 @@ def create_app(
         telemetry: Where spans go.
         model: The served model's name, for people.
         keys: Of those who may use it.
+        doors: Tell whether it takes requests; None: always.
+        operations: What operators may do; None: nothing.
     """
-    places = sum(spec.max_in_flight * max(len(spec.urls), 1) for spec in fleet.specs)
-    upstream = Upstream(fleet, make_transport(places + PASSED_AT_ONCE), settings.upstream, telemetry)
+    doors = doors or Doors()
+    upstream = Upstream(fleet, make_transport(2 * _places(fleet) + PASSED_AT_ONCE), settings.upstream, telemetry)
     policy = LivePolicy(settings.policy, fleet)
     decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
     quotas = Quotas(settings.state.redis_url.get_secret_value())
@@ -109,23 +126,26 @@ def create_app(
         telemetry=telemetry,
         model=model,
     )
-    status = Status(services)
-    streams = KeptStreams(settings.server)
-    app = Starlette(
-        routes=_routes(services, status, streams),
-        exception_handlers=dict.fromkeys(HANDLED, status.problem),
-        lifespan=_lifespan(services, streams),
-    )
-    return telemetry.instrument(Gate(app, keys, telemetry))
+    admin = Admin(operations, keys).routes() if operations is not None else []
+    status, streams = Status(services, doors), KeptStreams(settings.server)
+    handlers = dict.fromkeys(HANDLED, status.problem)
+    routes = [*_routes(services, status, streams), *admin]
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(services, streams))
+    return telemetry.instrument(Gate(app, keys, telemetry, doors))
+
+
+def _places(fleet: Fleet) -> int:
+    """Return the requests at once that replicas are to have. An engine started here may for a while have one beside it."""
+    return sum(spec.max_in_flight * (len(spec.urls) or 2) for spec in fleet.specs)
 
 
 def _lifespan(services: Services, streams: KeptStreams) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
-    """Return what runs beside the requests, and what ends after them."""
+    """Return what runs while the router serves, and what is closed after it."""
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        works = (services.policy.watch(), services.live_check.run(), services.admission.run())
-        tasks = [asyncio.create_task(work) for work in works]
+        work = (services.policy.watch(), services.live_check.run(), services.admission.run())
+        tasks = [asyncio.create_task(each) for each in work]
         yield
         await streams.aclose()
         for task in tasks:
@@ -140,7 +160,10 @@ def _lifespan(services: Services, streams: KeptStreams) -> Callable[[Starlette],
 
 def _routes(services: Services, status: Status, streams: KeptStreams) -> list[Endpoint]:
     """Return every route."""
-    models, metrics = Models(services, int(time.time())), Metrics(services.live_check)
+    models, metrics = (
+        Models(services, int(time.time())),
+        Metrics(services.fleet, services.admission, services.live_check),
+    )
     return [
         Endpoint("/generate", Generate(services, streams), methods=["POST"]),
         Endpoint("/route", Route(services), methods=["POST"]),
@@ -162,17 +185,17 @@ def _routes(services: Services, status: Status, streams: KeptStreams) -> list[En
 class Status:
     """The endpoints that tell how things stand, and the rendering of errors."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, services: Services, doors: Doors) -> None:
+        self._services, self._doors = services, doors
 
     async def healthz(self, _request: Request) -> Response:
         """Answer that the router is alive."""
         return _json({"status": "alive"})
 
     async def readyz(self, _request: Request) -> Response:
-        """Answer 200 once a tier is ready, 503 before; the body names every tier and its state."""
+        """Answer 200 once a tier is ready, 503 before and when the router leaves; the body names every tier's state."""
         states = {tier.spec.name: tier.state for tier in self._services.fleet.snapshot().tiers}
-        ready = any(state is ReplicaState.READY for state in states.values())
+        ready = self._doors.open and any(state is ReplicaState.READY for state in states.values())
         body = {"ready": ready, "tiers": {name: state.value for name, state in states.items()}}
         return _json(body, 200 if ready else 503)
 

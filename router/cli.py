@@ -19,6 +19,7 @@ from classifier import TokenizerError, extract
 from router.cli_keys import keys_app
 from router.cli_profile import profile_app
 from router.cli_replay import replay
+from router.cli_tiers import tiers_app
 from router.decision import Query
 from router.keys import KeysError
 from router.live_policy import policy_table
@@ -26,6 +27,7 @@ from router.policy import decide
 from router.router_client import ProfileError
 from router.serve import ListenError, StartError, listen, make_counter, make_deployment, open_keys, run
 from router.settings import Settings, SettingsError, load_settings, schema, table
+from router.takeover import Baton, TakeoverError, control_path
 from router.telemetry import TelemetryError
 from router.wire import render_features
 from tiers.errors import TierError
@@ -54,6 +56,7 @@ model_app = typer.Typer(help="Make and inspect the model's three checkpoints.", 
 app.add_typer(model_app, name="model")
 app.add_typer(keys_app, name="keys")
 app.add_typer(profile_app, name="profile")
+app.add_typer(tiers_app, name="tiers")
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 ConfigOption = Annotated[
@@ -82,6 +85,7 @@ def main() -> None:
         StartError,
         KeysError,
         ProfileError,
+        TakeoverError,
     ) as error:
         fail(str(error))
 
@@ -147,6 +151,9 @@ def serve(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    takeover: Annotated[
+        bool, typer.Option("--takeover", help="Take the place of the router that listens on the port: none is refused.")
+    ] = False,
 ) -> None:
     """Serve the router alone, in front of engines that run already. Needs no engine environment."""
     started = time.monotonic()
@@ -156,12 +163,20 @@ def serve(
     _log_to_stderr()
     if not any(t.urls for t in _tier_settings(settings)):
         fail("no engine is given: name at least one with --fast, --balanced or --precise URL, or use 'qarr up'")
-    keys = open_keys(settings)
-    sock = listen(settings)
+    baton = None
+    if takeover:
+        baton, sock = Baton.ask(control_path(settings.server.runtime_dir, settings.server.port))
+        keys = open_keys(settings, sock.getsockname()[0])
+    else:
+        keys = open_keys(settings)
+        sock = listen(settings)
     deployment = make_deployment(settings, (), start_engines=False, tokenizer=tokenizer)
     if not deployment.counter.exact:
         err.print("no tokenizer folder is given (--tokenizer DIR): prompt tokens are estimated")
-    _run(deployment, sock, keys, started)
+    _run(deployment, sock, keys, started, baton)
+
+
+app.command("router", hidden=True)(serve)  # what it is called elsewhere
 
 
 app.command("replay")(replay)
@@ -305,7 +320,7 @@ def _show_plan(deployment: Deployment) -> None:
         )
 
 
-def _run(deployment: Deployment, sock: Any, keys: KeyStore, started: float) -> None:
+def _run(deployment: Deployment, sock: Any, keys: KeyStore, started: float, baton: Baton | None = None) -> None:
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
 
@@ -318,7 +333,7 @@ def _run(deployment: Deployment, sock: Any, keys: KeyStore, started: float) -> N
             f"{_clock(started)} [bold green]up[/]: listening on http://{shown}:{port}, all tiers ready. Ctrl-C stops."
         )
 
-    asyncio.run(run(deployment, sock, version(), changed, is_up, keys=keys))
+    asyncio.run(run(deployment, sock, version(), changed, is_up, keys=keys, baton=baton))
     err.print(f"{_clock(started)} stopped")
 
 

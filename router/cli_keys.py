@@ -36,6 +36,7 @@ def keys_add(
     requests_per_minute: LimitOption = None,
     tokens_per_minute: LimitOption = None,
     concurrent_requests: LimitOption = None,
+    admin: Annotated[bool, typer.Option("--admin", help="It may drain, restart and recycle replicas.")] = False,
     config: ConfigOption = None,
 ) -> None:
     """Make a key and print it: it is shown this once and kept nowhere."""
@@ -46,6 +47,7 @@ def keys_add(
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
         "concurrent_requests": concurrent_requests,
+        "admin": admin,
     }
     if tier:
         rights["tiers"] = tuple(tier)
@@ -71,7 +73,9 @@ def keys_list(
     if not keys:
         typer.echo("no keys: make one with 'qarr keys add NAME'")
         return
-    table = Table("id", "name", "made", "state", "tiers", "priority", "requests/min", "tokens/min", "at once", box=None)
+    table = Table(
+        "id", "name", "made", "state", "tiers", "priority", "requests/min", "tokens/min", "at once", "admin", box=None
+    )
     for key in keys:
         table.add_row(*_row(key))
     Console(highlight=False, width=None if Console().is_terminal else 160).print(table)
@@ -100,4 +104,5 @@ def _row(key: KeyRecord) -> list[str]:
         tiers,
         priority,
         *("-" if limit is None else str(limit) for limit in limits),
+        "yes" if key.admin else "-",
     ]

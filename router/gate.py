@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
+from pydantic_core import to_json
 from starlette.datastructures import Headers
 
-from router.context import RequestContext, keep
+from router.context import RequestContext, body_message, context_of, is_kept, keep
+from router.doors import Door, Parting
 from router.keys import ANONYMOUS, Caller, KeyStore, Unauthorized
 from router.openai import speaks_openai
-from router.problems import describe
+from router.problems import Draining, describe
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+    from router.doors import Doors
     from router.telemetry import Telemetry
 
 OPEN_PATHS = {"/healthz", "/readyz"}  # for load balancers, which have no keys
@@ -22,19 +26,45 @@ OPEN_PATHS = {"/healthz", "/readyz"}  # for load balancers, which have no keys
 class Gate:
     """An ASGI application around the router's."""
 
-    def __init__(self, app: ASGIApp, keys: KeyStore, telemetry: Telemetry) -> None:
-        self._app, self._keys, self._telemetry = app, keys, telemetry
+    def __init__(self, app: ASGIApp, keys: KeyStore, telemetry: Telemetry, doors: Doors) -> None:
+        self._app, self._keys, self._telemetry, self._doors = app, keys, telemetry, doors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in, or answer 401 with its body unread."""
+        """Let a request in, or answer 401, or 503 while the router drains, with its body unread."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        task, parting = asyncio.current_task(), Parting(send, self._doors)
+        assert task is not None
+        self._doors.inside.add(task)
+        try:
+            await self._enter(scope, receive, parting.send)
+        except asyncio.CancelledError:
+            if not self._doors.time_is_up:
+                raise
+            task.uncancel()
+            await self._break_off(scope, receive, parting)
+        finally:
+            self._doors.inside.discard(task)
+
+    async def _break_off(self, scope: Scope, receive: Receive, parting: Parting) -> None:
+        """End an answer for which there is no time left, as far as it has come, with an error."""
+        openai, ids = speaks_openai(scope["path"]), self._telemetry.request_ids(Headers(scope=scope))
+        context = context_of(scope) if is_kept(scope) else RequestContext(*ids)
+        problem = describe(Draining("this router has ended before the answer was complete: ask again"))
+        if not parting.begun:
+            await problem.response(context, openai=openai)(scope, receive, parting.send)
+        elif parting.streams and not parting.complete:
+            name = b"" if openai else b"event: error\n"
+            body = problem.openai_body() if openai else problem.body(context.ids)
+            await parting.send(body_message(name + b"data: " + to_json(body) + b"\n\n", more=False))
+
+    async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         ids = self._telemetry.request_ids(headers)
         try:
             caller = self._caller(scope, headers)
-        except Unauthorized as error:
+        except (Unauthorized, Draining) as error:
             response = describe(error).response(RequestContext(*ids), openai=speaks_openai(scope["path"]))
             response.headers["connection"] = "close"  # its body is not going to be read
             await response(scope, receive, send)
@@ -44,6 +74,8 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _caller(self, scope: Scope, headers: Headers) -> Caller:
+        if self._doors.state is Door.DRAINING and scope["method"] == "POST":
+            raise Draining
         if not self._keys.required or scope["path"] in OPEN_PATHS:
             return ANONYMOUS
         scheme, _, key = headers.get("authorization", "").partition(" ")

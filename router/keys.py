@@ -70,6 +70,7 @@ class Caller:
         over: What happens to a hint or priority beyond what is allowed: taken down and disclosed, or refused.
         max_priority: Highest priority.
         quota: Limits by the minute, and at once.
+        admin: May operate on replicas.
     """
 
     key_id: str
@@ -78,6 +79,7 @@ class Caller:
     over: Literal["clamp", "refuse"] = "clamp"
     max_priority: Priority = "interactive"
     quota: Quota = _UNLIMITED
+    admin: bool = False
 
 
 ANONYMOUS = Caller("", "anonymous")
@@ -99,6 +101,7 @@ class KeyRecord(BaseModel):
     requests_per_minute: int | None = Field(None, ge=1)
     tokens_per_minute: int | None = Field(None, ge=1)
     concurrent_requests: int | None = Field(None, ge=1)
+    admin: bool = False
 
     @field_validator("tiers")
     @classmethod
@@ -110,7 +113,7 @@ class KeyRecord(BaseModel):
     def caller(self) -> Caller:
         """Return whom the key stands for."""
         quota = Quota(self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
-        return Caller(self.id, self.name, frozenset(self.tiers), self.over, self.max_priority, quota)
+        return Caller(self.id, self.name, frozenset(self.tiers), self.over, self.max_priority, quota, self.admin)
 
 
 class KeyFile(BaseModel):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from router.admin import OPERATIONS, REPLICAS
 from router.generate import STREAM_ID
 from router.keys import PRIORITIES
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, HEADERS, OpenAIWishes
 from router.problems import MEDIA_TYPE
 from router.wire import GenerateBody, allowed_values
+from tiers.operations import KINDS
 from tiers.spec import Precision, ReplicaState, TierName
 
 if TYPE_CHECKING:
     from router.settings import LimitSettings
+    from tiers.operations import Kind
 
 Schema = dict[str, Any]
 RESUMABLE = "Only where the stream can be resumed; with .0 behind it, the Last-Event-ID from before the first event"
@@ -41,6 +44,7 @@ _MEANINGS = {
     403: "The key does not allow it",
     404: "There is no such model or stream, or nothing that serves this",
     408: "The request did not come in time",
+    409: "It cannot be done to this replica, or not now",
     410: "What is left of the stream is no longer kept",
     413: "The body is too large",
     422: "The request fits no tier, or the engine refuses it",
@@ -80,6 +84,7 @@ def document(version: str, limits: LimitSettings) -> Schema:
                 "post": _passed("Tokens of a text or a chat", {"model": _MODEL, "prompt": {}, "messages": {}})
             },
             "/detokenize": {"post": _passed("Text of tokens", {"model": _MODEL, "tokens": {}})},
+            **_admin(),
             "/tiers": {"get": _get("The fleet as it is now", _ref("Fleet"))},
             "/readyz": {"get": _ready()},
             "/healthz": {"get": _open("The router is alive", {"type": "object"})},
@@ -249,9 +254,38 @@ def _ready() -> Schema:
 
 def _one_model() -> Schema:
     found = _get("One model name", _ref("Model"), openai=True)
-    found["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": _TEXT}]
+    found["parameters"] = [_parameter("id")]
     found["responses"] |= _errors((404,), openai=True)
     return found
+
+
+def _admin() -> dict[str, Schema]:
+    """Return what operators may do; without keys it is answered on loopback only."""
+    meanings: dict[Kind, str] = {
+        "drain": "Give a replica no new requests",
+        "resume": "Give a drained replica requests again",
+        "restart": "Drain an engine that was started here, stop it and start it again",
+        "recycle": "Replace an engine that was started here by a new one",
+    }
+    statuses, named = (401, 403, 404, 409, 413, 500, 503), _parameter("id")
+    paths: dict[str, Schema] = {}
+    for kind, meaning in meanings.items():
+        begun = {
+            "description": "It has begun; the operation tells how far it is",
+            "content": _content(_ref("Operation")),
+        }
+        responses = {"202": begun, **_errors(statuses, openai=False)}
+        paths[f"{REPLICAS}/{kind}"] = {"post": {"summary": meaning, "parameters": [named], "responses": responses}}
+    all_of_them = _get("Operations, the latest last", _object(operations={"type": "array", "items": _ref("Operation")}))
+    one = _get("One operation", _ref("Operation"))
+    one["parameters"] = [named]
+    for asked in (all_of_them, one):
+        asked["responses"] |= _errors((403, 404), openai=False)
+    return {**paths, OPERATIONS: {"get": all_of_them}, OPERATIONS + "/{id}": {"get": one}}
+
+
+def _parameter(name: str) -> Schema:
+    return {"name": name, "in": "path", "required": True, "schema": _TEXT}
 
 
 def _answer_headers() -> Schema:
@@ -323,6 +357,16 @@ def _answers() -> Schema:
             degraded={"type": "array", "items": {"type": "string", "enum": ["quality", "latency"]}},
             retry_after_s=_NUMBER_OR_NULL,
             tiers={"type": "array", "items": verdict},
+        ),
+        "Operation": _object(
+            id=_TEXT,
+            operation={"type": "string", "enum": list(KINDS)},
+            replica=_TEXT,
+            state={"type": "string", "enum": ["running", "done", "failed"]},
+            detail=_TEXT,
+            successor={"type": ["string", "null"]},
+            began={"type": "number"},
+            ended=_NUMBER_OR_NULL,
         ),
         "Fleet": _object(model=_TEXT, machine=_TEXT, tiers={"type": "array", "items": tier}),
         "Model": _object(id=_TEXT, object={"const": "model"}, owned_by=_TEXT, max_model_len={"type": "integer"}),

@@ -18,6 +18,7 @@ from router.keys import Unauthorized
 from router.quota import OverQuota
 from router.upstream import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoPlace, UpstreamError
 from router.wire import FieldProblem, InvalidBody, render_verdict
+from tiers.errors import NotPossible, UnknownReplica
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,6 +47,17 @@ class BeyondKey(Exception):
     def __init__(self, field: str, asked: str, allowed: str) -> None:
         super().__init__(f"{field} {asked} is beyond this key: it allows {allowed}")
         self.field, self.asked, self.allowed = field, asked, allowed
+
+
+class NotAdmin(Exception):
+    """The caller may not operate on replicas."""
+
+
+class Draining(Exception):
+    """The router leaves: it takes no new requests, or has no time left for an open one."""
+
+    def __init__(self, detail: str = "this router is ending and takes no new requests: ask again") -> None:
+        super().__init__(detail)
 
 
 class Refused(Exception):
@@ -148,6 +160,17 @@ def describe(error: Exception) -> Problem:  # noqa: C901, PLR0911, PLR0912  a ta
         case BeyondKey():
             beyond = FieldProblem(error.field, f"{error.asked} is beyond this key", error.allowed)
             return Problem(403, "beyond-key", "The key does not allow this", str(error), (beyond,))
+        case NotAdmin():
+            return Problem(403, "not-admin", "This needs a key for operators", str(error))
+        case UnknownReplica():
+            return Problem(404, "replica-not-found", "There is no such replica or operation", str(error))
+        case NotPossible():
+            return Problem(409, "not-possible", "This cannot be done now", str(error))
+        case Draining():
+            close = {"connection": "close"}
+            return Problem(
+                503, "draining", "The router is ending", str(error), retry_after_s=BUSY_RETRY_S, headers=close
+            )
         case UnknownModel():
             return Problem(404, "model-not-found", "There is no such model", str(error))
         case NoEmbeddings():

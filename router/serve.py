@@ -3,41 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import secrets
-import signal
 import socket
-from contextlib import contextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import uvicorn
-
 from classifier import EstimatingCounter, TokenCounter
+from router.admin import is_loopback
 from router.app import create_app
+from router.doors import Doors
 from router.edge import allow_files, bound_unsent, protocol_for
 from router.keys import KeyStore
+from router.server import Server
+from router.takeover import TakeoverError, control_path, handing_over
 from router.telemetry import engine_target, make_telemetry
 from tiers.breaker import BreakerOptions
+from tiers.canary import Canary
 from tiers.checkpoint import Checkpoint, check_alike
 from tiers.errors import EngineError
 from tiers.fleet import Fleet, FleetOptions
+from tiers.operations import OperationOptions
 from tiers.plan import Plan, machine_name, make_plan, read_machine
 from tiers.spec import EngineLaunch, ReplicaState, TierName, TierSpec
 from tiers.supervisor import Supervisor, SupervisorOptions
 from tiers.warmup import WarmupPlan
+from tiers.watchdog import WatchdogOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from router.settings import Settings, TierSettings
+    from router.takeover import Baton
+    from router.telemetry import Telemetry
     from tiers.fleet import Replica
 
 log = logging.getLogger("qarr.router")
-DRAIN_S = 10  # open streams may finish for this long after a signal
 SETTLED = {ReplicaState.READY, ReplicaState.FAILED, ReplicaState.UNREACHABLE}
+CANARY_FILE = "canary.json"
 
 
 class ListenError(Exception):
@@ -118,29 +123,25 @@ def _launch(spec: TierSpec, plan: Plan, settings: Settings, model: str, number: 
     )
 
 
-def open_keys(settings: Settings) -> KeyStore:
+def open_keys(settings: Settings, host: str | None = None) -> KeyStore:
     """Return the keys, after checking that nobody but this machine is served without them.
+
+    Args:
+        settings: All settings.
+        host: Address of a socket that listens already; None: the settings' own.
 
     Raises:
         KeysError: The key file cannot be used.
         ListenError: The address is not loopback, and there are no keys.
     """
     keys = KeyStore(settings.auth.keys_file)
-    if not keys.required and not settings.auth.allow_keyless and not _is_loopback(settings.server.host):
+    host = settings.server.host if host is None else host
+    if not keys.required and not settings.auth.allow_keyless and not is_loopback(host):
         raise ListenError(
-            f"server.host is {settings.server.host}, which others can reach, and there are no keys: make one with "
+            f"server.host is {host}, which others can reach, and there are no keys: make one with "
             f"'qarr keys add NAME', or say auth.allow_keyless = true to serve everyone"
         )
     return keys
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def make_counter(folder: Path | None) -> TokenCounter:
@@ -168,6 +169,7 @@ def listen(settings: Settings) -> socket.socket:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     bound_unsent(sock)
     allow_files(settings.server.max_connections)
+    sock.set_inheritable(False)
     return sock
 
 
@@ -179,8 +181,9 @@ async def run(
     on_up: Callable[[Fleet], None],
     *,
     keys: KeyStore,
+    baton: Baton | None = None,
 ) -> None:
-    """Start the engines and the router; return after a signal has ended both.
+    """Start the engines and the router; return after a signal, or another router that took over, has ended both.
 
     Args:
         deployment: What to run.
@@ -189,6 +192,7 @@ async def run(
         on_change: Called when a replica changes state.
         on_up: Called once, when every replica is ready.
         keys: Of those who may use the router.
+        baton: From the router that is taken over; it serves until one of the engines is ready here.
 
     Raises:
         StartError: An engine that was started here failed before it was ever ready.
@@ -197,41 +201,95 @@ async def run(
     settings = deployment.settings
     telemetry = make_telemetry(version, record_prompts=settings.telemetry.record_prompts)
     fleet = Fleet(deployment.specs, machine=machine_name(), options=fleet_options(settings))
-    supervisor = Supervisor(fleet, supervisor_options(settings), on_change)
-    app = create_app(settings, fleet, deployment.counter, telemetry, deployment.model, keys=keys)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            loop="uvloop",
-            http=protocol_for(settings.server),
-            ws="none",
-            proxy_headers=False,
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            timeout_graceful_shutdown=DRAIN_S,
-        )
-    )
+    supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), on_change)
+    server = _server(deployment, supervisor, telemetry, keys)
     server.end_on_signals()
     try:
         supervisor.start(deployment.launches, [spec for spec in deployment.specs if spec.urls])
-        serving = asyncio.create_task(server.serve(sockets=[sock]))
         starting = asyncio.create_task(_started(fleet, {launch.tier.name for launch in deployment.launches}))
-        await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            try:
-                starting.result()
-            except StartError:
-                server.should_exit = True
-                await serving
-                raise
-            on_up(fleet)
-        else:
+        if baton is not None and not await _one_ready(fleet, server):
             starting.cancel()
-        await serving
+            return
+        await _serve(
+            server,
+            sock,
+            settings=settings,
+            version=version,
+            starting=starting,
+            on_up=lambda: on_up(fleet),
+            baton=baton,
+            alone=not deployment.launches,
+        )
     finally:
         await supervisor.stop()
         telemetry.shutdown()
+
+
+def _server(deployment: Deployment, supervisor: Supervisor, telemetry: Telemetry, keys: KeyStore) -> Server:
+    doors, settings = Doors(), deployment.settings
+    app = create_app(
+        settings,
+        supervisor.fleet,
+        deployment.counter,
+        telemetry,
+        deployment.model,
+        keys=keys,
+        doors=doors,
+        operations=supervisor.operations,
+    )
+    return Server(app, doors, settings.server.drain_s, protocol_for(settings.server))
+
+
+async def _serve(
+    server: Server,
+    sock: socket.socket,
+    *,
+    settings: Settings,
+    version: str,
+    starting: asyncio.Task[None],
+    on_up: Callable[[], None],
+    baton: Baton | None,
+    alone: bool,
+) -> None:
+    """Serve until the router leaves; one without engines of its own can be taken over."""
+    async with AsyncExitStack() as stack:
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        stack.push_async_callback(_ended, serving, server)
+        await server.accepting(serving)
+        if baton is not None:
+            await _take_over(baton)
+        if alone:
+            path = control_path(settings.server.runtime_dir, sock.getsockname()[1])
+            await stack.enter_async_context(handing_over(path, sock, version, server.hand_over))
+        await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            on_up()
+        starting.cancel()
+        await serving
+
+
+async def _ended(serving: asyncio.Task[None], server: Server) -> None:
+    """End a server that an error leaves behind."""
+    server.should_exit = True
+    await serving
+
+
+async def _take_over(baton: Baton) -> None:
+    try:
+        await asyncio.to_thread(baton.ready)
+    except TakeoverError as error:  # this router serves; the other one may have ended meanwhile
+        log.warning("%s", error)
+
+
+async def _one_ready(fleet: Fleet, server: Server) -> bool:
+    """Wait until each replica is ready or cannot be reached, and one is ready; tell False where a signal came first."""
+    while not server.should_exit:
+        states = {r.state for r in fleet.replicas}
+        if states <= SETTLED and ReplicaState.READY in states:
+            return True
+        await asyncio.sleep(0.1)
+    return False
 
 
 def fleet_options(settings: Settings) -> FleetOptions:
@@ -251,8 +309,13 @@ def fleet_options(settings: Settings) -> FleetOptions:
     )
 
 
-def supervisor_options(settings: Settings) -> SupervisorOptions:
-    """Return how engines are supervised."""
+def supervisor_options(settings: Settings, machine: str) -> SupervisorOptions:
+    """Return how engines are supervised.
+
+    Args:
+        settings: All settings.
+        machine: The machine's name.
+    """
     engine = settings.engine
     return SupervisorOptions(
         log_dir=engine.log_dir,
@@ -260,7 +323,29 @@ def supervisor_options(settings: Settings) -> SupervisorOptions:
         stop_grace_s=engine.stop_grace_s,
         external_api_key=engine.api_key,
         warmup=WarmupPlan(engine.warmup_question, engine.warmup_expected),
+        watchdog=WatchdogOptions(
+            max_restarts=engine.max_restarts,
+            restart_window_s=engine.restart_window_s,
+            hang_s=engine.hang_s,
+            unreachable_s=engine.unreachable_s,
+            slow_factor=engine.slow_factor,
+            slow_s=engine.slow_s,
+            min_hit_rate=engine.min_prefix_hit_rate,
+        ),
+        operations=OperationOptions(
+            drain_s=engine.drain_s,
+            beside=engine.recycle == "beside",
+            recycle_every_s=engine.recycle_every_s,
+        ),
+        canary=make_canary(settings, machine),
     )
+
+
+def make_canary(settings: Settings, machine: str) -> Canary:
+    """Return what engines started here are compared with."""
+    engine = settings.engine
+    path = settings.policy.profiles / CANARY_FILE
+    return Canary(path, machine, engine.canary_min_agreement, engine.canary_max_slowdown)
 
 
 async def _started(fleet: Fleet, local: set[TierName]) -> None:
@@ -287,21 +372,3 @@ def _spec(name: TierName, tier: TierSettings, prepared: Mapping[TierName, Checkp
         checkpoint=found.path if found else None if tier.urls else tier.checkpoint,
         digest=found.manifest.weights_digest if found else None,
     )
-
-
-class _Server(uvicorn.Server):
-    """uvicorn, without its signal handling: it would raise the signal again before engines are stopped."""
-
-    def end_on_signals(self) -> None:
-        """Drain on the first SIGINT, SIGTERM or SIGHUP, stop at once on the second."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._signalled)
-
-    def _signalled(self) -> None:
-        self.force_exit = self.should_exit
-        self.should_exit = True
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

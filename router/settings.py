@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 PREFIX = "QARR_"
-PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR"}  # read here, but not keys of the tree
+PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR", "QARR_KEY"}  # read here or by commands, but not keys of the tree
 PROJECT = Path(__file__).resolve().parents[1]
 
 
@@ -37,6 +37,12 @@ def cache_dir() -> Path:
     if named:
         return Path(named).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qarr"
+
+
+def runtime_dir() -> Path:
+    """Return the folder for sockets by which routers on this machine find one another."""
+    given = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(given) / "qarr" if given else cache_dir() / "run"
 
 
 def config_dir() -> Path:
@@ -71,6 +77,15 @@ class ServerSettings(Section):
         256, ge=0, description="Resumable streams at once; more are served, but cannot be resumed."
     )
     resume_bytes: int = Field(1 << 18, ge=4096, description="Events kept of each resumable stream, in bytes.")
+    drain_s: float = Field(
+        30,
+        ge=0,
+        description="Open answers may finish for so long after a signal, or after another router has taken over.",
+    )
+    runtime_dir: Path = Field(
+        default_factory=runtime_dir,
+        description="Where `qarr serve` listens for another router that takes over.",
+    )
 
 
 class LimitSettings(Section):
@@ -141,6 +156,61 @@ class EngineSettings(Section):
     start_timeout_s: float = Field(600, gt=0, description="From engine start to its first healthy answer.")
     stop_grace_s: float = Field(10, ge=0, description="From SIGTERM to kill.")
     cpu_kv_cache_gib: int = Field(1, ge=1, description="KV cache of each CPU engine.")
+    max_restarts: int = Field(
+        5,
+        ge=0,
+        description="An engine started here that exits, hangs or answers no more is started again, so often within "
+        "`engine.restart_window_s`; then it stays down until `qarr tiers restart`. 0: never.",
+    )
+    restart_window_s: float = Field(900, gt=0, description="Window in which restarts are counted.")
+    hang_s: float = Field(
+        120,
+        gt=0,
+        description="With requests and without progress for so long, an engine must answer a request of one token "
+        "within 30 s, or it is restarted.",
+    )
+    unreachable_s: float = Field(60, gt=0, description="Without an answer to health checks for so long: restarted.")
+    slow_factor: float = Field(
+        4,
+        ge=0,
+        description="Over this many times slower than predicted, or than it was itself, for `engine.slow_s`, while the "
+        "others are not: recycled. 0: not looked at.",
+    )
+    slow_s: float = Field(600, gt=0, description="How long an engine may be too slow before it is recycled.")
+    min_prefix_hit_rate: float = Field(
+        0,
+        ge=0,
+        le=1,
+        description="Recycle an engine whose prefix cache was better than this and is worse for `engine.slow_s`. 0: not "
+        "looked at.",
+    )
+    drain_s: float = Field(
+        120,
+        ge=0,
+        description="Open requests of an engine that is restarted or recycled may finish for so long, then they are broken "
+        "off.",
+    )
+    recycle: Literal["beside", "in place"] = Field(
+        "beside",
+        description="A new engine is started beside the old one and takes its place when it is ready; or the old one is "
+        "stopped first, as also where there is no memory for both, provided that another replica is ready.",
+    )
+    recycle_every_s: float = Field(
+        0, ge=0, description="Recycle each engine so often, one at a time and spread out. 0: never."
+    )
+    canary_min_agreement: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Share of greedy tokens, up to the first that differs, that must be as recorded when the checkpoint "
+        "was first started on this machine (`canary.json` in `policy.profiles`). 0: not compared.",
+    )
+    canary_max_slowdown: float = Field(
+        8,
+        ge=0,
+        description="An engine that takes this many times longer for a token than its latency profile says, alone on the "
+        "machine, gets no traffic. 0: not compared.",
+    )
     warmup_question: str = Field("What is the capital of France?", description="Asked before an engine is ready.")
     warmup_expected: str = Field("Paris", description="Must occur in the answer; empty: any sane text.")
 
@@ -251,8 +321,8 @@ class AdmissionSettings(Section):
         256, ge=0, description="Requests that wait for a place; beyond, the least urgent is refused. 0: none waits."
     )
     max_wait_s: WaitSettings = WaitSettings()
-    promote_after_s: float = Field(
-        10, gt=0, description="A request that has waited so long rises a priority class, and again after as long."
+    oldest_every: int = Field(
+        8, ge=2, description="One of so many places goes to whoever has waited longest, whatever its priority."
     )
     adaptive_limit: bool = Field(
         True,
@@ -355,7 +425,7 @@ class Settings(BaseSettings):
         nested_model_default_partial_update=True,
     )
 
-    server: ServerSettings = ServerSettings()
+    server: ServerSettings = Field(default_factory=ServerSettings)
     limits: LimitSettings = LimitSettings()
     tiers: Annotated[TiersSettings, BeforeValidator(_merge_lengths)] = Field(
         default_factory=lambda: TiersSettings.model_validate(DEFAULT_LENGTHS)
@@ -500,6 +570,8 @@ def _shown_default(key: tuple[str, ...], field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
     if key[0] == "tiers" and key[2] in DEFAULT_LENGTHS[key[1]]:
         value = DEFAULT_LENGTHS[key[1]][key[2]]
+    if value == runtime_dir():
+        return "`<runtime>`"
     if isinstance(value, Path):
         for folder, shown in ((cache_dir(), "<cache>"), (config_dir(), "<config>"), (PROJECT, "<project>")):
             if value.is_relative_to(folder):

@@ -15,7 +15,18 @@ from router.cli import app
 from router.settings import schema, table
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-COMMANDS = ((), ("up",), ("serve",), ("classify",), ("model",), ("model", "prepare"), ("model", "list"), ("settings",))
+COMMANDS = (
+    (),
+    ("up",),
+    ("serve",),
+    ("classify",),
+    ("model",),
+    ("model", "prepare"),
+    ("model", "list"),
+    ("settings",),
+    ("tiers",),
+    *(("tiers", name) for name in ("drain", "resume", "restart", "recycle", "record")),
+)
 PLAIN = {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
 
 
@@ -25,7 +36,8 @@ def render() -> dict[str, str]:
         r'"default": "/[^"]*/(tiers/calibration\.jsonl)"', r'"default": "<project>/\1"', json.dumps(schema(), indent=2)
     )
     return {
-        "settings.md": f"# Settings\n\n`<cache>` is `QARR_CACHE_DIR`, by default `~/.cache/qarr`.\n\n{table()}\n",
+        "settings.md": f"# Settings\n\n`<cache>` is `QARR_CACHE_DIR`, by default `~/.cache/qarr`; `<runtime>` is "
+        f"`$XDG_RUNTIME_DIR/qarr`, or `<cache>/run` where that is not set.\n\n{table()}\n",
         "settings.schema.json": portable + "\n",
         "cli.md": "# The command\n\n" + "\n".join(_help(command) for command in COMMANDS),
     }

@@ -8,6 +8,10 @@ TierError
 │   ├── PortInUse          its port is taken by something else
 │   ├── EngineDied         it exited
 │   └── WarmupFailed       it answers, but not with sane text, or not in time
+│       └── CanaryRefused  it answers otherwise than its checkpoint did before
+├── OperationError         what an operator asked for
+│   ├── UnknownReplica     there is no such replica
+│   └── NotPossible        it cannot be done to this replica now
 └── ProbeError             an engine did not answer a probe as vLLM does
     └── RefusedError       it answered 400: it does not take such a request
 """
@@ -45,6 +49,22 @@ class EngineDied(EngineError):
 
 class WarmupFailed(EngineError):
     """The engine is alive but its answers are not usable."""
+
+
+class CanaryRefused(WarmupFailed):
+    """The engine answers otherwise, or much slower, than its checkpoint did before."""
+
+
+class OperationError(TierError):
+    """What an operator asked for is not done."""
+
+
+class UnknownReplica(OperationError):
+    """There is no such replica."""
+
+
+class NotPossible(OperationError):
+    """It cannot be done to this replica, or not now."""
 
 
 class ProbeError(TierError):

@@ -155,6 +155,7 @@ _BEST_FIRST = [
     ReplicaState.READY,
     ReplicaState.WARMING,
     ReplicaState.STARTING,
+    ReplicaState.DRAINING,
     ReplicaState.UNREACHABLE,
     ReplicaState.FAILED,
     ReplicaState.STOPPED,
@@ -254,6 +255,8 @@ class Replica:
     _prefill_rate: float = 0.0  # prompt tokens a millisecond, as of ``_prefill_at``
     _prefill_at: float = 0.0
     _surplus: deque[int] = field(default_factory=lambda: deque(maxlen=FOREIGN_POLLS))
+    _silence_s: float = 0.0  # with requests and without progress, as of ``_silent_from``
+    _silent_from: float = 0.0
 
     def __post_init__(self) -> None:
         self.adopt(self.options)
@@ -286,11 +289,24 @@ class Replica:
     def mark(self, state: ReplicaState, detail: str | None = None) -> None:
         """Change the state; ``detail`` says why, for a person."""
         self.state, self.detail = state, detail
-        if state is not ReplicaState.READY:
+        if state not in {ReplicaState.READY, ReplicaState.DRAINING}:
             self.gauges = self.speed = None
             self.kv_pressure = False
             self.breaker.reset()
             self._surplus.clear()
+
+    def silence_s(self, now: float) -> float:
+        """Return how long there have been requests without any progress, in seconds; times without requests do not count."""
+        return self._silence_s + (now - self._silent_from if self.in_flight else 0.0)
+
+    def progressed(self, now: float) -> None:
+        """Note that the engine has computed something."""
+        self._silence_s, self._silent_from = 0.0, now
+
+    def took(self, change: int, now: float) -> None:
+        """Count a request that came (1) or ended (-1)."""
+        self._silence_s, self._silent_from = self.silence_s(now), now
+        self.in_flight += change
 
     @property
     def sequences(self) -> int:
@@ -388,6 +404,7 @@ class Lease:
             ttft_ms: When; None leaves what is known of the speed as it is.
         """
         replica, speed = self.replica, self.replica.speed
+        replica.progressed(time.monotonic())
         replica.prompt_tokens -= self._prompt_tokens
         self._prompt_tokens = 0
         self._answered()
@@ -402,6 +419,7 @@ class Lease:
         """Note output tokens that have arrived."""
         if self._released:
             return
+        self.replica.progressed(time.monotonic())
         tokens = min(tokens, self._output_tokens)
         self.replica.output_tokens -= tokens
         self._output_tokens -= tokens
@@ -415,6 +433,7 @@ class Lease:
         """
         replica, speed = self.replica, self.replica.speed
         replica.served += 1
+        replica.progressed(time.monotonic())
         self._answered()
         if tpot_ms is not None and self.predicted is not None and speed is not None:
             replica.tpot_trend = replica.tpot_trend.after(
@@ -441,7 +460,7 @@ class Lease:
         if self._released:
             return
         self._released = True
-        self.replica.in_flight -= 1
+        self.replica.took(-1, time.monotonic())
         self.replica.prompt_tokens -= self._prompt_tokens
         self.replica.output_tokens -= self._output_tokens
         self.replica.kv_tokens_held -= self._kv_tokens
@@ -482,6 +501,10 @@ class Fleet:
         replica.adopt(self.options)
         self.replicas.append(replica)
         return replica
+
+    def remove(self, replica: Replica) -> None:
+        """Forget a replica. Leases on it still end as usual."""
+        self.replicas.remove(replica)
 
     def spec(self, tier: TierName) -> TierSpec:
         """Return one tier's configuration.
@@ -535,7 +558,7 @@ class Fleet:
             unqueued_ms = replica.speed.times(prompt_tokens, taken_up, most, self.output_share).ttft_ms
         probe = replica.breaker.begin(now)
         replica.came(prompt_tokens, now)
-        replica.in_flight += 1
+        replica.took(1, now)
         replica.prompt_tokens += prompt_tokens
         replica.output_tokens += max_tokens
         replica.kv_tokens_held += kv_tokens

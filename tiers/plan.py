@@ -176,7 +176,7 @@ def _cpu_plan(machine: Machine, tiers: Sequence[TierSpec], kv_cache_gib: int) ->
                 f"tier {tier.name} needs {per_token * tier.max_model_len / GIB:.2f} GiB of KV cache for one request of "
                 f"{tier.max_model_len} tokens, engine.cpu_kv_cache_gib is {kv_cache_gib}: raise it"
             )
-        need += 2 * weights + kv_cache + int(CPU_OVERHEAD_GIB * GIB)  # weights are held twice while repacked
+        need += _cpu_need(weights, kv_cache)
         placement = Placement(cores=cores, threads=max(len(cores), 1), kv_cache_gib=kv_cache_gib)
         shares.append(Share(tier.name, weights, kv_cache, kv_cache // per_token, placement))
     if need > machine.memory_available:
@@ -185,6 +185,29 @@ def _cpu_plan(machine: Machine, tiers: Sequence[TierSpec], kv_cache_gib: int) ->
             f"GiB are available: take a smaller model, or run a tier elsewhere with tiers.<name>.urls"
         )
     return Plan(f"CPU ({len(machine.cores)} cores)", tuple(shares))
+
+
+def _cpu_need(weights: int, kv_cache: int) -> int:
+    """Return the memory of one CPU engine, in bytes. Weights are held twice while they are repacked."""
+    return 2 * weights + kv_cache + int(CPU_OVERHEAD_GIB * GIB)
+
+
+def lacking_for_one_more(machine: Machine, tier: TierSpec, placement: Placement) -> str | None:
+    """Return, in words, the memory that is missing to start one more engine of a tier; None where there is enough.
+
+    Args:
+        machine: As it is now.
+        tier: With a checkpoint.
+        placement: Of the engine that runs already; the new one gets the same.
+    """
+    if placement.gpu is None:
+        need, free = _cpu_need(_weights(tier), placement.kv_cache_gib * GIB), machine.memory_available
+    else:
+        gpu = next((gpu for gpu in machine.gpus if gpu.index == placement.gpu), None)
+        if gpu is None:
+            return f"GPU {placement.gpu} is not found"
+        need, free = int(placement.gpu_memory_fraction * gpu.total), gpu.free
+    return None if need <= free else f"one more engine needs {need / GIB:.1f} GiB, {free / GIB:.1f} GiB are free"
 
 
 def _share_cores(cores: tuple[int, ...], engines: int) -> list[tuple[int, ...]]:

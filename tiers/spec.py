@@ -43,6 +43,7 @@ class ReplicaState(Enum):
     STARTING = "starting"  # process started, or URL not yet answering
     WARMING = "warming"  # /health answers; warm-up generations run
     READY = "ready"
+    DRAINING = "draining"  # gets nothing new; what it has may finish
     UNREACHABLE = "unreachable"  # was alive; stopped answering probes
     FAILED = "failed"  # exited, or its warm-up failed
     STOPPED = "stopped"

@@ -1,7 +1,9 @@
-"""Start the engines, make them ready, watch them, stop them.
+"""Start the engines, make them ready, watch them, start them again, stop them.
 
 Each replica has one task that takes it through its life: starting, warming, ready, and whatever comes after. The tasks
-only change the fleet's records; what is routed where is decided elsewhere, from snapshots.
+only change the fleet's records; what is routed where is decided elsewhere, from snapshots. An engine that was started here
+and was ready once is started again when it exits, hangs or answers no more; one that never became ready, or that is not the
+engine that its checkpoint was before, is not.
 """
 
 from __future__ import annotations
@@ -10,29 +12,37 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import httpx
 
 from tiers.command import engine_argv, engine_environment
-from tiers.errors import EngineDied, TierError, TokenizerMismatch
+from tiers.engine import Engine, brief
+from tiers.errors import CanaryRefused, EngineDied, PortInUse, TierError, TokenizerMismatch, UnknownReplica
 from tiers.fleet import Fleet, Replica
+from tiers.idle_speed import IdleSpeed
+from tiers.operations import OperationOptions, Operations
 from tiers.probe import EngineProbe
 from tiers.process import EngineProcess, check_port_free
 from tiers.spec import EngineLaunch, ReplicaState, TierSpec
-from tiers.warmup import WarmupPlan, measure_speed, warm_up
+from tiers.warmup import WarmupPlan, warm_up
+from tiers.watchdog import WatchdogOptions, hangs, off_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from tiers.canary import Canary
+    from tiers.probe import Counters
+
 log = logging.getLogger("qarr.tiers")
 POLL_S = 0.5
-SPEED_SAMPLES = 4  # measurements of an idle replica's speed
-SPEED_PAUSE_S = 5.0  # after the first of them; twice as long after each further one
 MISSED_PROBES = 3  # health checks in a row that must fail before a living process counts as unreachable
+LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +50,14 @@ class SupervisorOptions:
     """How engines are watched and stopped.
 
     Attributes:
-        log_dir: Where engines write their logs, one file a replica.
+        log_dir: Where engines write their logs, one file a replica, and one of the start before.
         start_timeout_s: From process start to ``/health``.
         stop_grace_s: From SIGTERM to kill.
         external_api_key: Key for engines given by URL.
         warmup: What an engine must answer before it is ready.
+        watchdog: When an engine is started again.
+        operations: How engines are drained and recycled.
+        canary: What engines started here are compared with; None: with nothing.
     """
 
     log_dir: Path
@@ -52,10 +65,17 @@ class SupervisorOptions:
     stop_grace_s: float = 10.0
     external_api_key: str = ""
     warmup: WarmupPlan = field(default_factory=WarmupPlan)
+    watchdog: WatchdogOptions = field(default_factory=WatchdogOptions)
+    operations: OperationOptions = field(default_factory=OperationOptions)
+    canary: Canary | None = None
 
 
 class Supervisor:
-    """Owns the fleet's engines from start to stop. Use ``start``, then ``stop`` in a ``finally``."""
+    """Owns the fleet's engines from start to stop. Use ``start``, then ``stop`` in a ``finally``.
+
+    Attributes:
+        operations: What operators may do to replicas.
+    """
 
     def __init__(
         self,
@@ -63,12 +83,14 @@ class Supervisor:
         options: SupervisorOptions,
         on_change: Callable[[Replica], None] = lambda _replica: None,
     ) -> None:
-        self._fleet, self._options, self._on_change = fleet, options, on_change
+        self.fleet, self._options, self._on_change = fleet, options, on_change
         self._client = httpx.AsyncClient(timeout=10.0, trust_env=False)
-        self._processes: dict[str, EngineProcess] = {}
+        self._engines: dict[str, Engine] = {}
+        self._made: Counter[str] = Counter()
         self._tasks: list[asyncio.Task[None]] = []
         self._tokens_digests: dict[str, str] = {}
-        self._stopping = False
+        self._idle_speed = IdleSpeed(fleet, options.warmup, self._probe)
+        self.operations = Operations(self, options.operations)
 
     def start(self, launches: Sequence[EngineLaunch], external: Sequence[TierSpec] = ()) -> None:
         """Begin to start engines here, and to watch those given by URL. Returns at once.
@@ -79,34 +101,23 @@ class Supervisor:
         for launch in launches:
             check_port_free(launch.host, launch.port)
         for launch in launches:
-            replica = Replica(
-                id=f"{launch.tier.name}-{self._count(launch.tier)}",
-                spec=launch.tier,
-                url=launch.url,
-                api_key=launch.api_key,
-                model=launch.served_model,
-            )
-            self._watch(self._fleet.add(replica), self._run_here(replica, launch))
-        self._tasks.append(asyncio.create_task(self._measure_when_idle(), name="measure speeds"))
+            self._add(launch.tier, launch.url, launch)
+        self._tasks.append(asyncio.create_task(self._idle_speed.run(), name="measure speeds"))
+        self._tasks.append(asyncio.create_task(self.operations.run(), name="recycle"))
         for spec in external:
             for url in spec.urls:
-                replica = Replica(
-                    id=f"{spec.name}-{self._count(spec)}",
-                    spec=spec,
-                    url=url.rstrip("/"),
-                    api_key=self._options.external_api_key,
-                    model="",
-                )
-                self._watch(self._fleet.add(replica), self._run_elsewhere(replica))
+                self._add(spec, url.rstrip("/"), None)
 
     async def stop(self) -> None:
         """Stop watching and end every engine that was started here."""
-        self._stopping = True
-        for task in self._tasks:
+        await self.operations.stop()
+        tasks = [*self._tasks, *(e.task for e in self._engines.values() if e.task is not None)]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(p.stop(self._options.stop_grace_s) for p in self._processes.values()))
-        for replica in self._fleet.replicas:
+        await asyncio.gather(*tasks, return_exceptions=True)
+        processes = [e.process for e in self._engines.values() if e.process is not None]
+        await asyncio.gather(*(process.stop(self._options.stop_grace_s) for process in processes))
+        for replica in self.fleet.replicas:
             replica.mark(ReplicaState.STOPPED)
         await self._client.aclose()
 
@@ -114,81 +125,198 @@ class Supervisor:
         """Return where a replica's engine writes its log."""
         return self._options.log_dir / f"{replica.id}.log"
 
-    def _count(self, spec: TierSpec) -> int:
-        return sum(r.spec.name is spec.name for r in self._fleet.replicas)
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """Return all engines."""
+        return tuple(self._engines.values())
 
-    def _watch(self, replica: Replica, life: object) -> None:
-        async def guarded() -> None:
-            try:
-                await life  # type: ignore[misc]
-            except TierError as error:
-                self._mark(replica, ReplicaState.FAILED, str(error))
+    def engine(self, replica_id: str) -> Engine:
+        """Return one replica's engine.
 
-        self._tasks.append(asyncio.create_task(guarded(), name=f"watch {replica.id}"))
+        Raises:
+            UnknownReplica: There is none of that id.
+        """
+        try:
+            return self._engines[replica_id]
+        except KeyError:
+            raise UnknownReplica(f"there is no replica {replica_id[:100]!r}: {', '.join(self._engines)}") from None
+
+    def hold(self, engine: Engine, why: str) -> None:
+        """Give an engine no new requests from now on; those that it has go on."""
+        engine.held = why
+        if engine.replica.state is ReplicaState.READY:
+            self._mark(engine.replica, ReplicaState.DRAINING, why)
+
+    def let_go(self, engine: Engine) -> None:
+        """Give an engine requests again, as soon as it is ready."""
+        engine.held = None
+        if engine.replica.state is ReplicaState.DRAINING:
+            self._mark(engine.replica, ReplicaState.READY)
+
+    def start_beside(self, engine: Engine) -> Engine:
+        """Start another engine as this one was started, on a port of its own and under a new id.
+
+        Raises:
+            PortInUse: No port is free.
+        """
+        assert engine.launch is not None
+        port = self._free_port(engine.launch)
+        launch = replace(engine.launch, port=port, api_key=secrets.token_urlsafe(24))
+        return self._add(launch.tier, launch.url, launch, note=f"takes the place of {engine.replica.id}")
+
+    async def retire(self, engine: Engine) -> None:
+        """Stop an engine for good, and forget its replica."""
+        if engine.task is not None:
+            engine.task.cancel()
+            await asyncio.gather(engine.task, return_exceptions=True)
+        if engine.process is not None:
+            await engine.process.stop(self._options.stop_grace_s)
+        self._mark(engine.replica, ReplicaState.STOPPED)
+        self.fleet.remove(engine.replica)
+        self._engines.pop(engine.replica.id, None)
+        self._tokens_digests.pop(engine.replica.id, None)
+
+    def _free_port(self, launch: EngineLaunch) -> int:
+        taken = {e.launch.port for e in self._engines.values() if e.launch is not None}
+        for port in range(min(taken), LAST_PORT):
+            if port not in taken:
+                with contextlib.suppress(PortInUse):
+                    check_port_free(launch.host, port)
+                    return port
+        raise PortInUse(f"no port from {min(taken)} on is free on {launch.host}")
+
+    def _add(self, spec: TierSpec, url: str, launch: EngineLaunch | None, note: str | None = None) -> Engine:
+        number = self._made[spec.name]
+        self._made[spec.name] += 1
+        replica = Replica(
+            id=f"{spec.name}-{number}",
+            spec=spec,
+            url=url,
+            api_key=launch.api_key if launch else self._options.external_api_key,
+            model=launch.served_model if launch else "",
+        )
+        engine = Engine(self.fleet.add(replica), launch, self._options.watchdog, note=note)
+        self._engines[replica.id] = engine
+        life = self._run_here(engine, launch) if launch else self._run_elsewhere(engine)
+        engine.task = asyncio.create_task(life, name=f"watch {replica.id}")
+        return engine
 
     def _mark(self, replica: Replica, state: ReplicaState, detail: str | None = None) -> None:
         if replica.state is state and replica.detail == detail:
             return
         replica.mark(state, detail)
-        level = logging.WARNING if state in {ReplicaState.FAILED, ReplicaState.UNREACHABLE} else logging.INFO
+        wrong = state in {ReplicaState.FAILED, ReplicaState.UNREACHABLE}
+        again = state is ReplicaState.STARTING and detail is not None
+        level = logging.WARNING if wrong or again else logging.INFO
         log.log(level, "%s is %s%s", replica.id, state.value, f": {detail}" if detail else "")
         self._on_change(replica)
+        if state is ReplicaState.READY:
+            self.fleet.on_room()
 
-    async def _run_here(self, replica: Replica, launch: EngineLaunch) -> None:
-        """Take an engine of our own from start to exit."""
-        self._mark(replica, ReplicaState.STARTING)
+    async def _run_here(self, engine: Engine, launch: EngineLaunch) -> None:
+        """Take an engine of our own through its life, and start it again after each end but a first that failed."""
+        while True:
+            self._mark(engine.replica, ReplicaState.STARTING, engine.note)
+            try:
+                await self._live(engine, launch)
+                engine.ended()
+                engine.note = "as asked for"
+            except TierError as error:
+                engine.note = await self._after(engine, error, engine.ended())
+
+    async def _after(self, engine: Engine, error: TierError, ready_s: float) -> str | None:
+        """Wait until an engine that has ended is to be started again; return why it is."""
+        replica, watchdog, restarts = engine.replica, self._options.watchdog, engine.restarts
+        why = brief(error)
+        delay_s = None
+        if engine.was_ready and not isinstance(error, CanaryRefused):
+            delay_s = restarts.exited(time.monotonic(), ready_s)
+        if delay_s is None:
+            detail = str(error)
+            if engine.was_ready and not isinstance(error, CanaryRefused):
+                detail = (
+                    f"not started again after {watchdog.max_restarts} restarts within {watchdog.restart_window_s:g} s: mend "
+                    f"the cause, then 'qarr tiers restart {replica.id}'. The last end: {error}"
+                )
+            self._mark(replica, ReplicaState.FAILED, detail)
+            await engine.again.wait()
+            restarts.forget()
+            return "as asked for"
+        note = f"restart {restarts.count} after: {why}"
+        self._mark(replica, ReplicaState.STARTING, f"{note}; in {delay_s:g} s")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(engine.again.wait(), delay_s)
+        return note
+
+    async def _live(self, engine: Engine, launch: EngineLaunch) -> None:
+        """Run an engine's process until it is to be started again.
+
+        Raises:
+            TierError: It exited, did not become ready, or was stopped for cause.
+        """
+        replica, path = engine.replica, self.log_path(engine.replica)
+        engine.begun()
         if launch.placement.gpu is not None:
             await self._until_earlier_settled(replica)
+        if path.exists():
+            path.replace(path.with_suffix(".log.1"))
         env = engine_environment(launch, os.environ)
-        process = await EngineProcess.start(engine_argv(launch), env, self.log_path(replica), launch.placement.cores)
-        self._processes[replica.id] = process
-        replica.pid = process.pid
-        life = asyncio.create_task(self._serve(replica))
+        process = await EngineProcess.start(engine_argv(launch), env, path, launch.placement.cores)
+        engine.process, replica.pid = process, process.pid
+        life = asyncio.create_task(self._serve(engine))
         death = asyncio.create_task(process.wait())
+        asked = asyncio.create_task(engine.again.wait())
         try:
-            await asyncio.wait({life, death}, return_when=asyncio.FIRST_COMPLETED)
-            if life.done() and life.exception() is not None:
-                self._mark(replica, ReplicaState.FAILED, str(life.exception()))
-                await process.stop(self._options.stop_grace_s)
-                return
-            replica.pid = None
-            raise process.died()
+            await asyncio.wait({life, death, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if death.done():
+                raise process.died()
+            stopping, life_ended = process.stop(self._options.stop_grace_s), life.done()
+            life.cancel()
+            await stopping
+            if life_ended and (error := life.exception()) is not None:
+                raise error
         finally:
-            for task in (life, death):
+            for task in (life, death, asked):
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, TierError):
                     await task
 
-    async def _serve(self, replica: Replica) -> None:
-        """Warm the engine whenever it is (again) alive, and keep its gauges fresh, until cancelled."""
-        probe = self._probe(replica)
-        await self._until_alive(replica, probe, self._options.start_timeout_s)
+    async def _serve(self, engine: Engine) -> None:
+        """Warm the engine whenever it is (again) alive, and watch it, until cancelled.
+
+        Raises:
+            TierError: It is not usable, hangs, or answers no more.
+        """
+        replica = engine.replica
+        probe, silent = self._probe(replica), self._options.watchdog.unreachable_s
+        await self._until_alive(replica, probe, self._options.start_timeout_s, "not healthy within")
         while True:
-            await self._warm(replica, probe)
-            await self._poll(replica, probe)
-            await self._until_alive(replica, probe, float("inf"))
+            await self._warm(engine, probe)
+            await self._poll(engine, probe)
+            await self._until_alive(replica, probe, silent, "no answer to health checks for")
 
     async def _until_earlier_settled(self, replica: Replica) -> None:
         """Wait for the engines before this one: vLLM measures a GPU's free memory while it starts."""
-        earlier = self._fleet.replicas[: self._fleet.replicas.index(replica)]
+        earlier = self.fleet.replicas[: self.fleet.replicas.index(replica)]
         while any(r.state in {ReplicaState.STARTING, ReplicaState.WARMING} for r in earlier):  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
 
-    async def _until_alive(self, replica: Replica, probe: EngineProbe, limit_s: float) -> None:
+    async def _until_alive(self, replica: Replica, probe: EngineProbe, limit_s: float, missing: str) -> None:
         deadline = time.monotonic() + limit_s
         while not await probe.alive():
             if time.monotonic() > deadline:
-                raise EngineDied(f"not healthy within {limit_s:g} s; see {self.log_path(replica)}")
+                raise EngineDied(f"{missing} {limit_s:g} s; see {self.log_path(replica)}")
             await asyncio.sleep(POLL_S)
 
-    async def _run_elsewhere(self, replica: Replica) -> None:
+    async def _run_elsewhere(self, engine: Engine) -> None:
         """Watch an engine that somebody else runs: warm it whenever it (re)appears."""
+        replica = engine.replica
         probe = self._probe(replica)
         while True:
             if await probe.alive():
                 try:
-                    await self._warm(replica, probe)
-                    await self._poll(replica, probe)
+                    await self._warm(engine, probe)
+                    await self._poll(engine, probe)
                 except TierError as error:
                     self._mark(replica, ReplicaState.FAILED, str(error))
                     await asyncio.sleep(10 * POLL_S)
@@ -196,8 +324,9 @@ class Supervisor:
                 self._mark(replica, ReplicaState.UNREACHABLE, f"{replica.url}/health does not answer")
             await asyncio.sleep(POLL_S)
 
-    async def _warm(self, replica: Replica, probe: EngineProbe) -> None:
-        self._mark(replica, ReplicaState.WARMING)
+    async def _warm(self, engine: Engine, probe: EngineProbe) -> None:
+        replica = engine.replica
+        self._mark(replica, ReplicaState.WARMING, engine.note)
         replica.model, length = await probe.model()
         if length < replica.spec.max_model_len:
             raise EngineDied(
@@ -206,10 +335,23 @@ class Supervisor:
             )
         report = await warm_up(probe, replica.model, self._options.warmup)
         self._check_tokens(replica, report.tokens_digest)
+        if engine.launch is not None and self._options.canary is not None:
+            await self._compare(replica, probe, self._options.canary)
         replica.takes_priority = report.takes_priority
         replica.fingerprint = report.fingerprint
-        self._fleet.note_template(report.template)
-        self._mark(replica, ReplicaState.READY)
+        self.fleet.note_template(report.template)
+        engine.was_ready, engine.ready_at, engine.note = True, time.monotonic(), None
+        replica.progressed(engine.ready_at)
+        self._mark(replica, ReplicaState.DRAINING if engine.held else ReplicaState.READY, engine.held)
+
+    async def _compare(self, replica: Replica, probe: EngineProbe, canary: Canary) -> None:
+        """Compare an engine with what its checkpoint was; its speed only while nothing else computes."""
+        await canary.check_answers(probe, replica.model, replica.spec, self._options.warmup.timeout_s)
+        profiled = self.fleet.speeds.get(replica.spec.name)
+        if profiled is not None and canary.max_slowdown and self._idle_speed.quiet(but=replica):
+            speed = await self._idle_speed.measure(replica)
+            if speed is not None and self._idle_speed.quiet(but=replica):
+                canary.check_speed(speed, profiled, replica.spec)
 
     def _check_tokens(self, replica: Replica, digest: str) -> None:
         for other, known in self._tokens_digests.items():
@@ -220,58 +362,45 @@ class Supervisor:
                 )
         self._tokens_digests[replica.id] = digest
 
-    async def _poll(self, replica: Replica, probe: EngineProbe) -> None:
-        """Read the gauges until the engine stops answering."""
-        missed = 0
+    async def _poll(self, engine: Engine, probe: EngineProbe) -> None:
+        """Read what the engine tells of itself until it stops answering.
+
+        Raises:
+            EngineDied: It was started here, and hangs.
+        """
+        missed, known = 0, None
         while missed < MISSED_PROBES:
             await asyncio.sleep(POLL_S)
             try:
-                replica.note_gauges(await probe.gauges())
-                missed = 0
+                gauges, counters = await probe.readings()
             except TierError:
                 missed += 1
-        self._mark(replica, ReplicaState.UNREACHABLE, f"{replica.url} answers no probes")
+                continue
+            missed = 0
+            engine.replica.note_gauges(gauges)
+            if engine.launch is not None:
+                await self._judge(engine, probe, counters, moved=known is not None and counters != known)
+            known = counters
+        self._mark(engine.replica, ReplicaState.UNREACHABLE, f"{engine.replica.url} answers no probes")
 
-    async def _measure_when_idle(self) -> None:
-        """Measure each ready replica's speed, when no engine is starting or serving: they may share a machine.
+    async def _judge(self, engine: Engine, probe: EngineProbe, counters: Counters, *, moved: bool) -> None:
+        """Look whether an engine that was started here hangs, or has become too slow.
 
-        The fastest of a few measurements some time apart counts: whatever else the machine does can only slow them down.
+        Raises:
+            EngineDied: It hangs.
         """
-        taken: dict[str, tuple[int, float]] = {}  # by replica: measurements, and when the next one is due
-        while True:
-            await asyncio.sleep(POLL_S)
-            ready = [r for r in self._fleet.replicas if r.state is ReplicaState.READY]
-            for replica in ready:
-                if replica.speed is None:
-                    taken.pop(replica.id, None)
-                    if (profiled := self._fleet.speeds.get(replica.spec.name)) is not None:
-                        replica.measured(profiled)
-            for replica in ready:
-                count, due = taken.get(replica.id, (0, 0.0))
-                known = replica.speed is not None and (replica.speed.profiled or count == SPEED_SAMPLES)
-                if known or time.monotonic() < due or not self._quiet():
-                    continue
-                if await self._measure(replica):
-                    taken[replica.id] = count + 1, time.monotonic() + SPEED_PAUSE_S * 2**count
-
-    async def _measure(self, replica: Replica) -> bool:
-        """Measure one idle replica; tell whether nothing came in between, without which the figure is not its own."""
-        before = self._requests()
-        try:
-            speed = await measure_speed(self._probe(replica), replica.model, self._options.warmup)
-        except TierError:
-            return False
-        if replica.state is not ReplicaState.READY or self._requests() != before:
-            return False
-        replica.measured(speed if replica.speed is None else replica.speed.fastest(speed))
-        return True
-
-    def _quiet(self) -> bool:
-        busy = {ReplicaState.STARTING, ReplicaState.WARMING}
-        return not any(r.in_flight or r.state in busy for r in self._fleet.replicas)
-
-    def _requests(self) -> int:
-        return sum(r.served + r.failed + r.in_flight for r in self._fleet.replicas)
+        replica, now, limit_s = engine.replica, time.monotonic(), self._options.watchdog.hang_s
+        if moved:
+            replica.progressed(now)
+        if replica.silence_s(now) > limit_s:
+            if await hangs(probe, replica):
+                raise EngineDied(f"hung: {replica.in_flight} requests, no token for {limit_s:g} s")
+            replica.progressed(time.monotonic())
+        worn = engine.wear.note(now, off_by(replica, now), counters, sequences=replica.sequences)
+        others = [off_by(r, now) for r in self.fleet.replicas if r is not replica and r.state is ReplicaState.READY]
+        # Where the others are slow as well it is the machine, and a new engine would be no faster.
+        machine_is_slow = any(2 * off > self._options.watchdog.slow_factor > 0 for off in others)
+        engine.recycle = None if machine_is_slow else worn
 
     def _probe(self, replica: Replica) -> EngineProbe:
         return EngineProbe(self._client, replica.url, replica.api_key)

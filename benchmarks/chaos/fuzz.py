@@ -156,7 +156,7 @@ async def held(router: Running) -> Held:
     replicas = [replica for tier in fleet["tiers"] for replica in tier["replicas"]]
     kinds = ("in_flight", "prompt_tokens_outstanding", "output_tokens_outstanding")
     metrics = (await fetch(router.port, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")).body.decode()
-    tasks = float(metrics.partition("\nqarr_event_loop_tasks ")[2].partition("\n")[0])
+    tasks = float(metrics.partition("\nqarr_tasks ")[2].partition("\n")[0])
     connections = router.process.net_connections(kind="tcp")
     clients = sum(c.laddr.port == router.port and c.status != psutil.CONN_LISTEN for c in connections)
     return Held(

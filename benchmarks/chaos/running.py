@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 20.0  # an answer that takes longer is a hang: every timeout of the router is a second here
-# The fakes' answers: pieces, bytes of each, milliseconds between them. The last tier has one too large for any buffer.
-ENGINES = {"fast": (7, 6, 0), "balanced": (60, 20, 20), "precise": (500, 20_000, 0)}
+# The fakes' answers: pieces, bytes of each, seconds between them. The last tier has one too large for any buffer.
+ENGINES = {"fast": (7, 6, 0.0), "balanced": (60, 20, 0.02), "precise": (500, 20_000, 0.0)}
 SETTINGS = """
 [server]
 header_timeout_s = 1
@@ -82,8 +82,13 @@ def running(folder: Path) -> Iterator[Running]:
     with ExitStack() as stack:
         for tier, shape in ENGINES.items():
             port = free_port()
-            engine = [sys.executable, "-m", "tests.fakes.engine", str(port), *map(str, shape)]
-            stack.enter_context(_process(engine, environment, subprocess.DEVNULL))
+            pieces, size, delay_s = shape
+            answer = [chr(97 + n % 26) * (size - 1) + " " for n in range(pieces)]
+            behaviour = folder / f"{tier}.json"
+            behaviour.write_text(json.dumps({"answer": answer, "delay_s": delay_s}))
+            engine = [sys.executable, "-m", "tests.fakes.engine", str(port)]
+            shaped = {**environment, "FAKE_BEHAVIOUR": str(behaviour)}
+            stack.enter_context(_process(engine, shaped, subprocess.DEVNULL))
             argv += [f"--{tier}", f"http://127.0.0.1:{port}"]
         port = free_port()
         output = stack.enter_context(log.open("wb"))

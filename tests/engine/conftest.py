@@ -43,6 +43,7 @@ class Up:
     url: str
     collector: Collector
     output: list[str] = field(default_factory=list)
+    profiles: Path = Path()
 
     def tiers(self) -> dict[str, dict[str, Any]]:
         """Return /tiers by tier."""
@@ -52,6 +53,12 @@ class Up:
         """Return the one replica of a tier."""
         found: dict[str, Any] = self.tiers()[tier]["replicas"][0]
         return found
+
+    def operate(self, *args: str) -> subprocess.CompletedProcess[str]:
+        """Run ``qarr tiers`` against this router."""
+        env = {**os.environ, "QARR_POLICY__PROFILES": str(self.profiles)}
+        url = () if args[0] == "record" else ("--url", self.url)
+        return subprocess.run([QARR, "tiers", *args, *url], env=env, capture_output=True, text=True, check=False)
 
     def generate(self, **body: Any) -> httpx.Response:
         """Post to /generate, with an answer of a few tokens at temperature 0 unless said otherwise."""
@@ -80,14 +87,13 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         return
     collector = Collector()
     endpoint = collector.start()
-    base = free_ports(4)
+    base, profiles = free_ports(4), tmp_path_factory.mktemp("profiles")
     env = {
         **os.environ,
         "QARR_ENGINE__BASE_PORT": str(base),
         "QARR_ENGINE__EXTRA_ARGS": json.dumps(ENGINE_ARGS),
-        "QARR_POLICY__PROFILES": str(
-            tmp_path_factory.mktemp("profiles")
-        ),  # none: decisions do not depend on the machine
+        "QARR_POLICY__PROFILES": str(profiles),  # none: decisions do not depend on the machine
+        "QARR_ENGINE__HANG_S": "20",
         "QARR_ENGINE__LOG_DIR": str(tmp_path_factory.mktemp("logs")),
         "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
@@ -96,7 +102,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     process = subprocess.Popen(
         [str(QARR), "up", "--port", str(base + 3)], env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    running = Up(process, f"http://127.0.0.1:{base + 3}", collector)
+    running = Up(process, f"http://127.0.0.1:{base + 3}", collector, profiles=profiles)
     reading = threading.Thread(target=_collect, args=(process, running.output), daemon=True)
     reading.start()
     try:

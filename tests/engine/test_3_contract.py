@@ -9,9 +9,22 @@ import httpx
 import pytest
 
 from tests.fakes.engine import FakeEngine, serving
+from tiers.probe import EngineProbe
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Up
+
+
+METRICS = (
+    "vllm:num_requests_running{",
+    "vllm:kv_cache_usage_perc{",
+    "vllm:prompt_tokens_total{",
+    "vllm:generation_tokens_total{",
+    "vllm:time_to_first_token_seconds_sum{",
+    "vllm:time_to_first_token_seconds_count{",
+    "vllm:prefix_cache_queries_total{",
+    "vllm:prefix_cache_hits_total{",
+)
 
 
 async def script(url: str, key: str) -> dict[str, Any]:
@@ -26,7 +39,7 @@ async def script(url: str, key: str) -> dict[str, Any]:
         return {
             "health": (await client.get("/health")).status_code,
             "model": type(model["max_model_len"]).__name__,
-            "metrics": [n in metrics for n in ("vllm:num_requests_running{", "vllm:kv_cache_usage_perc{")],
+            "metrics": [n in metrics for n in METRICS],
             "tokenize": type(
                 (await client.post("/tokenize", json={"prompt": "a", **_of(chat)})).json()["tokens"]
             ).__name__,
@@ -89,3 +102,21 @@ def test_fake_and_real_engine_look_alike(up: Up, tier: str, engine_keys: dict[st
 
     fake, real = asyncio.run(both())
     assert fake == real
+
+
+@pytest.mark.parametrize("tier", ["fast", "balanced", "precise"])
+def test_token_ids_of_several_prompts(up: Up, tier: str, engine_keys: dict[str, str]) -> None:
+    """A list of texts is continued in one answer, each by exactly as many token ids as asked for; the fake does alike."""
+
+    async def asked(url: str, key: str) -> tuple[tuple[int, ...], ...]:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            probe = EngineProbe(client, url, key)
+            model, _ = await probe.model()
+            return await probe.greedy_tokens(model, ("One", "Two, three"), 5, 60)
+
+    async def both() -> list[tuple[tuple[int, ...], ...]]:
+        async with serving(FakeEngine().app) as fake:
+            return [await asked(fake, ""), await asked(up.replica(tier)["url"], engine_keys[tier])]
+
+    for found in asyncio.run(both()):
+        assert [len(ids) for ids in found] == [5, 5]

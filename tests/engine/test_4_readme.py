@@ -39,6 +39,13 @@ def test_curl_streams_an_answer(up: Up) -> None:
     assert "event: done" in answer
 
 
+def test_tiers_lists_the_fleet(up: Up) -> None:
+    """The README's look at the replicas shows each one with its state."""
+    shown = _run(f"{_command('.venv/bin/qarr tiers')} --url {up.url}")
+    assert all(f"{tier}-0" in shown for tier in ("fast", "balanced", "precise"))
+    assert shown.count(" ready ") == 3
+
+
 def test_classify_explains_a_prompt() -> None:
     """The README's classify command prints the features as JSON."""
     found = json.loads(_run(_command(".venv/bin/qarr classify")))

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
+import threading
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -48,6 +52,8 @@ class Behaviour:
         certainty: Log-probability of each piece, for those who ask.
         rank: Of each token that the fake is asked to score: 1 agrees, above it does not.
         vocabulary: Changes every token id: another tokenizer.
+        first_id: Of the answer's token ids: other weights.
+        exit_after_s: End the process, with status 7, so long after its start; None: stay.
     """
 
     answer: tuple[str, ...] = ANSWER
@@ -61,10 +67,12 @@ class Behaviour:
     certainty: float = -0.1
     rank: int = 1
     vocabulary: int = 0
+    first_id: int = 0
+    exit_after_s: float | None = None
     max_model_len: int = 8192
     priorities: bool = True
     running: int = 0
-    pieces: int = 0  # sent so far, in streams
+    tokens: int = 0
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     raw: list[bytes] = field(default_factory=list)
@@ -86,8 +94,15 @@ class FakeEngine:
                 Route("/detokenize", self._detokenize, methods=["POST"]),
                 Route("/v1/completions", self._generate, methods=["POST"]),
                 Route("/v1/chat/completions", self._generate, methods=["POST"]),
+                Route("/fake", self._behave, methods=["POST"]),
             ]
         )
+
+    async def _behave(self, request: Request) -> Response:
+        """Change the behaviour of a fake in another process."""
+        for name, value in (await request.json()).items():
+            setattr(self.behaviour, name, value)
+        return Response()
 
     async def _health(self, _request: Request) -> Response:
         return Response(status_code=200 if self.behaviour.alive else 503)
@@ -97,6 +112,9 @@ class FakeEngine:
         return PlainTextResponse(
             f"vllm:num_requests_running{label} {float(self.behaviour.running)}\n"
             f"vllm:num_requests_waiting{label} 0.0\nvllm:kv_cache_usage_perc{label} 0.25\n"
+            f"vllm:prompt_tokens_total{label} 0.0\nvllm:generation_tokens_total{label} {float(self.behaviour.tokens)}\n"
+            f"vllm:time_to_first_token_seconds_sum{label} 0.0\nvllm:time_to_first_token_seconds_count{label} 0.0\n"
+            f"vllm:prefix_cache_queries_total{label} 0.0\nvllm:prefix_cache_hits_total{label} 0.0\n"
         )
 
     async def _models(self, _request: Request) -> Response:
@@ -173,7 +191,10 @@ class FakeEngine:
                     await asyncio.sleep(3600)
             text, reason = "".join(pieces), self._reason(pieces)
             part = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-            choices = [{"index": 0, **part, "finish_reason": reason, **self._scores(body, len(pieces))}]
+            several = isinstance(body.get("prompt"), list) and isinstance(body["prompt"][0], str)
+            numbers = range(len(body["prompt"]) if several else 1)
+            scores = self._scores(body, len(pieces))
+            choices = [{"index": n, **part, "finish_reason": reason, **scores} for n in numbers]
             rest: dict[str, Any] = {"usage": self._usage(pieces), "system_fingerprint": FINGERPRINT}
             if body.get("return_token_ids"):
                 rest["prompt_token_ids"] = [1, 2, 3]
@@ -203,11 +224,11 @@ class FakeEngine:
                 if number == b.error_after:
                     yield b'data: {"error": {"message": "engine died", "code": 500}}\n\n'
                     return
+                b.tokens += 1
                 ids = [PIECE + number] if body.get("return_token_ids") else None
                 logprobs = self._logprobs(body, (number,))
                 prompt = [1, 2, 3] if ids and number == done else None
                 yield self._chunk({"content": piece}, None, chat=chat, logprobs=logprobs, ids=ids, prompt=prompt)
-                b.pieces += 1
             if b.break_after == done + len(pieces):
                 raise ConnectionResetError
             more = {} if counted else last
@@ -231,7 +252,7 @@ class FakeEngine:
         if (logprobs := self._logprobs(body, range(tokens))) is not None:
             found["logprobs"] = logprobs
         if body.get("return_token_ids"):
-            found["token_ids"] = list(range(tokens))
+            found["token_ids"] = [self.behaviour.first_id + number for number in range(tokens)]
         if body.get("prompt_logprobs"):
             place = {"logprob": self.behaviour.certainty, "rank": self.behaviour.rank}
             found["prompt_logprobs"] = [{str(token): place} for token in body["prompt"]]
@@ -326,12 +347,20 @@ async def serving_all(*apps: ASGIApp, port: int = 0, http: Any = "auto") -> Asyn
         await asyncio.gather(*tasks)
 
 
-if __name__ == "__main__":  # PORT [PIECES BYTES MILLISECONDS]: answers of so many pieces of so many bytes, paced
-    import sys
+def main() -> None:
+    """Serve a fake in a process of its own: with a port alone, or with vLLM's arguments.
 
+    ``FAKE_BEHAVIOUR`` names a JSON file with fields of the behaviour that it starts with.
+    """
+    port = int(sys.argv[sys.argv.index("--port") + 1] if "--port" in sys.argv else sys.argv[1])
     behaviour = Behaviour()
-    if len(sys.argv) > 2:
-        pieces, size, pause_ms = map(int, sys.argv[2:])
-        behaviour.answer = tuple(chr(97 + n % 26) * (size - 1) + " " for n in range(pieces))
-        behaviour.delay_s = pause_ms / 1000
-    uvicorn.run(FakeEngine(behaviour).app, port=int(sys.argv[1]), log_config=None)
+    if named := os.environ.get("FAKE_BEHAVIOUR"):
+        for name, value in json.loads(Path(named).read_bytes()).items():
+            setattr(behaviour, name, value)
+    if behaviour.exit_after_s is not None:
+        threading.Timer(behaviour.exit_after_s, os._exit, (7,)).start()
+    uvicorn.run(FakeEngine(behaviour).app, port=port, log_config=None)
+
+
+if __name__ == "__main__":
+    main()

@@ -77,7 +77,15 @@ async def router_stack(
             behaviour.requests.clear()
             behaviour.headers.clear()
         keys = KeyStore(settings.auth.keys_file)
-        app = create_app(settings, fleet, EstimatingCounter(), Telemetry(tracing), "fake", keys=keys)
+        app = create_app(
+            settings,
+            fleet,
+            EstimatingCounter(),
+            Telemetry(tracing),
+            "fake",
+            keys=keys,
+            operations=supervisor.operations,
+        )
         url = await cleanup.enter_async_context(serving(app, http=protocol_for(settings.server)))
         client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
         yield Stack(url, client, fleet, engines)

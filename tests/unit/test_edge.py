@@ -86,13 +86,13 @@ async def test_a_client_that_stops_reading_holds_the_engine_back_and_is_cut(tmp_
             await reader.readuntil(b"data: ")
             writer.transport.pause_reading()  # type: ignore[attr-defined]
             seen = -1
-            while engine.running and engine.pieces != seen:  # until nothing moves for a second
-                seen = engine.pieces
+            while engine.running and engine.tokens != seen:  # until nothing moves for a second
+                seen = engine.tokens
                 await asyncio.sleep(1)
             assert stack.leases() > 0
-            assert 0 < engine.pieces < 400  # of 1000: what four sockets' buffers take, and our own
+            assert 0 < engine.tokens < 400  # of 1000: what four sockets' buffers take, and our own
             await until(lambda: engine.running == 0 and stack.leases() == 0)
-            assert engine.pieces < 400
+            assert engine.tokens < 400
             await until(lambda: not open_at(port_of(stack)))
         assert (await stack.generate(tier="balanced")).status_code == 200
 

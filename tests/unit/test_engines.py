@@ -195,7 +195,7 @@ async def test_engine_elsewhere_comes_and_goes(tmp_path: Path) -> None:
 
 async def test_a_speed_measured_on_a_busy_machine_is_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else the machine does can only slow a measurement down: the fastest of a few counts."""
-    monkeypatch.setattr("tiers.supervisor.SPEED_PAUSE_S", 0.2)
+    monkeypatch.setattr("tiers.idle_speed.PAUSE_S", 0.2)
     behaviour = Behaviour(delay_s=0.2)
     async with serving(FakeEngine(behaviour).app) as url:
         fleet = Fleet((_external(url),))

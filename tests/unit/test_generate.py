@@ -105,7 +105,7 @@ async def test_failure_after_the_first_byte_is_an_error_event(tmp_path: Path, fa
     """A stream that cannot be finished ends with an explicit error event, never with a clean end."""
     async with router_stack(tmp_path, {"upstream": {"token_timeout_s": 0.3}}) as stack:
         setattr(stack.engines[TierName.FAST], fault, 3)
-        seen = events((await stack.generate(tier="fast")).text)
+        seen = events((await stack.generate(tier="fast", tier_policy="require")).text)
         assert "".join(d["text"] for name, d in seen if name == "message") == "The capital of"
         name, problem = seen[-1]
         assert name == "error"
@@ -119,7 +119,7 @@ async def test_failure_in_a_json_answer_is_a_502(tmp_path: Path) -> None:
     """Without a stream, an answer that broke off is an error and not a shorter answer."""
     async with router_stack(tmp_path) as stack:
         stack.engines[TierName.FAST].break_after = 3
-        answer = await stack.generate(tier="fast", stream=False)
+        answer = await stack.generate(tier="fast", tier_policy="require", stream=False)
         assert answer.status_code == 502
         assert answer.headers["content-type"] == "application/problem+json"
         assert stack.leases() == 0
@@ -147,9 +147,9 @@ async def test_disconnect_aborts_the_engines_request(tmp_path: Path, stream: boo
 
 
 async def test_full_tier_sends_elsewhere_and_full_fleet_refuses(tmp_path: Path) -> None:
-    """Places are bounded: a full tier's requests go to another one, a full fleet answers 503 with Retry-After."""
-    one = {"max_in_flight": 1}
-    async with router_stack(tmp_path, {"tiers": {n.value: one for n in TierName}}) as stack:
+    """Places are bounded: a full tier's requests go to another one; a full fleet, with no queue, answers 503."""
+    one, none = {"max_in_flight": 1}, {"max_waiting": 0}
+    async with router_stack(tmp_path, {"tiers": {n.value: one for n in TierName}, "admission": none}) as stack:
         for engine in stack.engines.values():
             engine.delay_s = 0.1
         answers = await asyncio.gather(*(stack.generate() for _ in range(4)))

@@ -101,7 +101,9 @@ def test_the_command_makes_lists_and_revokes(keys_file: Path, monkeypatch: pytes
     """The key is on standard output alone, so that it can be piped; the list never shows it."""
     monkeypatch.setenv("QARR_AUTH__KEYS_FILE", str(keys_file))
     run = CliRunner()
-    made = run.invoke(app, ["keys", "add", "ci", "--tier", "fast", "--requests-per-minute", "5", "--over", "refuse"])
+    made = run.invoke(
+        app, ["keys", "add", "ci", "--tier", "fast", "--requests-per-minute", "5", "--over", "refuse", "--admin"]
+    )
     assert made.exit_code == 0, made.output
     key = made.stdout.strip()
     assert key.startswith("qarr-")
@@ -111,7 +113,7 @@ def test_the_command_makes_lists_and_revokes(keys_file: Path, monkeypatch: pytes
     assert "in force" in shown
     assert key not in shown
     listed = json.loads(run.invoke(app, ["keys", "list", "--json"]).stdout)
-    assert (listed[0]["tiers"], listed[0]["requests_per_minute"]) == (["fast"], 5)
+    assert (listed[0]["tiers"], listed[0]["requests_per_minute"], listed[0]["admin"]) == (["fast"], 5, True)
     assert "sha256" not in listed[0]
     assert run.invoke(app, ["keys", "revoke", "ci"]).stdout.startswith("revoked key")
     assert "revoked" in run.invoke(app, ["keys", "list"]).stdout

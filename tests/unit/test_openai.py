@@ -216,7 +216,7 @@ async def test_a_broken_stream_ends_with_an_error_and_without_done(tmp_path: Pat
     """A stream that broke never looks finished: OpenAI's error object comes last, and no [DONE]."""
     async with router_stack(tmp_path, {"upstream": {"token_timeout_s": 0.3}}) as stack:
         setattr(stack.engines[TierName.FAST], fault, 3)
-        answer = await chat(stack, model="fast", stream=True)
+        answer = await chat(stack, model="fast", stream=True, qarr={"tier_policy": "require"})
         *events, last, _ = answer.text.split("\n\n")
         assert "[DONE]" not in answer.text
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "stream_broken"
@@ -301,7 +301,8 @@ async def test_embeddings_need_an_engine_that_serves_them(tmp_path: Path) -> Non
 async def test_errors_of_our_own_have_openais_form(tmp_path: Path) -> None:
     """Too long, too large, full, not ready, unknown path and wrong method: each has OpenAI's object."""
     full = {"max_in_flight": 1}
-    async with router_stack(tmp_path, {"tiers": {n.value: full for n in TierName}}) as stack:
+    tiers = {n.value: full for n in TierName}
+    async with router_stack(tmp_path, {"tiers": tiers, "admission": {"max_waiting": 0}}) as stack:
         long = await chat(stack, messages=[{"role": "user", "content": "word " * 9000}])
         assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
         large = await chat(stack, messages=[{"role": "user", "content": "x" * (1 << 20)}])
@@ -338,7 +339,8 @@ async def test_vllms_own_priority_is_kept(tmp_path: Path) -> None:
 async def test_the_sdk_tries_again_when_it_is_told_to(tmp_path: Path) -> None:
     """More requests than places: those refused with 503 and Retry-After are sent again by OpenAI's SDK, and all succeed."""
     full = {"max_in_flight": 1}
-    async with router_stack(tmp_path, {"tiers": {n.value: full for n in TierName}}) as stack:
+    tiers = {n.value: full for n in TierName}
+    async with router_stack(tmp_path, {"tiers": tiers, "admission": {"max_waiting": 0}}) as stack:
         for engine in stack.engines.values():
             engine.delay_s = 0.03
         async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="unused", max_retries=3) as client:

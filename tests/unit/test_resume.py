@@ -196,11 +196,11 @@ async def test_what_is_kept_is_bounded_and_nothing_is_skipped(tmp_path: Path) ->
         first = await some(stack, 2)
         engine.delay_s = 0
         seen = -1
-        while engine.pieces != seen:
-            seen = engine.pieces
+        while engine.tokens != seen:
+            seen = engine.tokens
             await asyncio.sleep(0.5)
         assert engine.running == 1
-        assert engine.pieces < len(words)
+        assert engine.tokens < len(words)
         rest = await resume(stack, ids(first)[-1])
         assert rest.status_code == 200
         assert text_of(first) + text_of(rest.text) == "".join(words)

@@ -1,0 +1,233 @@
+"""Streams on real engines while every engine is killed in turn: none may fail, none may end before its time.
+
+    python benchmarks/chaos/kills.py [--streams 1000] [--at-once 24] [--kills 6] [--seed 1] [--url URL]
+
+Starts ``qarr up`` unless a URL is given (of one on this machine: its engines are killed). Every stream asks for a fixed
+number of tokens at temperature 0, so one that was cut shows. Every prompt is first answered undisturbed on every tier, and
+streams that were not continued are compared with that. Prints what was sent, failed, cut and continued, and what is left
+over at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measure import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROMPTS = (
+    "What is the capital of France?",
+    "Name three fruits.",
+    "Write a Python function that adds two numbers.",
+    "Why is the sky blue?",
+    "What is 17 times 23?",
+    "Translate to Spanish: good morning, my friend.",
+)
+TIERS = ("fast", "balanced", "precise")
+QARR = Path(sys.executable).with_name("qarr")
+
+
+@dataclass(slots=True)
+class Stream:
+    """One stream, as its caller saw it. Times in seconds by the monotonic clock."""
+
+    prompt: str
+    asked: str
+    began: float
+    ended: float = 0.0
+    first: float | None = None
+    text: str = ""
+    last: dict[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+
+
+@contextlib.contextmanager
+def fleet(url: str | None) -> Iterator[str]:
+    """Yield the URL of a running router, started here unless one is given."""
+    if url is not None:
+        yield url
+        return
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "qarr.log").open("w") as log:
+        env = {**os.environ, "QARR_SERVER__PORT": str(port), "QARR_ENGINE__BASE_PORT": "9501"}
+        running = subprocess.Popen([str(QARR), "up"], env=env, stdout=log, stderr=log)
+        try:
+            deadline = time.monotonic() + 1500
+            while "all tiers ready" not in Path(log.name).read_text("utf-8"):
+                if running.poll() is not None or time.monotonic() > deadline:
+                    sys.exit(Path(log.name).read_text("utf-8"))
+                time.sleep(0.5)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            running.send_signal(signal.SIGINT)
+            running.wait(60)
+
+
+async def stream(client: httpx.AsyncClient, url: str, prompt: str, tier: str, tokens: int) -> Stream:
+    """Ask for an answer and read it to its end."""
+    found = Stream(prompt, tier, time.monotonic())
+    body = {"prompt": prompt, "tier": tier, "max_tokens": tokens, "temperature": 0}
+    try:
+        async with client.stream("POST", f"{url}/generate", json=body) as response:
+            if response.status_code != httpx.codes.OK:
+                found.problem = f"HTTP {response.status_code}: {(await response.aread()).decode()[:300]}"
+            name = "message"
+            async for line in response.aiter_lines():
+                if line.startswith("event: "):
+                    name = line[7:]
+                elif line.startswith("data: "):
+                    data = json.loads(line[6:])
+                    if name == "message":
+                        found.first = found.first or time.monotonic()
+                        found.text += data["text"]
+                    elif name == "error":
+                        found.problem = str(data.get("detail"))
+                    else:
+                        found.last = data
+                elif not line:
+                    name = "message"
+    except httpx.HTTPError as error:
+        found.problem = f"{type(error).__name__}: {error}"
+    if not found.last and found.problem is None:
+        found.problem = "ended without a last event"
+    found.ended = time.monotonic()
+    return found
+
+
+async def killer(client: httpx.AsyncClient, url: str, kills: int, dice: random.Random) -> list[tuple[str, float]]:
+    """Kill every engine in turn, each once all are ready again; return whom, and how long it took to come back."""
+    done = []
+    for number in range(kills):
+        await asyncio.sleep(dice.uniform(2, 6))
+        tier = TIERS[number % len(TIERS)]
+        replica = (await replicas(client, url))[tier]
+        os.kill(replica["pid"], signal.SIGKILL)
+        at = time.monotonic()
+        print(f"  killed {replica['id']} with {replica['in_flight']} requests in flight", file=sys.stderr)
+        await asyncio.sleep(1)
+        while (await replicas(client, url))[tier]["state"] != "ready":  # noqa: ASYNC110  it is another process
+            await asyncio.sleep(1)
+        done.append((tier, time.monotonic() - at))
+    return done
+
+
+async def replicas(client: httpx.AsyncClient, url: str) -> dict[str, dict[str, Any]]:
+    """Return each tier's replica."""
+    tiers = (await client.get(f"{url}/tiers")).json()["tiers"]
+    return {t["tier"]: t["replicas"][0] for t in tiers if t["replicas"]}
+
+
+async def run(url: str, options: argparse.Namespace) -> bool:
+    """Run the streams and the kills; tell whether all was as it should be."""
+    dice = random.Random(options.seed)
+    async with httpx.AsyncClient(timeout=600, trust_env=False, limits=httpx.Limits(max_connections=None)) as client:
+        undisturbed: dict[str, list[Stream]] = {}
+        for prompt in PROMPTS:
+            undisturbed[prompt] = [await stream(client, url, prompt, tier, options.tokens) for tier in TIERS]
+        places = asyncio.Semaphore(options.at_once)
+        found: list[Stream] = []
+
+        async def one(number: int) -> None:
+            async with places:
+                # FP8 takes a second a token on a processor: a tenth of the streams, so that it is killed at work as well.
+                tier = "balanced" if number % 10 == 0 else dice.choice(("fast", "precise", "auto"))
+                found.append(await stream(client, url, dice.choice(PROMPTS), tier, options.tokens))
+                if len(found) % 100 == 0:
+                    print(f"  {len(found)} of {options.streams} streams", file=sys.stderr)
+
+        killing = asyncio.create_task(killer(client, url, options.kills, dice))
+        await asyncio.gather(*(one(number) for number in range(options.streams)))
+        if not killing.done():
+            print("  the streams were over before the kills: give more of them", file=sys.stderr)
+        came_back = await killing
+        await asyncio.sleep(2)
+        left = sum(r["in_flight"] + r["prompt_tokens_outstanding"] for r in (await replicas(client, url)).values())
+    return report(found, undisturbed, came_back, left, options)
+
+
+def report(
+    found: list[Stream],
+    undisturbed: dict[str, list[Stream]],
+    came_back: list[tuple[str, float]],
+    left: int,
+    options: argparse.Namespace,
+) -> bool:
+    """Print what happened; tell whether all was as it should be."""
+    failed = [s for s in found if s.problem is not None]
+    whole = [s for s in found if s.problem is None]
+    cut = [
+        s
+        for s in whole
+        if s.last["finish_reason"] == "length" and s.last["usage"]["completion_tokens"] != options.tokens
+    ]
+    cut += [s for s in whole if s.last["finish_reason"] not in {"length", "stop"}]
+    continued = [s for s in whole if s.last["continued_on"]]
+    known = {prompt: {s.text for s in streams} for prompt, streams in undisturbed.items()}
+    alone = [s for s in whole if not s.last["continued_on"]]
+    same = sum(s.text in known[s.prompt] for s in alone)
+    broken = [s for s in whole if "\ufffd" in s.text]
+    print(
+        f"$ python benchmarks/chaos/kills.py --streams {options.streams} --at-once {options.at_once} --seed {options.seed}"
+    )
+    for tier, took in came_back:
+        print(f"killed {tier}: ready again after {took:.0f} s")
+    print(
+        f"streams {len(found)}, failed {len(failed)}, cut short without saying so {len(cut)}, continued {len(continued)}"
+    )
+    print(f"continued on: {dict(Counter(tier for s in continued for tier in s.last['continued_on']))}")
+    print(
+        f"not continued: {same} of {len(alone)} are an undisturbed answer of a tier (others: another batch, other rounding)"
+    )
+    print(f"characters broken: {len(broken)}; places and tokens still held at the end: {left}")
+    firsts = sorted((s.first or s.ended) - s.began for s in whole)
+    totals = sorted(s.ended - s.began for s in whole)
+    for name, times in (("first token", firsts), ("whole answer", totals)):
+        print(f"{name}: median {times[len(times) // 2]:.2f} s, p99 {times[int(len(times) * 0.99)]:.2f} s")
+    if continued:
+        longer = sorted(s.ended - s.began for s in continued)
+        print(f"whole answer, continued ones: median {longer[len(longer) // 2]:.2f} s, longest {longer[-1]:.2f} s")
+    for problem, count in Counter(s.problem for s in failed).most_common(5):
+        print(f"  {count} x {problem}")
+    return not failed and not cut and not left and not broken
+
+
+def main() -> None:
+    """Run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=1000)
+    parser.add_argument("--at-once", type=int, default=24)
+    parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--url")
+    options = parser.parse_args()
+    with fleet(options.url) as url:
+        processes = len(psutil.Process().children(recursive=True))
+        print(f"  {url}: {processes} processes", file=sys.stderr)
+        good = asyncio.run(run(url, options))
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Hours of ordinary and hostile use: does memory stay flat, does everything that was taken come back?
+
+    python benchmarks/soak/soak.py [--minutes 30] [--seed 1]
+
+One router process in front of three fake engines that now and then break a stream or fail, and one of which is killed and
+started again every minute. Callers stream, wait for whole answers, leave midway, send garbage. Every five seconds the
+router's memory, open files, tasks, and what its replicas hold are noted; at the end, after ten quiet seconds, once more.
+Memory is judged by the slope of a least-squares line through the second half, with its standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import psutil
+import uvicorn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from measure import free_port, wait_for  # noqa: E402
+
+from tests.fakes.engine import Behaviour, FakeEngine  # noqa: E402
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+QARR = Path(sys.executable).with_name("qarr")
+WORDS = [
+    "Paris",
+    "lies",
+    "on",
+    "the",
+    "river",
+    "Seine",
+    "and",
+    "has",
+    "been",
+    "the",
+    "capital",
+    "of",
+    "France",
+    "for",
+    "many",
+    "hundred",
+    "years",
+    "or",
+    "so",
+]
+CALLERS = 6
+KILL_EVERY_S = 60
+
+
+class MoodyEngine(FakeEngine):
+    """A fake engine of which some requests go wrong, by chance."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(Behaviour(answer=tuple(f" {word}" for word in WORDS), delay_s=0.02))
+        self._dice = random.Random(seed)
+
+    async def _generate(self, request: Request) -> Response:
+        mood = self._dice.random()
+        b = self.behaviour
+        b.break_after = self._dice.randrange(len(WORDS)) if mood < 0.03 else None
+        b.error_after = self._dice.randrange(len(WORDS)) if 0.03 <= mood < 0.04 else None
+        b.status = 500 if 0.04 <= mood < 0.05 else 200
+        for seen in (b.requests, b.raw, b.headers, b.sent):  # kept for tests, not for hours
+            seen.clear()
+        return await super()._generate(request)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The router at one moment."""
+
+    minute: float
+    rss_mb: float
+    files: int
+    tasks: int
+    held: int
+
+
+async def caller(url: str, dice: random.Random, until: float, seen: Counter[str]) -> None:
+    """Use the router in every way, until the time is over."""
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+        while time.monotonic() < until:
+            kind = dice.choices(("stream", "openai", "whole", "leave", "garbage", "route"), (40, 25, 10, 15, 5, 5))[0]
+            try:
+                seen[f"{kind} {await use(client, kind, dice)}"] += 1
+            except httpx.HTTPError as error:
+                seen[f"{kind} {type(error).__name__}"] += 1
+
+
+async def use(client: httpx.AsyncClient, kind: str, dice: random.Random) -> str:
+    """Send one request; return how it ended."""
+    prompt = " ".join(dice.choices(WORDS, k=dice.randrange(1, 60)))
+    body: dict[str, Any] = {
+        "prompt": prompt,
+        "max_tokens": 32,
+        "tier": dice.choice(("auto", "fast", "balanced", "precise")),
+    }
+    if kind == "garbage":
+        answer = await client.post("/generate", content=dice.randbytes(dice.randrange(200)))
+        return str(answer.status_code)
+    if kind == "route":
+        return str((await client.post("/route", json=body)).status_code)
+    if kind == "whole":
+        return str((await client.post("/generate", json={**body, "stream": False})).status_code)
+    path = "/generate"
+    if kind == "openai":
+        path = "/v1/chat/completions"
+        body = {"model": "auto", "messages": [{"role": "user", "content": prompt}], "max_tokens": 32, "stream": True}
+    last, lines, leave = "", 0, dice.randrange(1, 12)
+    async with client.stream("POST", path, json=body) as answer:
+        async for line in answer.aiter_lines():
+            lines += 1
+            last = line or last
+            if kind == "leave" and lines > leave:
+                return "left"
+        if answer.status_code != httpx.codes.OK:
+            return str(answer.status_code)
+    ended = '"finish_reason"' in last or last == "data: [DONE]"
+    return "whole" if ended else "error event" if '"title"' in last or '"error"' in last else "CUT"
+
+
+async def watch(url: str, router: psutil.Process, began: float, until: float, samples: list[Sample]) -> None:
+    """Note how the router is doing, until the time is over."""
+    async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
+        while time.monotonic() < until:
+            await asyncio.sleep(5)
+            samples.append(await sample(client, router, began))
+            if len(samples) % 12 == 0:
+                print(f"  {samples[-1]}", file=sys.stderr)
+
+
+async def sample(client: httpx.AsyncClient, router: psutil.Process, began: float) -> Sample:
+    """Return the router as it is now."""
+    tiers = (await client.get("/tiers")).json()["tiers"]
+    tasks = re.search(r"^qarr_tasks (\S+)$", (await client.get("/metrics")).text, re.MULTILINE)
+    held = sum(
+        r["in_flight"] + r["prompt_tokens_outstanding"] + r["output_tokens_outstanding"] + r["kv_cache_tokens_held"]
+        for t in tiers
+        for r in t["replicas"]
+    )
+    assert tasks is not None
+    rss = router.memory_info().rss / 2**20
+    return Sample(
+        round((time.monotonic() - began) / 60, 2), round(rss, 2), router.num_fds(), int(float(tasks[1])), held
+    )
+
+
+async def kill(engines: list[subprocess.Popen[bytes]], ports: list[int], until: float) -> int:
+    """Kill an engine every minute and start it again ten seconds later; return how often."""
+    kills = 0
+    while time.monotonic() + KILL_EVERY_S < until:
+        await asyncio.sleep(KILL_EVERY_S)
+        number = kills % len(ports)
+        engines[number].kill()
+        engines[number].wait()
+        await asyncio.sleep(10)
+        engines[number] = start(ports[number], kills)
+        kills += 1
+    return kills
+
+
+def start(port: int, seed: int) -> subprocess.Popen[bytes]:
+    """Start an engine."""
+    return subprocess.Popen([sys.executable, __file__, "--engine", str(port), "--seed", str(seed)])
+
+
+def slope(samples: list[Sample]) -> tuple[float, float]:
+    """Return the slope of memory over time and its standard error, in MiB a minute."""
+    xs, ys = [s.minute for s in samples], [s.rss_mb for s in samples]
+    mx, my = fmean(xs), fmean(ys)
+    sxx = sum((x - mx) ** 2 for x in xs)
+    b = sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sxx
+    rest = sum((y - my - b * (x - mx)) ** 2 for x, y in zip(xs, ys, strict=True))
+    return b, (rest / max(len(xs) - 2, 1) / sxx) ** 0.5
+
+
+async def soak(
+    url: str, router: psutil.Process, engines: list[Any], ports: list[int], options: argparse.Namespace
+) -> bool:
+    """Run it; tell whether all was as it should be."""
+    began = time.monotonic()
+    until = began + options.minutes * 60
+    seen: Counter[str] = Counter()
+    samples: list[Sample] = []
+    dice = [random.Random(f"{options.seed} {number}") for number in range(CALLERS)]
+    _, _, kills = await asyncio.gather(
+        asyncio.gather(*(caller(url, d, until, seen) for d in dice)),
+        watch(url, router, began, until, samples),
+        kill(engines, ports, until),
+    )
+    await asyncio.sleep(10)
+    async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
+        last = await sample(client, router, began)
+    b, error = slope(samples[len(samples) // 2 :])
+    idle = samples[0]
+    print(f"$ python benchmarks/soak/soak.py --minutes {options.minutes:g} --seed {options.seed}")
+    print(f"requests {sum(seen.values())}, engines killed {kills} times")
+    print("; ".join(f"{name}: {count}" for name, count in sorted(seen.items())))
+    print(
+        f"memory: {idle.rss_mb:.1f} MiB after 5 s, {samples[-1].rss_mb:.1f} at the end, second half {b:+.4f} MiB a minute"
+    )
+    print(f"        (standard error {error:.4f})")
+    print(f"left after 10 quiet seconds: {last.held} places and tokens, {last.tasks} tasks, {last.files} open files")
+    print(f"at most under load: {max(s.tasks for s in samples)} tasks, {max(s.files for s in samples)} open files")
+    return not last.held and not any(name.endswith("CUT") for name in seen)
+
+
+def main() -> None:
+    """Run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine:
+        uvicorn.run(MoodyEngine(options.seed).app, port=options.engine, log_config=None, loop="uvloop")
+        return
+    with contextlib.ExitStack() as stack:
+        *ports, listening = (free_port() for _ in range(4))
+        env = {**os.environ, "QARR_SERVER__PORT": str(listening)}
+        env["QARR_POLICY__PROFILES"] = stack.enter_context(tempfile.TemporaryDirectory())
+        env["QARR_UPSTREAM__TOKEN_TIMEOUT_S"] = "5"  # noqa: S105  no password
+        engines = [start(port, number) for number, port in enumerate(ports)]
+        stack.callback(lambda: [engine.kill() for engine in engines])
+        for port in ports:
+            wait_for(port)
+        urls = [
+            part
+            for tier, port in zip(("fast", "balanced", "precise"), ports, strict=True)
+            for part in (f"--{tier}", f"http://127.0.0.1:{port}")
+        ]
+        router = subprocess.Popen([str(QARR), "serve", *urls], env=env, stderr=subprocess.DEVNULL)
+        stack.callback(router.wait, 20)
+        stack.callback(router.terminate)
+        wait_for(listening, "/readyz")
+        good = asyncio.run(soak(f"http://127.0.0.1:{listening}", psutil.Process(router.pid), engines, ports, options))
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

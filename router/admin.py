@@ -1,0 +1,102 @@
+"""The operators' endpoints: drain, resume, restart and recycle replicas, and look at how far that is."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_json
+from starlette.responses import Response
+from starlette.routing import Route as Endpoint
+
+from router.context import context_of
+from router.problems import NotAdmin
+from tiers.operations import KINDS, Kind, Operation, Operations
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from starlette.requests import Request
+
+    from router.keys import KeyStore
+
+REPLICAS = "/admin/replicas/{id}"
+OPERATIONS = "/admin/operations"
+# Set by proxies and browsers: who is behind them is not this machine's operator.
+FOREIGN_HEADERS = ("origin", "forwarded", "x-forwarded-for", "x-real-ip", "via")
+
+
+class Admin:
+    """The endpoints, and who may use them."""
+
+    def __init__(self, operations: Operations, keys: KeyStore) -> None:
+        self._operations, self._keys = operations, keys
+
+    def routes(self) -> list[Endpoint]:
+        """Return the endpoints' routes."""
+        return [
+            *(Endpoint(f"{REPLICAS}/{kind}", self._operate(kind), methods=["POST"]) for kind in KINDS),
+            Endpoint(OPERATIONS, self._list, methods=["GET"]),
+            Endpoint(OPERATIONS + "/{id}", self._one, methods=["GET"]),
+        ]
+
+    def _operate(self, kind: Kind) -> Callable[[Request], Awaitable[Response]]:
+        async def operate(request: Request) -> Response:
+            self._check(request)
+            return _json(rendered(self._operations.begin(kind, request.path_params["id"])), 202)
+
+        return operate
+
+    async def _list(self, request: Request) -> Response:
+        self._check(request)
+        return _json({"operations": [rendered(o) for o in self._operations.records]})
+
+    async def _one(self, request: Request) -> Response:
+        self._check(request)
+        return _json(rendered(self._operations.record(request.path_params["id"])))
+
+    def _check(self, request: Request) -> None:
+        """Let in keys for operators; without keys, whoever is on this machine and comes neither by a proxy nor a web page.
+
+        Raises:
+            NotAdmin: Others.
+        """
+        if self._keys.required:
+            if not context_of(request.scope).caller.admin:
+                raise NotAdmin("this key may not operate on replicas: 'qarr keys add NAME --admin' makes one that may")
+            return
+        foreign = next((name for name in FOREIGN_HEADERS if name in request.headers), None)
+        if foreign is not None or request.client is None or not is_loopback(request.client.host):
+            came = f"this request came with the header {foreign}" if foreign else "this one came from elsewhere"
+            raise NotAdmin(
+                f"without keys, replicas are operated on from this machine only, and {came}: make a key with 'qarr keys add "
+                f"NAME --admin'"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether an address or name is this machine's own."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def rendered(operation: Operation) -> dict[str, Any]:
+    """Return an operation as the endpoints show it."""
+    return {
+        "id": operation.id,
+        "operation": operation.kind,
+        "replica": operation.replica,
+        "state": operation.state,
+        "detail": operation.detail,
+        "successor": operation.successor,
+        "began": operation.began,
+        "ended": operation.ended,
+    }
+
+
+def _json(body: object, status: int = 200) -> Response:
+    return Response(to_json(body), status, media_type="application/json")

@@ -1,0 +1,202 @@
+"""``qarr tiers``: look at the running fleet, and operate on its replicas."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from router.serve import make_canary
+from router.settings import load_settings
+from tiers.errors import OperationError
+from tiers.plan import machine_name
+from tiers.spec import TierName  # noqa: TC001  typer reads it
+
+if TYPE_CHECKING:
+    from tiers.operations import Kind
+
+tiers_app = typer.Typer(help="Show the running fleet; drain, resume, restart and recycle its replicas.")
+POLL_S = 0.5
+TIMEOUT_S = 30.0
+DETAIL_CHARS = 100
+UrlOption = Annotated[str, typer.Option(help="The running router.")]
+KeyOption = Annotated[
+    str, typer.Option(help="A key for the router; operations need one made with --admin.", envvar="QARR_KEY")
+]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE")
+]
+TargetArgument = Annotated[
+    str, typer.Argument(metavar="TIER|REPLICA", help="One replica, or all of a tier, one after another.")
+]
+URL = "http://127.0.0.1:8080"
+
+
+@tiers_app.callback(invoke_without_command=True)
+def tiers_list(context: typer.Context, url: UrlOption = URL, key: KeyOption = "") -> None:
+    """Show the running fleet; drain, resume, restart and recycle its replicas."""
+    if context.invoked_subcommand is None:
+        _print_fleet(_Router(url, key).fleet())
+
+
+@tiers_app.command("drain")
+def tiers_drain(target: TargetArgument, url: UrlOption = URL, key: KeyOption = "") -> None:
+    """Give a replica no new requests; those that it has go on. It stays up, and can be resumed."""
+    _operate("drain", target, url, key)
+
+
+@tiers_app.command("resume")
+def tiers_resume(target: TargetArgument, url: UrlOption = URL, key: KeyOption = "") -> None:
+    """Give a drained replica requests again."""
+    _operate("resume", target, url, key)
+
+
+@tiers_app.command("restart")
+def tiers_restart(target: TargetArgument, url: UrlOption = URL, key: KeyOption = "") -> None:
+    """Drain an engine, stop it and start it again; also one that has failed."""
+    _operate("restart", target, url, key)
+
+
+@tiers_app.command("recycle")
+def tiers_recycle(target: TargetArgument, url: UrlOption = URL, key: KeyOption = "") -> None:
+    """Replace an engine by a new one that is started beside it, so that capacity never falls."""
+    _operate("recycle", target, url, key)
+
+
+@tiers_app.command("record")
+def tiers_record(tier: TierName, config: ConfigOption = None) -> None:
+    """Forget the answers that a tier's engines are compared with; its next start records them anew."""
+    settings = load_settings(config)
+    canary = make_canary(settings, machine_name())
+    count = canary.forget(tier)
+    typer.echo(f"{count} records of {tier} forgotten in {canary.path}; its next start records new ones")
+
+
+class _Router:
+    """A client of the running router.
+
+    Raises everywhere:
+        OperationError: It does not answer, or refuses.
+    """
+
+    def __init__(self, url: str, key: str) -> None:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._url = url.rstrip("/")
+        self._client = httpx.Client(base_url=self._url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+
+    def fleet(self) -> dict[str, Any]:
+        return self._ask("GET", "/tiers")
+
+    def begin(self, kind: Kind, replica: str) -> dict[str, Any]:
+        return self._ask("POST", f"/admin/replicas/{replica}/{kind}")
+
+    def operation(self, operation_id: str) -> dict[str, Any]:
+        return self._ask("GET", f"/admin/operations/{operation_id}")
+
+    def _ask(self, method: str, path: str) -> dict[str, Any]:
+        try:
+            response = self._client.request(method, path)
+        except httpx.HTTPError as error:
+            raise OperationError(
+                f"no router answers at {self._url} ({type(error).__name__}): 'make up' starts one, --url names another"
+            ) from error
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            raise OperationError("the router needs a key: give one with --key or in the variable QARR_KEY")
+        try:
+            answer: dict[str, Any] = response.json()
+        except ValueError as error:
+            raise OperationError(
+                f"{self._url}{path} answered HTTP {response.status_code}: is this a router?"
+            ) from error
+        if response.is_error:
+            raise OperationError(str(answer.get("detail", answer)))
+        return answer
+
+
+def _operate(kind: Kind, target: str, url: str, key: str) -> None:
+    """Run an operation on each replica that is meant, with its progress on standard error.
+
+    Raises:
+        OperationError: There is none, or one failed.
+    """
+    router = _Router(url, key)
+    out = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    for replica in _replicas(router.fleet(), target):
+        operation, last, started = router.begin(kind, replica), "", time.monotonic()
+        while True:
+            state = _state_of(router.fleet(), operation["successor"] or replica)
+            line = f"{replica}: {operation['detail']}" + (f" ({state})" if operation["successor"] else f" (is {state})")
+            if line != last:
+                out.print(f"{time.monotonic() - started:6.1f} s {line}")
+                last = line
+            if operation["state"] != "running":
+                break
+            time.sleep(POLL_S)
+            operation = router.operation(operation["id"])
+        if operation["state"] == "failed":
+            raise OperationError(f"{kind} of {replica} failed: {operation['detail']}")
+        typer.echo(f"{replica}: {kind} done, {operation['detail']}")
+
+
+def _replicas(fleet: dict[str, Any], target: str) -> list[str]:
+    by_tier = {tier["tier"]: [r["id"] for r in tier["replicas"]] for tier in fleet["tiers"]}
+    if by_tier.get(target):
+        return list(by_tier[target])
+    known = [replica for replicas in by_tier.values() for replica in replicas]
+    if target not in known:
+        raise OperationError(f"there is no tier or replica {target!r}: {', '.join([*by_tier, *known])}")
+    return [target]
+
+
+def _state_of(fleet: dict[str, Any], replica_id: str) -> str:
+    for tier in fleet["tiers"]:
+        for replica in tier["replicas"]:
+            if replica["id"] == replica_id:
+                return f"{replica['state']}, {replica['in_flight']} in flight"
+    return "gone"
+
+
+def _print_fleet(fleet: dict[str, Any]) -> None:
+    typer.echo(f"{fleet['model']} on {fleet['machine']}")
+    columns = (
+        "tier",
+        "replica",
+        "state",
+        "in flight",
+        "served",
+        "failed",
+        "KV cache",
+        "ms/token",
+        "pid",
+        "url",
+        "detail",
+    )
+    table = Table(*columns, box=None)
+    for tier in fleet["tiers"]:
+        for replica in tier["replicas"] or [{}]:
+            table.add_row(tier["tier"], *_row(replica))
+    Console(highlight=False, markup=False, width=None if Console().is_terminal else 200).print(table)
+
+
+def _row(replica: dict[str, Any]) -> list[str]:
+    if not replica:
+        return ["-", "no replica"]
+    usage, pace = replica["kv_cache_usage"], replica["tpot_ms"]
+    detail = (replica["detail"] or "").splitlines()[0] if replica["detail"] else ""
+    return [
+        replica["id"],
+        replica["state"],
+        str(replica["in_flight"]),
+        str(replica["served"]),
+        str(replica["failed"]),
+        "-" if usage is None else f"{usage:.0%}",
+        "-" if pace is None else f"{pace:.1f}",
+        str(replica["pid"] or "-"),
+        replica["url"],
+        detail[:DETAIL_CHARS],
+    ]

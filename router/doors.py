@@ -1,0 +1,67 @@
+"""Whether the router takes requests, and which it has: what it needs to leave without cutting anybody off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import MutableHeaders
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from starlette.types import Message, Send
+
+
+class Door(Enum):
+    """What happens to a request that comes now."""
+
+    OPEN = "open"
+    DRAINING = "draining"  # new work is refused, what is open may finish
+    HANDED_OVER = (
+        "handed over"  # another router listens; those who are still connected here are served, then sent there
+    )
+
+
+@dataclass(slots=True)
+class Doors:
+    """The state of one router's doors.
+
+    Attributes:
+        inside: The tasks of requests that are being answered.
+        time_is_up: Whether those are ended now, complete or not.
+    """
+
+    state: Door = Door.OPEN
+    inside: set[asyncio.Task[None]] = field(default_factory=set)
+    time_is_up: bool = False
+
+    @property
+    def open(self) -> bool:
+        """Tell whether the router stays."""
+        return self.state is Door.OPEN
+
+    def end_all(self) -> None:
+        """End every request that is being answered; each ends its own answer with an error."""
+        self.time_is_up = True
+        for task in self.inside:
+            task.cancel()
+
+
+class Parting:
+    """One answer on its way out: how far it is, and once the router is leaving, that clients are to connect anew."""
+
+    def __init__(self, send: Send, doors: Doors) -> None:
+        self._send, self._doors = send, doors
+        self.begun = self.streams = self.complete = False
+
+    async def send(self, message: Message) -> None:
+        """Pass on a part of the answer."""
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            self.begun, self.streams = True, headers.get("content-type", "").startswith("text/event-stream")
+            if not self._doors.open:
+                headers["connection"] = "close"
+        await self._send(message)
+        self.complete = message["type"] == "http.response.body" and not message.get("more_body", False)

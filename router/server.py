@@ -1,0 +1,104 @@
+"""The HTTP server: uvicorn, and how it leaves: by a signal, or because another router has taken over."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from router.doors import Door, Doors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from starlette.types import ASGIApp
+
+POLL_S = 0.05
+# Connections without a request are closed after this, as in normal service: those who keep them open know it by now.
+KEEP_ALIVE_S = 5
+CUT_S = 2  # in which those who are still there when time is up get the error that ends their answers
+
+
+class Server(uvicorn.Server):
+    """uvicorn, without its signal handling: it would raise the signal again before engines are stopped."""
+
+    def __init__(self, app: ASGIApp, doors: Doors, drain_s: float, protocol: type[asyncio.Protocol]) -> None:
+        """Prepare to serve.
+
+        Args:
+            app: What is served.
+            doors: Kept by the application: what it does with requests that come.
+            drain_s: How long open answers may take, in seconds.
+            protocol: Of each connection.
+        """
+        config = uvicorn.Config(
+            app,
+            loop="uvloop",
+            http=protocol,
+            ws="none",
+            proxy_headers=False,
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=CUT_S,
+        )
+        super().__init__(config)
+        self._doors, self._drain_s = doors, drain_s
+        self._leaving: asyncio.Task[None] | None = None
+
+    def end_on_signals(self) -> None:
+        """Drain on the first SIGINT, SIGTERM or SIGHUP, stop at once on the second."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._signalled)
+
+    async def accepting(self, serving: asyncio.Task[None]) -> None:
+        """Wait until connections are accepted, or serving has ended."""
+        while not self.started and not serving.done():  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S / 10)
+
+    def hand_over(self) -> None:
+        """Take no more connections, since another router does; answer those that there are, and leave."""
+        self._doors.state = Door.HANDED_OVER
+        loop = asyncio.get_running_loop()
+        # Not yet closed: a connection that was accepted in this very moment still has to become one of the server's.
+        for server in self.servers:
+            for sock in server.sockets:
+                loop.remove_reader(sock.fileno())
+        self._leaving = asyncio.create_task(self._leave(idle_too=True), name="leave")
+
+    def _signalled(self) -> None:
+        if not self.started or not self._doors.open:
+            self._doors.end_all()
+            self.force_exit = self.should_exit = True
+            return
+        self._doors.state = Door.DRAINING
+        self._leaving = asyncio.create_task(self._leave(idle_too=False), name="leave")
+
+    async def _leave(self, *, idle_too: bool) -> None:
+        """Wait until every answer is complete, or time is up; then end the server.
+
+        Args:
+            idle_too: Wait for connections without a request as well: their next request may be on its way.
+        """
+        deadline = time.monotonic() + self._drain_s
+        await asyncio.sleep(POLL_S)
+        if idle_too:
+            for server in self.servers:
+                server.close()
+        while time.monotonic() < deadline and (  # noqa: ASYNC110
+            self._doors.inside or (idle_too and self.server_state.connections)
+        ):
+            await asyncio.sleep(POLL_S)
+        self._doors.end_all()
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to ``end_on_signals``."""
+        yield

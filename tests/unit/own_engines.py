@@ -1,0 +1,110 @@
+"""Engines that a real supervisor starts, each a process of its own with the fake in it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import socket
+import sys
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from tests.fakes import engine as fake
+from tiers.fleet import Fleet, Replica
+from tiers.spec import EngineLaunch, Placement, ReplicaState, TierName, TierSpec
+from tiers.supervisor import Supervisor, SupervisorOptions
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+
+@dataclass(slots=True)
+class Own:
+    """A supervisor with engines in processes of their own.
+
+    Attributes:
+        seen: Every state and detail that each replica went through.
+    """
+
+    fleet: Fleet
+    supervisor: Supervisor
+    behaviour: Path
+    seen: list[tuple[str, ReplicaState, str | None]] = field(default_factory=list)
+
+    @property
+    def first(self) -> Replica:
+        """Return the first replica."""
+        return self.fleet.replicas[0]
+
+    def replica(self, name: str) -> Replica | None:
+        """Return a replica by its id."""
+        return next((r for r in self.fleet.replicas if r.id == name), None)
+
+    def next_starts(self, **fields: Any) -> None:
+        """Set the behaviour that engines are started with from now on."""
+        self.behaviour.write_text(json.dumps(fields))
+
+    async def behave(self, replica: Replica, **fields: Any) -> None:
+        """Change the behaviour of a running engine."""
+        async with httpx.AsyncClient(trust_env=False) as client:
+            await client.post(f"{replica.url}/fake", json=fields)
+
+    def details(self, state: ReplicaState) -> list[str]:
+        """Return the details that were shown with a state."""
+        return [detail for _, was, detail in self.seen if was is state and detail]
+
+
+@asynccontextmanager
+async def own_engines(
+    tmp_path: Path, monkeypatch: Any, *tiers: TierName, ready: bool = True, behaviour: Any = None, **options: Any
+) -> AsyncIterator[Own]:
+    """Start one engine for each tier, and wait until they are ready, or until they have failed."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(fake.__file__)} "$@"\n')
+    python.chmod(0o755)
+    file = tmp_path / "behaviour.json"
+    file.write_text(json.dumps(behaviour or {}))
+    monkeypatch.setenv("FAKE_BEHAVIOUR", str(file))
+    names = tiers or (TierName.FAST,)
+    specs = tuple(TierSpec(n, 2048, 16, 32, checkpoint=tmp_path / n, digest=f"digest of {n}") for n in names)
+    for spec in specs:
+        assert spec.checkpoint is not None
+        spec.checkpoint.mkdir(exist_ok=True)
+    ports = free_ports(len(specs))
+    launches = [
+        EngineLaunch(spec, Placement(), python, "fake", "127.0.0.1", port, "key")
+        for spec, port in zip(specs, ports, strict=True)
+    ]
+    fleet = Fleet(specs)
+    own = Own(fleet, Supervisor(fleet, SupervisorOptions(tmp_path / "logs", stop_grace_s=2, **options)), file)
+    own.supervisor._on_change = lambda r: own.seen.append((r.id, r.state, r.detail))
+    own.supervisor.start(launches)
+    try:
+        settled = {ReplicaState.READY} if ready else {ReplicaState.FAILED}
+        await until(lambda: all(r.state in settled for r in fleet.replicas))
+        yield own
+    finally:
+        await own.supervisor.stop()
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nothing listens on."""
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.02)

@@ -1,0 +1,119 @@
+"""An engine is compared with what its checkpoint answered before: it must be the same one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.unit.own_engines import own_engines, until
+from tiers.canary import TOKENS, Canary, agreement, read_golden
+from tiers.errors import CanaryRefused, CheckpointError
+from tiers.plan import machine_name
+from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.speed import SpeedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+QARR = Path(sys.executable).with_name("qarr")
+SPEC = TierSpec(TierName.FAST, 2048, 16, 32, digest="d")
+
+
+@pytest.mark.parametrize(
+    ("golden", "given", "share"),
+    [
+        ([[1, 2, 3, 4]], [[1, 2, 3, 4]], 1.0),
+        ([[1, 2, 3, 4]], [[1, 2, 9, 4]], 0.5),
+        ([[1, 2, 3, 4]], [[9, 2, 3, 4]], 0.0),
+        ([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 3, 4], [5, 6, 7, 0]], 0.875),
+        ([[1, 2, 3, 4]], [[1, 2]], 0.5),
+    ],
+)
+def test_agreement_ends_at_the_first_divergence(
+    golden: Sequence[Sequence[int]], given: Sequence[Sequence[int]], share: float
+) -> None:
+    """What comes after a token that differs does not count; each prompt weighs the same."""
+    assert agreement(golden, given) == share
+
+
+def test_a_much_slower_engine_is_refused(tmp_path: Path) -> None:
+    """Idle, against the profile; without a profile, or within the bounds, it passes."""
+    canary = Canary(tmp_path / "c.json", "m", max_slowdown=3)
+    canary.check_speed(SpeedModel(1, 1, 29), SpeedModel(1, 1, 10), SPEC)
+    canary.check_speed(SpeedModel(1, 1, 1000), None, SPEC)
+    with pytest.raises(CanaryRefused, match=r"50\.0 ms for a token while idle, 5\.0 times .* qarr profile latency"):
+        canary.check_speed(SpeedModel(1, 1, 50), SpeedModel(1, 1, 10), SPEC)
+
+
+def test_a_broken_file_says_what_to_do(tmp_path: Path) -> None:
+    """It names the file and how to get a new one."""
+    (tmp_path / "c.json").write_text("{")
+    with pytest.raises(CheckpointError, match="remove the file"):
+        read_golden(tmp_path / "c.json")
+
+
+@pytest.mark.anyio
+async def test_the_first_start_records_and_the_next_one_compares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal answers and those with a late divergence are ready; other ones are refused, with what to do."""
+    canary = Canary(tmp_path / "canary.json", "machine")
+    async with own_engines(tmp_path, monkeypatch, canary=canary):
+        (record,) = read_golden(canary.path)
+        assert (record.tier, record.identity, record.machine) == (TierName.FAST, "digest of fast", "machine")
+        assert [len(tokens) <= TOKENS for tokens in record.tokens] == [True] * 4
+    async with own_engines(tmp_path, monkeypatch, canary=canary):
+        assert read_golden(canary.path) == (record,)
+    async with own_engines(tmp_path, monkeypatch, ready=False, behaviour={"first_id": 5}, canary=canary) as own:
+        detail = own.first.detail or ""
+        assert "0% of the tokens agree up to the first divergence, 50% must" in detail
+        assert "qarr tiers record fast" in detail
+        assert ReplicaState.READY not in {state for _, state, _ in own.seen}
+    elsewhere = Canary(canary.path, "another machine")
+    async with own_engines(tmp_path, monkeypatch, behaviour={"first_id": 5}, canary=elsewhere):
+        assert [r.machine for r in read_golden(canary.path)] == ["machine", "another machine"]
+
+
+@pytest.mark.anyio
+async def test_a_refused_engine_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong checkpoint does not become right by starting it again, even where the engine was ready before."""
+    async with own_engines(tmp_path, monkeypatch, canary=Canary(tmp_path / "canary.json", "machine")) as own:
+        own.next_starts(first_id=5)
+        assert own.first.pid is not None
+        os.kill(own.first.pid, signal.SIGKILL)
+        await until(lambda: own.first.state is ReplicaState.FAILED)
+        assert "its greedy answers are not those of" in (own.first.detail or "")
+        assert len([detail for detail in own.details(ReplicaState.STARTING) if "; in " in detail]) == 1
+
+
+@pytest.mark.anyio
+async def test_a_refused_engine_never_replaces_a_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recycling onto an engine with other answers fails, and the old one serves on."""
+    canary = Canary(tmp_path / "canary.json", "machine")
+    async with own_engines(tmp_path, monkeypatch, canary=canary) as own:
+        own.next_starts(first_id=5)
+        operation = own.supervisor.operations.begin("recycle", "fast-0")
+        await until(lambda: operation.state != "running")
+        assert operation.state == "failed"
+        assert "its greedy answers are not those of" in operation.detail
+        assert [(r.id, r.state) for r in own.fleet.replicas] == [("fast-0", ReplicaState.READY)]
+
+
+@pytest.mark.anyio
+async def test_answers_are_recorded_anew_by_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`qarr tiers record` forgets; the next start passes and is the new measure."""
+    monkeypatch.setenv("QARR_POLICY__PROFILES", str(tmp_path))
+    canary = Canary(tmp_path / "canary.json", machine_name())
+    async with own_engines(tmp_path, monkeypatch, canary=canary):
+        pass
+    done = subprocess.run([QARR, "tiers", "record", "fast"], capture_output=True, text=True, check=True)  # noqa: ASYNC221
+    assert done.stdout.startswith("1 records of fast forgotten")
+    async with own_engines(tmp_path, monkeypatch, behaviour={"first_id": 5}, canary=canary):
+        (record,) = read_golden(canary.path)
+        assert record.tokens[0][0] == 5

@@ -1,0 +1,246 @@
+"""A router that ends, or is taken over by another one: nobody is cut off. Real processes, a steady stream of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import stat
+import sys
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from router.takeover import HELLO, control_path
+from tests.fakes.engine import Behaviour, FakeEngine, serving_all
+from tests.unit.own_engines import free_ports, until
+from tests.unit.router_stack import events
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = pytest.mark.anyio
+QARR = Path(sys.executable).with_name("qarr")
+NAMES = ("fast", "balanced", "precise")
+
+
+@dataclass(slots=True)
+class Routers:
+    """Routers in processes of their own, on one port, in front of the same fake engines."""
+
+    port: int
+    runtime: Path
+    behaviours: dict[str, Behaviour]
+    arguments: list[str]
+    environment: dict[str, str]
+    started: list[asyncio.subprocess.Process] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        """Return where they listen."""
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self, *more: str, **settings: str) -> asyncio.subprocess.Process:
+        """Start a router and wait until it is up."""
+        process = await self.begin(*more, **settings)
+        await self.is_up(process)
+        return process
+
+    async def begin(self, *more: str, **settings: str) -> asyncio.subprocess.Process:
+        """Start a router."""
+        process = await asyncio.create_subprocess_exec(
+            str(QARR), "serve", *self.arguments, *more, env={**self.environment, **settings}, stderr=asyncio.subprocess.PIPE
+        )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    async def is_up(self, process: asyncio.subprocess.Process) -> None:
+        """Wait until a router says that it is up."""
+        assert process.stderr is not None
+        seen = b""
+        async with asyncio.timeout(40):
+            while b"all tiers ready" not in seen:
+                line = await process.stderr.readline()
+                assert line, seen.decode()
+                seen += line
+
+
+@asynccontextmanager
+async def routers(tmp_path: Path) -> AsyncIterator[Routers]:
+    """Serve three fake engines, and stop whatever routers are started in front of them."""
+    behaviours = {name: Behaviour() for name in NAMES}
+    (port,) = free_ports(1)
+    async with serving_all(*(FakeEngine(b).app for b in behaviours.values())) as urls:
+        named = [part for name, url in zip(NAMES, urls, strict=True) for part in (f"--{name}", url)]
+        environment = {
+            **os.environ,
+            "QARR_SERVER__RUNTIME_DIR": str(tmp_path / "run"),
+            "QARR_POLICY__MAX_SLOWDOWN": "1e9",
+        }
+        found = Routers(port, tmp_path / "run", behaviours, [*named, "--port", str(port)], environment)
+        try:
+            yield found
+        finally:
+            for process in found.started:
+                if process.returncode is None:
+                    process.kill()
+                await process.communicate()
+
+
+def a_stream(url: str, **body: Any) -> asyncio.Task[httpx.Response]:
+    """Begin one streamed answer on a connection of its own."""
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
+            return await client.post(f"{url}/generate", json={"prompt": "hi", **body})
+
+    return asyncio.create_task(ask())
+
+
+async def test_a_signal_drains(tmp_path: Path) -> None:
+    """After SIGTERM the open stream ends well; meanwhile /readyz is 503 and new requests are told to go elsewhere."""
+    async with routers(tmp_path) as found, httpx.AsyncClient(trust_env=False) as client:
+        process = await found.start()
+        assert (await client.get(f"{found.url}/readyz")).status_code == 200
+        found.behaviours["fast"].delay_s = 0.3
+        stream = a_stream(found.url, tier="fast")
+        await until(lambda: found.behaviours["fast"].running)
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            while (ready := await client.get(f"{found.url}/readyz")).status_code != 503:
+                pass
+        assert ready.json()["ready"] is False
+        assert ready.headers["connection"] == "close"
+        refused = await client.post(f"{found.url}/generate", json={"prompt": "hi"})
+        assert (refused.status_code, refused.json()["type"]) == (503, "urn:qarr:problem:draining")
+        assert refused.headers["retry-after"] == "1"
+        answer = await stream
+        assert events(answer.text)[-1][0] == "done"
+        assert await asyncio.wait_for(process.wait(), 10) == 0
+
+
+async def test_draining_is_bounded(tmp_path: Path) -> None:
+    """A stream that does not end keeps the router for server.drain_s and no longer; its last event says so."""
+    async with routers(tmp_path) as found:
+        process = await found.start(QARR_SERVER__DRAIN_S="0.5")
+        found.behaviours["fast"].stall_after = 2
+        stream = a_stream(found.url, tier="fast")
+        await until(lambda: found.behaviours["fast"].running)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+        name, problem = events((await stream).text)[-1]
+        assert (name, problem["type"]) == ("error", "urn:qarr:problem:draining")
+
+
+async def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
+    """With a long time to drain, and a stream that does not end."""
+    async with routers(tmp_path) as found:
+        process = await found.start(QARR_SERVER__DRAIN_S="600")
+        found.behaviours["fast"].stall_after = 2
+        stream = a_stream(found.url, tier="fast")
+        await until(lambda: found.behaviours["fast"].running)
+        process.send_signal(signal.SIGINT)
+        await asyncio.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        await asyncio.wait_for(process.wait(), 20)
+        await asyncio.gather(stream, return_exceptions=True)
+
+
+async def test_a_takeover_refuses_and_cuts_nobody(tmp_path: Path) -> None:
+    """Under a steady stream of requests, on kept and on new connections, another router takes over, twice."""
+    async with routers(tmp_path) as found:
+        for behaviour in found.behaviours.values():
+            behaviour.delay_s = 0.01
+        old = await found.start()
+        faults: list[str] = []
+        count, stop = 0, False
+
+        async def ask(*, keep: bool) -> None:
+            nonlocal count
+            limits = httpx.Limits(max_keepalive_connections=1 if keep else 0)
+            async with httpx.AsyncClient(timeout=30, trust_env=False, limits=limits) as client:
+                while not stop:
+                    try:
+                        answer = await client.post(f"{found.url}/generate", json={"prompt": "hi"})
+                    except httpx.HTTPError as error:
+                        faults.append(f"{type(error).__name__} {error}")
+                        continue
+                    count += 1
+                    if answer.status_code != 200 or events(answer.text)[-1][0] != "done":
+                        faults.append(answer.text)
+
+        asking = [asyncio.create_task(ask(keep=bool(n % 2))) for n in range(12)]
+        await until(lambda: count > 20)
+        found.behaviours["precise"].delay_s = 1.0
+        long = a_stream(found.url, tier="precise")
+        await until(lambda: found.behaviours["precise"].running)
+        new = await found.start("--takeover")
+        assert await asyncio.wait_for(old.wait(), 30) == 0
+        found.behaviours["precise"].delay_s = 0.0
+        assert events((await long).text)[-1][0] == "done"
+        newest = await found.start("--takeover")
+        assert await asyncio.wait_for(new.wait(), 30) == 0
+        served = count
+        await until(lambda: count > served + 20)
+        stop = True
+        await asyncio.gather(*asking)
+        assert faults == []
+        newest.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(newest.wait(), 20) == 0
+        assert not control_path(found.runtime, found.port).exists()
+
+
+async def test_a_takeover_that_fails_changes_nothing(tmp_path: Path) -> None:
+    """While the new router waits for its engines the old one serves; when the new one ends, it serves on."""
+    async with routers(tmp_path) as found, httpx.AsyncClient(trust_env=False) as client:
+        old = await found.start()
+        for behaviour in found.behaviours.values():
+            behaviour.max_model_len = 16  # enough for nobody: the new router finds no engine that keeps its promise
+        new = await found.begin("--takeover")
+        assert new.stderr is not None
+        async with asyncio.timeout(30):
+            while b"context of 16 tokens" not in await new.stderr.readline():
+                pass
+        assert (await client.post(f"{found.url}/generate", json={"prompt": "hi"})).status_code == 200
+        new.kill()
+        await new.wait()
+        assert (await client.post(f"{found.url}/generate", json={"prompt": "hi"})).status_code == 200
+        assert old.returncode is None
+        for behaviour in found.behaviours.values():
+            behaviour.max_model_len = 8192
+        await found.start("--takeover")
+        assert await asyncio.wait_for(old.wait(), 30) == 0
+
+
+async def test_the_control_socket_is_private(tmp_path: Path) -> None:
+    """Only the router's user may open it; whoever says something else gets nothing, and the router serves on."""
+    async with routers(tmp_path) as found, httpx.AsyncClient(trust_env=False) as client:
+        await found.start()
+        path = control_path(found.runtime, found.port)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        for said in (b"nonsense\n", HELLO):
+            with socket.socket(socket.AF_UNIX) as other:
+                other.settimeout(5)
+                other.connect(str(path))
+                other.sendall(said)
+                line, fds, _, _ = await asyncio.to_thread(socket.recv_fds, other, 100, 1)
+                assert bool(fds) is (said == HELLO), line
+                for fd in fds:
+                    os.close(fd)
+        assert (await client.post(f"{found.url}/generate", json={"prompt": "hi"})).status_code == 200
+
+
+async def test_nothing_to_take_over(tmp_path: Path) -> None:
+    """It names the socket where nobody is, and what to do."""
+    async with routers(tmp_path) as found:
+        process = await found.begin("--takeover")
+        _, shown = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == 2
+        assert f"there is no router to take over from at {control_path(found.runtime, found.port)}" in shown.decode()
+        assert "without --takeover" in shown.decode()

@@ -1,0 +1,313 @@
+"""What operators do to replicas: drain, resume, restart, recycle, by the supervisor and over the endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from classifier import EstimatingCounter
+from router.app import create_app
+from router.keys import KeyStore, add_key
+from router.settings import load_settings
+from router.telemetry import Telemetry
+from tests.fakes.engine import Behaviour, serving
+from tests.unit.own_engines import Own, own_engines, until
+from tests.unit.router_stack import router_stack
+from tiers.errors import NotPossible, UnknownReplica
+from tiers.operations import Operation, OperationOptions
+from tiers.plan import GIB, Gpu, Machine, lacking_for_one_more
+from tiers.spec import Placement, ReplicaState, TierName, TierSpec
+
+if TYPE_CHECKING:
+    from tiers.operations import Kind
+
+pytestmark = pytest.mark.anyio
+READY, DRAINING, STARTING = ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.STARTING
+QARR = Path(sys.executable).with_name("qarr")
+
+
+async def finished(own: Own, kind: Kind, replica: str) -> Operation:
+    """Begin an operation and wait for its end."""
+    operation = own.supervisor.operations.begin(kind, replica)
+    await until(lambda: operation.state != "running")
+    return operation
+
+
+async def test_drain_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drained, a replica gets nothing new while its request goes on, as the same process; resumed, it does again."""
+    async with own_engines(tmp_path, monkeypatch) as own:
+        pid = own.first.pid
+        lease = own.fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1)
+        assert lease is not None
+        operation = own.supervisor.operations.begin("drain", "fast-0")
+        await until(lambda: operation.detail == "waits for 1 open requests")
+        assert own.first.state is DRAINING
+        assert own.fleet.snapshot().tiers[0].state is DRAINING
+        assert own.fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1) is None
+        lease.release()
+        await until(lambda: operation.state == "done")
+        assert operation.detail == "drained"
+        assert "'qarr tiers resume fast-0'" in (own.first.detail or "")
+        await finished(own, "resume", "fast-0")
+        assert (own.first.state, own.first.detail, own.first.pid) == (READY, None, pid)
+
+
+async def test_a_drained_engine_stays_drained_when_it_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart, asked for or not, gives no requests to an engine that a person has drained."""
+    async with own_engines(tmp_path, monkeypatch) as own:
+        await finished(own, "drain", "fast-0")
+        operation = await finished(own, "restart", "fast-0")
+        assert (operation.state, own.first.state) == ("done", DRAINING)
+
+
+async def test_resume_breaks_a_drain_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a drain waits, only resume is possible; other operations say that the replica is busy."""
+    async with own_engines(tmp_path, monkeypatch) as own:
+        lease = own.fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1)
+        assert lease is not None
+        drain = own.supervisor.operations.begin("drain", "fast-0")
+        with pytest.raises(NotPossible, match=r"fast-0 is busy: drain"):
+            own.supervisor.operations.begin("restart", "fast-0")
+        await finished(own, "resume", "fast-0")
+        assert (drain.state, drain.detail, own.first.state) == ("failed", "broken off", READY)
+        lease.release()
+
+
+async def test_restart_drains_stops_and_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart waits for the open request, and counts as none of the watchdog's."""
+    async with own_engines(tmp_path, monkeypatch) as own:
+        pid = own.first.pid
+        lease = own.fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1)
+        assert lease is not None
+        operation = own.supervisor.operations.begin("restart", "fast-0")
+        await until(lambda: operation.detail == "waits for 1 open requests")
+        assert own.first.pid == pid
+        lease.release()
+        await until(lambda: operation.state == "done")
+        assert own.first.pid != pid
+        assert [s for _, s, _ in own.seen][-4:] == [DRAINING, STARTING, ReplicaState.WARMING, READY]
+        assert not [detail for detail in own.details(STARTING) if "after:" in detail]
+
+
+async def test_drain_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is still open after engine.drain_s is broken off by a restart, and told."""
+    async with own_engines(tmp_path, monkeypatch, operations=OperationOptions(drain_s=0.3)) as own:
+        lease = own.fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1)
+        operation = await finished(own, "drain", "fast-0")
+        assert operation.detail == "1 requests are still open; it gets no new ones"
+        pid = own.first.pid
+        assert (await finished(own, "restart", "fast-0")).state == "done"
+        assert own.first.pid != pid
+        assert lease is not None
+        lease.release()
+
+
+async def test_recycling_never_lowers_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new engine is ready before the old one drains; a request on the old one ends there; ids stay unique."""
+    async with own_engines(tmp_path, monkeypatch) as own:
+        lease = own.fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1)
+        assert lease is not None
+        operation = own.supervisor.operations.begin("recycle", "fast-0")
+        least = 9
+        while operation.state == "running":
+            least = min(least, sum(r.state is READY for r in own.fleet.replicas))
+            if operation.detail == "waits for 1 open requests":
+                assert lease.replica.state is DRAINING
+                lease.release()
+            await asyncio.sleep(0.01)
+        assert (operation.state, operation.successor, least) == ("done", "fast-1", 1)
+        assert [(r.id, r.state) for r in own.fleet.replicas] == [("fast-1", READY)]
+        assert (await finished(own, "recycle", "fast-1")).successor == "fast-2"
+        assert len({r.url for r in own.fleet.replicas}) == 1
+        with pytest.raises(UnknownReplica, match=r"'fast-0': fast-2"):
+            own.supervisor.operations.begin("drain", "fast-0")
+
+
+async def test_a_new_engine_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recycling with an engine that does not start ends with the reason, and nothing has changed."""
+    async with own_engines(tmp_path, monkeypatch) as own:
+        own.next_starts(exit_after_s=0.1)
+        pid = own.first.pid
+        operation = await finished(own, "recycle", "fast-0")
+        assert operation.state == "failed"
+        assert "fast-1 did not become ready: exited with status 7" in operation.detail
+        assert [(r.id, r.state, r.pid) for r in own.fleet.replicas] == [("fast-0", READY, pid)]
+
+
+async def test_in_place_needs_another_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place, an engine goes only while another one is ready; then the same replica comes back as a new process."""
+    in_place = OperationOptions(beside=False)
+    async with own_engines(tmp_path, monkeypatch, TierName.FAST, TierName.PRECISE, operations=in_place) as own:
+        await finished(own, "drain", "precise-0")
+        with pytest.raises(NotPossible, match="nothing would serve meanwhile"):
+            own.supervisor.operations.begin("recycle", "fast-0")
+        await finished(own, "resume", "precise-0")
+        pid = own.first.pid
+        operation = await finished(own, "recycle", "fast-0")
+        assert (operation.state, operation.successor) == ("done", None)
+        assert (own.first.id, own.first.state) == ("fast-0", READY)
+        assert own.first.pid != pid
+
+
+def test_memory_for_one_more_is_reckoned(tmp_path: Path) -> None:
+    """On a CPU by what is available, on a GPU by what is free of it; what is missing is told."""
+    (tmp_path / "w.safetensors").write_bytes(bytes(1000))
+    tier = TierSpec(TierName.FAST, 2048, 16, 32, checkpoint=tmp_path)
+    on_cpu, on_gpu = Placement(kv_cache_gib=1), Placement(gpu=0, gpu_memory_fraction=0.5)
+    assert lacking_for_one_more(Machine((0,), 4 * GIB, ()), tier, on_cpu) is None
+    assert lacking_for_one_more(Machine((0,), 2 * GIB, ()), tier, on_cpu) == (
+        "one more engine needs 3.0 GiB, 2.0 GiB are free"
+    )
+    assert lacking_for_one_more(Machine((0,), 0, (Gpu(0, "g", 80 * GIB, 41 * GIB),)), tier, on_gpu) is None
+    assert "40.0 GiB, 39.0 GiB" in (
+        lacking_for_one_more(Machine((0,), 0, (Gpu(0, "g", 80 * GIB, 39 * GIB),)), tier, on_gpu) or ""
+    )
+
+
+async def test_recycling_by_schedule_is_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every engine is recycled in time, and never two of them at once."""
+    every = OperationOptions(recycle_every_s=3)
+    async with own_engines(tmp_path, monkeypatch, TierName.FAST, TierName.PRECISE, operations=every) as own:
+        most = 0
+        async with asyncio.timeout(40):
+            while own.replica("fast-0") or own.replica("precise-0"):
+                running = [o for o in own.supervisor.operations.records if o.state == "running"]
+                most = max(most, len(running))
+                await asyncio.sleep(0.02)
+        assert most == 1
+
+
+async def test_an_engine_by_url_is_drained_but_not_restarted(tmp_path: Path) -> None:
+    """What runs elsewhere can be left out of traffic; restarting it is for where it runs, and said so."""
+    async with router_stack(tmp_path) as stack:
+        operate = f"{stack.url}/admin/replicas/fast-0"
+        begun = await stack.client.post(f"{operate}/drain")
+        assert (begun.status_code, begun.json()["operation"]) == (202, "drain")
+        answer = await stack.generate(tier="fast")
+        assert answer.headers["x-qarr-tier"] == "balanced"
+        assert "hint fast not taken: is draining" in answer.headers["x-qarr-reason"]
+        shown = (await stack.client.get(f"{stack.url}/admin/operations/{begun.json()['id']}")).json()
+        assert shown["replica"] == "fast-0"
+        refused = await stack.client.post(f"{operate}/restart")
+        assert (refused.status_code, refused.json()["type"]) == (409, "urn:qarr:problem:not-possible")
+        assert "restart it where it runs" in refused.json()["detail"]
+        await stack.client.post(f"{operate}/resume")
+        assert (await stack.generate(tier="fast")).headers["x-qarr-tier"] == "fast"
+        listed = (await stack.client.get(f"{stack.url}/admin/operations")).json()["operations"]
+        assert [o["operation"] for o in listed] == ["drain", "resume"]
+
+
+@pytest.mark.parametrize("path", ["replicas/nobody/drain", "operations/77"])
+async def test_unknown_replicas_and_operations(path: str, tmp_path: Path) -> None:
+    """404 with what there is."""
+    async with router_stack(tmp_path) as stack:
+        method = "POST" if path.startswith("replicas") else "GET"
+        answer = await stack.client.request(method, f"{stack.url}/admin/{path}")
+        assert (answer.status_code, answer.json()["type"]) == (404, "urn:qarr:problem:replica-not-found")
+
+
+@pytest.mark.parametrize("header", ["origin", "x-forwarded-for", "forwarded", "x-real-ip", "via"])
+async def test_without_keys_only_this_machine_operates(header: str, tmp_path: Path) -> None:
+    """Web pages and whoever comes through a proxy are refused, with how to get in."""
+    async with router_stack(tmp_path) as stack:
+        given = {header: "http://evil.example"}
+        answer = await stack.client.post(f"{stack.url}/admin/replicas/fast-0/drain", headers=given)
+        assert (answer.status_code, answer.json()["type"]) == (403, "urn:qarr:problem:not-admin")
+        assert "qarr keys add" in answer.json()["detail"]
+        assert stack.fleet.replicas[0].state is READY
+
+
+async def test_with_keys_only_those_for_operators_operate(tmp_path: Path) -> None:
+    """A key without the right is refused; none at all is 401."""
+    file = tmp_path / "keys.json"
+    caller, _ = add_key(file, "caller")
+    operator, _ = add_key(file, "operator", admin=True)
+    async with router_stack(tmp_path, {"auth": {"keys_file": str(file)}}) as stack:
+
+        async def drain(key: str | None) -> int:
+            headers = {} if key is None else {"authorization": f"Bearer {key}"}
+            return (await stack.client.post(f"{stack.url}/admin/replicas/fast-0/drain", headers=headers)).status_code
+
+        assert [await drain(key) for key in (None, caller, operator)] == [401, 403, 202]
+
+
+async def test_the_command_operates_on_a_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`qarr tiers` lists; drain, resume, restart and recycle show their progress; a tier's name means its replicas."""
+    async with own_engines(tmp_path, monkeypatch, TierName.FAST, TierName.PRECISE) as own:
+        settings = load_settings()
+        app = create_app(
+            settings, own.fleet, EstimatingCounter(), Telemetry(None), "fake", keys=KeyStore(settings.auth.keys_file),
+            operations=own.supervisor.operations,
+        )  # fmt: skip
+        async with serving(app) as url:
+
+            async def tiers(*args: str) -> subprocess.CompletedProcess[str]:
+                return await asyncio.to_thread(
+                    subprocess.run, [QARR, "tiers", *args, "--url", url], capture_output=True, text=True, check=False
+                )
+
+            listed = (await tiers()).stdout
+            assert "fast-0" in listed
+            assert "precise-0" in listed
+            drained = await tiers("drain", "fast")
+            assert (drained.returncode, drained.stdout) == (0, "fast-0: drain done, drained\n")
+            assert "draining" in (await tiers()).stdout
+            assert (await tiers("resume", "fast-0")).stdout == "fast-0: resume done, is ready\n"
+            restarted = await tiers("restart", "precise")
+            assert restarted.stdout == "precise-0: restart done, is ready\n"
+            assert "starting" in restarted.stderr
+            recycled = await tiers("recycle", "fast")
+            assert recycled.stdout == "fast-0: recycle done, fast-1 serves\n"
+            assert "fast-1 starts beside it" in recycled.stderr
+            unknown = await tiers("drain", "nobody")
+            assert unknown.returncode == 2
+            assert "no tier or replica 'nobody': fast, precise, fast-1, precise-0" in unknown.stderr
+
+
+async def test_the_command_says_what_is_missing() -> None:
+    """No router: where it looked, and what to do."""
+    done = await asyncio.to_thread(
+        subprocess.run, [QARR, "tiers", "--url", "http://127.0.0.1:9"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "no router answers at http://127.0.0.1:9" in done.stderr
+
+
+async def test_requests_are_served_while_an_engine_is_recycled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A steady stream of requests to one tier alone sees no error while its only engine is replaced, twice."""
+    async with own_engines(tmp_path, monkeypatch, behaviour={"delay_s": 0.02}) as own:
+        settings = load_settings()
+        app = create_app(
+            settings, own.fleet, EstimatingCounter(), Telemetry(None), "fake", keys=KeyStore(settings.auth.keys_file)
+        )
+        answers: list[tuple[int, bool]] = []
+        async with serving(app) as url, httpx.AsyncClient(timeout=20, trust_env=False) as client:
+            stop = False
+
+            async def ask() -> None:
+                body: dict[str, Any] = {"prompt": "hi", "tier": "fast", "tier_policy": "require"}
+                while not stop:
+                    answer = await client.post(f"{url}/generate", json=body)
+                    answers.append((answer.status_code, "event: done" in answer.text))
+
+            asking = [asyncio.create_task(ask()) for _ in range(8)]
+            assert (await finished(own, "recycle", "fast-0")).state == "done"
+            assert (await finished(own, "recycle", "fast-1")).state == "done"
+            stop = True
+            await asyncio.gather(*asking)
+        assert len(answers) > 20
+        assert set(answers) == {(200, True)}
+        assert own.fleet.replicas[0].served > 0
+
+
+def test_behaviour_is_the_fakes() -> None:
+    """The fields that these tests set from outside are there."""
+    assert Behaviour(exit_after_s=0.1, first_id=7).first_id == 7

@@ -1,0 +1,190 @@
+"""Compare an engine with what it was: a few greedy answers and its idle speed, before it gets traffic.
+
+A wrong checkpoint, a broken kernel or a fallback to a slow one may still answer the warm-up's question well. So the ids of
+greedy tokens are written down at the first start that passes the warm-up, for each checkpoint and machine, and compared at
+every later one.
+
+The measure is the mean share of tokens before the first divergence, over four prompts of sixteen tokens. After a divergence
+two answers have different contexts, so that what follows tells nothing; and batches and kernels round differently, so that
+one near-tie may turn an answer of a sound engine: it must not weigh more than that answer. MEASURED
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path  # noqa: TC003  pydantic reads it
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tiers.errors import CanaryRefused, CheckpointError
+from tiers.spec import TierName  # noqa: TC001  pydantic reads it
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tiers.probe import EngineProbe
+    from tiers.spec import TierSpec
+    from tiers.speed import SpeedModel
+
+PROMPTS = (
+    "The history of the lighthouse began when",
+    "def is_prime(n):\n    ",
+    "To bake bread you need flour, water,",
+    "Q: What is 12 + 7? A: 19. Q: What is 23 + 9? A:",
+)
+TOKENS = 16
+
+
+class Golden(BaseModel):
+    """What one checkpoint answered on one machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tier: TierName
+    identity: str
+    machine: str
+    recorded: datetime
+    prompts: tuple[str, ...]
+    tokens: tuple[tuple[int, ...], ...]
+
+
+class GoldenFile(BaseModel):
+    """The file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: Literal[1] = 1
+    records: tuple[Golden, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """How engines are compared.
+
+    Attributes:
+        path: Where answers are recorded.
+        machine: Its name: other processors round differently.
+        min_agreement: Share of tokens before the first divergence, 0..1; 0: not compared.
+        max_slowdown: Idle time of a decode step over the profiled one; 0: not compared.
+    """
+
+    path: Path
+    machine: str
+    min_agreement: float = 0.5
+    max_slowdown: float = 0.0
+
+    async def check_answers(self, probe: EngineProbe, model: str, spec: TierSpec, timeout_s: float) -> None:
+        """Compare an engine's greedy answers with those recorded, or record them where there are none yet.
+
+        Raises:
+            CanaryRefused: They differ too much.
+            CheckpointError: The file cannot be used.
+            ProbeError: The engine did not answer.
+        """
+        identity = spec.identity
+        if not self.min_agreement or identity is None:
+            return
+        given = await probe.greedy_tokens(model, PROMPTS, TOKENS, timeout_s)
+        known = self._find(spec.name, identity)
+        if known is None:
+            record = Golden(
+                tier=spec.name,
+                identity=identity,
+                machine=self.machine,
+                recorded=datetime.now(UTC),
+                prompts=PROMPTS,
+                tokens=given,
+            )
+            self._write((*(r for r in read_golden(self.path) if not self._same(r, spec.name, identity)), record))
+            return
+        found = agreement(known.tokens, given)
+        if found < self.min_agreement:
+            raise CanaryRefused(
+                f"its greedy answers are not those of {known.recorded:%Y-%m-%d %H:%M} UTC: {found:.0%} of the tokens agree "
+                f"up to the first divergence, {self.min_agreement:.0%} must (engine.canary_min_agreement). The checkpoint "
+                f"was changed ({spec.checkpoint or identity}), or a kernel is missing or broken. If the answers are meant "
+                f"to differ, record them anew: qarr tiers record {spec.name}, then start it again: qarr up, or qarr tiers "
+                f"restart {spec.name}"
+            )
+
+    def check_speed(self, measured: SpeedModel, profiled: SpeedModel | None, spec: TierSpec) -> None:
+        """Compare an idle engine's speed with the latency profile's.
+
+        Raises:
+            CanaryRefused: It is too slow.
+        """
+        if not self.max_slowdown or profiled is None:
+            return
+        ratio = measured.step_ms(1) / max(profiled.step_ms(1), 1e-6)
+        if ratio > self.max_slowdown:
+            raise CanaryRefused(
+                f"it takes {measured.step_ms(1):.1f} ms for a token while idle, {ratio:.1f} times the profile's "
+                f"{profiled.step_ms(1):.1f} ms; {self.max_slowdown:g} times are allowed (engine.canary_max_slowdown): a "
+                f"kernel is missing, or something else uses the machine. If tier {spec.name} is meant to be so slow, "
+                f"measure it again: qarr profile latency"
+            )
+
+    def _find(self, tier: TierName, identity: str) -> Golden | None:
+        for record in read_golden(self.path):
+            if self._same(record, tier, identity) and record.prompts == PROMPTS:
+                return record
+        return None
+
+    def _same(self, record: Golden, tier: TierName, identity: str) -> bool:
+        return (record.tier, record.identity, record.machine) == (tier, identity, self.machine)
+
+    def _write(self, records: Sequence[Golden]) -> None:
+        write_golden(self.path, records)
+
+    def forget(self, tier: TierName) -> int:
+        """Forget what a tier's checkpoints answered on this machine; return how many records that were.
+
+        Raises:
+            CheckpointError: The file cannot be used.
+        """
+        records = read_golden(self.path)
+        kept = [r for r in records if (r.tier, r.machine) != (tier, self.machine)]
+        if len(kept) < len(records):
+            self._write(kept)
+        return len(records) - len(kept)
+
+
+def agreement(golden: Sequence[Sequence[int]], given: Sequence[Sequence[int]]) -> float:
+    """Return the mean share, 0..1, of each golden answer's tokens before the first that differs."""
+    shares = []
+    for known, found in zip(golden, given, strict=True):
+        alike = next(
+            (i for i, (a, b) in enumerate(zip(known, found, strict=False)) if a != b), min(len(known), len(found))
+        )
+        shares.append(alike / max(len(known), 1))
+    return sum(shares) / max(len(shares), 1)
+
+
+def read_golden(path: Path) -> tuple[Golden, ...]:
+    """Return what is recorded; nothing where there is no file.
+
+    Raises:
+        CheckpointError: The file cannot be read, or is no such file.
+    """
+    try:
+        return GoldenFile.model_validate_json(path.read_bytes()).records
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValidationError) as error:
+        raise CheckpointError(
+            f"the recorded answers in {path} cannot be used ({type(error).__name__}): remove the file, and they are "
+            f"recorded anew at the next start"
+        ) from error
+
+
+def write_golden(path: Path, records: Sequence[Golden]) -> None:
+    """Replace the file as a whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w") as file:
+        file.write(GoldenFile(records=tuple(records)).model_dump_json(indent=2) + "\n")
+    os.replace(name, path)  # noqa: PTH105  both are plain strings or paths

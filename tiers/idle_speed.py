@@ -1,0 +1,76 @@
+"""Measure ready replicas' speed while nothing else computes, where no profile tells it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from tiers.errors import TierError
+from tiers.spec import ReplicaState
+from tiers.warmup import measure_speed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tiers.fleet import Fleet, Replica
+    from tiers.probe import EngineProbe
+    from tiers.speed import SpeedModel
+    from tiers.warmup import WarmupPlan
+
+POLL_S = 0.5
+SAMPLES = 4  # measurements of an idle replica's speed
+QUIET_S = 1.5  # without requests before a measurement: where there was one, the next one is likely
+PAUSE_S = 5.0  # after the first of them; twice as long after each further one
+
+
+class IdleSpeed:
+    """Measures the replicas of one fleet, one after another."""
+
+    def __init__(self, fleet: Fleet, plan: WarmupPlan, probe: Callable[[Replica], EngineProbe]) -> None:
+        self._fleet, self._plan, self._probe = fleet, plan, probe
+
+    async def run(self) -> None:
+        """Measure each ready replica, when no engine is starting or serving: they may share a machine. Until cancelled.
+
+        The fastest of a few measurements some time apart counts: whatever else the machine does can only slow them down.
+        """
+        taken: dict[str, tuple[int, float]] = {}  # by replica: measurements, and when the next one is due
+        busy_at = time.monotonic()
+        while True:
+            await asyncio.sleep(POLL_S)
+            if not self.quiet():
+                busy_at = time.monotonic()
+            ready = [r for r in self._fleet.replicas if r.state is ReplicaState.READY]
+            for replica in ready:
+                if replica.speed is None:
+                    taken.pop(replica.id, None)
+                    if (profiled := self._fleet.speeds.get(replica.spec.name)) is not None:
+                        replica.measured(profiled)
+            for replica in ready:
+                count, due = taken.get(replica.id, (0, 0.0))
+                known = replica.speed is not None and (replica.speed.profiled or count == SAMPLES)
+                now = time.monotonic()
+                if known or now < due or now < busy_at + QUIET_S or not self.quiet():
+                    continue
+                speed = await self.measure(replica)
+                if speed is not None and replica.state is ReplicaState.READY:
+                    replica.measured(speed if replica.speed is None else replica.speed.fastest(speed))
+                    taken[replica.id] = count + 1, time.monotonic() + PAUSE_S * 2**count
+
+    async def measure(self, replica: Replica) -> SpeedModel | None:
+        """Measure one idle replica; None where a request came in between, without which the figure is not its own."""
+        before = self._requests()
+        try:
+            speed = await measure_speed(self._probe(replica), replica.model, self._plan)
+        except TierError:
+            return None
+        return speed if self._requests() == before else None
+
+    def quiet(self, but: Replica | None = None) -> bool:
+        """Tell whether no replica starts or serves, one left out."""
+        busy = {ReplicaState.STARTING, ReplicaState.WARMING}
+        return not any(r.in_flight or r.state in busy for r in self._fleet.replicas if r is not but)
+
+    def _requests(self) -> int:
+        return sum(r.served + r.failed + r.in_flight for r in self._fleet.replicas)
