@@ -178,15 +178,7 @@ def describe(error: Exception) -> Problem:  # noqa: C901, PLR0911, PLR0912  a ta
         case BodyTooLarge():
             allowed = FieldProblem("body", str(error), f"at most {error.limit} bytes")
             return Problem(413, "body-too-large", "The request body is too large", str(error), (allowed,))
-        case (
-            HeadTooLarge()
-            | TooSlow()
-            | TooManyConnections()
-            | NotHttp()
-            | UnknownStream()
-            | StreamGone()
-            | ResumedElsewhere()
-        ):
+        case _ if type(error) in _CONNECTION_PROBLEMS:
             return _of_connection(error)
         case Refused():
             return _refused(error.decision)

@@ -239,7 +239,9 @@ def lines() -> list[Attack]:
         Attack("ten in line", sends(ten), frozenset({200})),
         Attack("five thousand in line", sends((GET + b"\r\n") * 5000), frozenset({200, 400, 0})),
         Attack(
-            "garbage behind a stream", sends(generation(**PACED), b"garbage\r\n\r\n", pause_s=0.2), frozenset({200})
+            "garbage behind a stream",
+            sends(generation(**PACED), b"garbage\r\n\r\n", pause_s=0.2),
+            frozenset({200, 400}),
         ),
         Attack("a stream behind a stream, then gone", leaves(generation(**PACED) * 2, b"data: "), CLOSED),
         Attack("half a request behind one", sends(GET + b"\r\n" + POST, pause_s=0.1), frozenset({200, 408})),
