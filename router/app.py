@@ -24,6 +24,7 @@ from router.escalation import Escalation
 from router.gate import Gate
 from router.generate import Generate, Route
 from router.hedging import Hedging
+from router.kept import KeptStreams, StreamGone, UnknownStream
 from router.live_check import LiveCheck
 from router.live_policy import LivePolicy
 from router.metrics import Metrics
@@ -65,6 +66,8 @@ HANDLED = (
     NotPossible,
     OverQuota,
     Refused,
+    UnknownStream,
+    StreamGone,
     ClientGone,
     UpstreamError,
     HTTPException,
@@ -98,11 +101,10 @@ def create_app(
     doors = doors or Doors()
     services = _services(settings, fleet, counter, telemetry, model)
     admin = Admin(operations, keys).routes() if operations is not None else []
-    status = Status(services, doors)
+    status, streams = Status(services, doors), KeptStreams(settings.server)
     handlers = dict.fromkeys(HANDLED, status.problem)
-    app = Starlette(
-        routes=[*_routes(services, status), *admin], exception_handlers=handlers, lifespan=_lifespan(services)
-    )
+    routes = [*_routes(services, status, streams), *admin]
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(services, streams))
     return telemetry.instrument(Gate(app, keys, telemetry, doors))
 
 
@@ -145,7 +147,7 @@ def _places(fleet: Fleet) -> int:
     return sum(spec.max_in_flight * (len(spec.urls) or 2) for spec in fleet.specs)
 
 
-def _lifespan(services: Services) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+def _lifespan(services: Services, streams: KeptStreams) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     """Return what runs while the router serves, and what is closed after it."""
 
     @asynccontextmanager
@@ -153,6 +155,7 @@ def _lifespan(services: Services) -> Callable[[Starlette], AbstractAsyncContextM
         work = (services.policy.watch(), services.live_check.run(), services.admission.run(), services.shared.run())
         tasks = [asyncio.create_task(each) for each in work]
         yield
+        await streams.aclose()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -164,14 +167,14 @@ def _lifespan(services: Services) -> Callable[[Starlette], AbstractAsyncContextM
     return lifespan
 
 
-def _routes(services: Services, status: Status) -> list[Endpoint]:
+def _routes(services: Services, status: Status, streams: KeptStreams) -> list[Endpoint]:
     """Return every route."""
     models, metrics = (
         Models(services, int(time.time())),
         Metrics(services.fleet, services.admission, services.live_check),
     )
     return [
-        Endpoint("/generate", Generate(services), methods=["POST"]),
+        Endpoint("/generate", Generate(services, streams), methods=["POST"]),
         Endpoint("/route", Route(services), methods=["POST"]),
         Endpoint(CHAT, Completions(services, CHAT), methods=["POST"]),
         Endpoint(COMPLETIONS, Completions(services, COMPLETIONS), methods=["POST"]),
