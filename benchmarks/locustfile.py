@@ -84,13 +84,14 @@ class Caller(HttpUser):
                 response.failure("the stream did not end with done")
 
     def _read(self, response: Any, tier: str, started: float) -> bool:
-        tally, event, length = TALLY[tier], "", 0
+        tally, event, length, begun = TALLY[tier], "", 0, False
         for line in response.iter_lines():
             length += len(line)
             if line.startswith(b"event: "):
                 event = line[7:].decode()
             elif line.startswith(b"data: ") and not event:
-                if length == len(line):
+                if not begun:
+                    begun = True
                     tally.ttft.append((time.perf_counter() - started) * 1000)
                     _fire(self.environment, "TTFT", tier, tally.ttft[-1], 0)
             elif line.startswith(b"data: ") and event == "done":

@@ -68,6 +68,13 @@ class Stub(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self.transport, self.buffer = cast("asyncio.Transport", transport), b""
+        self.task: asyncio.Future[None] | None = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop what is being sent."""
+        del exc
+        if self.task is not None:
+            self.task.cancel()
 
     def data_received(self, data: bytes) -> None:
         """Answer every complete request in the buffer."""
@@ -83,9 +90,12 @@ class Stub(asyncio.Protocol):
             self.answer(path)
 
     def answer(self, path: bytes) -> None:
-        """Answer one request: at once, or paced."""
+        """Answer one request: at once, or paced; ``/pace/N`` changes the pause from then on to N milliseconds."""
         if path in SIMPLE:
             self.transport.write(SIMPLE[path])
+        elif path.startswith(b"/pace/"):
+            Stub.delay_s = int(path[6:]) / 1000
+            self.transport.write(plain(b""))
         elif self.delay_s:
             self.task = asyncio.ensure_future(self.paced())
         else:

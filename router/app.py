@@ -24,6 +24,7 @@ from router.escalation import Escalation
 from router.gate import Gate
 from router.generate import Generate, Route
 from router.hedging import Hedging
+from router.kept import KeptStreams, StreamGone, UnknownStream
 from router.live_check import LiveCheck
 from router.live_policy import LivePolicy
 from router.metrics import Metrics
@@ -33,6 +34,7 @@ from router.problems import BeyondKey, NoEmbeddings, NotAdmin, Refused, UnknownM
 from router.quota import OverQuota, Quotas
 from router.samples import PromptSamples
 from router.services import Services
+from router.shared_state import SharedState
 from router.upstream import PASSED_AT_ONCE, Upstream, UpstreamError, make_transport
 from router.wire import InvalidBody, render_fleet
 from tiers.errors import NotPossible, UnknownReplica
@@ -64,6 +66,8 @@ HANDLED = (
     NotPossible,
     OverQuota,
     Refused,
+    UnknownStream,
+    StreamGone,
     ClientGone,
     UpstreamError,
     HTTPException,
@@ -95,17 +99,30 @@ def create_app(
         operations: What operators may do; None: nothing.
     """
     doors = doors or Doors()
+    services = _services(settings, fleet, counter, telemetry, model)
+    admin = Admin(operations, keys).routes() if operations is not None else []
+    status, streams = Status(services, doors), KeptStreams(settings.server)
+    handlers = dict.fromkeys(HANDLED, status.problem)
+    routes = [*_routes(services, status, streams), *admin]
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(services, streams))
+    return telemetry.instrument(Gate(app, keys, telemetry, doors))
+
+
+def _services(settings: Settings, fleet: Fleet, counter: TokenCounter, telemetry: Telemetry, model: str) -> Services:
+    """Wire what the handlers work with."""
     upstream = Upstream(fleet, make_transport(2 * _places(fleet) + PASSED_AT_ONCE), settings.upstream, telemetry)
     policy = LivePolicy(settings.policy, fleet)
     decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
     quotas = Quotas(settings.state.redis_url.get_secret_value())
     live_check = LiveCheck(settings.policy.live_check_share, fleet, upstream, policy, telemetry)
+    shared = SharedState(settings.state.redis_url.get_secret_value(), fleet)
     admission = Admission(fleet, policy, settings.admission, telemetry)
-    services = Services(
+    return Services(
         fleet=fleet,
         upstream=upstream,
         quotas=quotas,
         admission=admission,
+        shared=shared,
         counter=counter,
         policy=policy,
         decisions=decisions,
@@ -123,13 +140,6 @@ def create_app(
         telemetry=telemetry,
         model=model,
     )
-    admin = Admin(operations, keys).routes() if operations is not None else []
-    status = Status(services, doors)
-    handlers = dict.fromkeys(HANDLED, status.problem)
-    app = Starlette(
-        routes=[*_routes(services, status), *admin], exception_handlers=handlers, lifespan=_lifespan(services)
-    )
-    return telemetry.instrument(Gate(app, keys, telemetry, doors))
 
 
 def _places(fleet: Fleet) -> int:
@@ -137,17 +147,19 @@ def _places(fleet: Fleet) -> int:
     return sum(spec.max_in_flight * (len(spec.urls) or 2) for spec in fleet.specs)
 
 
-def _lifespan(services: Services) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+def _lifespan(services: Services, streams: KeptStreams) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     """Return what runs while the router serves, and what is closed after it."""
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        work = (services.policy.watch(), services.live_check.run(), services.admission.run())
+        work = (services.policy.watch(), services.live_check.run(), services.admission.run(), services.shared.run())
         tasks = [asyncio.create_task(each) for each in work]
         yield
+        await streams.aclose()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await services.shared.aclose()
         await services.quotas.aclose()
         await services.upstream.aclose()
         services.decisions.close()
@@ -155,14 +167,14 @@ def _lifespan(services: Services) -> Callable[[Starlette], AbstractAsyncContextM
     return lifespan
 
 
-def _routes(services: Services, status: Status) -> list[Endpoint]:
+def _routes(services: Services, status: Status, streams: KeptStreams) -> list[Endpoint]:
     """Return every route."""
     models, metrics = (
         Models(services, int(time.time())),
         Metrics(services.fleet, services.admission, services.live_check),
     )
     return [
-        Endpoint("/generate", Generate(services), methods=["POST"]),
+        Endpoint("/generate", Generate(services, streams), methods=["POST"]),
         Endpoint("/route", Route(services), methods=["POST"]),
         Endpoint(CHAT, Completions(services, CHAT), methods=["POST"]),
         Endpoint(COMPLETIONS, Completions(services, COMPLETIONS), methods=["POST"]),

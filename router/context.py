@@ -32,6 +32,33 @@ class BodyTooLarge(Exception):
         self.limit = limit
 
 
+class HeadTooLarge(Exception):
+    """A request whose path and headers are too many or too long."""
+
+    def __init__(self, max_bytes: int, max_headers: int) -> None:
+        super().__init__(f"path and headers are more than {max_bytes} bytes, or more than {max_headers} headers")
+
+
+class TooSlow(Exception):
+    """A request that did not come in time."""
+
+    def __init__(self, part: str, limit_s: float) -> None:
+        super().__init__(f"the request's {part} was not complete after {limit_s:g} s: send it again, faster")
+
+
+class TooManyConnections(Exception):
+    """More connections than the router takes."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"{limit} connections are open already: try again later, or keep connections and use them again"
+        )
+
+
+class NotHttp(Exception):
+    """Bytes that are no request."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestContext:
     """A request's ids and caller, from its first to its last byte.
@@ -57,6 +84,38 @@ class RequestContext:
     def headers(self) -> dict[str, str]:
         """Return the headers that every answer carries."""
         return {"x-request-id": self.request_id, "x-qarr-trace-id": self.trace_id, **self.limits}
+
+
+class Signal:
+    """An event to wait for. asyncio's own holds a deque, 760 bytes, and thousands of these wait at once."""
+
+    __slots__ = ("_set", "_waiters")
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiters: list[asyncio.Future[None]] | None = None
+
+    def set(self) -> None:
+        """Let everyone go on who waits, or comes to wait before the next ``clear``."""
+        self._set = True
+        for waiter in self._waiters or ():
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def clear(self) -> None:
+        """Let those wait who come from now on."""
+        self._set = False
+
+    async def wait(self) -> None:
+        """Return as soon as it is set."""
+        if self._set:
+            return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters = [*(self._waiters or ()), waiter]
+        try:
+            await waiter
+        finally:
+            self._waiters = [other for other in self._waiters if other is not waiter] or None
 
 
 def keep(scope: Scope, context: RequestContext) -> None:

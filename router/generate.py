@@ -1,19 +1,25 @@
-"""``POST /generate`` and ``POST /route``."""
+"""``POST /generate`` and ``POST /route``.
+
+Every event of a stream has an id. One that was asked for as resumable is made by a task of its own and kept for a while, so
+that its caller may lose the connection and go on with the header ``Last-Event-ID``.
+"""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic_core import to_json
+from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from classifier import extract
 from router.answers import Answer, ChatRequest
 from router.context import RequestContext, body_message, context_of, read_body, start_message, while_connected
 from router.continuation import continued_on
+from router.kept import KeptStream, KeptStreams, ResumedElsewhere
 from router.problems import describe
 from router.services import (
     Services,
@@ -29,6 +35,8 @@ from router.upstream import UpstreamError
 from router.wire import GenerateBody, make_query, parse_generate, render_decision
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from starlette.types import Receive, Scope, Send
 
     from classifier import PromptFeatures
@@ -38,6 +46,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("qarr.router")
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+STREAM_ID = "x-qarr-stream-id"
+
+
+class Put(Protocol):
+    """Takes a stream's events, one by one."""
+
+    async def __call__(self, event: bytes, *, last: bool) -> None:
+        """Take one event, without its id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +61,27 @@ class Generate:
     """The endpoint ``POST /generate``, as an ASGI application."""
 
     services: Services
+    streams: KeptStreams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. Work stops when the client goes away."""
+        """Answer one request. Work stops when the client goes away, unless the stream is resumable."""
         services, context = self.services, context_of(scope)
         services.telemetry.name_server_span(scope, "/generate")
-        body = parse_generate(await read_body(scope, receive, services.max_body_bytes), services.limits)
+        content = await read_body(scope, receive, services.max_body_bytes)
+        if last_event_id := Headers(scope=scope).get("last-event-id"):
+            await self._resume(last_event_id, context, scope, receive, send)
+            return
+        body = parse_generate(content, services.limits)
+        del content  # not to be held for as long as the answer takes
         decision = decision_for(body, context, services, request_id=context.request_id)
         judged = body.stream and services.escalation.watches(decision)
         request = chat_request(body, decision, context, services.limits.default_temperature, judged=judged)
+        if body.resumable:
+            make = partial(self._make, decision, request, context)
+            stream = self.streams.open(context.caller.key_id, make, context.request_id)
+            if stream is not None:
+                await while_connected(context, partial(self._read, stream, 0, context), receive, send)
+                return
         await while_connected(context, partial(self._serve, body, decision, request, context), receive, send)
 
     async def _serve(
@@ -63,9 +91,43 @@ class Generate:
         async with served(self.services, context, decision, request, Answer, tokens=tokens) as (answer, admitted):
             headers = answer_headers(context, admitted, answer, self.services)
             if body.stream:
-                await stream_answer(answer, headers, context, send)
+                await send(start_message(headers, EVENT_STREAM, STREAM_HEADERS))
+                await stream_answer(answer, context, Numbered(send))
             else:
                 await send_answer(answer, headers, context, send)
+
+    async def _make(
+        self, decision: Decision, request: ChatRequest, context: RequestContext, stream: KeptStream
+    ) -> None:
+        """Make a resumable stream's events."""
+        tokens = decision.query.prompt_tokens + decision.query.max_tokens
+        async with served(self.services, context, decision, request, Answer, tokens=tokens) as (answer, admitted):
+            headers = answer_headers(context, admitted, answer, self.services)
+            own = {name: value for name, value in headers.items() if name not in context.headers}  # not the request's
+            stream.begin({**own, STREAM_ID: stream.id})
+            await stream_answer(answer, context, stream.put)
+
+    async def _read(self, stream: KeptStream, after: int, context: RequestContext, send: Send) -> None:
+        """Send a resumable stream from some event on."""
+
+        async def start(headers: Mapping[str, str]) -> None:
+            await send(start_message({**headers, **context.headers}, EVENT_STREAM, STREAM_HEADERS))
+
+        try:
+            await self.streams.read(stream, after, start, send)
+        except ResumedElsewhere as error:
+            await send(body_message(error_event(error, context), more=False))
+
+    async def _resume(
+        self, last_event_id: str, context: RequestContext, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Go on with a stream; the request's body, which clients send again as it was, is not looked at."""
+        stream, after = self.streams.find(last_event_id, context.caller.key_id)
+        if stream.over and after == stream.newest:
+            self.streams.drop(stream)
+            await Response(status_code=204, headers=context.headers)(scope, receive, send)
+            return
+        await while_connected(context, partial(self._read, stream, after, context), receive, send)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +183,37 @@ def _priority(body: GenerateBody, context: RequestContext) -> int:
     return default_priority(context.caller)
 
 
-async def stream_answer(answer: Answer, headers: dict[str, str], context: RequestContext, send: Send) -> None:
+class Numbered:
+    """Sends events to one connection, with their numbers as ids."""
+
+    __slots__ = ("_number", "_send")
+
+    def __init__(self, send: Send) -> None:
+        self._send, self._number = send, 0
+
+    async def __call__(self, event: bytes, *, last: bool) -> None:
+        """Send one event."""
+        self._number += 1
+        await self._send(body_message(b"id: %d\n" % self._number + event, more=not last))
+
+
+async def stream_answer(answer: Answer, context: RequestContext, put: Put) -> None:
     """Relay an answer as server-sent events: text events, then exactly one ``done`` or ``error`` event."""
-    await send(start_message(headers, EVENT_STREAM, STREAM_HEADERS))
     try:
         async for delta in answer.deltas():
             if delta.text:
-                await send(body_message(b"data: " + to_json({"text": delta.text}) + b"\n\n", more=True))
+                await put(b"data: " + to_json({"text": delta.text}) + b"\n\n", last=False)
         last = b"event: done\ndata: " + to_json(closing(answer)) + b"\n\n"
     except UpstreamError as error:
         answer.error = error
         log.warning("request %s: %s on %s", context.request_id, error, answer.replica_id)
-        last = b"event: error\ndata: " + to_json(describe(error).body(context.ids)) + b"\n\n"
-    await send(body_message(last, more=False))
+        last = error_event(error, context)
+    await put(last, last=True)
+
+
+def error_event(error: Exception, context: RequestContext) -> bytes:
+    """Return the event that ends a stream which could not be finished, or not here."""
+    return b"event: error\ndata: " + to_json(describe(error).body(context.ids)) + b"\n\n"
 
 
 async def send_answer(answer: Answer, headers: dict[str, str], context: RequestContext, send: Send) -> None:

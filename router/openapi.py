@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from router.admin import OPERATIONS, REPLICAS
+from router.generate import STREAM_ID
 from router.keys import PRIORITIES
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, HEADERS, OpenAIWishes
 from router.problems import MEDIA_TYPE
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from tiers.operations import Kind
 
 Schema = dict[str, Any]
+RESUMABLE = "Only where the stream can be resumed; with .0 behind it, the Last-Event-ID from before the first event"
 JSON, EVENTS = "application/json", "text/event-stream"
 _TIER: Schema = {"type": "string", "enum": [tier.value for tier in TierName]}
 _NUMBER_OR_NULL: Schema = {"type": ["number", "null"]}
@@ -30,21 +32,24 @@ _EVENT: Schema = {
     "type": "object",
     "description": "One server-sent event",
     "required": ["data"],
-    "properties": {"event": _TEXT, "data": _TEXT},
+    "properties": {"id": _TEXT, "event": _TEXT, "data": _TEXT},
 }
 # What each kind of endpoint may answer besides 200.
-_ALWAYS = (400, 401, 413, 500)
+_ALWAYS = (400, 401, 408, 413, 431, 500)
 _GENERATING = (*_ALWAYS, 403, 422, 429, 502, 503, 504)
 _PASSED = (*_GENERATING, 404, 501)
 _MEANINGS = {
     400: "The request is not valid",
     401: "No key, or not one in force",
     403: "The key does not allow it",
-    404: "There is no such model, or nothing that serves this",
+    404: "There is no such model or stream, or nothing that serves this",
+    408: "The request did not come in time",
     409: "It cannot be done to this replica, or not now",
+    410: "What is left of the stream is no longer kept",
     413: "The body is too large",
     422: "The request fits no tier, or the engine refuses it",
     429: "The key's quota is used up; see Retry-After",
+    431: "Path and headers are too large",
     500: "A fault of the router",
     501: "The engine does not have an option that was asked for",
     502: "The engine failed after its first token",
@@ -135,16 +140,25 @@ def _errors(statuses: tuple[int, ...], *, openai: bool) -> Schema:
 
 
 def _generate() -> Schema:
+    resume: Schema = {
+        "name": "Last-Event-ID",
+        "in": "header",
+        "schema": _TEXT,
+        "description": "Id of the last event of a resumable stream that the caller has: the answer is what came after it, "
+        "and the body is not looked at",
+    }
     return {
-        "summary": "Generate, streamed or as one object",
+        "summary": "Generate, streamed or as one object; or go on with a stream",
+        "parameters": [resume],
         "requestBody": {"required": True, "content": _content(_ref("GenerateBody"))},
         "responses": {
             "200": {
                 "description": "Text events and one done or error event; with stream false, one object",
-                "headers": _answer_headers(),
+                "headers": {**_answer_headers(), STREAM_ID: {"description": RESUMABLE, "schema": _TEXT}},
                 "content": {**_content(_EVENT, EVENTS), **_content(_ref("Answer"))},
             },
-            **_errors(_GENERATING, openai=False),
+            "204": {"description": "The caller has every event of the stream already"},
+            **_errors((*_GENERATING, 404, 410), openai=False),
         },
     }
 

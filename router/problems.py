@@ -11,8 +11,9 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from router.context import BodyTooLarge
+from router.context import BodyTooLarge, HeadTooLarge, NotHttp, TooManyConnections, TooSlow
 from router.decision import Decision, Refusal
+from router.kept import ResumedElsewhere, StreamGone, UnknownStream
 from router.keys import Unauthorized
 from router.quota import OverQuota
 from router.upstream import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoPlace, UpstreamError
@@ -177,6 +178,8 @@ def describe(error: Exception) -> Problem:  # noqa: C901, PLR0911, PLR0912  a ta
         case BodyTooLarge():
             allowed = FieldProblem("body", str(error), f"at most {error.limit} bytes")
             return Problem(413, "body-too-large", "The request body is too large", str(error), (allowed,))
+        case _ if type(error) in _CONNECTION_PROBLEMS:
+            return _of_connection(error)
         case Refused():
             return _refused(error.decision)
         case EngineRefused():
@@ -197,6 +200,23 @@ def describe(error: Exception) -> Problem:  # noqa: C901, PLR0911, PLR0912  a ta
             return _http(error)
         case _:
             return Problem(500, "internal-error", "Internal error", "see the router's log for the request id")
+
+
+_CONNECTION_PROBLEMS: dict[type[Exception], tuple[int, str, str]] = {
+    NotHttp: (400, "not-http", "The request is not valid HTTP"),
+    HeadTooLarge: (431, "head-too-large", "The request's path and headers are too large"),
+    TooSlow: (408, "too-slow", "The request did not come in time"),
+    TooManyConnections: (503, "too-many-connections", "Too many connections are open"),
+    UnknownStream: (404, "stream-not-found", "There is no such stream"),
+    StreamGone: (410, "stream-gone", "The rest of the stream is no longer kept"),
+    ResumedElsewhere: (409, "resumed-elsewhere", "Another connection went on reading this stream"),
+}
+
+
+def _of_connection(error: Exception) -> Problem:
+    status, kind, title = _CONNECTION_PROBLEMS[type(error)]
+    retry_after_s = BUSY_RETRY_S if isinstance(error, TooManyConnections) else None
+    return Problem(status, kind, title, str(error), retry_after_s=retry_after_s)
 
 
 def _over_quota(error: OverQuota) -> Problem:

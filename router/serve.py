@@ -14,6 +14,7 @@ from classifier import EstimatingCounter, TokenCounter
 from router.admin import is_loopback
 from router.app import create_app
 from router.doors import Doors
+from router.edge import allow_files, bound_unsent, protocol_for
 from router.keys import KeyStore
 from router.server import Server
 from router.takeover import TakeoverError, control_path, handing_over
@@ -166,6 +167,8 @@ def listen(settings: Settings) -> socket.socket:
         ) from error
     # Inherited by every connection: without it the first token waits for the acknowledgement of the headers, 40 ms and more.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    bound_unsent(sock)
+    allow_files(settings.server.max_connections)
     sock.set_inheritable(False)
     return sock
 
@@ -234,7 +237,7 @@ def _server(deployment: Deployment, supervisor: Supervisor, telemetry: Telemetry
         doors=doors,
         operations=supervisor.operations,
     )
-    return Server(app, doors, settings.server.drain_s)
+    return Server(app, doors, settings.server.drain_s, protocol_for(settings.server))
 
 
 async def _serve(

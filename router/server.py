@@ -26,19 +26,21 @@ CUT_S = 2  # in which those who are still there when time is up get the error th
 class Server(uvicorn.Server):
     """uvicorn, without its signal handling: it would raise the signal again before engines are stopped."""
 
-    def __init__(self, app: ASGIApp, doors: Doors, drain_s: float) -> None:
+    def __init__(self, app: ASGIApp, doors: Doors, drain_s: float, protocol: type[asyncio.Protocol]) -> None:
         """Prepare to serve.
 
         Args:
             app: What is served.
             doors: Kept by the application: what it does with requests that come.
             drain_s: How long open answers may take, in seconds.
+            protocol: Of each connection.
         """
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=protocol,
             ws="none",
+            proxy_headers=False,
             access_log=False,
             log_config=None,
             server_header=False,

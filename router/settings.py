@@ -62,6 +62,21 @@ class ServerSettings(Section):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
     max_body_bytes: int = Field(1 << 20, ge=1024, description="Request bodies over this are refused unread.")
+    max_header_bytes: int = Field(32768, ge=1024, description="Path and headers of a request over this are refused.")
+    max_headers: int = Field(100, ge=8, description="Headers of a request.")
+    max_connections: int = Field(4096, ge=1, description="Open connections; beyond: 503.")
+    header_timeout_s: float = Field(10, gt=0, description="For a request's headers to come.")
+    body_timeout_s: float = Field(60, gt=0, description="For a request's body to come.")
+    write_timeout_s: float = Field(
+        30, gt=0, description="A client that takes nothing of its answer for this long is cut, and its request aborted."
+    )
+    resume_s: float = Field(
+        30, gt=0, description="A resumable stream is kept for this long after its connection was lost, or it ended."
+    )
+    resume_streams: int = Field(
+        256, ge=0, description="Resumable streams at once; more are served, but cannot be resumed."
+    )
+    resume_bytes: int = Field(1 << 18, ge=4096, description="Events kept of each resumable stream, in bytes.")
     drain_s: float = Field(
         30,
         ge=0,
@@ -379,7 +394,8 @@ class StateSettings(Section):
     """What several routers share."""
 
     redis_url: SecretStr = Field(
-        SecretStr(""), description="Redis for quotas over several routers; empty: each its own."
+        SecretStr(""),
+        description="Redis, for routers that share quotas and what they know of their engines; empty: each its own.",
     )
 
 

@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport
 from pydantic_core import from_json
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 PASSED_AT_ONCE = 16  # small requests without a lease; they must not use up the connections of those with one
+READ_BUFFER_BYTES = (
+    1 << 15
+)  # of each answer: at twice that nothing is read from the engine until the client has taken some
 MAX_ERROR_BYTES = 65536  # of an engine's error that are read; more of it helps nobody
 log = logging.getLogger("qarr.router")
 # Statuses of an engine that blame the router or the moment, not the request.
@@ -362,10 +366,16 @@ def make_transport(max_connections: int) -> httpx.AsyncBaseTransport:
     httpx's interface over aiohttp's client: httpx's own transport costs several times the CPU time per request, and
     more with every open connection (``benchmarks/transport.py`` measures both in one run).
     """
-    limits = httpx.Limits(
-        max_connections=max_connections, max_keepalive_connections=max_connections, keepalive_expiry=30.0
-    )
-    return AiohttpTransport(trust_env=False, limits=limits)
+    transport = AiohttpTransport(trust_env=False)
+
+    def session() -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=30.0, ssl=transport.ssl_context)
+        return aiohttp.ClientSession(
+            connector=connector, read_bufsize=READ_BUFFER_BYTES, cookie_jar=aiohttp.DummyCookieJar()
+        )
+
+    transport.client = session  # made by the first request, in its event loop
+    return transport
 
 
 class Upstream:

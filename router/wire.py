@@ -80,6 +80,14 @@ class GenerateBody(Wishes):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     stream: bool = True
+    resumable: bool = False
+
+    @field_validator("resumable")
+    @classmethod
+    def _needs_a_stream(cls, resumable: bool, info: ValidationInfo) -> bool:  # noqa: FBT001  pydantic's interface
+        if resumable and info.data.get("stream") is False:
+            raise ValueError("is true, and stream is false")
+        return resumable
 
     @field_validator("prompt", "system_prompt")
     @classmethod
@@ -126,6 +134,7 @@ def allowed_values(limits: LimitSettings) -> dict[str, str]:
         "max_tokens": f"an integer from 1 to {limits.max_tokens}",
         "temperature": "a number from 0 to 2",
         "stream": "true or false",
+        "resumable": "true or false; true with stream only",
         "tier": "auto, fast, balanced or precise",
         "tier_policy": "prefer or require",
         "sla": "an object with any of ttft_ms, tpot_ms, max_quality_loss, confidence",

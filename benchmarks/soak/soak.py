@@ -63,7 +63,7 @@ WORDS = [
     "or",
     "so",
 ]
-CALLERS = 12
+CALLERS = 6
 KILL_EVERY_S = 60
 
 
@@ -71,7 +71,7 @@ class MoodyEngine(FakeEngine):
     """A fake engine of which some requests go wrong, by chance."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(Behaviour(answer=tuple(f" {word}" for word in WORDS), delay_s=0.005))
+        super().__init__(Behaviour(answer=tuple(f" {word}" for word in WORDS), delay_s=0.02))
         self._dice = random.Random(seed)
 
     async def _generate(self, request: Request) -> Response:
@@ -181,7 +181,8 @@ async def kill(engines: list[subprocess.Popen[bytes]], ports: list[int], until: 
 
 def start(port: int, seed: int) -> subprocess.Popen[bytes]:
     """Start an engine."""
-    return subprocess.Popen([sys.executable, __file__, "--engine", str(port), "--seed", str(seed)])
+    argv = [sys.executable, __file__, "--engine", str(port), "--seed", str(seed)]
+    return subprocess.Popen(argv, stderr=subprocess.DEVNULL)  # it says much about streams that it breaks on purpose
 
 
 def slope(samples: list[Sample]) -> tuple[float, float]:

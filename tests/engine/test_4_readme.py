@@ -35,7 +35,7 @@ def test_curl_streams_an_answer(up: Up) -> None:
     """The README's curl command streams text events and ends with done."""
     command = _command("curl -N").replace("localhost:8080", up.url.removeprefix("http://"))
     answer = _run(command)
-    assert answer.startswith('data: {"text":')
+    assert answer.startswith('id: 1\ndata: {"text":')
     assert "event: done" in answer
 
 

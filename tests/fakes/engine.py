@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from pydantic import TypeAdapter
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -121,27 +122,27 @@ class FakeEngine:
         return JSONResponse({"object": "list", "data": [card]})
 
     async def _tokenize(self, request: Request) -> Response:
-        body = await request.json()
         try:
+            body = await request.json()
             if "messages" in body:
                 tokens = [n for m in body["messages"] for n in self._ids(m["content"])] + [1] * TEMPLATE_TOKENS
             else:
                 tokens = self._ids(body["prompt"])
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             return _refused(str(error))
         return JSONResponse({"count": len(tokens), "max_model_len": 8192, "tokens": tokens, "token_strs": None})
 
     async def _detokenize(self, request: Request) -> Response:
-        body = await request.json()
         try:
+            body = await request.json()
             return JSONResponse({"prompt": self._text(body["tokens"])})
-        except (KeyError, TypeError) as error:
+        except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
             return _refused(str(error))
 
     def _text(self, ids: Sequence[int]) -> str:
         """Return the text of ids: the answer's pieces have ids of their own, of other words only the length is known."""
         if not ids or min(ids) < PIECE:
-            return " ".join("x" * token for token in ids)
+            return " ".join("x" * min(token, 99) for token in ids)
         pieces = [self.behaviour.answer[token - PIECE] for token in ids]
         return "".join(pieces) + ("" if pieces[-1] else "\ufffd")  # no text yet: the first part of a character
 
@@ -149,7 +150,11 @@ class FakeEngine:
         return [self.behaviour.vocabulary + len(word) for word in text.split()]
 
     async def _generate(self, request: Request) -> Response:
-        body = await request.json()
+        try:
+            body = await request.json()
+            streamed = _check(body)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            return _refused(str(error))
         b = self.behaviour
         b.requests.append(body)
         b.raw.append(await request.body())
@@ -160,7 +165,7 @@ class FakeEngine:
             error = {"message": b.error, "type": "BadRequestError", "param": None, "code": b.status}
             return JSONResponse({"error": error}, b.status)
         chat = request.url.path.endswith("/chat/completions")
-        if not body.get("stream"):
+        if not streamed:
             return await self._unless_disconnected(request, self._whole(body, chat=chat))
         return StreamingResponse(self._stream(body, chat=chat), media_type="text/event-stream; charset=utf-8")
 
@@ -279,7 +284,11 @@ class FakeEngine:
     def _done(self, body: dict[str, Any]) -> int:
         """Return how many pieces of the answer are in the prompt already."""
         prompt = body.get("prompt")
-        return sum(token >= PIECE for token in prompt) if isinstance(prompt, list) and body.get("stream") else 0
+        return (
+            sum(isinstance(token, int) and token >= PIECE for token in prompt)
+            if isinstance(prompt, list) and body.get("stream")
+            else 0
+        )
 
     def _fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         return {"id": "x", "object": "chunk", "created": int(time.time()), "model": self._model, **fields}
@@ -288,22 +297,41 @@ class FakeEngine:
         return b"data: " + json.dumps(self._fields(fields), separators=(",", ":")).encode() + b"\n\n"
 
 
+def _check(body: dict[str, Any]) -> bool:
+    """Refuse what vLLM would refuse, of the fields that the fake looks at; return whether a stream is asked for.
+
+    Raises:
+        ValueError: As do TypeError and OverflowError, for values that are no numbers.
+    """
+    streamed = TypeAdapter(bool | None).validate_python(body.get("stream"))
+    if not isinstance(body.get("stream_options"), dict | None):
+        raise TypeError("stream_options is not an object")
+    if int(body.get("max_tokens") or 16) < 1:
+        raise ValueError("max_tokens is below 1")
+    if body.get("prompt_logprobs") and not isinstance(body.get("prompt"), list):
+        raise ValueError("prompt_logprobs of what is no list of tokens")
+    return bool(streamed)
+
+
 def _refused(why: str) -> Response:
     error = {"message": why, "type": "BadRequestError", "param": None, "code": 400}
     return JSONResponse({"error": error}, 400)
 
 
 @asynccontextmanager
-async def serving(*apps: ASGIApp, port: int = 0) -> AsyncIterator[str]:
+async def serving(*apps: ASGIApp, port: int = 0, http: Any = "auto") -> AsyncIterator[str]:
     """Serve an application on a loopback socket; yield its base URL."""
-    async with serving_all(*apps, port=port) as urls:
+    async with serving_all(*apps, port=port, http=http) as urls:
         yield urls[0]
 
 
 @asynccontextmanager
-async def serving_all(*apps: ASGIApp, port: int = 0) -> AsyncIterator[list[str]]:
+async def serving_all(*apps: ASGIApp, port: int = 0, http: Any = "auto") -> AsyncIterator[list[str]]:
     """Serve applications on loopback sockets, started and stopped together; yield their base URLs."""
-    configs = [uvicorn.Config(app, port=port, log_config=None, ws="none", timeout_graceful_shutdown=1) for app in apps]
+    configs = [
+        uvicorn.Config(app, port=port, http=http, log_config=None, ws="none", timeout_graceful_shutdown=1)
+        for app in apps
+    ]
     servers = [uvicorn.Server(config) for config in configs]
     tasks = [asyncio.create_task(server.serve()) for server in servers]
     while not all(server.started for server in servers):

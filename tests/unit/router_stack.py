@@ -13,6 +13,7 @@ import httpx
 
 from classifier import EstimatingCounter
 from router.app import create_app
+from router.edge import protocol_for
 from router.keys import KeyStore
 from router.serve import fleet_options
 from router.settings import PROJECT, Settings, load_settings
@@ -85,7 +86,7 @@ async def router_stack(
             keys=keys,
             operations=supervisor.operations,
         )
-        url = await cleanup.enter_async_context(serving(app))
+        url = await cleanup.enter_async_context(serving(app, http=protocol_for(settings.server)))
         client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
         yield Stack(url, client, fleet, engines)
 

@@ -1,0 +1,310 @@
+"""Clients that send too much, too slowly, or do not take their answers: over real sockets, none of them holds anything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from tests.unit.router_stack import router_stack
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.unit.router_stack import Stack
+
+pytestmark = pytest.mark.anyio
+SHORT = {"header_timeout_s": 0.3, "body_timeout_s": 0.3, "write_timeout_s": 0.5}
+PIECE = "x" * 100_000
+
+
+def request(path: str, body: dict[str, Any] | bytes, *headers: str) -> bytes:
+    """Return a request as it goes over the wire."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(raw)}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + raw
+
+
+def port_of(stack: Stack) -> int:
+    return int(stack.url.rsplit(":", 1)[1])
+
+
+@asynccontextmanager
+async def connected(
+    stack: Stack, *, small: bool = False
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Connect; with a small receive buffer, so that an unread answer soon shows."""
+    sock = socket.socket()
+    if small:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port_of(stack)))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=4096 if small else 1 << 16)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def answer_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    """Read to the end of the connection, and return status, headers and body."""
+    async with asyncio.timeout(10):
+        head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    return int(first.split()[1]), dict(line.lower().split(": ", 1) for line in lines), body
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def open_at(port: int) -> int:
+    """Return how many connections the router has open."""
+    found = psutil.Process().net_connections(kind="tcp")
+    return sum(c.status != psutil.CONN_LISTEN and c.laddr.port == port for c in found)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+async def test_a_client_that_stops_reading_holds_the_engine_back_and_is_cut(tmp_path: Path, path: str) -> None:
+    """Its engine is read no further than bounded buffers allow, then the request is aborted and the lease comes back."""
+    async with router_stack(tmp_path, {"server": {"write_timeout_s": 3}}) as stack:
+        engine = stack.engines[TierName.FAST]
+        engine.answer = (PIECE,) * 1000
+        body = {"prompt": "hi", "tier": "fast", "max_tokens": 1000}
+        chat = {"messages": [{"role": "user", "content": "hi"}], "model": "fast", "stream": True, "max_tokens": 1000}
+        async with connected(stack, small=True) as (reader, writer):
+            writer.write(request(path, body if path == "/generate" else chat))
+            await reader.readuntil(b"data: ")
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            seen = -1
+            while engine.running and engine.tokens != seen:  # until nothing moves for a second
+                seen = engine.tokens
+                await asyncio.sleep(1)
+            assert stack.leases() > 0
+            assert 0 < engine.tokens < 400  # of 1000: what four sockets' buffers take, and our own
+            await until(lambda: engine.running == 0 and stack.leases() == 0)
+            assert engine.tokens < 400
+            await until(lambda: not open_at(port_of(stack)))
+        assert (await stack.generate(tier="balanced")).status_code == 200
+
+
+async def test_a_finished_answer_that_is_not_read_is_cut(tmp_path: Path) -> None:
+    """A whole answer that waits to be taken does not keep its connection open for ever."""
+    async with router_stack(tmp_path, {"server": SHORT}) as stack:
+        stack.engines[TierName.FAST].answer = (PIECE,) * 300
+        async with connected(stack, small=True) as (_, writer):
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            body = {"prompt": "hi", "tier": "fast", "max_tokens": 300, "stream": False}
+            writer.write(request("/generate", body, "connection: close"))
+            await until(lambda: open_at(port_of(stack)) == 1)
+            await until(lambda: not open_at(port_of(stack)))
+        assert stack.leases() == 0
+
+
+@pytest.mark.parametrize("sent", [b"POST /generate HTTP/1.1\r\nhost:", b"\r\n", b"GET /healthz HTT"])
+async def test_a_head_that_comes_too_slowly_is_408(tmp_path: Path, sent: bytes) -> None:
+    """Headers that are begun and not ended are answered with a problem, and the connection ends."""
+    async with router_stack(tmp_path, {"server": SHORT}) as stack, connected(stack) as (reader, writer):
+        writer.write(sent)
+        status, headers, body = await answer_of(reader)
+        assert (status, headers["connection"], headers["content-type"]) == (408, "close", "application/problem+json")
+        problem = json.loads(body)
+        assert (problem["status"], problem["type"]) == (408, "urn:qarr:problem:too-slow")
+        assert problem["request_id"] == headers["x-request-id"]
+
+
+async def test_trickled_headers_do_not_extend_their_time(tmp_path: Path) -> None:
+    """A header every little while is as slow as none."""
+    async with router_stack(tmp_path, {"server": SHORT}) as stack, connected(stack) as (reader, writer):
+        writer.write(b"GET /healthz HTTP/1.1\r\n")
+        reading = asyncio.create_task(answer_of(reader))
+        for number in range(100):
+            writer.write(b"x-%d: y\r\n" % number)
+            await asyncio.sleep(0.05)
+            if reading.done():
+                break
+        assert (await reading)[0] == 408
+
+
+async def test_a_silent_connection_is_closed(tmp_path: Path) -> None:
+    """One that sends nothing gets nothing, and ends; also between two requests, whatever blank lines it sends."""
+    async with router_stack(tmp_path, {"server": SHORT}) as stack:
+        async with connected(stack) as (reader, writer):
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+        async with connected(stack) as (reader, writer):
+            writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert await asyncio.wait_for(reader.readuntil(b"alive"), 10)
+            reading = asyncio.create_task(reader.read())
+            while not reading.done():
+                writer.write(b"\r\n")
+                await asyncio.sleep(0.05)
+            assert b" 408 " in await reading
+        await until(lambda: not open_at(port_of(stack)))
+
+
+@pytest.mark.parametrize(("path", "name"), [("/generate", "type"), ("/v1/chat/completions", "error")])
+async def test_a_body_that_comes_too_slowly_is_408(tmp_path: Path, path: str, name: str) -> None:
+    """A body that is begun and not ended is answered in the endpoint's own form, and the connection ends."""
+    async with router_stack(tmp_path, {"server": SHORT}) as stack, connected(stack) as (reader, writer):
+        writer.write(f'POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{{"prompt"'.encode())
+        status, headers, body = await answer_of(reader)
+        assert (status, headers["connection"]) == (408, "close")
+        assert name in json.loads(body)
+        assert stack.leases() == 0
+
+
+async def test_a_body_that_nobody_reads_ends_with_its_time(tmp_path: Path) -> None:
+    """An endpoint without a body answers at once; a body that goes on after that keeps nothing open."""
+    async with router_stack(tmp_path, {"server": SHORT}) as stack, connected(stack) as (reader, writer):
+        writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\nx")
+        reading = asyncio.create_task(answer_of(reader))
+        while not reading.done():
+            writer.write(b"x")
+            await asyncio.sleep(0.05)
+        status, _, body = await reading
+        assert (status, body) == (200, b'{"status":"alive"}')
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nx: " + b"a" * 40_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nx: " + b"a" * 40_000,
+        b"GET / HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % n for n in range(101)) + b"\r\n",
+    ],
+    ids=["path", "header", "unended", "count"],
+)
+async def test_a_head_that_is_too_large_is_431(tmp_path: Path, head: bytes) -> None:
+    """Path and headers are bounded in bytes and in number, ended or not."""
+    async with router_stack(tmp_path) as stack, connected(stack) as (reader, writer):
+        for at in range(0, len(head), 10_000):
+            writer.write(head[at : at + 10_000])
+            await asyncio.sleep(0)
+        status, headers, body = await answer_of(reader)
+        assert (status, headers["connection"]) == (431, "close")
+        assert json.loads(body)["type"] == "urn:qarr:problem:head-too-large"
+
+
+async def test_a_large_head_and_a_large_body_in_one_piece_are_served(tmp_path: Path) -> None:
+    """The bound on a head does not count what follows it."""
+    async with router_stack(tmp_path) as stack:
+        body = {"prompt": "a" * 16_000, "tier": "precise", "stream": False}
+        answer = await stack.client.post(f"{stack.url}/generate", json=body, headers={"x-long": "y" * 30_000})
+        assert answer.status_code == 200
+
+
+async def test_too_many_connections_are_503(tmp_path: Path) -> None:
+    """Beyond the bound a connection is told when to come again; those that were there are served."""
+    async with router_stack(tmp_path, {"server": {"max_connections": 2}}) as stack:
+        async with connected(stack) as (first, one), connected(stack) as (_, _two):
+            await until(lambda: open_at(port_of(stack)) == 2)
+            async with connected(stack) as (reader, writer):
+                writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+                status, headers, body = await answer_of(reader)
+                assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
+                assert json.loads(body)["type"] == "urn:qarr:problem:too-many-connections"
+            one.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b" 200 " in await first.readuntil(b"alive")
+        await until(lambda: not open_at(port_of(stack)))
+        assert (await stack.generate()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET /a b HTTP/1.1\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"POST /route HTTP/1.1\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\nabcd",
+        b"POST /route HTTP/1.1\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /route HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n\r\n",
+        b"GET / HTTP/1.1\r\nx: a\x00b\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+)
+async def test_what_is_no_request_is_a_400_problem(tmp_path: Path, sent: bytes) -> None:
+    """Bytes that are no HTTP, or could be read in two ways, are refused in the form of every other error."""
+    async with router_stack(tmp_path) as stack, connected(stack) as (reader, writer):
+        writer.write(sent)
+        status, headers, body = await answer_of(reader)
+        assert (status, headers["connection"]) == (400, "close")
+        assert json.loads(body)["status"] == 400
+
+
+async def test_garbage_after_a_request_does_not_get_into_its_answer(tmp_path: Path) -> None:
+    """What cannot be read behind a streamed request ends the connection: no error is written into the stream."""
+    async with router_stack(tmp_path) as stack, connected(stack) as (reader, writer):
+        engine = stack.engines[TierName.FAST]
+        engine.answer, engine.delay_s = ("word ",) * 200, 0.05
+        writer.write(request("/generate", {"prompt": "hi", "tier": "fast"}))
+        begun = await reader.readuntil(b"data: ")
+        writer.write(b"garbage\r\n\r\n")
+        rest = await asyncio.wait_for(reader.read(), 10)
+        assert (begun + rest).count(b"HTTP/1.1") == 1
+        await until(lambda: engine.running == 0 and stack.leases() == 0)
+
+
+async def test_a_client_that_leaves_with_requests_in_line_frees_the_engine(tmp_path: Path) -> None:
+    """A disconnect ends the request that is answered, also where another one waits behind it."""
+    async with router_stack(tmp_path) as stack:
+        engine = stack.engines[TierName.FAST]
+        engine.answer, engine.delay_s = ("word ",) * 2000, 0.05
+        async with connected(stack) as (reader, writer):
+            writer.write(request("/generate", {"prompt": "hi", "tier": "fast", "max_tokens": 2000}) * 2)
+            await reader.readuntil(b"data: ")
+        await until(lambda: engine.running == 0 and stack.leases() == 0)
+        assert sum("messages" in asked for asked in engine.requests) == 1
+
+
+async def test_requests_in_line_are_answered_in_order_and_bounded(tmp_path: Path) -> None:
+    """A few requests sent at once are answered one by one; very many end the connection."""
+    async with router_stack(tmp_path) as stack:
+        healthz = b"GET /healthz HTTP/1.1\r\nhost: x\r\n"
+        async with connected(stack) as (reader, writer):
+            writer.write((healthz + b"\r\n") * 9 + healthz + b"connection: close\r\n\r\n")
+            everything = await asyncio.wait_for(reader.read(), 10)
+            assert everything.count(b" 200 OK") == everything.count(b"alive") == 10
+        async with connected(stack) as (reader, writer):
+            writer.write((healthz + b"\r\n") * 5000)
+            everything = await asyncio.wait_for(reader.read(), 10)
+            assert everything.count(b" 200 OK") <= 32
+
+
+async def test_an_early_refusal_reaches_a_client_that_still_sends(tmp_path: Path) -> None:
+    """A body over the limit is answered 413, and the answer can be read while the body is still being sent."""
+    async with router_stack(tmp_path, {"server": {"max_body_bytes": 1024}}) as stack:
+        async with connected(stack) as (reader, writer):
+            writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 2000000\r\n\r\n")
+            for _ in range(20):
+                writer.write(b"x" * 100_000)
+                await writer.drain()
+            status, _, body = await answer_of(reader)
+            assert (status, json.loads(body)["type"]) == (413, "urn:qarr:problem:body-too-large")
+        await until(lambda: not open_at(port_of(stack)))
+
+
+async def test_tiny_chunks_and_trailers_are_bounded(tmp_path: Path) -> None:
+    """A body that is nearly all framing, and trailers without an end, are refused."""
+    async with router_stack(tmp_path, {"server": {"max_body_bytes": 1024, "max_header_bytes": 1024}}) as stack:
+        head = b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        for endless in (b"1;" + b"e" * 500 + b"\r\nx\r\n", b"0\r\n" + b"t: " + b"y" * 500 + b"\r\n"):
+            async with connected(stack) as (reader, writer):
+                writer.write(head)
+                reading = asyncio.create_task(answer_of(reader))
+                for number in range(200):
+                    if reading.done():
+                        break
+                    writer.write(endless if number == 0 or endless.startswith(b"1") else endless[3:])
+                    await asyncio.sleep(0.01)
+                assert (await reading)[0] == 413
