@@ -34,6 +34,7 @@ from router.problems import BeyondKey, NoEmbeddings, NotAdmin, Refused, UnknownM
 from router.quota import OverQuota, Quotas
 from router.samples import PromptSamples
 from router.services import Services
+from router.shared_state import SharedState
 from router.upstream import PASSED_AT_ONCE, Upstream, UpstreamError, make_transport
 from router.wire import InvalidBody, render_fleet
 from tiers.errors import NotPossible, UnknownReplica
@@ -98,17 +99,30 @@ def create_app(
         operations: What operators may do; None: nothing.
     """
     doors = doors or Doors()
+    services = _services(settings, fleet, counter, telemetry, model)
+    admin = Admin(operations, keys).routes() if operations is not None else []
+    status, streams = Status(services, doors), KeptStreams(settings.server)
+    handlers = dict.fromkeys(HANDLED, status.problem)
+    routes = [*_routes(services, status, streams), *admin]
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(services, streams))
+    return telemetry.instrument(Gate(app, keys, telemetry, doors))
+
+
+def _services(settings: Settings, fleet: Fleet, counter: TokenCounter, telemetry: Telemetry, model: str) -> Services:
+    """Wire what the handlers work with."""
     upstream = Upstream(fleet, make_transport(2 * _places(fleet) + PASSED_AT_ONCE), settings.upstream, telemetry)
     policy = LivePolicy(settings.policy, fleet)
     decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
     quotas = Quotas(settings.state.redis_url.get_secret_value())
     live_check = LiveCheck(settings.policy.live_check_share, fleet, upstream, policy, telemetry)
+    shared = SharedState(settings.state.redis_url.get_secret_value(), fleet)
     admission = Admission(fleet, policy, settings.admission, telemetry)
-    services = Services(
+    return Services(
         fleet=fleet,
         upstream=upstream,
         quotas=quotas,
         admission=admission,
+        shared=shared,
         counter=counter,
         policy=policy,
         decisions=decisions,
@@ -126,12 +140,6 @@ def create_app(
         telemetry=telemetry,
         model=model,
     )
-    admin = Admin(operations, keys).routes() if operations is not None else []
-    status, streams = Status(services, doors), KeptStreams(settings.server)
-    handlers = dict.fromkeys(HANDLED, status.problem)
-    routes = [*_routes(services, status, streams), *admin]
-    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(services, streams))
-    return telemetry.instrument(Gate(app, keys, telemetry, doors))
 
 
 def _places(fleet: Fleet) -> int:
@@ -144,13 +152,14 @@ def _lifespan(services: Services, streams: KeptStreams) -> Callable[[Starlette],
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        work = (services.policy.watch(), services.live_check.run(), services.admission.run())
+        work = (services.policy.watch(), services.live_check.run(), services.admission.run(), services.shared.run())
         tasks = [asyncio.create_task(each) for each in work]
         yield
         await streams.aclose()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await services.shared.aclose()
         await services.quotas.aclose()
         await services.upstream.aclose()
         services.decisions.close()

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from router.quota import Quotas
     from router.samples import PromptSamples
     from router.settings import LimitSettings, OpenAISettings
+    from router.shared_state import SharedState
     from router.telemetry import Telemetry
     from router.upstream import Attempt, E, EngineRequest, Exchange, Upstream
     from tiers.fleet import Fleet, FleetSnapshot
@@ -47,6 +48,7 @@ class Services:
     upstream: Upstream
     quotas: Quotas
     admission: Admission
+    shared: SharedState
     counter: TokenCounter
     policy: LivePolicy
     decisions: DecisionLog

@@ -394,7 +394,8 @@ class StateSettings(Section):
     """What several routers share."""
 
     redis_url: SecretStr = Field(
-        SecretStr(""), description="Redis for quotas over several routers; empty: each its own."
+        SecretStr(""),
+        description="Redis, for routers that share quotas and what they know of their engines; empty: each its own.",
     )
 
 

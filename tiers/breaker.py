@@ -103,6 +103,13 @@ class Breaker:
         if probe:
             self._probing = False
 
+    def adopt(self, until: float) -> None:
+        """Stay open until then: another router has seen the replica fail."""
+        if self._open_until is None:
+            self._open(until - self.options.pause_s)
+        if self._open_until is not None:
+            self._open_until = max(self._open_until, until)
+
     def reset(self) -> None:
         """Close it, and forget failures in a row: the replica works, or it is a new process."""
         self._open_until, self._probing, self._pauses, self._failures = None, False, 0, 0

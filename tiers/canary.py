@@ -6,7 +6,13 @@ every later one.
 
 The measure is the mean share of tokens before the first divergence, over four prompts of sixteen tokens. After a divergence
 two answers have different contexts, so that what follows tells nothing; and batches and kernels round differently, so that
-one near-tie may turn an answer of a sound engine: it must not weigh more than that answer. MEASURED
+one near-tie may turn an answer of a sound engine: it must not weigh more than that answer.
+
+Measured with the built-in model on a CPU (vLLM 0.32): a checkpoint agrees with itself by 1.00 in each of three tiers, asked
+again, one prompt at a time instead of four, beside five other answers, and after a restart. AWQ agrees with FP8 and with
+BF16 by 0.17; FP8 with BF16 by 0.78. The default of 0.5 lets two of the four answers turn at their first token, as another
+release of vLLM or other kernels may make them, and still refuses other weights or noise. FP8 in the place of BF16 passes
+it, being nearly the same; a fleet whose kernels do not change can afford 0.9, which tells them apart.
 """
 
 from __future__ import annotations

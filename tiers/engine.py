@@ -32,6 +32,7 @@ class Engine:
         started_at: When it was last started, by the monotonic clock.
         again: Set to start it again, whatever it does.
         recycle: Why it is to be recycled; None where it is not.
+        worn_at: When that was last found, by the monotonic clock.
     """
 
     replica: Replica
@@ -48,6 +49,7 @@ class Engine:
     started_at: float = field(default_factory=time.monotonic)
     again: asyncio.Event = field(default_factory=asyncio.Event)
     recycle: str | None = None
+    worn_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.restarts = Restarts(self.options)

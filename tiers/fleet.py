@@ -42,6 +42,18 @@ class Gauges:
     kv_cache_tokens: int | None = None
 
 
+class Others(NamedTuple):
+    """What other routers have on a replica: requests, prompt tokens to compute, output tokens to come, cache tokens."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    kv_tokens: int = 0
+
+
+NO_OTHERS = Others()
+
+
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
     """When replicas are spared.
@@ -243,6 +255,7 @@ class Replica:
     kv_tokens_held: int = 0
     kv_tokens: int = 0
     kv_pressure: bool = False
+    others: Others = NO_OTHERS
     served: int = 0
     failed: int = 0
     gauges: Gauges | None = None
@@ -268,9 +281,10 @@ class Replica:
 
     @property
     def limit(self) -> int:
-        """Return the requests that may be in flight at once."""
+        """Return the requests that may be in flight at once: what other routers leave."""
         adapting = self.options.adaptive_limit and self.speed is not None and self.speed.profiled
-        return min(self._limit.value, self.spec.max_in_flight) if adapting else self.spec.max_in_flight
+        limit = min(self._limit.value, self.spec.max_in_flight) if adapting else self.spec.max_in_flight
+        return max(limit - self.others.requests, 0)
 
     def has_room(self, tokens: int, *, long: bool) -> bool:
         """Tell whether one more request is let in.
@@ -281,7 +295,9 @@ class Replica:
         """
         if self.in_flight >= self.limit or (long and self.kv_pressure):
             return False
-        return not self.kv_tokens or not self.in_flight or self.kv_tokens_held + tokens <= self.kv_tokens
+        if not self.kv_tokens or not (self.in_flight or self.others.requests):
+            return True
+        return self.kv_tokens_held + self.others.kv_tokens + tokens <= self.kv_tokens
 
     def __repr__(self) -> str:
         return f"<Replica {self.id} {self.state.value} in_flight={self.in_flight} {self.url}>"
@@ -291,7 +307,7 @@ class Replica:
         self.state, self.detail = state, detail
         if state not in {ReplicaState.READY, ReplicaState.DRAINING}:
             self.gauges = self.speed = None
-            self.kv_pressure = False
+            self.kv_pressure, self.others = False, NO_OTHERS
             self.breaker.reset()
             self._surplus.clear()
 
@@ -310,9 +326,9 @@ class Replica:
 
     @property
     def sequences(self) -> int:
-        """Return the requests on the replica: the router's own, exactly, and those that only the gauges tell of."""
+        """Return the requests on the replica: the routers' own, exactly, and those that only the gauges tell of."""
         full = len(self._surplus) == FOREIGN_POLLS
-        return self.in_flight + (max(min(self._surplus), 0) if full else 0)
+        return self.in_flight + self.others.requests + (max(min(self._surplus), 0) if full else 0)
 
     def note_gauges(self, gauges: Gauges) -> None:
         """Note what the engine says of itself."""
@@ -321,7 +337,7 @@ class Replica:
         # Apart, so that it does not flutter about one value.
         bound = self.options.kv_close if self.kv_pressure else self.options.kv_open
         self.kv_pressure = gauges.kv_cache_usage >= bound
-        self._surplus.append(gauges.running + gauges.waiting - self.in_flight)
+        self._surplus.append(gauges.running + gauges.waiting - self.in_flight - self.others.requests)
 
     def measured(self, speed: SpeedModel) -> None:
         """Take a speed, and forget how far the last one was off."""
@@ -332,7 +348,8 @@ class Replica:
     def load(self, now: float, neighbours: float) -> Load:
         """Return what the replica has to do."""
         rate = self._prefill_rate * math.exp((self._prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
-        return Load(self.sequences, self.prompt_tokens, self.output_tokens, neighbours, rate)
+        prompts, output = self.prompt_tokens + self.others.prompt_tokens, self.output_tokens + self.others.output_tokens
+        return Load(self.sequences, prompts, output, neighbours, rate)
 
     def came(self, prompt_tokens: int, now: float) -> None:
         """Note a prompt: the rate at which they come is an exponentially weighted mean."""
@@ -363,7 +380,7 @@ class Replica:
             admits_in_s=self.breaker.wait_s(now),
             limit=self.limit,
             kv_tokens=self.kv_tokens,
-            kv_tokens_held=self.kv_tokens_held,
+            kv_tokens_held=self.kv_tokens_held + self.others.kv_tokens,
             kv_pressure=self.kv_pressure,
         )
 

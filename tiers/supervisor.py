@@ -43,6 +43,7 @@ log = logging.getLogger("qarr.tiers")
 POLL_S = 0.5
 MISSED_PROBES = 3  # health checks in a row that must fail before a living process counts as unreachable
 LAST_PORT = 65535
+WORN_S = 60.0  # an engine that was found to be too slow is recycled within it, or not for that
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +401,10 @@ class Supervisor:
         others = [off_by(r, now) for r in self.fleet.replicas if r is not replica and r.state is ReplicaState.READY]
         # Where the others are slow as well it is the machine, and a new engine would be no faster.
         machine_is_slow = any(2 * off > self._options.watchdog.slow_factor > 0 for off in others)
-        engine.recycle = None if machine_is_slow else worn
+        if worn is not None and not machine_is_slow:
+            engine.recycle, engine.worn_at = worn, now
+        elif now - engine.worn_at > WORN_S:
+            engine.recycle = None
 
     def _probe(self, replica: Replica) -> EngineProbe:
         return EngineProbe(self._client, replica.url, replica.api_key)

@@ -90,13 +90,10 @@ class Wear:
     def __init__(self, options: WatchdogOptions) -> None:
         self._options = options
         self._last: Counters | None = None
-        self._calm = Counters()
-        self._queries = Counters()
+        self._calm = self._queries = Counters()
         self._best_pace = math.inf
-        self._pace = 0.0
-        self._rate: float | None = None
         self._had_rate = False
-        self._since: float | None = None
+        self._off, self._own, self._missing = _Spell(), _Spell(), _Spell()
 
     def note(self, now: float, off: float, counters: Counters, *, sequences: int) -> str | None:
         """Take in one reading; return why the engine is to be recycled, or None.
@@ -107,39 +104,62 @@ class Wear:
             counters: The engine's own.
             sequences: Requests on it.
         """
-        self._count(counters, calm=sequences <= CALM_SEQUENCES)
-        sign = self._sign(off)
-        if sign is None:
+        news = counters.since(self._last) if self._last is not None else Counters()
+        self._last = counters
+        self._calm = _sum(self._calm, news) if sequences <= CALM_SEQUENCES else Counters()
+        self._queries = _sum(self._queries, news)
+        for sign in (self._slow_answers(now, off), self._slow_itself(now), self._forgetful(now)):
+            if sign is not None:
+                return f"{sign}, for {self._options.slow_s:g} s"
+        return None
+
+    def _slow_answers(self, now: float, off: float) -> str | None:
+        factor = self._options.slow_factor
+        lasted_s = self._off.note(now, bad=0 < factor < off)
+        return f"answers take {off:.1f} times what is predicted" if self._long(lasted_s) else None
+
+    def _slow_itself(self, now: float) -> str | None:
+        """Judge the last few calm first tokens, once there are enough; without new ones nothing is known."""
+        calm, factor = self._calm, self._options.slow_factor
+        if calm.first_tokens < WINDOW_ANSWERS:
+            return None
+        self._calm = Counters()
+        computed = max(calm.prompt_tokens - calm.cache_hits, 0.0)
+        pace = calm.ttft_s / (FIXED_TOKENS * calm.first_tokens + computed)
+        self._best_pace = min(self._best_pace, pace)
+        lasted_s = self._own.note(now, bad=pace > factor * self._best_pace > 0)
+        ratio = pace / max(self._best_pace, 1e-9)
+        return f"its own time to first token is {ratio:.1f} times its best" if self._long(lasted_s) else None
+
+    def _forgetful(self, now: float) -> str | None:
+        """Judge the last prompt tokens that were looked up in the prefix cache, once there are enough."""
+        queries, least = self._queries, self._options.min_hit_rate
+        if queries.cache_queries < WINDOW_QUERIES:
+            return None
+        self._queries = Counters()
+        rate = queries.cache_hits / queries.cache_queries
+        self._had_rate = self._had_rate or rate >= least
+        lasted_s = self._missing.note(now, bad=self._had_rate and rate < least)
+        return f"its prefix cache answers only {rate:.0%}" if self._long(lasted_s) else None
+
+    def _long(self, lasted_s: float | None) -> bool:
+        return lasted_s is not None and lasted_s >= self._options.slow_s
+
+
+class _Spell:
+    """How long something has been bad on end, from the first bad judgement to the last."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def note(self, now: float, *, bad: bool) -> float | None:
+        """Note a judgement; return how long it has been bad, or None where it is not."""
+        if not bad:
             self._since = None
             return None
         if self._since is None:
             self._since = now
-        return f"{sign}, for {self._options.slow_s:g} s" if now - self._since >= self._options.slow_s else None
-
-    def _count(self, counters: Counters, *, calm: bool) -> None:
-        news = counters.since(self._last) if self._last is not None else Counters()
-        self._last = counters
-        self._calm = _sum(self._calm, news) if calm else Counters()
-        if self._calm.first_tokens >= WINDOW_ANSWERS:
-            computed = max(self._calm.prompt_tokens - self._calm.cache_hits, 0.0)
-            self._pace = self._calm.ttft_s / (FIXED_TOKENS * self._calm.first_tokens + computed)
-            self._best_pace = min(self._best_pace, self._pace)
-            self._calm = Counters()
-        self._queries = _sum(self._queries, news)
-        if self._queries.cache_queries >= WINDOW_QUERIES:
-            self._rate = self._queries.cache_hits / self._queries.cache_queries
-            self._had_rate = self._had_rate or self._rate >= self._options.min_hit_rate
-            self._queries = Counters()
-
-    def _sign(self, off: float) -> str | None:
-        factor, least = self._options.slow_factor, self._options.min_hit_rate
-        if factor and off > factor:
-            return f"answers take {off:.1f} times what is predicted"
-        if factor and 0 < self._best_pace < math.inf and self._pace > factor * self._best_pace:
-            return f"its own time to first token is {self._pace / self._best_pace:.1f} times its best"
-        if least and self._had_rate and self._rate is not None and self._rate < least:
-            return f"its prefix cache answers only {self._rate:.0%}"
-        return None
+        return now - self._since
 
 
 def _sum(one: Counters, other: Counters) -> Counters:

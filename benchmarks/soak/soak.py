@@ -181,7 +181,8 @@ async def kill(engines: list[subprocess.Popen[bytes]], ports: list[int], until: 
 
 def start(port: int, seed: int) -> subprocess.Popen[bytes]:
     """Start an engine."""
-    return subprocess.Popen([sys.executable, __file__, "--engine", str(port), "--seed", str(seed)])
+    argv = [sys.executable, __file__, "--engine", str(port), "--seed", str(seed)]
+    return subprocess.Popen(argv, stderr=subprocess.DEVNULL)  # it says much about streams that it breaks on purpose
 
 
 def slope(samples: list[Sample]) -> tuple[float, float]:

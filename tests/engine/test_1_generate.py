@@ -118,7 +118,8 @@ def test_client_that_leaves_frees_the_engine_within_a_second(up: Up, stream: boo
 def _engine(up: Up) -> Gauges:
     async def read() -> Gauges:
         async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
-            return await EngineProbe(client, up.replica("precise")["url"], "").gauges()
+            gauges, _ = await EngineProbe(client, up.replica("precise")["url"], "").readings()
+            return gauges
 
     return asyncio.run(read())
 

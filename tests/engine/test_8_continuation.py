@@ -32,7 +32,7 @@ PROMPTS = (
     "Repeat exactly: caf\u00e9 \u4f60\u597d\u4e16\u754c \U0001f5fc\U0001f355 na\u00efve \u00e9t\u00e9",
     "Count from one to twenty in words.",
 )
-CUTS = (1, 2, 5, 9, 14)
+CUTS = (2, 3, 5, 9, 14)  # events; the first has no token
 TOKENS = 24
 
 
@@ -84,7 +84,7 @@ def test_nothing_is_lost_and_nothing_repeated(up: Up, engine_keys: dict[str, str
         assert undisturbed.startswith(cut)
         assert "\ufffd" not in whole
         assert last["usage"]["completion_tokens"] <= TOKENS
-        assert last["continued_on"] == ["balanced"]
+        assert last["continued_on"] == ["balanced"] or cut == undisturbed  # all of it had come
     if other == "fast":
         assert sum(whole == undisturbed for undisturbed, _, whole, _ in found) >= len(found) * 2 // 3
 

@@ -8,8 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from router import problems, upstream
+from router.cli import app
 from router.problems import describe
 from router.settings import Settings
 from router.upstream import EngineRefused, UpstreamError
@@ -65,6 +67,18 @@ def test_unforeseen_errors_tell_nothing() -> None:
     assert problem.status == 500
     assert "secret" not in str(problem.body({}))
     assert problems.MEDIA_TYPE == "application/problem+json"
+
+
+def test_the_commands_for_operators_are_there() -> None:
+    """Every command that docs/operations.md shows is one, with the options that it is shown with."""
+    text = (ROOT / "docs/operations.md").read_text("utf-8")
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    commands = [line.partition("#")[0].split() for block in blocks for line in block.splitlines()]
+    assert len(commands) >= 8
+    for program, *arguments in commands:
+        assert program == "qarr"
+        done = CliRunner().invoke(app, [*arguments, "--help"])
+        assert done.exit_code == 0, f"{arguments}: {done.output}"
 
 
 def test_what_the_documents_call_tested_is_tested() -> None:
