@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from router.keys import add_key
+from tests.fakes.engine import Behaviour
 from tests.unit.router_stack import events, router_stack
 from tiers.spec import TierName
 
@@ -279,3 +280,28 @@ async def test_a_stream_never_ends_cleanly_on_a_caller_that_cannot_have_it(tmp_p
         refused = await stack.generate(resumable=True, stream=False)
         assert refused.status_code == 400
         assert {e["field"] for e in refused.json()["errors"]} == {"resumable"}
+
+
+async def test_lost_streams_leave_no_tasks(tmp_path: Path) -> None:
+    """Streams that were lost at all stages, and not resumed, end with their time: tasks, leases and engine requests."""
+    async with router_stack(tmp_path, {"server": {"resume_s": 0.5}}) as stack:
+        engine = stack.engines[TierName.PRECISE]
+        engine.answer, engine.delay_s = ("w ",) * 4000, 0.01
+        await until(lambda: stack.leases() == 0)
+        before = len(asyncio.all_tasks())
+        await asyncio.gather(*(some(stack, count) for count in (1, 2, 3, 5, 8) * 4))
+        assert stack.leases() > 0
+        await until(lambda: engine.running == 0 and stack.leases() == 0)
+        await until(lambda: len(asyncio.all_tasks()) <= before)
+
+
+async def test_streams_that_are_kept_end_with_the_router(tmp_path: Path) -> None:
+    """A router that stops does not wait for streams that nobody reads, and leaves no request in an engine."""
+    behaviour = Behaviour()
+    async with router_stack(tmp_path, {"server": {"resume_s": 3600}}, precise=behaviour) as stack:
+        behaviour.answer, behaviour.delay_s = ("w ",) * 4000, 0.01
+        await some(stack, 2)
+        fleet = stack.fleet
+        assert behaviour.running == 1
+    assert all(replica.in_flight == 0 for replica in fleet.replicas)
+    await until(lambda: behaviour.running == 0)
