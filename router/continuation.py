@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -19,7 +20,7 @@ from router.upstream import Attempt, EngineBroke, Exchange, UpstreamError
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
     from router.decision import Decision
     from router.telemetry import Telemetry
@@ -266,7 +267,7 @@ class Continuation:
     """Continues answers.
 
     Attributes:
-        attempts: Engines tried for one answer.
+        attempts: Times that one answer is gone on with: on replicas that have not failed it, else on one that did earlier.
     """
 
     fleet: Fleet
@@ -296,23 +297,25 @@ class Continuation:
         Raises:
             EngineBroke: No other engine could go on.
         """
-        progress, tried = answer.progress, dict[str, str]()
+        progress, tried, attempts = answer.progress, set[str](), 0
         assert progress is not None
         failing: Exchange = answer
         while progress.finish_reason is None:
             log.warning("request %s: %s on %s", request.request_id, broken, failing.replica_id)
-            tried[failing.replica_id] = str(broken)
+            attempts += 1
+            tried.add(failing.replica_id)
             await failing.abandon(broken)
-            if len(tried) > self.attempts or not progress.resumable or not progress.prompt_ids:
+            if attempts > self.attempts or not progress.resumable or not progress.prompt_ids:
                 raise broken
-            held = await self._align(progress, tried)
+            held = await self._align(progress, failing.replica_id)
             seam = Seam(
                 progress.text,
                 held,
                 resumption.stops,
                 include=bool(resumption.sampling.get("include_stop_str_in_output")),
             )
-            part = await self._open(progress, tried, decision, request, resumption, broken)
+            exclude = (tried, {failing.replica_id})
+            part = await self._open(progress, exclude, attempts, decision, request, resumption, broken)
             if part is None:  # every token had come
                 yield _noted(progress, Piece(seam.pass_on("", last=True), (), "length"))
                 return
@@ -333,7 +336,8 @@ class Continuation:
     async def _open(  # noqa: PLR0917  called here alone
         self,
         progress: Progress,
-        tried: Mapping[str, str],
+        exclude: Sequence[Collection[str]],
+        number: int,
         decision: Decision,
         request: EngineRequest,
         resumption: Resumption,
@@ -354,25 +358,25 @@ class Continuation:
             return None
         needed = self.default_max_tokens if left is None else left
         causes: UpstreamError = broken
-        for tier in (decision.tier, *decision.fallbacks):
+        for excluded, tier in product(exclude, (decision.tier, *decision.fallbacks)):
             context = self.fleet.spec(tier).max_model_len
             if length + (1 if left is None and tier is decision.tier else needed) > context:
                 continue
             ids = [*progress.prompt_ids, *progress.output_ids]
-            asked = ContinuedRequest(request, resumption, ids, done, left or context - length, len(tried))
+            asked = ContinuedRequest(request, resumption, ids, done, left or context - length, number)
             query = replace(decision.query, prompt_tokens=length, max_tokens=min(asked.left, needed))
             rest = replace(decision, tier=tier, fallbacks=(), query=query)
             try:
-                return await self.upstream.open(rest, asked, Continued, exclude=tried, over_limit=True)
+                return await self.upstream.open(rest, asked, Continued, exclude=excluded, over_limit=True)
             except UpstreamError as error:
                 causes = error
         raise broken from causes
 
-    async def _align(self, progress: Progress, tried: Mapping[str, str]) -> str:
+    async def _align(self, progress: Progress, failed: str) -> str:
         """Cut the ids to those whose text was sent, as far as tokens allow; return text beyond that, which was not."""
         sent, ids = progress.text, progress.output_ids
         for count in range(len(ids), max(len(ids) - MOST_DROPPED, 0), -1):
-            text = await self._detokenized(ids[:count], tried)
+            text = await self._detokenized(ids[:count], failed)
             if text is None:
                 break
             if sent.startswith(" ") and not text.startswith(" "):  # some tokenizers drop it where a text begins
@@ -383,10 +387,10 @@ class Continuation:
         progress.cut(progress.whole)
         return ""
 
-    async def _detokenized(self, ids: Sequence[int], tried: Mapping[str, str]) -> str | None:
+    async def _detokenized(self, ids: Sequence[int], failed: str) -> str | None:
         """Return the text of ids by the first ready engine that answers; None: there is none."""
         for replica in self.fleet.replicas:
-            if replica.state is not ReplicaState.READY or replica.id in tried:
+            if replica.state is not ReplicaState.READY or replica.id == failed:
                 continue
             body = to_json({"model": replica.model, "tokens": list(ids)})
             try:

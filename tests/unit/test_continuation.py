@@ -240,3 +240,13 @@ def test_a_stop_string_across_the_seam_is_seen(text: str, stops: list[str], data
         out += seam.pass_on("", last=True)
     expected = reference(text, stops, include=include)
     assert out == expected
+
+
+async def test_an_engine_that_failed_before_may_go_on_again(tmp_path: Path) -> None:
+    """With two engines left of three, one that broke a part is asked again once the other has failed as well."""
+    faults = {"fast": {"break_after": 3}, "balanced": {"break_after": 6}, "precise": {"status": 500}}
+    async with faulty_stack(tmp_path, faults) as stack:
+        found = events((await stack.generate(tier="fast", max_tokens=64)).text)
+        assert "".join(data["text"] for name, data in found if name == "message") == TEXT
+        assert found[-1][1]["continued_on"] == ["balanced", "fast"]
+        assert stack.leases() == 0
