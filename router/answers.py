@@ -11,11 +11,11 @@ import httpx
 from pydantic_core import from_json, to_json
 
 from router.continuation import Piece, Progress, Resumption
-from router.upstream import Attempt, EngineBroke, Exchange
+from router.upstream import Attempt, EngineBroke, Exchange, chunks_of
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 
     from tiers.fleet import Replica
 
@@ -94,7 +94,7 @@ class Answer(Exchange):
     def __init__(self, attempt: Attempt) -> None:
         super().__init__(attempt)
         self.progress = Progress()
-        self._stream = self._read()
+        self._source = self._stream = self._read()
         self._held: list[Delta] = []
         self._over = False
 
@@ -152,13 +152,14 @@ class Answer(Exchange):
         if self.finish_reason is None:
             raise EngineBroke("the engine's stream ended without a finish reason")
 
-    async def _read(self) -> AsyncIterator[Delta]:
+    async def _read(self) -> AsyncGenerator[Delta, None]:
         """Yield the stream's deltas, and keep the prompt's ids, which come before the first token."""
         assert self.progress is not None
-        async for delta in _read(self._attempt.response):
-            if delta.prompt_ids:
-                self.progress.prompt_ids = list(delta.prompt_ids)
-            yield delta
+        async with contextlib.aclosing(_read(self._attempt.response)) as deltas:
+            async for delta in deltas:
+                if delta.prompt_ids:
+                    self.progress.prompt_ids = list(delta.prompt_ids)
+                yield delta
 
     def _note(self, delta: Delta) -> None:
         assert self.progress is not None
@@ -170,25 +171,25 @@ class Answer(Exchange):
             self._note_usage(delta.usage)
 
 
-async def _read(response: httpx.Response) -> AsyncIterator[Delta]:
+async def _read(response: httpx.Response) -> AsyncGenerator[Delta, None]:
     """Yield a stream's deltas.
 
     Raises:
         EngineBroke: The stream ended early or holds an error.
     """
     buffer = b""
-    assert isinstance(response.stream, httpx.AsyncByteStream)
     try:
-        async for chunk in response.stream:
-            buffer += chunk
-            *lines, buffer = buffer.split(b"\n")
-            for line in lines:
-                if not line.startswith(DATA):
-                    continue
-                data = line[len(DATA) :].strip()
-                if data == DONE:
-                    return
-                yield _delta(data)
+        async with chunks_of(response) as chunks:
+            async for chunk in chunks:
+                buffer += chunk
+                *lines, buffer = buffer.split(b"\n")
+                for line in lines:
+                    if not line.startswith(DATA):
+                        continue
+                    data = line[len(DATA) :].strip()
+                    if data == DONE:
+                        return
+                    yield _delta(data)
     except httpx.HTTPError as error:
         raise EngineBroke(f"the engine's stream broke off ({type(error).__name__})") from error
     raise EngineBroke("the engine's stream ended early")

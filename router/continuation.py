@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from pydantic_core import from_json, to_json
 
-from router.upstream import Attempt, EngineBroke, Exchange, UpstreamError
+from router.upstream import Attempt, EngineBroke, Exchange, UpstreamError, chunks_of
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 
     from router.decision import Decision
     from router.telemetry import Telemetry
@@ -174,7 +174,7 @@ class Continued(Exchange):
 
     def __init__(self, attempt: Attempt) -> None:
         super().__init__(attempt)
-        self._stream = _read(attempt.response)
+        self._source = self._stream = _read(attempt.response)
         self._first: Piece | None = None
 
     async def begin(self) -> None:
@@ -413,25 +413,25 @@ def continued_on(answer: Exchange) -> list[TierName]:
     return [part.tier for part in answer.parts]
 
 
-async def _read(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+async def _read(response: httpx.Response) -> AsyncGenerator[dict[str, Any], None]:
     """Yield a stream's chunks.
 
     Raises:
         EngineBroke: The stream ended early or holds an error.
     """
     buffer = b""
-    assert isinstance(response.stream, httpx.AsyncByteStream)
     try:
-        async for data in response.stream:
-            *events, buffer = (buffer + data).split(b"\n\n")
-            for event in events:
-                text = event.removeprefix(b"data:").strip()
-                if text == b"[DONE]":
-                    return
-                chunk = from_json(text)
-                if not isinstance(chunk, dict) or "error" in chunk:
-                    raise EngineBroke("the engine reported an error in its stream")
-                yield chunk
+        async with chunks_of(response) as parts:
+            async for data in parts:
+                *events, buffer = (buffer + data).split(b"\n\n")
+                for event in events:
+                    text = event.removeprefix(b"data:").strip()
+                    if text == b"[DONE]":
+                        return
+                    chunk = from_json(text)
+                    if not isinstance(chunk, dict) or "error" in chunk:
+                        raise EngineBroke("the engine reported an error in its stream")
+                    yield chunk
     except httpx.HTTPError as error:
         raise EngineBroke(f"the engine's stream broke off ({type(error).__name__})") from error
     except ValueError as error:

@@ -19,11 +19,11 @@ from pydantic_core import from_json, to_json
 from router.answers import CERTAINTY
 from router.continuation import Piece, Progress, Resumption, continued_on
 from router.jsontext import JsonObject, NotJson, as_integer
-from router.upstream import Attempt, EngineBroke, EngineFailed, Exchange, body_of
+from router.upstream import Attempt, EngineBroke, EngineFailed, Exchange, body_of, chunks_of
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 
     from tiers.fleet import Replica
 
@@ -216,7 +216,7 @@ class EventRelay(Exchange):
         self._judged = judged and attempt.tier is not TierName.PRECISE
         self.media_type = attempt.response.headers.get("content-type", "text/event-stream; charset=utf-8")
         self._report_usage = report_usage
-        self._batches = self._read(attempt.response)
+        self._source = self._batches = self._read(attempt.response)
         self._held: list[bytes] = []
         self._ended = False
 
@@ -339,21 +339,21 @@ class EventRelay(Exchange):
             self._template = {name: chunk.get(name) for name in ("id", "object", "created", "model")}
         return len(ids) or 1, _IDS.sub(rb'"\1":null', event)
 
-    async def _read(self, response: httpx.Response) -> AsyncIterator[list[bytes]]:
+    async def _read(self, response: httpx.Response) -> AsyncGenerator[list[bytes], None]:
         """Yield whole events, those that came together in one list.
 
         Raises:
             EngineBroke: The stream ended before ``[DONE]``.
         """
         buffer = b""
-        assert isinstance(response.stream, httpx.AsyncByteStream)
         try:
-            async for chunk in response.stream:
-                *events, buffer = (buffer + chunk).split(SEPARATOR)
-                if events:
-                    yield events
-                    if events[-1] == DONE:
-                        return
+            async with chunks_of(response) as chunks:
+                async for chunk in chunks:
+                    *events, buffer = (buffer + chunk).split(SEPARATOR)
+                    if events:
+                        yield events
+                        if events[-1] == DONE:
+                            return
         except httpx.HTTPError as error:
             raise EngineBroke(f"the engine's stream broke off ({type(error).__name__})") from error
         raise EngineBroke("the engine's stream ended early")

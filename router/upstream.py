@@ -16,8 +16,9 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import aiohttp
 import httpx
@@ -25,7 +26,8 @@ from httpx_aiohttp import AiohttpTransport
 from pydantic_core import from_json
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from opentelemetry.trace import Span
 
@@ -180,6 +182,7 @@ class Exchange(ABC):
         self.parts: list[Exchange] = []
         self._attempt = attempt
         self._pending: asyncio.Future[Any] | None = None
+        self._source: AsyncGenerator[Any, None] | None = None
         self._first_at = self._last_at = 0.0
         self._complete = self._closed = False
         self._tokens = 0
@@ -250,6 +253,8 @@ class Exchange(ABC):
         if self._pending is not None:
             self._pending.cancel()
             await asyncio.gather(self._pending, return_exceptions=True)
+        if self._source is not None:
+            await self._source.aclose()
         await self._attempt.response.aclose()
 
     def _began(self) -> None:
@@ -543,16 +548,22 @@ def _causes(tried: Mapping[str, str]) -> str:
     return "; ".join(f"{replica}: {cause}" for replica, cause in tried.items())
 
 
+def chunks_of(response: httpx.Response) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
+    """Return a context in which a response's body is read; reading ends with it, and is not left to the collector."""
+    assert isinstance(response.stream, httpx.AsyncByteStream)
+    return aclosing(cast("AsyncGenerator[bytes, None]", aiter(response.stream)))
+
+
 async def body_of(response: httpx.Response, limit: int | None = None) -> bytes:
     """Read a response's body, up to about ``limit`` bytes."""
     parts: list[bytes] = []
     size = 0
-    assert isinstance(response.stream, httpx.AsyncByteStream)
-    async for chunk in response.stream:
-        parts.append(chunk)
-        size += len(chunk)
-        if limit is not None and size > limit:
-            break
+    async with chunks_of(response) as chunks:
+        async for chunk in chunks:
+            parts.append(chunk)
+            size += len(chunk)
+            if limit is not None and size > limit:
+                break
     return b"".join(parts)
 
 
