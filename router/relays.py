@@ -312,7 +312,10 @@ class EventRelay(Exchange):
                 return None
         tokens = 1
         if self.progress is not None:
-            tokens, event = self._followed(self.progress, event)
+            tokens, kept = self._followed(self.progress, event)
+            if kept is None:
+                return None
+            event = kept
         self._produced(tokens)
         if self._judged and _LOGPROBS in event:
             event = _without_logprobs(event)
@@ -323,8 +326,11 @@ class EventRelay(Exchange):
                 return event[:-1] + b',"system_fingerprint":' + to_json(fingerprint) + b"}"
         return event
 
-    def _followed(self, progress: Progress, event: bytes) -> tuple[int, bytes]:
-        """Note an event's tokens; return how many they are, and the event without their ids: nobody asked for those."""
+    def _followed(self, progress: Progress, event: bytes) -> tuple[int, bytes | None]:
+        """Note an event's tokens; return how many they are, and the event without their ids: nobody asked for those.
+
+        An event that has nothing but ids, for a token that is not to be seen yet, would not have come without.
+        """
         chunk = _parse(event)
         choice: dict[str, Any] = next(iter(chunk.get("choices") or ()), {})
         progress.prompt_ids = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids") or progress.prompt_ids
@@ -337,6 +343,8 @@ class EventRelay(Exchange):
         progress.note(Piece(text or "", tuple(ids), choice.get("finish_reason")))
         if not self._template:
             self._template = {name: chunk.get(name) for name in ("id", "object", "created", "model")}
+        if delta == {} and ids and choice.get("finish_reason") is None:
+            return len(ids), None
         return len(ids) or 1, _IDS.sub(rb'"\1":null', event)
 
     async def _read(self, response: httpx.Response) -> AsyncGenerator[list[bytes], None]:
