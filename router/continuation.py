@@ -242,16 +242,30 @@ class Seam:
         self._old, self._new, self._out = context + held, "", len(context)
         self.stopped: str | None = None
 
-    def pass_on(self, text: str, *, last: bool) -> str:
-        """Take more text, and return what may go out; ``stopped`` is set once a stop string is complete."""
+    def pass_on(self, text: str, *, last: bool, ended_by: str = "") -> str:
+        """Take more text, and return what may go out; ``stopped`` is set once a stop string is complete.
+
+        Args:
+            text: What the next engine computed.
+            last: Whether that is all.
+            ended_by: The stop string that ended it, which is not in the text.
+        """
         if not self._old:
             return text
         self._new += text
         whole = self._old + self._new
-        starts = range(len(self._old))
-        found = [(start + len(s), start, s) for s in self._stops for start in starts if whole.startswith(s, start)]
-        if found:
-            end, start, self.stopped = min(found)  # the one that is complete first, as vLLM has it
+        seen, starts = whole + ended_by, range(len(self._old))
+        found = [
+            (start + len(stop), number, start)
+            for number, stop in enumerate(self._stops)
+            for start in starts
+            if seen.startswith(stop, start)
+        ]
+        # The one that is complete first, of those complete at once the one that was named first, as vLLM has it.
+        own = (len(seen), self._stops.index(ended_by)) if ended_by in self._stops else (len(seen) + 1, 0)
+        if found and min(found)[:2] < own:
+            end, number, start = min(found)
+            self.stopped = self._stops[number]
             return whole[self._out : end if self._include else start]
         begun = (start for start in starts if any(stop.startswith(whole[start:]) for stop in self._stops))
         safe = None if last else next(begun, None)
@@ -308,12 +322,8 @@ class Continuation:
             if attempts > self.attempts or not progress.resumable or not progress.prompt_ids:
                 raise broken
             held = await self._align(progress, failing.replica_id)
-            seam = Seam(
-                progress.text,
-                held,
-                resumption.stops,
-                include=bool(resumption.sampling.get("include_stop_str_in_output")),
-            )
+            include = bool(resumption.sampling.get("include_stop_str_in_output"))
+            seam = Seam(progress.text, held, resumption.stops, include=include)
             exclude = (tried, {failing.replica_id})
             part = await self._open(progress, exclude, attempts, decision, request, resumption, broken)
             if part is None:  # every token had come
@@ -324,7 +334,8 @@ class Continuation:
             self.telemetry.record_continuation(answer.replica_id, part.replica_id, len(progress.output_ids), broken)
             try:
                 async for piece in part.pieces():
-                    text = seam.pass_on(piece.text, last=piece.finish_reason is not None)
+                    stopped = piece.stop_reason if isinstance(piece.stop_reason, str) and not include else ""
+                    text = seam.pass_on(piece.text, last=piece.finish_reason is not None, ended_by=stopped)
                     if seam.stopped is not None:
                         yield _noted(progress, Piece(text, piece.token_ids, "stop", seam.stopped))
                         break

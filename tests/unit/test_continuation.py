@@ -210,14 +210,14 @@ async def test_a_client_that_leaves_a_continued_answer_frees_both_engines(tmp_pa
                 await asyncio.sleep(0.02)
 
 
-def reference(text: str, stops: list[str], *, include: bool) -> str:
-    """Return what one engine would have answered: up to the stop string that is complete first."""
+def reference(text: str, stops: list[str], *, include: bool) -> tuple[str, str]:
+    """Return what one engine would have answered: up to the stop string that is complete first; and that string."""
     ends = [(text.find(s) + len(s), text.find(s), s) for s in stops if s in text]
     if not ends:
-        return text
+        return text, ""
     first = min(end for end, _, _ in ends)
     _, start, stop = next(e for e in ends if e[0] == first)
-    return text[: start + (len(stop) if include else 0)]
+    return text[: start + (len(stop) if include else 0)], stop
 
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=2), st.data())
@@ -231,14 +231,14 @@ def test_a_stop_string_across_the_seam_is_seen(text: str, stops: list[str], data
         return  # the first engine ended it
     sent = before[: max(len(before) - hold, 0)]
     seam = Seam(sent, before[len(sent) :], stops, include=include)
-    out, left = sent, reference(after, stops, include=include)  # the second engine sees only its own text
-    for at, character in enumerate(left):
-        out += seam.pass_on(character, last=at == len(left) - 1)
+    out, (left, stop) = sent, reference(after, stops, include=include)  # the second engine sees only its own text
+    for character in left:
+        out += seam.pass_on(character, last=False)
         if seam.stopped is not None:
             break
     else:
-        out += seam.pass_on("", last=True)
-    expected = reference(text, stops, include=include)
+        out += seam.pass_on("", last=True, ended_by="" if include else stop)
+    expected, _ = reference(text, stops, include=include)
     assert out == expected
 
 
