@@ -16,7 +16,7 @@ from starlette.routing import Route as Endpoint
 
 from router.admin import Admin
 from router.admission import Admission
-from router.context import BodyTooLarge, ClientGone, context_of
+from router.context import BodyTooLarge, ClientGone, context_of, end_tasks
 from router.continuation import Continuation
 from router.decision_log import DecisionLog
 from router.doors import Doors
@@ -156,9 +156,7 @@ def _lifespan(services: Services, streams: KeptStreams) -> Callable[[Starlette],
         tasks = [asyncio.create_task(each) for each in work]
         yield
         await streams.aclose()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
         await services.shared.aclose()
         await services.quotas.aclose()
         await services.upstream.aclose()

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from router.keys import ANONYMOUS, Caller
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Collection, Coroutine, Mapping
 
     from starlette.types import Message, Receive, Scope, Send
 
@@ -132,6 +132,14 @@ def context_of(scope: Scope) -> RequestContext:
     """Return a request's context."""
     context: RequestContext = scope[_KEY]
     return context
+
+
+async def end_tasks(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Cancel tasks until they have ended: a library in between may swallow a cancellation."""
+    while not all(task.done() for task in tasks):
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=1)
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from router.context import end_tasks
 from router.shared_state import SharedState
 from tiers.breaker import BreakerState
 from tiers.fleet import FOREIGN_POLLS, NO_OTHERS, Fleet, Gauges, Others, Replica
@@ -35,9 +36,7 @@ async def routers(url: str, count: int = 2) -> AsyncIterator[list[Fleet]]:
     try:
         yield fleets
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
         for each in shared:
             await each.aclose()
 
