@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from router.telemetry import Telemetry
     from tiers.fleet import Fleet, Lease
 
-LOOKED_AT = (
-    16  # in front of the queue, for each place that frees: those behind may fit elsewhere, but it must not cost much
-)
+LOOKED_AT = 16  # in front of the queue when places free: those behind may fit as well, but looking must not cost much
 TICK_S = 0.1  # places free by time as well: engines get ready, breakers half-open
 MEMORY = 0.8  # weight of the past in the time between two places that freed
 FORGET_S = 30.0  # what was learned of that time, after so long without a queue
@@ -102,15 +100,15 @@ class Admission:
         """
         if decision.tier is None and (decision.refusal is not Refusal.AT_CAPACITY or not self._options.max_waiting):
             raise Refused(decision)
-        if not self._waiting:
+        self._dispatch()  # those who wait come first; what they leave is free
+        admitted = self._place(decision, key_id, 0.0)
+        if admitted is None and decision.tier is not None:  # others were quicker
+            decision = decide(decision.query, self._fleet.snapshot(), self._policy.table)
             admitted = self._place(decision, key_id, 0.0)
-            if admitted is None and decision.tier is not None:  # others came first
-                decision = decide(decision.query, self._fleet.snapshot(), self._policy.table)
-                admitted = self._place(decision, key_id, 0.0)
-            if admitted is not None:
-                return admitted
-            if decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY:
-                raise Refused(decision)
+        if admitted is not None:
+            return admitted
+        if decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY:
+            raise Refused(decision)
         with self._telemetry.admission() as span:
             admitted = await self._wait(self._enqueue(decision, key_id, priority))
             span.set_attribute("qarr.waited_ms", admitted.waited_ms)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import httpx
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
-from router.continuation import Piece, Progress, Resumption
-from router.upstream import Attempt, EngineBroke, Exchange, chunks_of
+from router.continuation import Piece, Progress, Resumption, read_chunks
+from router.upstream import Attempt, EngineBroke, Exchange
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 
     from tiers.fleet import Replica
 
-DATA = b"data:"
-DONE = b"[DONE]"
 CERTAINTY = {"logprobs": True, "top_logprobs": 1}
 
 
@@ -155,8 +152,9 @@ class Answer(Exchange):
     async def _read(self) -> AsyncGenerator[Delta, None]:
         """Yield the stream's deltas, and keep the prompt's ids, which come before the first token."""
         assert self.progress is not None
-        async with contextlib.aclosing(_read(self._attempt.response)) as deltas:
-            async for delta in deltas:
+        async with contextlib.aclosing(read_chunks(self._attempt.response)) as chunks:
+            async for chunk in chunks:
+                delta = _delta(chunk)
                 if delta.prompt_ids:
                     self.progress.prompt_ids = list(delta.prompt_ids)
                 yield delta
@@ -171,35 +169,8 @@ class Answer(Exchange):
             self._note_usage(delta.usage)
 
 
-async def _read(response: httpx.Response) -> AsyncGenerator[Delta, None]:
-    """Yield a stream's deltas.
-
-    Raises:
-        EngineBroke: The stream ended early or holds an error.
-    """
-    buffer = b""
+def _delta(chunk: Mapping[str, Any]) -> Delta:
     try:
-        async with chunks_of(response) as chunks:
-            async for chunk in chunks:
-                buffer += chunk
-                *lines, buffer = buffer.split(b"\n")
-                for line in lines:
-                    if not line.startswith(DATA):
-                        continue
-                    data = line[len(DATA) :].strip()
-                    if data == DONE:
-                        return
-                    yield _delta(data)
-    except httpx.HTTPError as error:
-        raise EngineBroke(f"the engine's stream broke off ({type(error).__name__})") from error
-    raise EngineBroke("the engine's stream ended early")
-
-
-def _delta(data: bytes) -> Delta:
-    try:
-        chunk = from_json(data)
-        if "error" in chunk:
-            raise EngineBroke("the engine reported an error in its stream")
         choices = chunk["choices"]
         if not choices:
             return Delta(usage=chunk.get("usage"))
@@ -213,5 +184,5 @@ def _delta(data: bytes) -> Delta:
             token_ids=tuple(choice.get("token_ids") or ()),
             prompt_ids=tuple(chunk.get("prompt_token_ids") or ()),
         )
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError) as error:
         raise EngineBroke("the engine's stream holds something that is not a chunk") from error

@@ -174,7 +174,7 @@ class Continued(Exchange):
 
     def __init__(self, attempt: Attempt) -> None:
         super().__init__(attempt)
-        self._source = self._stream = _read(attempt.response)
+        self._source = self._stream = read_chunks(attempt.response)
         self._first: Piece | None = None
 
     async def begin(self) -> None:
@@ -288,7 +288,7 @@ class Continuation:
     upstream: Upstream
     telemetry: Telemetry
     attempts: int
-    default_max_tokens: int
+    default_max_tokens: int  # room that a tier's context must leave for a request that gives no limit
 
     def resume(
         self, decision: Decision, request: EngineRequest
@@ -330,8 +330,8 @@ class Continuation:
                 yield _noted(progress, Piece(seam.pass_on("", last=True), (), "length"))
                 return
             answer.parts.append(part)
+            self.telemetry.record_continuation(failing.replica_id, part.replica_id, len(progress.output_ids), broken)
             failing = part
-            self.telemetry.record_continuation(answer.replica_id, part.replica_id, len(progress.output_ids), broken)
             try:
                 async for piece in part.pieces():
                     stopped = piece.stop_reason if isinstance(piece.stop_reason, str) and not include else ""
@@ -424,11 +424,11 @@ def continued_on(answer: Exchange) -> list[TierName]:
     return [part.tier for part in answer.parts]
 
 
-async def _read(response: httpx.Response) -> AsyncGenerator[dict[str, Any], None]:
+async def read_chunks(response: httpx.Response) -> AsyncGenerator[dict[str, Any], None]:
     """Yield a stream's chunks.
 
     Raises:
-        EngineBroke: The stream ended early or holds an error.
+        EngineBroke: The stream ended early, or holds an error or something that is no chunk.
     """
     buffer = b""
     try:
@@ -436,15 +436,17 @@ async def _read(response: httpx.Response) -> AsyncGenerator[dict[str, Any], None
             async for data in parts:
                 *events, buffer = (buffer + data).split(b"\n\n")
                 for event in events:
+                    if not event.startswith(b"data:"):
+                        continue
                     text = event.removeprefix(b"data:").strip()
                     if text == b"[DONE]":
                         return
                     chunk = from_json(text)
-                    if not isinstance(chunk, dict) or "error" in chunk:
+                    if "error" in chunk:
                         raise EngineBroke("the engine reported an error in its stream")
                     yield chunk
     except httpx.HTTPError as error:
         raise EngineBroke(f"the engine's stream broke off ({type(error).__name__})") from error
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise EngineBroke("the engine's stream holds something that is not a chunk") from error
     raise EngineBroke("the engine's stream ended early")

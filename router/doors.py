@@ -19,9 +19,7 @@ class Door(Enum):
 
     OPEN = "open"
     DRAINING = "draining"  # new work is refused, what is open may finish
-    HANDED_OVER = (
-        "handed over"  # another router listens; those who are still connected here are served, then sent there
-    )
+    HANDED_OVER = "handed over"  # another router listens; who is still connected here is served, then sent there
 
 
 @dataclass(slots=True)

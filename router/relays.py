@@ -292,9 +292,9 @@ class EventRelay(Exchange):
         return b"data: " + to_json({**self._template, "choices": [{**choice, "token_ids": None}]}) + SEPARATOR
 
     def _ending(self) -> bytes:
-        """Return the end of a continued answer, which says so in a comment: clients skip those."""
-        tiers = " ".join(continued_on(self))
-        comment = b": continued on " + tiers.encode() + SEPARATOR
+        """Return the end of an answer that broke; one that was continued says so in a comment: clients skip those."""
+        tiers = " ".join(continued_on(self)).encode()
+        comment = b": continued on " + tiers + SEPARATOR if tiers else b""
         if not self._report_usage:
             return comment + DONE + SEPARATOR
         counts = to_json({**self._template, "choices": [], "usage": self.usage})

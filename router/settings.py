@@ -344,7 +344,9 @@ class UpstreamSettings(Section):
     token_timeout_s: float = Field(60, gt=0, description="Between two tokens.")
     answer_timeout_s: float = Field(600, gt=0, description="To the whole answer of a request that is not streamed.")
     attempts: int = Field(
-        3, ge=1, description="Replicas tried before the first byte; and once more for an answer that breaks midway."
+        3,
+        ge=1,
+        description="Replicas tried before the first byte; as often an answer that breaks midway is gone on with.",
     )
     retry_share: float = Field(
         0.2,

@@ -52,6 +52,8 @@ class SharedState:
                 await self._exchange()
             except UNAVAILABLE as error:
                 self._lost(error)
+            except (ValueError, TypeError) as error:  # a router of another release, say
+                log.warning("what another router tells over redis is not understood (%s)", type(error).__name__)
             await asyncio.sleep(EVERY_S)
 
     async def aclose(self) -> None:
@@ -80,25 +82,29 @@ class SharedState:
             log.info("redis answers again: what other routers do counts again")
 
     def _own(self) -> dict[str, list[float]]:
-        """Return what this router has on every replica: requests, prompt, output and cache tokens, seconds spared."""
-        now = time.monotonic()
+        """Return what this router has on every replica: requests, prompt, output and cache tokens, until when it is spared.
+
+        The last as seconds since 1970: what is left of a pause is old once it is read, and routers that told one another
+        that would prolong it for ever.
+        """
+        now, today = time.monotonic(), time.time()
         return {
-            r.url: [r.in_flight, r.prompt_tokens, r.output_tokens, r.kv_tokens_held, r.breaker.wait_s(now)]
+            r.url: [r.in_flight, r.prompt_tokens, r.output_tokens, r.kv_tokens_held, today + r.breaker.wait_s(now)]
             for r in self._fleet.replicas
         }
 
     def _take(self, entries: Iterable[dict[str, list[float]]]) -> None:
         sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-        spared: dict[str, float] = defaultdict(float)
+        until: dict[str, float] = defaultdict(float)
         for entry in entries:
-            for url, (*counts, wait_s) in entry.items():
+            for url, (*counts, spared_until) in entry.items():
                 sums[url] = [a + int(b) for a, b in zip(sums[url], counts, strict=True)]
-                spared[url] = max(spared[url], wait_s)
-        now = time.monotonic()
+                until[url] = max(until[url], spared_until)
+        now, today = time.monotonic(), time.time()
         for replica in self._fleet.replicas:
             replica.others = Others(*sums[replica.url]) if replica.url in sums else NO_OTHERS
-            if spared[replica.url] > 0:
-                replica.breaker.adopt(now + spared[replica.url])
+            if until[replica.url] > today:
+                replica.breaker.adopt(now + until[replica.url] - today)
 
     def _lost(self, error: Exception) -> None:
         """Forget the others once what is known of them is old."""

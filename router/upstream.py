@@ -40,9 +40,7 @@ if TYPE_CHECKING:
 
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 PASSED_AT_ONCE = 16  # small requests without a lease; they must not use up the connections of those with one
-READ_BUFFER_BYTES = (
-    1 << 15
-)  # of each answer: at twice that nothing is read from the engine until the client has taken some
+READ_BUFFER_BYTES = 1 << 15  # of each answer: at twice that no more is read until the client has taken some
 MAX_ERROR_BYTES = 65536  # of an engine's error that are read; more of it helps nobody
 log = logging.getLogger("qarr.router")
 # Statuses of an engine that blame the router or the moment, not the request.

@@ -122,6 +122,11 @@ class ReplicaSnapshot:
         )
 
 
+def fits(tokens: float, held: int, size: int) -> bool:
+    """Tell whether a KV cache has room for so many tokens more; a size of 0 is not known. A lone request always fits."""
+    return not size or not held or held + tokens <= size
+
+
 @dataclass(frozen=True, slots=True)
 class TierSnapshot:
     """One tier at one moment."""
@@ -157,7 +162,7 @@ class TierSnapshot:
             and r.admits
             and r.in_flight < r.limit
             and r.in_flight < most
-            and (not r.kv_tokens or not r.in_flight or r.kv_tokens_held + tokens <= r.kv_tokens)
+            and fits(tokens, r.kv_tokens_held, r.kv_tokens)
             and not (long and r.kv_pressure)
         ]
         return free[0] if len(free) == 1 else min(free, key=_snapshot_load, default=None)
@@ -295,9 +300,7 @@ class Replica:
         """
         if self.in_flight >= self.limit or (long and self.kv_pressure):
             return False
-        if not self.kv_tokens or not (self.in_flight or self.others.requests):
-            return True
-        return self.kv_tokens_held + self.others.kv_tokens + tokens <= self.kv_tokens
+        return fits(tokens, self.kv_tokens_held + self.others.kv_tokens, self.kv_tokens)
 
     def __repr__(self) -> str:
         return f"<Replica {self.id} {self.state.value} in_flight={self.in_flight} {self.url}>"

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -223,8 +222,6 @@ def main() -> None:
     parser.add_argument("--url")
     options = parser.parse_args()
     with fleet(options.url) as url:
-        processes = len(psutil.Process().children(recursive=True))
-        print(f"  {url}: {processes} processes", file=sys.stderr)
         good = asyncio.run(run(url, options))
     sys.exit(0 if good else 1)
 

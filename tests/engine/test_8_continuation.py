@@ -105,8 +105,7 @@ async def _compare(
             undisturbed, _ = await _stream(url, prompt)
             for cutter.events in CUTS:
                 whole, last = await _stream(url, prompt)
-                cutter_text = await _direct(proxy, up, prompt)
-                found.append((undisturbed, cutter_text, whole, last))
+                found.append((undisturbed, await _direct(proxy, prompt), whole, last))
     return found
 
 
@@ -119,10 +118,10 @@ async def _stream(url: str, prompt: str) -> tuple[str, dict[str, Any]]:
     return "".join(e.get("text", "") for e in events[:-1]), events[-1]
 
 
-async def _direct(proxy: str, up: Up, prompt: str) -> str:
+async def _direct(proxy: str, prompt: str) -> str:
     """Return what comes before the cut, without a router."""
     body = {
-        "model": up.tiers()["fast"]["replicas"][0].get("model", "smollm2-135m-instruct"),
+        "model": "smollm2-135m-instruct",
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": TOKENS,
         "temperature": 0,

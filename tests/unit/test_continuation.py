@@ -144,7 +144,7 @@ async def test_the_next_engine_may_fail_as_well(tmp_path: Path) -> None:
     switches = [e.attributes for s in exporter.get_finished_spans() for e in s.events if e.name == "qarr.continuation"]
     assert [(s["qarr.replica"], s["qarr.continued_on"], s["qarr.continued_tokens"]) for s in switches if s] == [
         ("fast-0", "balanced-0", 3),
-        ("fast-0", "precise-0", 6),
+        ("balanced-0", "precise-0", 6),
     ]
 
 
