@@ -30,6 +30,7 @@ from router.live_policy import LivePolicy
 from router.metrics import Metrics
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
 from router.openapi import document
+from router.page import PAGE, Page
 from router.problems import BeyondKey, NoEmbeddings, NotAdmin, Refused, UnknownModel, describe
 from router.quota import OverQuota, Quotas
 from router.samples import PromptSamples
@@ -103,7 +104,8 @@ def create_app(
     admin = Admin(operations, keys).routes() if operations is not None else []
     status, streams = Status(services, doors), KeptStreams(settings.server)
     handlers = dict.fromkeys(HANDLED, status.problem)
-    routes = [*_routes(services, status, streams), *admin]
+    page = Endpoint(PAGE, Page(settings.server, keys).answer)
+    routes = [page, *_routes(services, status, streams), *admin]
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(services, streams))
     return telemetry.instrument(Gate(app, keys, telemetry, doors))
 
