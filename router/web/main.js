@@ -1,7 +1,7 @@
 // The page: what is set up at start, and what happens as the router tells things.
 
 const THEME = "qarr-theme";
-const THEMES = { auto: "Theme: as the system", light: "Theme: light", dark: "Theme: dark" };
+const THEMES = { auto: "Theme: auto", light: "Theme: light", dark: "Theme: dark" };
 const connection = { state: "connecting", problem: null, again: null, heard: null };
 
 function showConnection() {

@@ -78,9 +78,9 @@ function tierCell(r) {
 function makeRequest(r) {
   const [kind, words] = outcome(r);
   const cell = (name, label, ...children) => el("td", { role: "cell", class: name, "data-label": label }, ...children);
-  const open = el("button", { type: "button", class: "open", "aria-haspopup": "dialog", "aria-label": `Details of the request at ${timeOf(r.at)}, ${r.class}, ${words}` }, timeOf(r.at));
+  const open = el("button", { type: "button", class: "open", "aria-haspopup": "dialog", "aria-label": `Details of the request that ended at ${timeOf(ended(r))}, ${r.class}, ${words}` }, timeOf(ended(r)));
   const row = el("tr", { role: "row", "data-outcome": kind, "data-request": r.request_id },
-    cell("at", "Time", open),
+    cell("at", "Ended", open),
     cell("class", "Class", r.class),
     cell("which", "Tier", tierCell(r)),
     cell("why", "Reason", el("span", { class: "clip", title: r.reason }, [...detours(r), briefly(r)].join(" · "))),

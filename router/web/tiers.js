@@ -36,7 +36,7 @@ function showSums({ tiers, waiting, in_flight_total, totals, window_s }) {
   put(byId("sum-errors"), errors ? `${plural(errors, "error")} of them` : "no errors");
   put(byId("sum-sla"), asked ? percent(met / asked) : NONE);
   put(byId("sum-sla-of"), asked ? `${count(met)} of ${count(asked)} with bounds` : `none with bounds in ${window_s} s`);
-  sync(byId("totals"), TOTALS.filter(([name]) => known(totals[name])), ([name]) => name,
+  sync(byId("totals"), TOTALS.filter(([name]) => totals[name] || name === "requests"), ([name]) => name,
     ([, one, many]) => el("li", {}, el("b"), ` ${many ?? one}`),
     (item, [name]) => put(item.firstChild, count(totals[name])));
 }

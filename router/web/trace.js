@@ -123,7 +123,7 @@ function spanItem(span, depth, total) {
   const name = el("span", { class: "name" }, el("span", {}, span.error ? `✕ ${span.name}` : span.name));
   name.style.paddingLeft = `${Math.min(depth, 6) * 12}px`;
   const tier = span.attributes["qarr.tier"] ?? span.attributes.tier;
-  if (TIERS.includes(tier)) { fill.classList.add(`of-${tier}`); name.prepend(shape(tier)); }
+  if (span.kind === "client" && TIERS.includes(tier)) { fill.classList.add(`of-${tier}`); name.prepend(shape(tier)); }
   const pairs = Object.entries(span.attributes);
   const events = span.events.slice(0, EVENTS_SHOWN);
   return el("li", { class: span.error ? "failed" : null },
@@ -142,7 +142,8 @@ const attribute = ([name, value]) =>
 function eventRow(event, depth, total) {
   const tick = el("i", { class: "tick" });
   tick.style.left = `${Math.min(100, (event.at_ms / total) * 100)}%`;
-  const said = Object.entries(event.attributes ?? {}).map(([name, value]) => `${name.replace(/^(qarr|exception)\./, "")} ${value}`).join(", ");
+  const { "exception.message": message, "exception.stacktrace": _stack, "exception.type": _type, "exception.escaped": _escaped, ...others } = event.attributes ?? {};
+  const said = [message, ...Object.entries(others).map(([name, value]) => `${name.replace(/^qarr\./, "").replaceAll("_", " ")} ${value}`)].filter(Boolean).join(", ");
   const name = el("span", { class: "name", title: said || null }, el("span", {}, `◇ ${event.name.replace(/^qarr\./, "").replaceAll("_", " ")}${said ? `: ${said}` : ""}`));
   name.style.paddingLeft = `${Math.min(depth + 1, 7) * 12}px`;
   return el("div", { class: "event" }, name, el("span", { class: "line" }, tick), el("span", { class: "took" }, duration(event.at_ms)));
