@@ -115,6 +115,7 @@ function showInFlight({ in_flight, in_flight_total }) {
 }
 
 function setUpRequests() {
+  showRequests();
   byId("filter").addEventListener("change", showRequests);
   const button = byId("hold"), list = byId("requests-list");
   button.addEventListener("click", () => {
