@@ -390,3 +390,18 @@ def test_names_are_those_of_the_conventions(monkeypatch: pytest.MonkeyPatch) -> 
     from router.settings import TelemetrySettings
 
     assert make_telemetry("0", TelemetrySettings()).traces is None
+
+
+async def test_a_busy_router_records_few_traces_for_memory_alone(tmp_path: Path) -> None:
+    """What goes beyond the bound is not recorded at all, neither its server span nor those below it, and still served."""
+    store = TraceStore(100)
+    provider = TracerProvider(sampler=RecordAll(ALWAYS_OFF, per_s=1e-9, burst=2))
+    provider.add_span_processor(store)
+    async with router_stack(tmp_path, tracing=Telemetry(provider, traces=store)) as stack:
+        answers = [await stack.generate() for _ in range(4)]
+        await record_of(stack, answers[-1])
+        traces = (await get(stack, "/traces"))["traces"]
+        assert [(t["trace_id"], t["spans"]) for t in traces] == [
+            (a.headers["x-qarr-trace-id"], 4) for a in reversed(answers[:2])
+        ]
+        assert len({a.headers["x-qarr-trace-id"] for a in answers}) == 4
