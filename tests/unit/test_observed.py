@@ -421,3 +421,17 @@ async def test_a_busy_router_records_few_traces_for_memory_alone(tmp_path: Path)
             (a.headers["x-qarr-trace-id"], 4) for a in reversed(answers[:2])
         ]
         assert len({a.headers["x-qarr-trace-id"] for a in answers}) == 4
+
+
+async def test_the_documented_metrics_are_those_of_the_page(tmp_path: Path) -> None:
+    """Each family on the page is in the table, and the other way round."""
+    import re
+
+    from router.settings import PROJECT
+
+    table = (PROJECT / "docs/observing.md").read_text().partition("## Metrics")[2]
+    documented = set(re.findall(r"`(qarr_[a-z_]+)`", table))
+    async with router_stack(tmp_path) as stack:
+        page = (await stack.client.get(f"{stack.url}/metrics")).text
+    served = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
+    assert served == documented
