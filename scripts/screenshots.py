@@ -34,7 +34,7 @@ IMAGES = PROJECT / "docs/images"
 SEED = 7
 REQUESTS_PER_S = 2.6
 WITH_SLA, WITH_HINT = 0.45, 0.08  # shares of requests
-BUSY_S = 20.0  # until the plots over time have something to show
+BUSY_S = 40.0  # until the plots over time have something to show
 WIDE, PHONE = ViewportSize(width=1440, height=900), ViewportSize(width=390, height=844)
 PROMPTS = (
     "What is the capital of France?",
@@ -111,7 +111,8 @@ async def shots(browser: Browser, stack: Stack, wanted: list[str]) -> None:
             await page.get_by_role("button", name="Send").click()
             await page.get_by_text("first token here").wait_for()
             await page.locator("#ask").evaluate("node => node.closest('section').scrollIntoView({block: 'start'})")
-        await page.screenshot(path=IMAGES / f"{name}.png")
+        shown = page.locator("section", has=page.locator("#ask")) if name == "prompt" else page
+        await shown.screenshot(path=IMAGES / f"{name}.png")
         print(f"docs/images/{name}.png: {(IMAGES / f'{name}.png').stat().st_size // 1024} kB")
         await context.close()
 

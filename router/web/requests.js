@@ -71,7 +71,9 @@ const briefly = (r) => r.reason.replace(`class ${r.class}: `, "");
 function tierCell(r) {
   const served = r.served_by ?? r.tier;
   if (!served) return el("span", { class: "muted" }, "none");
-  if (r.tier && r.served_by && r.tier !== r.served_by) return el("span", {}, tierName(r.tier), " → ", tierName(r.served_by));
+  if (r.tier && r.served_by && r.tier !== r.served_by) {
+    return el("span", { class: "moved", title: `decided for ${r.tier}, served by ${r.served_by}` }, shape(r.tier), el("span", { class: "hidden" }, r.tier), " → ", tierName(r.served_by));
+  }
   return tierName(served);
 }
 

@@ -37,13 +37,16 @@ function showSums({ tiers, waiting, in_flight_total, totals, window_s }) {
   put(byId("sum-sla"), asked ? percent(met / asked) : NONE);
   put(byId("sum-sla-of"), asked ? `${count(met)} of ${count(asked)} with bounds` : `none with bounds in ${window_s} s`);
   sync(byId("totals"), TOTALS.filter(([name]) => totals[name] || name === "requests"), ([name]) => name,
-    ([, one, many]) => el("li", {}, el("b"), ` ${many ?? one}`),
-    (item, [name]) => put(item.firstChild, count(totals[name])));
+    () => el("li", {}, el("b"), " ", el("span")),
+    (item, [name, one, many]) => {
+      put(item.firstChild, count(totals[name]));
+      put(item.lastChild, totals[name] === 1 ? one : many ?? one);
+    });
 }
 
 const TOTALS = [
-  ["requests", "requests"], ["ok", "answered"], ["refused", "refused"], ["errors", "failed"], ["client_gone", "given up by clients"],
-  ["retries", "retries"], ["continuations", "continued elsewhere"], ["escalations", "escalated"],
+  ["requests", "request", "requests"], ["ok", "answered"], ["refused", "refused"], ["errors", "failed"], ["client_gone", "given up by clients"],
+  ["retries", "retry", "retries"], ["continuations", "continued elsewhere"], ["escalations", "escalated"],
 ];
 
 function showTitle({ tiers }) {

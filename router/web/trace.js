@@ -56,20 +56,21 @@ const BASES = {
 function verdictTable(tiers, chosen) {
   if (!tiers?.length) return el("p", { class: "muted" }, "No tier was looked at.");
   const head = ["Tier", "TTFT", "TPOT", "Loss", "Cost", "Verdict"];
+  const cell = (kind, ...children) => el("td", { role: "cell", class: kind }, ...children);
   const row = (t) => {
     const interval = t.expected_loss_interval;
     const range = interval && interval[1] > 0 ? ` ${fixed(interval[0] * 100, 1)}–${fixed(interval[1] * 100, 1)}` : "";
-    return el("tr", { class: t.tier === chosen ? "chosen" : null },
-      el("th", { scope: "row" }, tierName(t.tier), t.state === "ready" ? null : el("span", { class: "muted" }, ` ${t.state}`)),
-      el("td", { class: "num" }, duration(t.predicted_ttft_ms)),
-      el("td", { class: "num" }, duration(t.predicted_tpot_ms)),
-      el("td", { class: "num" }, loss(t.expected_loss), range ? el("span", { class: "muted", title: "95 % interval" }, range) : null),
-      el("td", { class: "num" }, cost(t.cost)),
-      el("td", { class: "verdict" }, t.tier === chosen ? `✓ ${t.verdict}` : t.verdict));
+    return el("tr", { role: "row", class: t.tier === chosen ? "chosen" : null },
+      el("th", { role: "rowheader", scope: "row" }, tierName(t.tier), t.state === "ready" ? null : el("span", { class: "muted" }, ` ${t.state}`)),
+      cell("num", duration(t.predicted_ttft_ms)),
+      cell("num", duration(t.predicted_tpot_ms)),
+      cell("num", loss(t.expected_loss), range ? el("span", { class: "muted", title: "95 % interval" }, range) : null),
+      cell("num", cost(t.cost)),
+      cell("verdict", t.tier === chosen ? `✓ ${t.verdict}` : t.verdict));
   };
-  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Verdict on every tier" },
-    el("table", { class: "verdicts" }, el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col", class: name === "Tier" || name === "Verdict" ? null : "num" }, name)))),
-      el("tbody", {}, tiers.map(row))));
+  const heads = head.map((name) => el("th", { role: "columnheader", scope: "col", class: name === "Tier" || name === "Verdict" ? null : "num" }, name));
+  return el("table", { role: "table", class: "verdicts", "aria-label": "Verdict on every tier" },
+    el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, heads)), el("tbody", { role: "rowgroup" }, tiers.map(row)));
 }
 
 async function showTrace(r) {
