@@ -76,7 +76,7 @@ class LivePolicy:
             log.info("profiles taken up from %s", self._settings.profiles)
 
     def _load(self) -> None:
-        """Take up the profiles that are there. What cannot be used counts as not measured: the router serves all the same."""
+        """Take up the profiles that are there; one that cannot be used counts as not measured, and the router serves on."""
         self._seen = [_changed(path) for path in self._files]
         quality, latency = None, None
         try:
