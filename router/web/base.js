@@ -32,9 +32,12 @@ function put(node, text) {
 /** Make a list's children those of `items`, in order: elements are kept by key, made by `make`, and given each item. */
 function sync(parent, items, key, make, update) {
   const kept = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  const times = new Map();
   let at = parent.firstElementChild;
   for (const item of items) {
-    const name = String(key(item));
+    let name = String(key(item));
+    times.set(name, (times.get(name) ?? 0) + 1);
+    if (times.get(name) > 1) name += ` (${times.get(name)})`; // callers choose ids, and may use one twice
     let child = kept.get(name);
     kept.delete(name);
     if (!child) {

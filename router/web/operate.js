@@ -18,6 +18,7 @@ const told = new Set();
 /** Find out what may be done here, and follow what is being done. */
 async function refreshOperations() {
   clearTimeout(operationsTimer);
+  if (connection.state !== "live") return; // asked again when it is
   try {
     const found = (await askJson(OPERATIONS)).operations;
     rights = key.get() && (await keysNeeded()) ? "admin" : "cli";

@@ -6,6 +6,7 @@ let policyTimer = 0;
 /** Fetch the policy's table and show it; again after a while. */
 async function refreshPolicy() {
   clearTimeout(policyTimer);
+  if (connection.state !== "live") return; // asked again when it is
   policyTimer = setTimeout(refreshPolicy, POLICY_EVERY_MS);
   try {
     showPolicy(await askJson("/policy"));

@@ -95,20 +95,19 @@ function makeRequest(r) {
   return row;
 }
 
-const STAGES = { waiting: "waits", prefill: "reads the prompt", decode: "writes" };
+const STAGES = { waiting: "waits", prefill: "reads", decode: "writes" };
 const LISTED = 50;
 
 function showInFlight({ in_flight, in_flight_total }) {
   sync(byId("flight"), in_flight.slice(0, LISTED), (r) => r.request_id,
-    (r) => el("li", { title: r.request_id }, el("span", {}), el("span", {}, r.class), el("span", { class: "stage" }), el("span", { class: "num" }), el("span", { class: "num" })),
+    (r) => el("li", { title: r.request_id }, el("span", {}), el("span", {}, r.class), el("span", { class: "stage" }), el("span", { class: "num" })),
     (node, r) => {
-      const [tier, , stage, tokens, age] = node.children;
+      const [tier, , stage, age] = node.children;
       if (tier.dataset.tier !== String(r.tier)) {
         tier.dataset.tier = String(r.tier);
         tier.replaceChildren(r.tier ? tierName(r.tier) : "no tier yet");
       }
-      put(stage, STAGES[r.state] ?? r.state);
-      put(tokens, r.state === "decode" ? plural(r.output_tokens, "token") : `${count(r.prompt_tokens)} in prompt`);
+      put(stage, `${STAGES[r.state] ?? r.state} · ${plural(r.state === "decode" ? r.output_tokens : r.prompt_tokens, "token")}`);
       put(age, duration(r.age_ms));
     });
   put(byId("flight-count"), in_flight_total ? count(in_flight_total) : "none");

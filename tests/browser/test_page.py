@@ -112,6 +112,22 @@ async def test_requests_in_flight_are_listed(tmp_path: Path, opened: Opened) -> 
         await expect(page.locator("#requests tr").first).to_contain_text("client gone")
 
 
+async def test_an_id_that_is_used_twice_is_listed_twice(tmp_path: Path, opened: Opened) -> None:
+    """Callers choose ids; two requests of one id are two lines in flight, and both go when they end."""
+    slow = Behaviour(answer=ANSWER)
+    async with router_stack(tmp_path, fast=slow) as stack, opened(stack.url) as page:
+        await live(page)
+        slow.stall_after = 3
+        same = {"headers": {"x-request-id": "one-id"}, "json": {"prompt": "hi", "tier": "fast"}}
+        asking = [asyncio.create_task(stack.client.post(f"{stack.url}/generate", **same)) for _ in range(2)]
+        await expect(page.locator("#flight li")).to_have_count(2)
+        await expect(page.locator("#flight li", has_text="writes")).to_have_count(2)
+        for task in asking:
+            task.cancel()
+        await expect(page.locator("#requests tr")).to_have_count(2)
+        await expect(page.locator("#flight li")).to_have_count(0)
+
+
 async def test_a_prompt_is_decided_before_it_is_sent(tmp_path: Path, opened: Opened) -> None:
     """While typing the decision shows; Ctrl+Enter streams the answer with its tier and times; its record opens."""
     async with router_stack(tmp_path) as stack, opened(stack.url) as page:
