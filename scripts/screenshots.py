@@ -62,17 +62,18 @@ def some_request(chance: random.Random) -> dict[str, Any]:
     return body
 
 
-async def load(stack: Stack) -> None:
-    """Send requests of all kinds, until cancelled."""
+async def load(stack: Stack, enough: asyncio.Event) -> None:
+    """Send requests of all kinds until it is enough, and wait for their answers."""
     chance = random.Random(SEED)
     async with asyncio.TaskGroup() as group:
-        while True:
+        while not enough.is_set():
             for tier, behaviour in stack.engines.items():
                 behaviour.first_delay_s = SPEEDS[tier][0] * chance.lognormvariate(0, 0.35)
                 behaviour.kv_cache_usage = min(0.97, 0.04 + 0.035 * behaviour.running + 0.01 * chance.random())
                 behaviour.prompt_tokens = int(chance.lognormvariate(4.6, 0.8))
             group.create_task(stack.generate(**some_request(chance)))
-            await asyncio.sleep(chance.expovariate(REQUESTS_PER_S))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(enough.wait(), chance.expovariate(REQUESTS_PER_S))
 
 
 async def fail_once(stack: Stack) -> str:
@@ -126,12 +127,12 @@ async def main(wanted: list[str]) -> None:
         async with router_stack(Path(folder), **behaviours) as stack, async_playwright() as tool:
             browser = await launched(tool)
             await measured(stack, Path(folder))
-            loading = asyncio.create_task(load(stack))
+            enough = asyncio.Event()
+            loading = asyncio.create_task(load(stack, enough))
             await asyncio.sleep(BUSY_S / 3)
             await shots(browser, stack, wanted)
-            loading.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await loading
+            enough.set()
+            await loading
             await browser.close()
 
 
