@@ -223,7 +223,8 @@ class FakeEngine:
                 yield self._chunk({"role": "assistant", "content": ""}, None, chat=True, **ids)
             done = self._done(body)
             pieces = b.answer[done : done + int(body.get("max_tokens") or 16)]
-            await asyncio.sleep(b.first_delay_s)
+            if b.first_delay_s:
+                await asyncio.sleep(b.first_delay_s)
             for number, piece in enumerate(pieces, done):
                 await asyncio.sleep(b.delay_s)
                 if number == b.break_after:
