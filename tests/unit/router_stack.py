@@ -17,7 +17,7 @@ from router.edge import protocol_for
 from router.keys import KeyStore
 from router.serve import fleet_options
 from router.settings import PROJECT, Settings, load_settings
-from router.telemetry import Telemetry
+from router.telemetry import Telemetry, make_telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
 from tiers.fleet import Fleet
 from tiers.spec import ReplicaState, TierName, TierSpec
@@ -81,7 +81,7 @@ async def router_stack(
             settings,
             fleet,
             EstimatingCounter(),
-            Telemetry(tracing),
+            Telemetry(tracing) if tracing is not None else make_telemetry("0", settings.telemetry),
             "fake",
             keys=keys,
             operations=supervisor.operations,
