@@ -115,7 +115,6 @@ def write_prometheus(folder: Path, routers: Routers, alertmanager: str) -> None:
     """Write deploy/prometheus with these targets and short times."""
     config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text("utf-8"))
     config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
-    config["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = [alertmanager]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     for kind in ("rules", "targets"):
         (folder / kind).mkdir()
@@ -128,6 +127,7 @@ def write_prometheus(folder: Path, routers: Routers, alertmanager: str) -> None:
         for replica in stack.fleet.replicas
     ]
     (folder / "targets/routers.yml").write_text(yaml.safe_dump([{"targets": addresses}]))
+    (folder / "targets/alertmanagers.yml").write_text(yaml.safe_dump([{"targets": [alertmanager]}]))
     (folder / "targets/engines.yml").write_text(yaml.safe_dump(engines))
 
 
