@@ -99,8 +99,8 @@ OVERVIEW: dict[str, tuple[Chart, ...]] = {
         Chart("Decisions by what they rest on", PER_S, "measured: by profiles; table: not measured yet; degraded: a bound was given up.",
               ((rate("qarr_decisions_total", "reason"), "{{reason}}"),), "stacked"),
         Chart("SLA met, by tier", SHARE, "Share of requests with bounds on TTFT or TPOT.",
-              ((f'sum by (tier) (rate(qarr_sla_requests_total{{{J}, result="met"}}[$__rate_interval])) / '
-                f"sum by (tier) (rate(qarr_sla_requests_total{{{J}}}[$__rate_interval]))", "{{tier}}"),)),
+              (((f'sum by (tier) (rate(qarr_sla_requests_total{{{J}, result="met"}}[$__rate_interval])) / '
+                f"sum by (tier) (rate(qarr_sla_requests_total{{{J}}}[$__rate_interval]))"), "{{tier}}"),)),
         Chart("Burn rate of the error budget", COUNT, "1: the budget lasts exactly its month. Alerts: 14.4 over an hour, 6 over six.",
               ((f"job:qarr_unavailable:ratio_rate1h{{{J}}} / scalar(qarr:unavailable:budget_ratio)", "{{job}} 1 h"),
                (f"job:qarr_unavailable:ratio_rate6h{{{J}}} / scalar(qarr:unavailable:budget_ratio)", "{{job}} 6 h")), limit=6),
@@ -201,7 +201,7 @@ QUALITY: dict[str, tuple[Chart, ...]] = {
     ),
     "Predictions": (
         Chart("Error of predicted TTFT", SHARE, "Of what was seen.",
-              quantiles('qarr_prediction_error_ratio', "tier, kind", "{{kind}} {{tier}}", "0.5", "0.95"), width=12, limit=0.5),
+              quantiles("qarr_prediction_error_ratio", "tier, kind", "{{kind}} {{tier}}", "0.5", "0.95"), width=12, limit=0.5),
         Chart("Median over half an hour", SHARE, "An alert from 50 % on.",
               ((f"job_tier_kind:qarr_prediction_error:median30m{{{J}}}", "{{kind}} {{tier}}"),), width=12, limit=0.5),
     ),

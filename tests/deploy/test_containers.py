@@ -6,16 +6,14 @@ import json
 import os
 import re
 import subprocess
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from router.settings import load_settings
 from tests.deploy.services import DEPLOY, ROOT, program
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FILES = ("Containerfile.router", "Containerfile.engine")
 ENGINES = ("fast", "balanced", "precise")
@@ -25,7 +23,9 @@ SECRETS = {"ENGINE_KEY": "an-engine-key", "GRAFANA_PASSWORD": "a-password"}
 def compose(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run docker-compose on the compose file with the sample's values."""
     argv = [program("docker-compose"), "--env-file", "compose.env.example", "-f", "compose.yaml", *arguments]
-    return subprocess.run(argv, cwd=DEPLOY, env={"PATH": os.environ["PATH"], **environment}, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        argv, cwd=DEPLOY, env={"PATH": os.environ["PATH"], **environment}, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,9 @@ def test_container_files(name: str) -> None:
     assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["10001:10001"]
     assert re.search(r'^ENTRYPOINT \["', text, re.MULTILINE)
     assert re.search(r"^HEALTHCHECK .*\\\n +CMD \[", text, re.MULTILINE)
-    copied = {source for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE) for source in line.split()}
+    copied = {
+        source for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE) for source in line.split()
+    }
     assert all((ROOT / source).exists() for source in copied)
     allowed = (DEPLOY / f"{name}.dockerignore").read_text("utf-8").splitlines()
     assert all(f"!{source.split('/')[0]}" in allowed for source in copied)
@@ -110,7 +112,7 @@ def test_whatever_is_mounted_or_named_is_there(services: dict[str, Any]) -> None
     for name, service in services.items():
         for mount in service.get("volumes", []):
             if mount["type"] == "bind" and not mount["source"].startswith("/srv/models"):
-                assert os.path.exists(mount["source"]), (name, mount["source"])
+                assert Path(mount["source"]).exists(), (name, mount["source"])
                 assert mount["read_only"] is True
     targets = {path.name for path in (DEPLOY / "compose-targets").glob("*.yml")}
     assert targets == {path.name for path in (DEPLOY / "prometheus/targets").glob("*.yml")}

@@ -43,9 +43,7 @@ def test_dashboards_are_well_formed(name: str) -> None:
     for panel in dashboard["panels"]:
         place = panel["gridPos"]
         cells = set(
-            itertools.product(
-                range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])
-            )
+            itertools.product(range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"]))
         )
         assert not cells & taken, panel["title"]
         assert place["x"] + place["w"] <= 24, panel["title"]

@@ -64,13 +64,18 @@ def configure(folder: Path, port: int, routers: str) -> None:
     """Write a configuration around deploy/nginx, which is taken as it is but for the port and the place of its log."""
     folder.mkdir()
     text = (DEPLOY / "nginx/qarr.conf").read_text("utf-8")
-    for old, new in (("listen 8000;", f"listen 127.0.0.1:{port};"), ("/var/log/nginx/qarr.log", str(folder / "access.log"))):
+    for old, new in (
+        ("listen 8000;", f"listen 127.0.0.1:{port};"),
+        ("/var/log/nginx/qarr.log", str(folder / "access.log")),
+    ):
         assert text.count(old) == 1
         text = text.replace(old, new)
     (folder / "qarr.conf").write_text(text)
     (folder / "qarr-routers.conf").write_text(routers)
     user = "user root;" if os.getuid() == 0 else ""  # its folders here are not for others
-    places = "".join(f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+    places = "".join(
+        f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
     (folder / "nginx.conf").write_text(
         f"{user} daemon off; worker_processes 1; pid {folder}/pid; error_log stderr;\n"
         f"events {{}}\nhttp {{ {places} include qarr.conf; }}\n"

@@ -135,7 +135,12 @@ async def test_an_alert_reaches_its_receiver_and_clears(tmp_path: Path) -> None:
             stack.engines[BALANCED].alive = False
         await eventually(lambda: found.query('ALERTS{alertname="QarrTierDown",alertstate="firing",tier="balanced"}'))
         held = await eventually(lambda: of_name(found, "QarrTierDown"))
-        assert held[0]["labels"] == {"alertname": "QarrTierDown", "job": "qarr", "severity": "ticket", "tier": "balanced"}
+        assert held[0]["labels"] == {
+            "alertname": "QarrTierDown",
+            "job": "qarr",
+            "severity": "ticket",
+            "tier": "balanced",
+        }
         assert held[0]["annotations"]["summary"] == "qarr: tier balanced is down"
         await eventually(lambda: received(found, "firing"))
         for stack in routers.stacks:

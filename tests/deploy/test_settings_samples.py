@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import tomllib
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from router.serve import make_deployment
 from router.settings import load_settings
 from tests.deploy.services import DEPLOY
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SAMPLES = sorted((DEPLOY / "settings").glob("*.toml"))
 

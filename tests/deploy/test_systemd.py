@@ -7,17 +7,15 @@ import os
 import re
 import socket
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import httpx
 import pytest
 
+from router.settings import ServerSettings
 from tests.deploy.services import DEPLOY, ROOT, program
 from tests.unit.own_engines import until
 from tests.unit.test_leaving import QARR, Routers, routers
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SYSTEMD = DEPLOY / "systemd"
 UNITS = ("qarr.service", "qarr-router@.service")
@@ -27,7 +25,12 @@ UNITS = ("qarr.service", "qarr-router@.service")
 def units(tmp_path: Path) -> Path:
     """Return the units in a folder, with this checkout in the place of /opt/qarr."""
     for name in UNITS:
-        text = (SYSTEMD / name).read_text("utf-8").replace("/opt/qarr/.venv/bin/qarr", str(QARR)).replace("/opt/qarr", str(ROOT))
+        text = (
+            (SYSTEMD / name)
+            .read_text("utf-8")
+            .replace("/opt/qarr/.venv/bin/qarr", str(QARR))
+            .replace("/opt/qarr", str(ROOT))
+        )
         (tmp_path / name.replace("@", "@8080")).write_text(text)
     return tmp_path
 
@@ -63,8 +66,6 @@ def test_the_units_agree_with_the_router() -> None:
     assert reload is not None
     assert start[1] == reload[1]
     assert os.access(SYSTEMD / "qarr-reload", os.X_OK)
-    from router.settings import ServerSettings
-
     for name in UNITS:
         stop = re.search(r"^TimeoutStopSec=(\d+)$", (SYSTEMD / name).read_text("utf-8"), re.MULTILINE)
         assert stop is not None
@@ -124,13 +125,12 @@ async def test_a_reload_replaces_the_router(tmp_path: Path) -> None:
         await asking
         assert set(statuses) == {200}
         os.kill(new, 15)
-        await until(lambda: not os.path.exists(f"/proc/{new}") or zombie(new))
+        await until(lambda: ended(new))
 
 
-def zombie(pid: int) -> bool:
-    """Tell whether a process has ended and nobody has asked how."""
+def ended(pid: int) -> bool:
+    """Tell whether a process is gone, or has ended and nobody has asked how."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
-            return stat.read().rpartition(")")[2].split()[0] == "Z"
+        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True

@@ -7,17 +7,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
 from tests.deploy.services import eventually
 from tests.fakes.engine import Behaviour
-from tests.unit.router_stack import Stack
 from tests.unit.test_escalation import WORDS, profiled_stack
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+    import httpx
+
+    from tests.unit.router_stack import Stack
 
 FAST, BALANCED, PRECISE = TierName
 CHAT = "Hello, how are you today?"
