@@ -272,8 +272,8 @@ class LiveEndpoints:
         trace = traces.find(trace_id) if traces is not None else None
         if trace is None:
             raise UnknownTrace(
-                "a router keeps as many of its own last traces as telemetry.recent_traces says: ask the router that served "
-                "the request, or look in the trace viewer"
+                "a router keeps as many of its own last traces as telemetry.recent_traces says, and of a busy router's not "
+                "every one: ask the router that served the request, or look in the trace viewer"
             )
         rendered = render_trace(trace)
         url = self._trace_url.replace("{trace_id}", rendered["trace_id"]) or None

@@ -407,7 +407,10 @@ class TelemetrySettings(Section):
     record_prompts: bool = Field(False, description="Put prompts on spans.")
     recent_requests: int = Field(500, ge=0, description="Ended requests kept in memory, for the page and `qarr top`.")
     recent_traces: int = Field(
-        200, ge=0, description="Traces kept in memory, for the page and `qarr trace`. 0: none, and none is recorded."
+        200,
+        ge=0,
+        description="Traces kept in memory, for the page and `qarr trace`; where nothing is exported, ten a second are "
+        "recorded, and as many as this at once. 0: none.",
     )
     keep_failures: bool = Field(
         True,

@@ -7,6 +7,8 @@ engines are not among those: the engine was told, when it was asked, that the tr
 
 from __future__ import annotations
 
+import math
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
-from opentelemetry.trace import SpanContext, SpanKind, StatusCode, TraceFlags, format_span_id, format_trace_id
+from opentelemetry.trace import (
+    SpanContext,
+    SpanKind,
+    StatusCode,
+    TraceFlags,
+    format_span_id,
+    format_trace_id,
+    get_current_span,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,10 +68,13 @@ class RecordAll(Sampler):
 
     Args:
         root: The other sampler, whose choice of what is exported stands.
+        per_s: Traces a second that are recorded of what it drops; where more come, the rest costs nothing.
+        burst: So many at once.
     """
 
-    def __init__(self, root: Sampler) -> None:
-        self._root = root
+    def __init__(self, root: Sampler, per_s: float = math.inf, burst: int = 1) -> None:
+        self._root, self._per_s, self._burst = root, per_s, burst
+        self._left, self._at = float(burst), time.monotonic()
 
     def should_sample(  # noqa: PLR0917  the library's signature
         self,
@@ -77,7 +90,24 @@ class RecordAll(Sampler):
         found = self._root.should_sample(parent_context, trace_id, name, kind, attributes, links, trace_state)
         if found.decision is not Decision.DROP:
             return found
+        parent = get_current_span(parent_context)
+        context = parent.get_span_context()
+        inside = context.is_valid and not context.is_remote
+        if not (parent.is_recording() if inside else self._take()):
+            return found
         return SamplingResult(Decision.RECORD_ONLY, attributes, found.trace_state)
+
+    def _take(self) -> bool:
+        """Take one trace of what may be recorded; False: there is none left for now."""
+        if math.isinf(self._per_s):
+            return True
+        now = time.monotonic()
+        self._left = min(self._left + (now - self._at) * self._per_s, float(self._burst))
+        self._at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
 
     def get_description(self) -> str:
         """Return its name and the other's."""
