@@ -155,7 +155,7 @@ ENGINES: dict[str, tuple[Chart, ...]] = {
               ((f"sum by (replica) (increase(qarr_breaker_opened_total{{{J}}}[10m]))", "{{replica}}"),)),
         Chart("Failed attempts", PER_S, "By tier and error.",
               ((rate("qarr_upstream_failures_total", "tier, error"), "{{tier}} {{error}}"),), "stacked"),
-        Chart("Further attempts", PER_S, "Before the first byte, by the tier that is left.",
+        Chart("Further attempts", PER_S, "Before the first byte, by the tier that they went to.",
               ((rate("qarr_retries_total", "tier"), "{{tier}}"),), "stacked"),
         Chart("The router's tasks", COUNT, "Of its event loop: far more than open requests means that something piles up.",
               ((f"qarr_tasks{{{J}}}", "{{instance}} tasks"), (f"qarr_open_requests{{{J}}}", "{{instance}} open requests"))),
