@@ -45,7 +45,7 @@ class Front:
 
     def reload(self, routers: str) -> None:
         """Write the list of routers anew and let nginx take it up."""
-        (self.folder / "qarr-routers.conf").write_text(routers)
+        (self.folder / "qarr-routers.inc").write_text(routers)
         self.nginx.send_signal(signal.SIGHUP)
 
     def log(self) -> list[dict[str, str]]:
@@ -54,8 +54,8 @@ class Front:
 
 
 def router_lines(ports: list[int]) -> str:
-    """Return deploy/nginx/qarr-routers.conf with other ports."""
-    text = (DEPLOY / "nginx/qarr-routers.conf").read_text("utf-8")
+    """Return deploy/nginx/qarr-routers.inc with other ports."""
+    text = (DEPLOY / "nginx/qarr-routers.inc").read_text("utf-8")
     assert re.findall(r"^server 127\.0\.0\.1:(\d+)", text, re.MULTILINE) == ["8080", "8081"]
     return text.replace(":8080", f":{ports[0]}").replace(":8081", f":{ports[1]}")
 
@@ -71,7 +71,7 @@ def configure(folder: Path, port: int, routers: str) -> None:
         assert text.count(old) == 1
         text = text.replace(old, new)
     (folder / "qarr.conf").write_text(text)
-    (folder / "qarr-routers.conf").write_text(routers)
+    (folder / "qarr-routers.inc").write_text(routers)
     user = "user root;" if os.getuid() == 0 else ""  # its folders here are not for others
     places = "".join(
         f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
