@@ -146,6 +146,7 @@ async def test_every_way_to_end_is_recorded(tmp_path: Path) -> None:
         async with stack.client.stream("POST", f"{stack.url}/generate", json={"prompt": "hi"}) as going:
             await anext(going.aiter_bytes())
         assert (await record_of(stack, going))["outcome"] == "client_gone"
+        assert "qarr.client_gone" in await server_events(stack, going)
         requests = await samples(stack, "qarr_requests_total")
         assert sorted(outcome for _, outcome, _ in requests) == ["client_gone", "error", "ok", "refused"]
         assert await samples(stack, "qarr_refusals_total") == {("too_long",): 1}
