@@ -83,23 +83,30 @@ async def monitoring(tmp_path: Path, routers: Routers) -> AsyncIterator[Monitori
     """Scrape routers and their engines, and send alerts to a receiver."""
     folder = tmp_path / "monitoring"
     folder.mkdir()
-    ports = free_ports(2)
-    found = Monitoring(*(f"http://127.0.0.1:{port}" for port in ports), httpx.AsyncClient(timeout=20, trust_env=False))
-    async with found.client, serving(_receiver(found)) as receiver:
-        (folder / "alertmanager.yml").write_text(yaml.safe_dump(_alertmanager(receiver)))
-        write_prometheus(folder, routers, f"127.0.0.1:{ports[1]}")
-        alerting = [
-            program("prometheus-alertmanager"), "--config.file=alertmanager.yml", "--storage.path=alerts",
-            f"--web.listen-address=127.0.0.1:{ports[1]}", "--cluster.listen-address=",
-        ]  # fmt: skip
+    (port,) = free_ports(1)
+    async with alertmanager(folder) as found:
+        found.prometheus = f"http://127.0.0.1:{port}"
+        write_prometheus(folder, routers, found.alertmanager.removeprefix("http://"))
         scraping = [
             program("prometheus"), "--config.file=prometheus.yml", "--storage.tsdb.path=series",
-            f"--web.listen-address=127.0.0.1:{ports[0]}", "--enable-feature=exemplar-storage",
+            f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage",
         ]  # fmt: skip
-        async with (
-            running(alerting, f"{found.alertmanager}/-/ready", folder),
-            running(scraping, f"{found.prometheus}/-/ready", folder),
-        ):
+        async with running(scraping, f"{found.prometheus}/-/ready", folder):
+            yield found
+
+
+@asynccontextmanager
+async def alertmanager(folder: Path) -> AsyncIterator[Monitoring]:
+    """Run Alertmanager alone, with the receiver."""
+    (port,) = free_ports(1)
+    found = Monitoring("", f"http://127.0.0.1:{port}", httpx.AsyncClient(timeout=20, trust_env=False))
+    async with found.client, serving(_receiver(found)) as receiver:
+        (folder / "alertmanager.yml").write_text(yaml.safe_dump(_alertmanager(receiver)))
+        alerting = [
+            program("prometheus-alertmanager"), "--config.file=alertmanager.yml", "--storage.path=alerts",
+            f"--web.listen-address=127.0.0.1:{port}", "--cluster.listen-address=",
+        ]  # fmt: skip
+        async with running(alerting, f"{found.alertmanager}/-/ready", folder):
             yield found
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from tests.deploy.monitoring import monitoring
+from tests.deploy.monitoring import alertmanager, monitoring
 from tests.deploy.services import DEPLOY, ROOT, eventually, program
 from tests.deploy.traffic import BALANCED, two_routers
 from tests.unit.router_stack import router_stack
@@ -155,6 +155,48 @@ async def test_an_alert_reaches_its_receiver_and_clears(tmp_path: Path) -> None:
         assert exemplars
         assert all(re.fullmatch("[0-9a-f]{32}", each["labels"]["trace_id"]) for each in exemplars)
         assert not found.received("/page", "QarrTierDown", "firing")
+
+
+SAME = {"job": "qarr"}
+INHIBITED = [
+    ("QarrNoRouterUp", SAME, "QarrTierDown", {**SAME, "tier": "fast"}),
+    ("QarrNoRouterUp", SAME, "QarrAvailabilityBurnFast", SAME),
+    ("QarrRouterDown", {**SAME, "instance": "a"}, "QarrNoTierReady", {**SAME, "instance": "a"}),
+    ("QarrRouterDown", {**SAME, "instance": "a"}, "QarrQueueGrowing", SAME),
+    ("QarrNoTierReady", {**SAME, "instance": "a"}, "QarrReplicaFailed", {**SAME, "tier": "fast"}),
+    ("QarrTierDown", {**SAME, "tier": "fast"}, "QarrBreakerOpenLong", {**SAME, "tier": "fast"}),
+    ("QarrAvailabilityBurnFast", SAME, "QarrAvailabilityBurnSlow", SAME),
+    ("QarrSlaBurnFast", SAME, "QarrSlaBurnSlow", SAME),
+]
+TOLD = [
+    ("QarrNoRouterUp", SAME, "QarrTierDown", {"job": "qarr-two", "tier": "fast"}),
+    ("QarrRouterDown", {**SAME, "instance": "a"}, "QarrNoTierReady", {**SAME, "instance": "b"}),
+    ("QarrRouterDown", {**SAME, "instance": "a"}, "QarrTierDown", {**SAME, "tier": "fast"}),
+    ("QarrTierDown", {**SAME, "tier": "fast"}, "QarrBreakerOpenLong", {**SAME, "tier": "precise"}),
+]
+
+
+@pytest.mark.anyio
+async def test_what_follows_from_something_worse_is_not_told(tmp_path: Path) -> None:
+    """A real Alertmanager holds back what another alert explains, and nothing of another fleet, router or tier."""
+    async with alertmanager(tmp_path) as found:
+        cases = [(*case, True) for case in INHIBITED] + [(*case, False) for case in TOLD]
+        for number, (source, about, target, of, inhibited) in enumerate(cases):
+            assert {source, target} <= set(ALERTS)
+            # Each case is a fleet of its own.
+            pair = [
+                {"labels": {**ALERTS[name]["labels"], "alertname": name, **labels, "job": f"{labels['job']}-{number}"}}
+                for name, labels in ((source, about), (target, of))
+            ]
+            assert (await found.client.post(f"{found.alertmanager}/api/v2/alerts", json=pair)).status_code == 200
+            wanted = pair[1]["labels"]
+
+            async def judged(wanted: dict[str, str] = wanted) -> list[dict[str, Any]]:
+                held = [alert for alert in await found.alerts() if alert["labels"] == wanted]
+                return [alert for alert in held if alert["status"]["state"] != "unprocessed"]
+
+            (alert,) = await eventually(judged)
+            assert bool(alert["status"]["inhibitedBy"]) is inhibited, (source, target)
 
 
 async def keep_asking(routers: Routers) -> None:
