@@ -109,7 +109,7 @@ def slow(front: Front) -> list[Behaviour]:
 
 
 async def test_streams_headers_and_what_is_let_through(tmp_path: Path) -> None:
-    """Events come one by one, headers pass both ways, bounds hold, and operators' endpoints are not there."""
+    """Events come one by one, lost streams are found again, bounds hold, and operators' endpoints are not there."""
     async with front(tmp_path) as found:
         trace = "4bf92f3577b34da6a3ce929d0e0e4736"
         headers = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01", "x-request-id": "mine-1"}
@@ -129,10 +129,26 @@ async def test_streams_headers_and_what_is_let_through(tmp_path: Path) -> None:
         for each in (found.first, found.second):
             each.behaviours["fast"].stall_after = None
         assert events((await found.ask(tier="fast")).text)[-1][0] == "done"
+        await lost_streams(found)
         await let_through(found)
         await bounds(found)
         line = next(entry for entry in found.log() if entry["path"] == "/generate")
         assert (line["request_id"], line["trace_id"], line["status"]) == ("mine-1", trace, "200")
+
+
+async def lost_streams(found: Front) -> None:
+    """Check that who resumes a stream reaches the router that keeps it, whichever nginx asks first."""
+    whole = await found.ask(resumable=True)
+    last = f"{whole.headers['x-qarr-stream-id']}.0"
+    again = [
+        await found.client.post(f"{found.url}/generate", json={"prompt": "hi"}, headers={"last-event-id": last})
+        for _ in range(4)
+    ]
+    assert {answer.status_code for answer in again} <= {200, 410}
+    assert again[0].text == whole.text
+    unknown = {"last-event-id": "AAAAAAAAAAAAAAAA.1"}
+    lost = await found.client.post(f"{found.url}/generate", json={"prompt": "hi"}, headers=unknown)
+    assert (lost.status_code, lost.json()["type"]) == (404, "urn:qarr:problem:stream-not-found")
 
 
 async def let_through(found: Front) -> None:
@@ -229,19 +245,3 @@ async def test_a_post_that_was_sent_is_not_sent_again(tmp_path: Path) -> None:
         assert (await asked).status_code == 503
         sent = [body for b in behaviours for body in b.requests if body.get("max_tokens", 0) > 100]
         assert len(sent) == 1
-
-
-async def test_a_lost_stream_is_found_again(tmp_path: Path) -> None:
-    """Who resumes a stream reaches the router that keeps it, whichever nginx asks first."""
-    async with front(tmp_path) as found:
-        whole = await found.ask(resumable=True)
-        last = f"{whole.headers['x-qarr-stream-id']}.0"
-        again = [
-            await found.client.post(f"{found.url}/generate", json={"prompt": "hi"}, headers={"last-event-id": last})
-            for _ in range(4)
-        ]
-        assert {answer.status_code for answer in again} <= {200, 410}
-        assert again[0].text == whole.text
-        unknown = {"last-event-id": "AAAAAAAAAAAAAAAA.1"}
-        lost = await found.client.post(f"{found.url}/generate", json={"prompt": "hi"}, headers=unknown)
-        assert (lost.status_code, lost.json()["type"]) == (404, "urn:qarr:problem:stream-not-found")
