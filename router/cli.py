@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import sys
 import time
 from importlib.metadata import version as distribution_version
@@ -23,6 +22,7 @@ from router.cli_tiers import tiers_app
 from router.decision import Query
 from router.keys import KeysError
 from router.live_policy import policy_table
+from router.logs import start_logging
 from router.policy import decide
 from router.router_client import ProfileError
 from router.serve import ListenError, StartError, listen, make_counter, make_deployment, open_keys, run
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from router.decision import PolicyTable
     from router.keys import KeyStore
+    from router.logs import Logging
     from router.serve import Deployment
     from tiers.checkpoint import Checkpoint
     from tiers.fleet import Fleet, Replica
@@ -130,14 +131,14 @@ def up(
         config,
         {"server": {"host": host, "port": port}, "model": {"name": model, "calibration": calibration}},
     )
-    _log_to_stderr()
+    logs = start_logging(settings.telemetry)
     keys = open_keys(settings)
     sock = listen(settings)
     needed = any(not t.urls and t.checkpoint is None for t in _tier_settings(settings))
     checkpoints = _prepare(settings, started) if needed else ()
     deployment = make_deployment(settings, checkpoints)
     _show_plan(deployment)
-    _run(deployment, sock, keys, started)
+    _run(deployment, sock, keys, started, logs)
 
 
 @app.command()
@@ -160,7 +161,7 @@ def serve(
     urls = {"fast": fast, "balanced": balanced, "precise": precise}
     overrides: dict[str, Any] = {name: {"urls": tuple(u) if u else None} for name, u in urls.items()}
     settings = load_settings(config, {"server": {"host": host, "port": port}, "tiers": overrides})
-    _log_to_stderr()
+    logs = start_logging(settings.telemetry)
     if not any(t.urls for t in _tier_settings(settings)):
         fail("no engine is given: name at least one with --fast, --balanced or --precise URL, or use 'qarr up'")
     baton = None
@@ -173,7 +174,7 @@ def serve(
     deployment = make_deployment(settings, (), start_engines=False, tokenizer=tokenizer)
     if not deployment.counter.exact:
         err.print("no tokenizer folder is given (--tokenizer DIR): prompt tokens are estimated")
-    _run(deployment, sock, keys, started, baton)
+    _run(deployment, sock, keys, started, logs, baton)
 
 
 app.command("router", hidden=True)(serve)  # what it is called elsewhere
@@ -320,8 +321,11 @@ def _show_plan(deployment: Deployment) -> None:
         )
 
 
-def _run(deployment: Deployment, sock: Any, keys: KeyStore, started: float, baton: Baton | None = None) -> None:
+def _run(
+    deployment: Deployment, sock: Any, keys: KeyStore, started: float, logs: Logging, baton: Baton | None = None
+) -> None:
     host, port = sock.getsockname()[:2]
+    logs.also_to_file(deployment.settings.engine.log_dir, port)
     shown = f"[{host}]" if ":" in host else host
 
     def changed(replica: Replica) -> None:
@@ -344,13 +348,6 @@ def _clock(started: float) -> str:
 def _plain(text: str) -> str:
     """Keep rich from reading brackets as markup."""
     return text.replace("[", "\\[")
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(
-        level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s"
-    )
-    logging.getLogger("qarr.tiers").setLevel(logging.ERROR)  # shown by the command itself
 
 
 if __name__ == "__main__":

@@ -53,11 +53,13 @@ class Parting:
     def __init__(self, send: Send, doors: Doors) -> None:
         self._send, self._doors = send, doors
         self.begun = self.streams = self.complete = False
+        self.status = 0
 
     async def send(self, message: Message) -> None:
         """Pass on a part of the answer."""
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
+            self.status = message["status"]
             self.begun, self.streams = True, headers.get("content-type", "").startswith("text/event-stream")
             if not self._doors.open:
                 headers["connection"] = "close"

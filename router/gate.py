@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from router.context import RequestContext, body_message, context_of, is_kept, keep
 from router.doors import Door, Parting
 from router.keys import ANONYMOUS, Caller, KeyStore, Unauthorized
+from router.logs import begin_request, log_failure
 from router.openai import speaks_openai
 from router.problems import Draining, describe
 
@@ -46,6 +47,7 @@ class Gate:
             await self._break_off(scope, receive, parting)
         finally:
             self._doors.inside.discard(task)
+            log_failure(scope, parting.status)
 
     async def _break_off(self, scope: Scope, receive: Receive, parting: Parting) -> None:
         """End an answer for which there is no time left, as far as it has come, with an error."""
@@ -62,6 +64,7 @@ class Gate:
     async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         ids = self._telemetry.request_ids(headers)
+        begin_request(*ids)
         try:
             caller = self._caller(scope, headers)
         except (Unauthorized, Draining) as error:
