@@ -16,6 +16,7 @@ from rich.console import Console
 
 from classifier import TokenizerError, extract
 from router.cli_keys import keys_app
+from router.cli_logs import logs
 from router.cli_profile import profile_app
 from router.cli_replay import replay
 from router.cli_tiers import tiers_app
@@ -131,14 +132,14 @@ def up(
         config,
         {"server": {"host": host, "port": port}, "model": {"name": model, "calibration": calibration}},
     )
-    logs = start_logging(settings.telemetry)
+    logging = start_logging(settings.telemetry)
     keys = open_keys(settings)
     sock = listen(settings)
     needed = any(not t.urls and t.checkpoint is None for t in _tier_settings(settings))
     checkpoints = _prepare(settings, started) if needed else ()
     deployment = make_deployment(settings, checkpoints)
     _show_plan(deployment)
-    _run(deployment, sock, keys, started, logs)
+    _run(deployment, sock, keys, started, logging)
 
 
 @app.command()
@@ -161,7 +162,7 @@ def serve(
     urls = {"fast": fast, "balanced": balanced, "precise": precise}
     overrides: dict[str, Any] = {name: {"urls": tuple(u) if u else None} for name, u in urls.items()}
     settings = load_settings(config, {"server": {"host": host, "port": port}, "tiers": overrides})
-    logs = start_logging(settings.telemetry)
+    logging = start_logging(settings.telemetry)
     if not any(t.urls for t in _tier_settings(settings)):
         fail("no engine is given: name at least one with --fast, --balanced or --precise URL, or use 'qarr up'")
     baton = None
@@ -174,13 +175,14 @@ def serve(
     deployment = make_deployment(settings, (), start_engines=False, tokenizer=tokenizer)
     if not deployment.counter.exact:
         err.print("no tokenizer folder is given (--tokenizer DIR): prompt tokens are estimated")
-    _run(deployment, sock, keys, started, logs, baton)
+    _run(deployment, sock, keys, started, logging, baton)
 
 
 app.command("router", hidden=True)(serve)  # what it is called elsewhere
 
 
 app.command("replay")(replay)
+app.command("logs")(logs)
 
 
 @app.command()
@@ -322,10 +324,10 @@ def _show_plan(deployment: Deployment) -> None:
 
 
 def _run(
-    deployment: Deployment, sock: Any, keys: KeyStore, started: float, logs: Logging, baton: Baton | None = None
+    deployment: Deployment, sock: Any, keys: KeyStore, started: float, logging: Logging, baton: Baton | None = None
 ) -> None:
     host, port = sock.getsockname()[:2]
-    logs.also_to_file(deployment.settings.engine.log_dir, port)
+    logging.also_to_file(deployment.settings.engine.log_dir, port)
     shown = f"[{host}]" if ":" in host else host
 
     def changed(replica: Replica) -> None:
