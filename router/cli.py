@@ -20,6 +20,7 @@ from router.cli_logs import logs
 from router.cli_profile import profile_app
 from router.cli_replay import replay
 from router.cli_tiers import tiers_app
+from router.cli_top import top
 from router.decision import Query
 from router.keys import KeysError
 from router.live_policy import policy_table
@@ -183,6 +184,7 @@ app.command("router", hidden=True)(serve)  # what it is called elsewhere
 
 app.command("replay")(replay)
 app.command("logs")(logs)
+app.command("top")(top)
 
 
 @app.command()
