@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from router.decision import Refusal
+from router.decision import Basis, Refusal
 from router.keys import PRIORITIES
 from router.policy import UNKNOWN_RETRY_S, decide
 from router.problems import Refused
@@ -75,6 +75,11 @@ class Admission:
         self._interval_s: float | None = None
         self._last_at = self._busy_since = 0.0
         fleet.on_room = self._schedule
+
+    @property
+    def most_waiting(self) -> int:
+        """Return the requests that may be in the queue."""
+        return self._options.max_waiting
 
     @property
     def waiting(self) -> int:
@@ -198,6 +203,7 @@ class Admission:
             precision=None,
             fallbacks=(),
             reason=reason,
+            basis=Basis.REFUSED,
             refusal=decision.refusal or Refusal.AT_CAPACITY,
             retry_after_s=wait_s,
         )

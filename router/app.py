@@ -24,9 +24,12 @@ from router.escalation import Escalation
 from router.gate import Gate
 from router.generate import Generate, Route
 from router.hedging import Hedging
+from router.journal import Journal
 from router.kept import KeptStreams, StreamGone, UnknownStream
+from router.live import Live, LiveEndpoints
 from router.live_check import LiveCheck
 from router.live_policy import LivePolicy
+from router.logs import log_request
 from router.metrics import Metrics
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
 from router.openapi import document
@@ -35,6 +38,7 @@ from router.quota import OverQuota, Quotas
 from router.samples import PromptSamples
 from router.services import Services
 from router.shared_state import SharedState
+from router.traces import UnknownTrace
 from router.upstream import PASSED_AT_ONCE, Upstream, UpstreamError, make_transport
 from router.wire import InvalidBody, render_fleet
 from tiers.errors import NotPossible, UnknownReplica
@@ -68,6 +72,7 @@ HANDLED = (
     Refused,
     UnknownStream,
     StreamGone,
+    UnknownTrace,
     ClientGone,
     UpstreamError,
     HTTPException,
@@ -99,17 +104,24 @@ def create_app(
         operations: What operators may do; None: nothing.
     """
     doors = doors or Doors()
-    services = _services(settings, fleet, counter, telemetry, model)
+    services = _services(settings, fleet, counter, telemetry, model, doors=doors)
+    running, trace_url = version("qarr"), settings.telemetry.trace_url
+    live, metrics = Live(services, doors, running, trace_url), Metrics(services, running)
     admin = Admin(operations, keys).routes() if operations is not None else []
     status, streams = Status(services, doors), KeptStreams(settings.server)
     handlers = dict.fromkeys(HANDLED, status.problem)
-    routes = [*_routes(services, status, streams), *admin]
-    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(services, streams))
-    return telemetry.instrument(Gate(app, keys, telemetry, doors))
+    pages = [*LiveEndpoints(services, live, trace_url).routes(), Endpoint("/metrics", metrics.answer)]
+    routes = [*_routes(services, status, streams), *pages, *admin]
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(services, streams, live))
+    return telemetry.instrument(Gate(app, keys, telemetry, doors, metrics.answered))
 
 
-def _services(settings: Settings, fleet: Fleet, counter: TokenCounter, telemetry: Telemetry, model: str) -> Services:
+def _services(
+    settings: Settings, fleet: Fleet, counter: TokenCounter, telemetry: Telemetry, model: str, *, doors: Doors
+) -> Services:
     """Wire what the handlers work with."""
+    journal = Journal(fleet, doors, settings.telemetry.recent_requests)
+    journal.observers.extend((telemetry.record_outcome, log_request))
     upstream = Upstream(fleet, make_transport(2 * _places(fleet) + PASSED_AT_ONCE), settings.upstream, telemetry)
     policy = LivePolicy(settings.policy, fleet)
     decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
@@ -125,6 +137,7 @@ def _services(settings: Settings, fleet: Fleet, counter: TokenCounter, telemetry
         shared=shared,
         counter=counter,
         policy=policy,
+        journal=journal,
         decisions=decisions,
         escalation=Escalation(policy, upstream, telemetry),
         continuation=Continuation(
@@ -139,6 +152,7 @@ def _services(settings: Settings, fleet: Fleet, counter: TokenCounter, telemetry
         max_body_bytes=settings.server.max_body_bytes,
         telemetry=telemetry,
         model=model,
+        trace_url=settings.telemetry.trace_url,
     )
 
 
@@ -147,12 +161,20 @@ def _places(fleet: Fleet) -> int:
     return sum(spec.max_in_flight * (len(spec.urls) or 2) for spec in fleet.specs)
 
 
-def _lifespan(services: Services, streams: KeptStreams) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+def _lifespan(
+    services: Services, streams: KeptStreams, live: Live
+) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     """Return what runs while the router serves, and what is closed after it."""
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        work = (services.policy.watch(), services.live_check.run(), services.admission.run(), services.shared.run())
+        work = (
+            services.policy.watch(),
+            services.live_check.run(),
+            services.admission.run(),
+            services.shared.run(),
+            live.run(),
+        )
         tasks = [asyncio.create_task(each) for each in work]
         yield
         await streams.aclose()
@@ -167,10 +189,7 @@ def _lifespan(services: Services, streams: KeptStreams) -> Callable[[Starlette],
 
 def _routes(services: Services, status: Status, streams: KeptStreams) -> list[Endpoint]:
     """Return every route."""
-    models, metrics = (
-        Models(services, int(time.time())),
-        Metrics(services.fleet, services.admission, services.live_check),
-    )
+    models = Models(services, int(time.time()))
     return [
         Endpoint("/generate", Generate(services, streams), methods=["POST"]),
         Endpoint("/route", Route(services), methods=["POST"]),
@@ -185,7 +204,6 @@ def _routes(services: Services, status: Status, streams: KeptStreams) -> list[En
         Endpoint("/readyz", status.readyz),
         Endpoint("/healthz", status.healthz),
         Endpoint("/openapi.json", status.openapi),
-        Endpoint("/metrics", metrics.answer),
     ]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
@@ -67,12 +68,16 @@ class RequestContext:
         request_id: The caller's own where it sent a usable one.
         trace_id: Of the trace that the request belongs to.
         caller: Whose key it carries.
+        route: Its path.
+        arrived: When all of it was there, by the monotonic clock, in seconds.
         limits: Headers about the key's quotas; filled once they are known, carried by errors as well.
     """
 
     request_id: str
     trace_id: str
     caller: Caller = ANONYMOUS
+    route: str = ""
+    arrived: float = field(default_factory=time.monotonic)
     limits: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -143,7 +148,7 @@ async def end_tasks(tasks: Collection[asyncio.Task[None]]) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """Read a request's body, up to ``limit`` bytes.
+    """Read a request's body, up to ``limit`` bytes. Its context then says when it was there.
 
     Raises:
         BodyTooLarge: It is announced or found to be larger; the rest is left unread.
@@ -164,6 +169,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             raise BodyTooLarge(limit)
         parts.append(part)
         if not message.get("more_body", False):
+            keep(scope, replace(context_of(scope), arrived=time.monotonic()))
             return b"".join(parts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping  # noqa: TC003  pydantic reads it for the decision log
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from statistics import NormalDist
 from typing import Literal
 
@@ -101,6 +101,17 @@ class Query:
     allowed: frozenset[TierName] = frozenset(TierName)
 
 
+class Basis(StrEnum):
+    """What a decision rests on, in one word; the reason has it in full."""
+
+    HINT = "hint"
+    MEASURED = "measured"
+    TABLE = "table"
+    DEGRADED_QUALITY = "degraded_quality"
+    DEGRADED_LATENCY = "degraded_latency"
+    REFUSED = "refused"
+
+
 class Refusal(Enum):
     """Why no tier serves a request."""
 
@@ -144,6 +155,7 @@ class Decision:
         fallbacks: Tiers to try, in order, if this one fails before the first byte.
         verdicts: One a tier, by rising precision.
         degraded: What the request asks for or its class needs, and is not expected to get.
+        basis: What the choice rests on.
         refusal: Why there is no tier; None where there is one.
         retry_after_s: Of a refusal: when it could be served, by prediction; None: never, as far as is known.
     """
@@ -154,6 +166,7 @@ class Decision:
     query: Query
     fallbacks: tuple[TierName, ...]
     verdicts: tuple[Verdict, ...]
+    basis: Basis
     degraded: tuple[Bound, ...] = ()
     refusal: Refusal | None = None
     retry_after_s: float | None = None

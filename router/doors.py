@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from starlette.types import Message, Send
 
 
+CLIENT_GONE = 499  # nginx's status for a request that nobody waits for any more
+
+
 class Door(Enum):
     """What happens to a request that comes now."""
 
@@ -48,12 +51,16 @@ class Doors:
 
 
 class Parting:
-    """One answer on its way out: how far it is, and once the router is leaving, that clients are to connect anew."""
+    """One answer on its way out: how far it is, and once the router is leaving, that clients are to connect anew.
+
+    Attributes:
+        status: That was sent; 499 where the client went away before.
+    """
 
     def __init__(self, send: Send, doors: Doors) -> None:
         self._send, self._doors = send, doors
         self.begun = self.streams = self.complete = False
-        self.status = 0
+        self.status = CLIENT_GONE
 
     async def send(self, message: Message) -> None:
         """Pass on a part of the answer."""

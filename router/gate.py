@@ -16,6 +16,8 @@ from router.openai import speaks_openai
 from router.problems import Draining, describe
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from router.doors import Doors
@@ -25,10 +27,26 @@ OPEN_PATHS = {"/healthz", "/readyz"}  # for load balancers, which have no keys
 
 
 class Gate:
-    """An ASGI application around the router's."""
+    """An ASGI application around the router's.
 
-    def __init__(self, app: ASGIApp, keys: KeyStore, telemetry: Telemetry, doors: Doors) -> None:
+    Args:
+        app: The router's.
+        keys: Of those who are let in.
+        telemetry: Gives requests their ids.
+        doors: Tell whether it takes requests.
+        answered: Called with each answer's route, method and status.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyStore,
+        telemetry: Telemetry,
+        doors: Doors,
+        answered: Callable[[str, str, int], None],
+    ) -> None:
         self._app, self._keys, self._telemetry, self._doors = app, keys, telemetry, doors
+        self._answered = answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or answer 401, or 503 while the router drains, with its body unread."""
@@ -48,6 +66,7 @@ class Gate:
         finally:
             self._doors.inside.discard(task)
             log_failure(scope, parting.status)
+            self._answered(_route(scope), scope["method"], parting.status)
 
     async def _break_off(self, scope: Scope, receive: Receive, parting: Parting) -> None:
         """End an answer for which there is no time left, as far as it has come, with an error."""
@@ -72,7 +91,7 @@ class Gate:
             response.headers["connection"] = "close"  # its body is not going to be read
             await response(scope, receive, send)
             return
-        keep(scope, RequestContext(*ids, caller))
+        keep(scope, RequestContext(*ids, caller, scope["path"]))
         self._telemetry.record_caller(caller.key_id)
         await self._app(scope, receive, send)
 
@@ -85,3 +104,13 @@ class Gate:
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthorized("send a key as 'Authorization: Bearer KEY'")
         return self._keys.find(key.strip())
+
+
+def _route(scope: Scope) -> str:
+    """Return the endpoint's path with names for its parameters, so that there are few; of no endpoint, ``unknown``."""
+    if "endpoint" not in scope:
+        return scope["path"] if scope["path"] in OPEN_PATHS else "unknown"
+    path: str = scope["path"]
+    for name, value in scope.get("path_params", {}).items():
+        path = path.replace(str(value), f"{{{name}}}")
+    return path

@@ -65,9 +65,10 @@ class Generate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Work stops when the client goes away, unless the stream is resumable."""
-        services, context = self.services, context_of(scope)
+        services = self.services
         services.telemetry.name_server_span(scope, "/generate")
         content = await read_body(scope, receive, services.max_body_bytes)
+        context = context_of(scope)
         if last_event_id := Headers(scope=scope).get("last-event-id"):
             await self._resume(last_event_id, context, scope, receive, send)
             return

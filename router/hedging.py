@@ -65,9 +65,7 @@ class Hedging:
                     await _end(attempts - {attempt})
                     answer = attempt.result()
                     if attempt is not first:
-                        answer.escalation = (
-                            f"{decision.tier} was late with its first token, so {answer.tier} was asked too"
-                        )
+                        answer.hedge = f"{decision.tier} was late with its first token, so {answer.tier} was asked too"
                         self.telemetry.record_hedge(decision.tier, answer.tier)
                     return answer
         return first.result()  # raises what went wrong there

@@ -24,11 +24,14 @@ from queue import Full, Queue
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from router.journal import Outcome, render_record
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from starlette.types import Scope
 
+    from router.journal import RequestRecord
     from router.settings import TelemetrySettings
 
 ROUTER_FILE = "router-{port}.log"
@@ -70,19 +73,16 @@ def begin_request(request_id: str, trace_id: str) -> None:
     _REQUEST.set(RequestIds(request_id, trace_id, time.monotonic()))
 
 
-def log_request(record: Mapping[str, Any]) -> None:
-    """Write the line of an inference request that has ended.
-
-    Args:
-        record: As ``router.journal.render_record`` gives it.
-    """
-    if (ids := _REQUEST.get()) is not None and ids.request_id == record["request_id"]:
+def log_request(record: RequestRecord) -> None:
+    """Write the line of an inference request that has ended."""
+    if (ids := _REQUEST.get()) is not None and ids.request_id == record.request_id:
         ids.recorded = True
-    fields = {name: value for name, value in record.items() if name != "tiers"}
-    fields["arrived_at"] = fields.pop("at")
-    wrong = record["outcome"] in {"refused", "error"}
-    extra = {"fields": {"event": "request", **fields}}
-    log.log(logging.WARNING if wrong else logging.INFO, "%s", request_line(record), extra=extra)
+    level = logging.WARNING if record.outcome in {Outcome.REFUSED, Outcome.ERROR} else logging.INFO
+    if log.isEnabledFor(level):
+        fields = render_record(record)
+        del fields["tiers"]
+        fields["arrived_at"] = fields.pop("at")
+        log.log(level, "%s", request_line(fields), extra={"fields": {"event": "request", **fields}})
 
 
 def log_failure(scope: Scope, status: int) -> None:
@@ -103,7 +103,7 @@ def log_failure(scope: Scope, status: int) -> None:
 
 
 def request_line(record: Mapping[str, Any]) -> str:
-    """Return a request in one line, without its ids; what is not known of it is left out."""
+    """Return a request, as ``render_record`` gives it, in one line without its ids; what is not known is left out."""
     parts = [f"POST {record['route']} {record['outcome']}"]
     if record["error"]:
         parts.append(f"({record['error']})")

@@ -1,4 +1,10 @@
-"""``GET /metrics``: what the router knows, for Prometheus. Read when asked for; nothing is counted twice."""
+"""``GET /metrics``: what the router knows, for Prometheus.
+
+Counters and histograms are made from the records of ended requests; the state of things is read when it is asked for, so
+nothing is counted twice. Names follow Prometheus' rules (https://prometheus.io/docs/practices/naming/): base units, and
+labels with a bounded set of values; those with replicas vanish with them. Histograms carry trace ids as exemplars where the
+page is asked for in the OpenMetrics format.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +12,15 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
+from router.journal import Outcome
 from tiers.breaker import BreakerState
+from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,76 +28,231 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
     from starlette.requests import Request
 
-    from router.admission import Admission
-    from router.live_check import LiveCheck
-    from tiers.fleet import Fleet
+    from router.journal import RequestRecord
+    from router.services import Services
 
-MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+NO_TIER = "none"
+# Bounds in seconds: a GPU's first token takes tens of milliseconds, a queue or a CPU's prefill tens of seconds.
+TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 40, 80)
+TPOT_S = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
+DURATION_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+QUEUE_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 80, 160)
+OVERHEAD_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.5)
+ERROR_RATIO = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 5)
+KIND = ("class", "tier")
+
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-class LiveLoss(Collector):
-    """What the continuous check has found."""
+class RequestMetrics:
+    """What ended requests add up to."""
 
-    def __init__(self, check: LiveCheck) -> None:
-        self._check = check
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"qarr_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"qarr_{name}", text, labels, buckets=bounds, registry=registry)
+
+        self._requests = counter("requests", "Requests by the tier that served them.", *KIND, "outcome")
+        self._decisions = counter("decisions", "Decisions by what they rest on.", *KIND, "reason")
+        self._refusals = counter("refusals", "Requests that were refused.", "reason")
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", *KIND)
+        self._output_tokens = counter("output_tokens", "Tokens of answers.", *KIND)
+        self._sla = counter(
+            "sla_requests", "Requests with bounds on times, by whether they were kept.", *KIND, "result"
+        )
+        self._continuations = counter(
+            "continuations", "Answers that another engine went on with.", "from_tier", "to_tier"
+        )
+        self._escalations = counter("escalations", "Answers begun again at a higher precision.", "from_tier", "to_tier")
+        self._hedges = counter("hedges", "First tokens that a second tier had sooner.", "tier")
+        self._cost = counter("cost_engine_seconds", "Predicted engine time of requests, by price.", *KIND)
+        self._ttft = histogram("time_to_first_token_seconds", "From a request to its first token.", TTFT_S, *KIND)
+        self._tpot = histogram("time_per_output_token_seconds", "Mean time between tokens.", TPOT_S, *KIND)
+        self._duration = histogram("request_duration_seconds", "From a request to its last byte.", DURATION_S, *KIND)
+        self._queue = histogram("queue_wait_seconds", "Waits for a place.", QUEUE_S, "priority")
+        self._overhead = histogram(
+            "overhead_seconds", "From a request until it is sent to an engine, but for the queue.", OVERHEAD_S
+        )
+        self._off = histogram(
+            "prediction_error_ratio", "|predicted - seen| / seen, of undisturbed answers.", ERROR_RATIO, "tier", "kind"
+        )
+
+    def observe(self, record: RequestRecord) -> None:
+        """Count one record."""
+        decision, served_by = record.decision, record.served_by
+        kind, decided = decision.query.features.prompt_class.value, decision.tier.value if decision.tier else NO_TIER
+        tier = served_by.value if served_by is not None else NO_TIER
+        self._requests.labels(kind, tier, record.outcome.value).inc()
+        self._decisions.labels(kind, decided, decision.basis.value).inc()
+        if record.outcome is Outcome.REFUSED:
+            self._refusals.labels(record.error).inc()
+        if record.sla_met is not None:
+            self._sla.labels(kind, tier, "met" if record.sla_met else "missed").inc()
+        if served_by is None:
+            return
+        exemplar = {"trace_id": record.trace_id}
+        self._prompt_tokens.labels(kind, tier).inc(record.prompt_tokens)
+        self._output_tokens.labels(kind, tier).inc(record.output_tokens)
+        self._cost.labels(kind, tier).inc(record.cost or 0.0)
+        self._queue.labels(record.priority).observe(record.queue_ms / 1000, exemplar)
+        if record.overhead_ms is not None:
+            self._overhead.observe(record.overhead_ms / 1000, exemplar)
+        if record.ttft_ms is not None:
+            self._ttft.labels(kind, tier).observe(record.ttft_ms / 1000, exemplar)
+        if record.tpot_ms is not None:
+            self._tpot.labels(kind, tier).observe(record.tpot_ms / 1000, exemplar)
+        if record.outcome is Outcome.OK:
+            self._duration.labels(kind, tier).observe(record.duration_ms / 1000, exemplar)
+            self._observe_predictions(record, tier)
+        self._observe_switches(record, decided, tier)
+
+    def _observe_switches(self, record: RequestRecord, decided: str, tier: str) -> None:
+        if record.escalated:
+            self._escalations.labels(decided, tier).inc()
+        if record.hedged:
+            self._hedges.labels(tier).inc()
+        before = tier
+        for after in record.continued_on:
+            self._continuations.labels(before, after.value).inc()
+            before = after.value
+
+    def _observe_predictions(self, record: RequestRecord, tier: str) -> None:
+        """Hold predictions against what was seen, where nothing came between them."""
+        if not record.undisturbed:
+            return
+        seen_ttft_ms = (
+            None if record.ttft_ms is None else record.ttft_ms - record.queue_ms - (record.overhead_ms or 0.0)
+        )
+        for kind, predicted, seen in (
+            ("ttft", record.predicted_ttft_ms, seen_ttft_ms),
+            ("tpot", record.predicted_tpot_ms, record.tpot_ms),
+        ):
+            if predicted is not None and seen is not None and seen > 0:
+                self._off.labels(tier, kind).observe(abs(predicted - seen) / seen)
+
+
+class Losses(Collector):
+    """What precisions lose: measured, found in live answers, and allowed."""
+
+    def __init__(self, services: Services) -> None:
+        self._check, self._policy = services.live_check, services.policy
 
     def collect(self) -> Iterable[Metric]:
-        """Return the rolling loss and the number of answers by class and tier, and the classes that were promoted."""
+        """Return the losses and bounds by class and tier, and the classes that were promoted."""
         loss = GaugeMetricFamily(
             "qarr_live_loss_ratio",
             "Rolling share of tokens that are not the highest precision's first choice.",
-            labels=["class", "tier"],
+            labels=KIND,
         )
         checked = CounterMetricFamily(
-            "qarr_live_checked_answers", "Live prompts that were answered again and scored.", labels=["class", "tier"]
+            "qarr_live_checked_answers", "Live prompts that were answered again and scored.", labels=KIND
         )
         promoted = GaugeMetricFamily(
-            "qarr_promoted_classes", "1 for a class that gets this tier or higher meanwhile.", labels=["class", "tier"]
+            "qarr_promoted_classes", "1 for a class that gets this tier or higher meanwhile.", labels=KIND
         )
+        measured = GaugeMetricFamily("qarr_measured_loss_ratio", "The same share in the quality profile.", labels=KIND)
+        bound = GaugeMetricFamily("qarr_loss_bound_ratio", "The share that a class may lose.", labels=["class"])
         for (kind, tier), rolling in self._check.losses.items():
             loss.add_metric([kind.value, tier.value], rolling.share)
             checked.add_metric([kind.value, tier.value], rolling.checked)
         for kind, tier in self._check.promoted.items():
             promoted.add_metric([kind.value, tier.value], 1)
-        return [loss, checked, promoted]
+        table = self._policy.table
+        for tier, losses in table.losses.items():
+            for kind, expected in losses.items():
+                measured.add_metric([kind.value, tier.value], expected.mean)
+        for kind, most in table.max_loss.items():
+            bound.add_metric([kind.value], most)
+        return [loss, checked, promoted, measured, bound]
 
 
 class Load(Collector):
-    """What the router has to do, and which replicas it spares."""
+    """What the router has to do, and how its engines are."""
 
-    def __init__(self, fleet: Fleet, admission: Admission) -> None:
-        self._fleet, self._admission = fleet, admission
+    def __init__(self, services: Services, version: str) -> None:
+        self._services, self._version = services, version
 
     def collect(self) -> Iterable[Metric]:
-        """Return the queue, the tasks, and each replica's requests, limit, breaker and KV cache."""
-        yield GaugeMetricFamily("qarr_waiting_requests", "Requests that wait for a place.", self._admission.waiting)
+        """Return the router's own state, then the replicas'."""
+        services = self._services
+        about = GaugeMetricFamily("qarr_build_info", "1, with what runs.", labels=["version", "model"])
+        about.add_metric([self._version, services.model], 1)
+        yield about
+        waiting = services.admission
+        yield GaugeMetricFamily("qarr_waiting_requests", "Requests that wait for a place.", waiting.waiting)
+        yield GaugeMetricFamily("qarr_waiting_requests_limit", "Requests that may wait.", waiting.most_waiting)
+        yield GaugeMetricFamily("qarr_open_requests", "Requests that are being served.", len(services.journal.open))
         yield GaugeMetricFamily("qarr_tasks", "Tasks of the router's event loop.", len(asyncio.all_tasks()))
+        yield from self._attempts()
+        yield from self._replicas()
+
+    def _attempts(self) -> Iterable[Metric]:
+        fleet = self._services.fleet
+        failures = CounterMetricFamily(
+            "qarr_upstream_failures", "Attempts that an engine failed.", labels=["tier", "error"]
+        )
+        for (tier, error), count in fleet.failures.items():
+            failures.add_metric([tier.value, error], count)
+        retries = CounterMetricFamily("qarr_retries", "Further attempts before the first byte.", labels=["tier"])
+        restarts = CounterMetricFamily(
+            "qarr_engine_restarts", "Engines that were started again by themselves.", labels=["tier"]
+        )
+        ready = GaugeMetricFamily("qarr_tier_ready_replicas", "Replicas that get traffic.", labels=["tier"])
+        for spec in fleet.specs:
+            tier = spec.name
+            retries.add_metric([tier.value], self._services.upstream.retries[tier])
+            restarts.add_metric([tier.value], fleet.restarts[tier])
+            count = sum(r.spec.name is tier and r.state is ReplicaState.READY for r in fleet.replicas)
+            ready.add_metric([tier.value], count)
+        return failures, retries, restarts, ready
+
+    def _replicas(self) -> Iterable[Metric]:
         labels = ["tier", "replica"]
+        state = GaugeMetricFamily("qarr_replica_state", "1 for a replica's present state.", labels=[*labels, "state"])
         in_flight = GaugeMetricFamily("qarr_requests_in_flight", "Requests on a replica.", labels=labels)
         limit = GaugeMetricFamily("qarr_requests_limit", "Requests that a replica is given at once.", labels=labels)
         opened = CounterMetricFamily("qarr_breaker_opened", "Times that a replica's breaker has opened.", labels=labels)
         is_open = GaugeMetricFamily("qarr_breaker_open", "1 while a replica is spared after failures.", labels=labels)
         usage = GaugeMetricFamily("qarr_kv_cache_usage_ratio", "Share of a replica's KV cache in use.", labels=labels)
         now = time.monotonic()
-        for replica in self._fleet.replicas:
+        for replica in self._services.fleet.replicas:
             values = [replica.spec.name.value, replica.id]
+            state.add_metric([*values, replica.state.value], 1)
             in_flight.add_metric(values, replica.in_flight)
             limit.add_metric(values, replica.limit)
             opened.add_metric(values, replica.breaker.opened)
             is_open.add_metric(values, replica.breaker.state(now) is not BreakerState.CLOSED)
             if replica.gauges is not None:
                 usage.add_metric(values, replica.gauges.kv_cache_usage)
-        yield from (in_flight, limit, opened, is_open, usage)
+        return state, in_flight, limit, opened, is_open, usage
 
 
 class Metrics:
     """All of the router's metrics."""
 
-    def __init__(self, fleet: Fleet, admission: Admission, check: LiveCheck) -> None:
+    def __init__(self, services: Services, version: str) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(Load(fleet, admission))
-        self._registry.register(LiveLoss(check))
+        self._http = Counter(
+            "qarr_http_requests",
+            "Requests by endpoint and status.",
+            ["route", "method", "code"],
+            registry=self._registry,
+        )
+        requests = RequestMetrics(self._registry)
+        services.journal.observers.append(requests.observe)
+        self._registry.register(Load(services, version))
+        self._registry.register(Losses(services))
 
-    async def answer(self, _request: Request) -> Response:
+    def answered(self, route: str, method: str, status: int) -> None:
+        """Count an answer of any endpoint."""
+        self._http.labels(route, method if method in METHODS else "other", str(status)).inc()
+
+    async def answer(self, request: Request) -> Response:
         """Answer with the page that Prometheus reads; on the event loop, which owns what is read."""
-        return Response(generate_latest(self._registry), media_type=MEDIA_TYPE)
+        encode, media_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(self._registry), media_type=media_type)
+
+
+METHODS = {"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"}

@@ -114,9 +114,10 @@ class Completions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Work stops when the client goes away."""
-        services, context = self.services, context_of(scope)
+        services = self.services
         services.telemetry.name_server_span(scope, self.path)
         document = read_document(await read_body(scope, receive, services.max_body_bytes))
+        context = context_of(scope)
         call = read_call(document, Headers(scope=scope), services, chat=self.path == CHAT)
         decision = decision_for(call, context, services)
         plain = self.path == CHAT and call.choices == 1 and not as_boolean(document.get("logprobs"))

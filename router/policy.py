@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
-from router.decision import CHOSEN, Decision, Refusal, Verdict
+from router.decision import CHOSEN, Basis, Decision, Refusal, Verdict
 from tiers.spec import ReplicaState, TierName
 from tiers.speed import HALF_LIFE_S, IDLE
 
@@ -83,9 +83,11 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyTable) -> Decision:
         return _refuse(query, fleet, outlooks, asked, Refusal.SLA_UNMET if possible else None, z)
     degraded: tuple[Bound, ...]
     if within:
-        chosen, reason, degraded = _choose(query, within, asked, table, need)
+        chosen, reason, basis = _choose(query, within, asked, table, need)
+        degraded = ("quality",) if basis is Basis.DEGRADED_QUALITY else ()
     else:
         chosen, degraded = _nearest(query, possible, table)
+        basis = Basis.DEGRADED_QUALITY if "quality" in degraded else Basis.DEGRADED_LATENCY
         reason = f"no tier is expected to meet the SLA: {' and '.join(degraded)} given up, {chosen.name} taken"
     notes = []
     if query.hint is not None and chosen.name is not query.hint:
@@ -100,6 +102,7 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyTable) -> Decision:
         query=query,
         fallbacks=_fallback_order(chosen.name, order),
         verdicts=tuple(_verdict(o, chosen) for o in outlooks),
+        basis=basis,
         degraded=degraded,
     )
 
@@ -239,11 +242,11 @@ def _unfit(tier: TierName, worst: float | None, need: _Need) -> str | None:
 
 def _choose(
     query: Query, within: Sequence[_Outlook], asked: Sequence[_Outlook], table: PolicyTable, need: _Need
-) -> tuple[_Outlook, str, tuple[Bound, ...]]:
+) -> tuple[_Outlook, str, Basis]:
     """Choose among tiers that meet the SLA, and say why. ``within`` is not empty and rises in precision."""
     for outlook in within:
         if outlook.name is query.hint:
-            return outlook, f"hint {query.hint}", ()
+            return outlook, f"hint {query.hint}", Basis.HINT
     fit = [o for o in within if o.unfit is None]
     if not fit:
         best = within[-1]
@@ -254,10 +257,10 @@ def _choose(
             cause = "none of which is expected to meet the SLA"
         else:
             cause = "none of which can serve now"
-        return best, f"degraded to {best.name}: {best.unfit}, {cause}", ("quality",)
+        return best, f"degraded to {best.name}: {best.unfit}, {cause}", Basis.DEGRADED_QUALITY
     if all(o.profiled for o in fit):
-        return *_cheapest(fit, need), ()
-    return *_lowest(fit, table, need), ()
+        return *_cheapest(fit, need), Basis.MEASURED
+    return *_lowest(fit, table, need), Basis.TABLE
 
 
 def _cheapest(fit: Sequence[_Outlook], need: _Need) -> tuple[_Outlook, str]:
@@ -347,7 +350,8 @@ def _refuse(  # noqa: PLR0917  called here alone
     waits = [wait for wait in (_possible_in_s(o, query, fleet.output_share, z) for o in asked) if wait is not None]
     verdicts = tuple(_verdict(o, None) for o in outlooks)
     reason = "; ".join(f"{v.tier} {v.verdict}" for v in verdicts if any(v.tier is o.name for o in asked))
-    return Decision(None, None, reason, query, (), verdicts, refusal=cause, retry_after_s=min(waits) if waits else None)
+    wait_s = min(waits) if waits else None
+    return Decision(None, None, reason, query, (), verdicts, Basis.REFUSED, refusal=cause, retry_after_s=wait_s)
 
 
 def _possible_in_s(outlook: _Outlook, query: Query, output_share: float, z: float) -> float | None:

@@ -16,6 +16,7 @@ from router.decision import Decision, Refusal
 from router.kept import ResumedElsewhere, StreamGone, UnknownStream
 from router.keys import Unauthorized
 from router.quota import OverQuota
+from router.traces import UnknownTrace
 from router.upstream import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoPlace, UpstreamError
 from router.wire import FieldProblem, InvalidBody, render_verdict
 from tiers.errors import NotPossible, UnknownReplica
@@ -208,6 +209,7 @@ _CONNECTION_PROBLEMS: dict[type[Exception], tuple[int, str, str]] = {
     TooSlow: (408, "too-slow", "The request did not come in time"),
     TooManyConnections: (503, "too-many-connections", "Too many connections are open"),
     UnknownStream: (404, "stream-not-found", "There is no such stream"),
+    UnknownTrace: (404, "trace-not-found", "This trace is not kept here"),
     StreamGone: (410, "stream-gone", "The rest of the stream is no longer kept"),
     ResumedElsewhere: (409, "resumed-elsewhere", "Another connection went on reading this stream"),
 }

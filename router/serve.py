@@ -199,7 +199,7 @@ async def run(
         TierError: An engine could not be started.
     """
     settings = deployment.settings
-    telemetry = make_telemetry(version, record_prompts=settings.telemetry.record_prompts)
+    telemetry = make_telemetry(version, settings.telemetry)
     fleet = Fleet(deployment.specs, machine=machine_name(), options=fleet_options(settings))
     supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), on_change)
     server = _server(deployment, supervisor, telemetry, keys)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from router.decision_log import DecisionLog
     from router.escalation import Escalation
     from router.hedging import Hedging
+    from router.journal import Journal, OpenRequest
     from router.keys import Caller, Priority
     from router.live_check import LiveCheck
     from router.live_policy import LivePolicy
@@ -51,6 +52,7 @@ class Services:
     shared: SharedState
     counter: TokenCounter
     policy: LivePolicy
+    journal: Journal
     decisions: DecisionLog
     escalation: Escalation
     continuation: Continuation
@@ -63,6 +65,7 @@ class Services:
     max_body_bytes: int
     telemetry: Telemetry
     model: str
+    trace_url: str
 
 
 def choose(
@@ -89,6 +92,7 @@ def choose(
         fleet, table = services.fleet.snapshot(), services.policy.table
         decision = decide(ask(features, fleet), fleet, table)
         telemetry.record_decision(decision)
+        telemetry.record_verdicts(decision)
     if request_id is not None:
         services.samples.offer(text, features)
         services.decisions.decided(request_id, decision, fleet, table)
@@ -162,23 +166,34 @@ async def served(
         Refused: The policy found no tier, or there was no place in time.
         UpstreamError: No engine began an answer.
     """
-    if decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY:
-        raise Refused(decision)
+    with services.journal.entry(context, decision, request.priority or 0) as entry:
+        if decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY:
+            raise Refused(decision)
+        async with _served(services, entry, request, kind, tokens) as answer:
+            assert entry.admitted is not None
+            yield answer, entry.admitted
+
+
+@asynccontextmanager
+async def _served(
+    services: Services, entry: OpenRequest, request: EngineRequest, kind: Callable[[Attempt], E], tokens: int
+) -> AsyncIterator[E]:
+    """Serve a request that is kept in the journal."""
+    context, decision = entry.context, entry.decision
     opened, key_id = time.monotonic(), context.caller.key_id
     grant = await services.quotas.enter(context.caller, tokens, context.limits)
-    admitted: Admitted | None = None
     used: int | None = None
     try:
         try:
-            admitted = await services.admission.enter(decision, key_id, request.priority or 0)
-            answer = await _opened(services, admitted, request, kind, opened)
+            entry.let_in(await services.admission.enter(decision, key_id, request.priority or 0))
+            answer = entry.answer = await _opened(services, entry, request, kind, opened)
         except (asyncio.CancelledError, EngineTooSlow):
             used = decision.query.prompt_tokens  # the engine has worked for it
             raise
         error: BaseException | None = None
         try:
             services.telemetry.record_served(answer.tier, answer.replica_id, answer.failed_attempts)
-            yield answer, admitted
+            yield answer
         except BaseException as caught:
             error = caught
             raise
@@ -189,17 +204,18 @@ async def served(
                 services.live_check.offer(decision, answer.tier, request.chat)
             await answer.aclose(error or answer.error)
     finally:
-        if admitted is not None:
+        if entry.admitted is not None:
             services.admission.leave(key_id)
         if grant is not None:
             await grant.settle(used)
 
 
 async def _opened(
-    services: Services, admitted: Admitted, request: EngineRequest, kind: Callable[[Attempt], E], opened: float
+    services: Services, entry: OpenRequest, request: EngineRequest, kind: Callable[[Attempt], E], opened: float
 ) -> E:
     """Return an answer that has begun, checked where that is asked for, and that goes on elsewhere if its engine fails."""
-    decision = admitted.decision
+    decision, admitted = entry.decision, entry.admitted
+    assert admitted is not None
     answer = await services.hedging.open(admitted, request, kind, opened)
     if request.judged:
         answer = await services.escalation.checked(decision, request, kind, answer, opened)
@@ -240,6 +256,8 @@ def answer_headers(context: RequestContext, admitted: Admitted, answer: Exchange
         headers["x-qarr-queue-ms"] = f"{admitted.waited_ms:.0f}"
     if decision.degraded:
         headers["x-qarr-degraded"] = ", ".join(decision.degraded)
+    if services.trace_url:
+        headers["x-qarr-trace-url"] = services.trace_url.replace("{trace_id}", context.trace_id)
     if spec.digest:
         headers["x-qarr-checkpoint"] = spec.digest[:16]
     return headers
@@ -247,8 +265,9 @@ def answer_headers(context: RequestContext, admitted: Admitted, answer: Exchange
 
 def reason_of(decision: Decision, answer: Exchange) -> str:
     """Return why a tier serves an answer, for a person."""
-    if answer.escalation is not None:
-        return f"{decision.reason}; {answer.escalation}"
+    instead = answer.escalation or answer.hedge
+    if instead is not None:
+        return f"{decision.reason}; {instead}"
     if answer.tier is decision.tier:
         return decision.reason
     return f"{decision.reason}; {decision.tier} failed before the first token, so {answer.tier} took over"

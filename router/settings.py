@@ -405,6 +405,21 @@ class TelemetrySettings(Section):
     """What goes into logs and traces. Exporters are set by the standard `OTEL_*` variables."""
 
     record_prompts: bool = Field(False, description="Put prompts on spans.")
+    recent_requests: int = Field(500, ge=0, description="Ended requests kept in memory, for the page and `qarr top`.")
+    recent_traces: int = Field(
+        200,
+        ge=0,
+        description="Traces kept in memory, for the page and `qarr trace`; where nothing is exported, ten a second are "
+        "recorded, and as many as this at once. 0: none.",
+    )
+    keep_failures: bool = Field(
+        True,
+        description="Export traces of requests that failed or missed their SLA even where the sampler left them out; "
+        "without the engines' own spans.",
+    )
+    trace_url: str = Field(
+        "", description="Address of one trace at a trace viewer, with `{trace_id}` in it; answers then carry it."
+    )
     sampled_prompts: Path | None = Field(
         None,
         description="File to which prompts are sampled for `qarr profile quality --prompts`; none: no prompt is kept.",

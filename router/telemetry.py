@@ -1,13 +1,14 @@
-"""Every span, and every span attribute's name. Nothing is exported, and next to nothing costs, unless configured.
+"""Every span, and every span attribute's name. The last traces are kept in memory; nothing is exported unless configured.
 
-Configured by the standard variables: ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or ``…_TRACES_ENDPOINT``),
+Exporting is configured by the standard variables: ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or ``…_TRACES_ENDPOINT``),
 ``OTEL_EXPORTER_OTLP_PROTOCOL`` (or ``…_TRACES_PROTOCOL``: ``http/protobuf`` or ``grpc``), ``OTEL_TRACES_EXPORTER``
 (``otlp``, ``console``, ``none``), ``OTEL_SERVICE_NAME``, ``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_SDK_DISABLED``,
-``OTEL_TRACES_SAMPLER``.
+``OTEL_TRACES_SAMPLER``. Names are those of OpenTelemetry's semantic conventions where they have one, else ``qarr.*``.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 from contextlib import contextmanager
@@ -21,23 +22,31 @@ from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
+from opentelemetry.trace import Status, StatusCode
 
+from router.journal import Outcome
+from router.traces import KeptFor, RecordAll, TraceStore
 from tiers.spec import OtlpTarget
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, MutableMapping
 
     from opentelemetry.trace import Span, Tracer
-    from starlette.types import ASGIApp, Scope
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from classifier import PromptClass, PromptFeatures
-    from router.decision import Decision
+    from router.decision import Decision, Verdict
+    from router.journal import RequestRecord
+    from router.settings import TelemetrySettings
     from router.upstream import EngineRequest
     from tiers.fleet import Replica
     from tiers.spec import TierName
 
 SERVICE = "qarr-router"
 HTTP, GRPC = "http/protobuf", "grpc"
+RECENT_PER_S = 10  # traces that are recorded for memory alone: recording one takes a fifth of a request's CPU time
+_SEND = "qarr.send"
 DEFAULT_ENDPOINTS = {HTTP: "http://localhost:4318", GRPC: "http://localhost:4317"}
 
 
@@ -46,33 +55,52 @@ class TelemetryError(Exception):
 
 
 class Telemetry:
-    """The router's tracer. Made once; ``enabled`` is False where no exporter is configured."""
+    """The router's tracer. Made once.
 
-    def __init__(self, provider: TracerProvider | None, *, record_prompts: bool = False) -> None:
-        self._provider, self._record_prompts = provider, record_prompts
+    Attributes:
+        traces: The last ones; None: they are not kept.
+    """
+
+    def __init__(
+        self, provider: TracerProvider | None, *, traces: TraceStore | None = None, record_prompts: bool = False
+    ) -> None:
+        self._provider, self.traces, self._record_prompts = provider, traces, record_prompts
         self._tracer: Tracer = (provider or trace.NoOpTracerProvider()).get_tracer("qarr")
 
-    @property
-    def enabled(self) -> bool:
-        """Tell whether spans go anywhere."""
-        return self._provider is not None
-
     def instrument(self, app: ASGIApp) -> ASGIApp:
-        """Wrap an application so that each request has a server span; without an exporter, return it as it is.
+        """Wrap an application so that each POST request has a server span; without traces, return it as it is.
 
-        Spans for each receive and send are left out (a stream would make one a chunk), and so are the middleware's
-        metrics: it keeps their per-request state on itself, where concurrent requests overwrite it.
+        Others ask how things stand, again and again. Spans for each receive and send are left out (a stream would make
+        one a chunk), and so are the middleware's metrics: it keeps their per-request state on itself, where concurrent
+        requests overwrite it. Bodies pass it by: it would end the span with the last byte, before it is known how the
+        request ended, and would look at every chunk.
         """
         if self._provider is None:
             return app
-        wrapped: ASGIApp = OpenTelemetryMiddleware(
-            app,
+
+        async def inside(scope: Scope, receive: Receive, send: Send) -> None:
+            passing = scope[_SEND]
+
+            async def skipping(message: Message) -> None:
+                await (passing if message["type"] == "http.response.body" else send)(message)
+
+            await app(scope, receive, skipping)
+
+        wrapped = OpenTelemetryMiddleware(
+            inside,
             tracer_provider=self._provider,
             meter_provider=NoOpMeterProvider(),
             exclude_spans=["receive", "send"],
-            excluded_urls="healthz,readyz",
         )
-        return wrapped
+
+        async def traced(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope.get("method") != "POST":
+                await app(scope, receive, send)
+                return
+            scope[_SEND] = send
+            await wrapped(scope, receive, send)
+
+        return traced
 
     def name_server_span(self, scope: Scope, route: str) -> None:
         """Give the server span its route, which the middleware cannot know under Starlette."""
@@ -138,11 +166,44 @@ class Telemetry:
             span.set_attribute("gen_ai.input.messages", prompt.encode("utf-8", "replace").decode())
 
     def record_decision(self, decision: Decision) -> None:
-        """Put the decision on the current span, with a verdict for each tier."""
+        """Put the decision on the current span."""
         span = trace.get_current_span()
         if span.is_recording():
-            verdicts = {f"qarr.verdict.{v.tier}": v.verdict for v in decision.verdicts}
-            span.set_attributes({**_decision_attributes(decision), **verdicts})
+            span.set_attributes(_decision_attributes(decision))
+
+    def record_verdicts(self, decision: Decision) -> None:
+        """Put what was found of each tier on the current span."""
+        span = trace.get_current_span()
+        if span.is_recording():
+            for verdict in decision.verdicts:
+                span.set_attributes(_verdict_attributes(verdict))
+
+    def record_outcome(self, record: RequestRecord) -> None:
+        """Put on the server span how the request ended, and keep the trace of one that did not end well."""
+        span = trace.get_current_span()
+        worth = _worth(record)
+        if self.traces is not None and worth is not KeptFor.RECENT:
+            self.traces.judge(span.get_span_context().trace_id, worth)
+        if not span.is_recording():
+            return
+        seen: dict[str, Any] = {
+            "qarr.outcome": record.outcome.value,
+            "qarr.sla.met": record.sla_met,
+            "error.type": record.error,
+            "qarr.ttft_ms": record.ttft_ms,
+            "qarr.tpot_ms": record.tpot_ms,
+            "qarr.queue_ms": record.queue_ms,
+            "qarr.overhead_ms": record.overhead_ms,
+            "qarr.served.precision": record.precision,
+            "qarr.served.checkpoint": record.checkpoint,
+            "gen_ai.usage.input_tokens": record.prompt_tokens,
+            "gen_ai.usage.output_tokens": record.output_tokens,
+        }
+        span.set_attributes({name: value for name, value in seen.items() if value is not None})
+        if record.outcome is Outcome.CLIENT_GONE:
+            span.add_event("qarr.client_gone")
+        elif record.outcome is Outcome.ERROR:
+            span.set_status(Status(StatusCode.ERROR, record.error))
 
     def record_served(self, tier: TierName, replica_id: str, attempts_failed: int) -> None:
         """Put who served the request on the server span."""
@@ -155,6 +216,12 @@ class Telemetry:
                     "qarr.attempts.failed": attempts_failed,
                 }
             )
+
+    def record_failed_attempt(self, replica_id: str, error: Exception) -> None:
+        """Put an attempt that failed before its first byte on the server span; another one follows where one may."""
+        trace.get_current_span().add_event(
+            "qarr.attempt_failed", {"qarr.replica": replica_id, "error.type": type(error).__name__}
+        )
 
     def record_escalation(self, tier: TierName, higher: TierName, sure: float, threshold: float) -> None:
         """Put an escalation on the server span."""
@@ -225,6 +292,8 @@ class Telemetry:
                 "server.address": where.hostname or "",
                 "server.port": where.port or 80,
                 "qarr.tier": tier.value,
+                "qarr.precision": replica.spec.precision.value,
+                "qarr.checkpoint": (replica.spec.digest or "")[:16],
                 "qarr.replica": replica.id,
                 "qarr.attempt": number,
             },
@@ -241,19 +310,29 @@ class Telemetry:
             self._provider.shutdown()
 
 
-def make_telemetry(version: str, *, record_prompts: bool = False) -> Telemetry:
-    """Set up tracing as the environment says.
+def make_telemetry(version: str, settings: TelemetrySettings) -> Telemetry:
+    """Set up tracing as the environment and the settings say.
 
     Raises:
         TelemetryError: A variable has a value that is not supported.
     """
     exporter = _exporter()
-    if exporter is None:
+    everything = settings.recent_traces > 0 or (exporter is not None and settings.keep_failures)
+    if _disabled() or (exporter is None and not everything):
         return Telemetry(None)
+    os.environ.setdefault("OTEL_SEMCONV_STABILITY_OPT_IN", "http")  # the middleware's stable names
     resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", SERVICE), SERVICE_VERSION: version})
-    provider = TracerProvider(resource=resource)
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    return Telemetry(provider, record_prompts=record_prompts)
+    # Where nothing is exported, engines that trace on their own are told what the caller said, and else not to.
+    provider = TracerProvider(resource=resource, sampler=None if exporter is not None else ParentBased(ALWAYS_OFF))
+    if everything:
+        judged = exporter is not None and settings.keep_failures
+        provider.sampler = RecordAll(
+            provider.sampler, math.inf if judged else RECENT_PER_S, max(settings.recent_traces, 1)
+        )
+    batches = BatchSpanProcessor(exporter) if exporter is not None else None
+    traces = TraceStore(settings.recent_traces, batches, tail=settings.keep_failures)
+    provider.add_span_processor(traces)
+    return Telemetry(provider, traces=traces, record_prompts=settings.record_prompts)
 
 
 def engine_target() -> OtlpTarget | None:
@@ -267,7 +346,7 @@ def engine_target() -> OtlpTarget | None:
 
 
 def _exporter_name() -> str:
-    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+    if _disabled():
         return "none"
     named = os.environ.get("OTEL_TRACES_EXPORTER", "")
     configured = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -275,6 +354,10 @@ def _exporter_name() -> str:
     if name not in {"otlp", "console", "none"}:
         raise TelemetryError(f"OTEL_TRACES_EXPORTER is {name!r}: allowed are otlp, console and none")
     return name
+
+
+def _disabled() -> bool:
+    return os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
 
 
 def _exporter() -> SpanExporter | None:
@@ -310,6 +393,12 @@ def _endpoint() -> str:
     )
 
 
+def _worth(record: RequestRecord) -> KeptFor:
+    if record.outcome in {Outcome.ERROR, Outcome.REFUSED}:
+        return KeptFor.ERROR
+    return KeptFor.SLA_MISS if record.sla_met is False else KeptFor.RECENT
+
+
 def _is_trace_id(text: str) -> bool:
     return len(text) == 32 and text != "0" * 32 and all(c in "0123456789abcdef" for c in text)  # noqa: PLR2004
 
@@ -318,6 +407,8 @@ def _decision_attributes(decision: Decision) -> dict[str, Any]:
     query = decision.query
     attributes: dict[str, Any] = {
         "qarr.reason": decision.reason,
+        "qarr.basis": decision.basis.value,
+        "qarr.degraded": list(decision.degraded),
         "qarr.class": query.features.prompt_class.value,
         "qarr.confidence": query.features.confidence,
         "qarr.prompt_tokens": query.prompt_tokens,
@@ -330,4 +421,23 @@ def _decision_attributes(decision: Decision) -> dict[str, Any]:
         attributes["qarr.refusal"] = decision.refusal.value
     if query.hint is not None:
         attributes["qarr.hint"] = query.hint.value
-    return attributes
+    bounds = {
+        "qarr.sla.ttft_ms": query.sla.ttft_ms,
+        "qarr.sla.tpot_ms": query.sla.tpot_ms,
+        "qarr.sla.max_quality_loss": query.sla.max_quality_loss,
+    }
+    return attributes | {name: bound for name, bound in bounds.items() if bound is not None}
+
+
+def _verdict_attributes(verdict: Verdict) -> dict[str, Any]:
+    loss, prefix = verdict.expected_loss, f"qarr.{verdict.tier.value}."
+    found = {
+        "verdict": verdict.verdict,
+        "state": verdict.state.value,
+        "predicted_ttft_ms": verdict.predicted_ttft_ms,
+        "predicted_tpot_ms": verdict.predicted_tpot_ms,
+        "expected_loss": loss.mean if loss is not None else None,
+        "expected_loss_high": loss.high if loss is not None else None,
+        "cost": verdict.cost,
+    }
+    return {prefix + name: value for name, value in found.items() if value is not None}

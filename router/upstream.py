@@ -16,6 +16,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -162,6 +163,8 @@ class Exchange(ABC):
 
     Attributes:
         tier: That began the answer.
+        escalation: Why it was begun again at a higher precision; None: it was not.
+        hedge: Why another tier was asked as well, and was quicker; None: it was not.
         progress: What its caller has of it, where another engine could go on from there.
         resume: Goes on with it elsewhere, where that may be.
         parts: What other engines computed of it, in order.
@@ -175,6 +178,7 @@ class Exchange(ABC):
         self.finish_reason: str | None = None
         self.error: UpstreamError | None = None
         self.escalation: str | None = None
+        self.hedge: str | None = None
         self.progress: Progress | None = None
         self.resume: Callable[[Exchange, EngineBroke], AsyncIterator[Piece]] | None = None
         self.parts: list[Exchange] = []
@@ -212,6 +216,11 @@ class Exchange(ABC):
         return self._complete
 
     @property
+    def opened(self) -> float:
+        """Return when the request was first sent, to whichever replica, by the monotonic clock in seconds."""
+        return self._attempt.opened
+
+    @property
     def replica_id(self) -> str:
         """Return the id of the replica that serves this answer."""
         return self._attempt.lease.replica.id
@@ -244,7 +253,7 @@ class Exchange(ABC):
         if self._complete:
             lease.finished(self.tpot_ms, self.usage.get("completion_tokens", 0))
         elif isinstance(error, UpstreamError):
-            lease.failed()
+            lease.failed(type(error).__name__)
         lease.release()
         span.set_attributes(self._attributes())
         end_span(span, error)
@@ -258,6 +267,7 @@ class Exchange(ABC):
     def _began(self) -> None:
         """Note the first token."""
         self._first_at = self._last_at = time.monotonic()
+        self._attempt.span.add_event("qarr.first_token")
         self.ttft_ms = (self._first_at - self._attempt.opened) * 1000
         self._attempt.lease.first_token((self._first_at - self._attempt.started) * 1000)
 
@@ -382,7 +392,11 @@ def make_transport(max_connections: int) -> httpx.AsyncBaseTransport:
 
 
 class Upstream:
-    """Opens answers on the fleet's replicas."""
+    """Opens answers on the fleet's replicas.
+
+    Attributes:
+        retries: Further attempts before the first byte, by the tier that they went to.
+    """
 
     def __init__(
         self,
@@ -393,6 +407,7 @@ class Upstream:
     ) -> None:
         self._fleet, self._transport, self._options, self._telemetry = fleet, transport, options, telemetry
         self._passing = asyncio.Semaphore(PASSED_AT_ONCE)
+        self.retries: Counter[TierName] = Counter()
         self._retries = RetryBudget(options.retry_share, options.retry_reserve)
         self._timeouts = {"connect": options.connect_timeout_s, "pool": options.connect_timeout_s}
 
@@ -436,10 +451,12 @@ class Upstream:
                 if tried and not self._retries.take():
                     lease.release()
                     raise NoEngineAnswered(f"{_causes(tried)}; no further attempt, since too many fail")
+                self.retries[tier] += bool(tried)
                 try:
                     return await self._attempt(tier, lease, request, len(tried), kind, opened)
                 except (EngineUnreachable, EngineFailed, EngineBroke) as error:
                     tried[lease.replica.id] = str(error)
+                    self._telemetry.record_failed_attempt(lease.replica.id, error)
                     lease = None
         if not tried:
             raise NoPlace(f"every place on {', '.join((decision.tier, *decision.fallbacks))} is taken")
@@ -519,7 +536,7 @@ class Upstream:
         except BaseException as error:
             failure = _translate(error, limit_s, streamed=request.streamed)
             if isinstance(failure, UpstreamError) and not isinstance(failure, EngineRefused):
-                lease.failed()
+                lease.failed(type(failure).__name__)
             lease.release()
             end_span(span, failure)
             if response is not None:

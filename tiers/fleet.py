@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -263,6 +263,7 @@ class Replica:
     others: Others = NO_OTHERS
     served: int = 0
     failed: int = 0
+    generated: int = 0  # tokens
     gauges: Gauges | None = None
     speed: SpeedModel | None = None
     ttft_trend: Trend = STEADY
@@ -416,6 +417,7 @@ class Lease:
     _probe: bool
     _judged: bool = False
     _released: bool = False
+    _generated: int = 0
 
     def first_token(self, ttft_ms: float | None = None) -> None:
         """Note that the prompt is computed: its tokens are no longer outstanding.
@@ -440,6 +442,8 @@ class Lease:
         if self._released:
             return
         self.replica.progressed(time.monotonic())
+        self.replica.generated += tokens
+        self._generated += tokens
         tokens = min(tokens, self._output_tokens)
         self.replica.output_tokens -= tokens
         self._output_tokens -= tokens
@@ -453,6 +457,7 @@ class Lease:
         """
         replica, speed = self.replica, self.replica.speed
         replica.served += 1
+        replica.generated += max(output_tokens - self._generated, 0)  # of an answer that was not streamed
         replica.progressed(time.monotonic())
         self._answered()
         if tpot_ms is not None and self.predicted is not None and speed is not None:
@@ -463,9 +468,10 @@ class Lease:
             share = min(output_tokens / self._asked_tokens, 1.0)
             self._fleet.output_share += (1 - OUTPUT_MEMORY) * (share - self._fleet.output_share)
 
-    def failed(self) -> None:
-        """Note an attempt that the replica failed."""
+    def failed(self, error: str) -> None:
+        """Note an attempt that the replica failed, and the kind of error."""
         self.replica.failed += 1
+        self._fleet.failures[self.replica.spec.name, error] += 1
         self.replica.back_off()
         self._judged = True
         self.replica.breaker.failed(time.monotonic(), probe=self._probe)
@@ -505,6 +511,8 @@ class Fleet:
         machine: What the router runs on, and the engines unless they run elsewhere.
         options: When replicas are spared.
         on_room: Called when a lease was given back.
+        failures: Attempts that failed, by tier and kind of error.
+        restarts: Engines that were started again by themselves, by tier.
     """
 
     specs: tuple[TierSpec, ...]
@@ -515,6 +523,8 @@ class Fleet:
     machine: str = ""
     options: FleetOptions = field(default_factory=FleetOptions)
     on_room: Callable[[], None] = field(default=lambda: None)
+    failures: Counter[tuple[TierName, str]] = field(default_factory=Counter)
+    restarts: Counter[TierName] = field(default_factory=Counter)
 
     def add(self, replica: Replica) -> Replica:
         """Add a replica; it gets traffic once it is marked ready."""

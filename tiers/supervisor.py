@@ -244,6 +244,7 @@ class Supervisor:
             restarts.forget()
             return "as asked for"
         note = f"restart {restarts.count} after: {why}"
+        self.fleet.restarts[replica.spec.name] += 1
         self._mark(replica, ReplicaState.STARTING, f"{note}; in {delay_s:g} s")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(engine.again.wait(), delay_s)

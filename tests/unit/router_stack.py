@@ -17,7 +17,7 @@ from router.edge import protocol_for
 from router.keys import KeyStore
 from router.serve import fleet_options
 from router.settings import PROJECT, Settings, load_settings
-from router.telemetry import Telemetry
+from router.telemetry import Telemetry, make_telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
 from tiers.fleet import Fleet
 from tiers.spec import ReplicaState, TierName, TierSpec
@@ -52,7 +52,7 @@ class Stack:
 async def router_stack(
     tmp_path: Path,
     overrides: dict[str, Any] | None = None,
-    tracing: TracerProvider | None = None,
+    tracing: TracerProvider | Telemetry | None = None,
     **behaviours: Behaviour,
 ) -> AsyncIterator[Stack]:
     """Run a router in front of one fake engine a tier, ready and warmed through the real supervisor."""
@@ -81,7 +81,7 @@ async def router_stack(
             settings,
             fleet,
             EstimatingCounter(),
-            Telemetry(tracing),
+            telemetry_of(tracing, settings),
             "fake",
             keys=keys,
             operations=supervisor.operations,
@@ -89,6 +89,13 @@ async def router_stack(
         url = await cleanup.enter_async_context(serving(app, http=protocol_for(settings.server)))
         client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
         yield Stack(url, client, fleet, engines)
+
+
+def telemetry_of(tracing: TracerProvider | Telemetry | None, settings: Settings) -> Telemetry:
+    """Return the router's telemetry: a test's own, or what production makes of the settings."""
+    if tracing is None:
+        return make_telemetry("0", settings.telemetry)
+    return tracing if isinstance(tracing, Telemetry) else Telemetry(tracing)
 
 
 @contextmanager

@@ -82,7 +82,7 @@ async def test_a_replica_that_one_router_spares_the_others_spare(redis_server: R
             lease = one.lease(FAST, prompt_tokens=1, max_tokens=1, exclude={"fast-1"})
             assert lease is not None
             with lease:
-                lease.failed()
+                lease.failed("EngineFailed")
         now = asyncio.get_running_loop().time
         await until(lambda: other.replicas[0].breaker.state(now()) is not BreakerState.CLOSED)
         await until(lambda: other.replicas[0].breaker.admits(now()))

@@ -1,0 +1,313 @@
+"""Requests as they are served, and one record of each that has ended. Metrics, logs and pages are all made from those.
+
+A record is made once, of what the decision, the admission and the answer say, and handed to everyone who observes. It has
+no text of any prompt or answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal
+
+from router.continuation import continued_on
+from router.keys import PRIORITIES, Priority
+from router.problems import Refused
+from router.quota import OverQuota
+from router.wire import render_verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from router.admission import Admitted
+    from router.context import RequestContext
+    from router.decision import Decision, Sla
+    from router.doors import Doors
+    from router.upstream import Exchange
+    from tiers.fleet import Fleet
+    from tiers.spec import TierName
+
+OVER_QUOTA = "over_quota"
+CHECKPOINT_DIGITS = 16  # of a digest, as in the answer's headers
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    OK = "ok"
+    REFUSED = "refused"
+    ERROR = "error"
+    CLIENT_GONE = "client_gone"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One inference request, from its arrival to its end. Times in milliseconds; None where there were none.
+
+    Attributes:
+        at: When it had arrived, in seconds since 1970.
+        route: The endpoint's path.
+        key_id: Of the caller's key; empty without keys.
+        decision: By which it was let in, or refused.
+        served_by: The tier that began its answer.
+        precision: Of that tier.
+        checkpoint: Digest of what that tier serves, its first digits.
+        error: Code of a refusal, or the kind of error.
+        queue_ms: Its wait for a place.
+        overhead_ms: From its arrival until it was sent to an engine, but for the queue.
+        ttft_ms: From its arrival to its first token, the queue included.
+        tpot_ms: Mean time between tokens.
+        duration_ms: From its arrival to its last byte.
+        sla_met: Whether the bounds on times that it gave were kept; None: it gave none, or its caller went away before.
+        continued_on: Tiers that went on with its answer after failures, in order.
+    """
+
+    at: float
+    request_id: str
+    trace_id: str
+    route: str
+    key_id: str
+    priority: Priority
+    decision: Decision
+    outcome: Outcome
+    error: str | None
+    served_by: TierName | None
+    replica: str | None
+    precision: str | None
+    checkpoint: str | None
+    prompt_tokens: int
+    output_tokens: int
+    queue_ms: float
+    overhead_ms: float | None
+    ttft_ms: float | None
+    tpot_ms: float | None
+    duration_ms: float
+    sla_met: bool | None
+    attempts_failed: int
+    escalated: bool
+    hedged: bool
+    continued_on: tuple[TierName, ...]
+
+    @property
+    def predicted_ttft_ms(self) -> float | None:
+        """Return what was predicted when it was let in, the queue not included."""
+        tier = self.decision.tier
+        return self.decision.verdict(tier).predicted_ttft_ms if tier is not None else None
+
+    @property
+    def predicted_tpot_ms(self) -> float | None:
+        """Return what was predicted when it was let in."""
+        tier = self.decision.tier
+        return self.decision.verdict(tier).predicted_tpot_ms if tier is not None else None
+
+    @property
+    def cost(self) -> float | None:
+        """Return the engine-seconds, by price, that were predicted for it."""
+        tier = self.decision.tier
+        return self.decision.verdict(tier).cost if tier is not None else None
+
+    @property
+    def undisturbed(self) -> bool:
+        """Tell whether the tier that was decided on served it by itself, so that predictions can be held against it."""
+        as_decided = self.served_by is not None and self.served_by is self.decision.tier
+        return as_decided and not (self.attempts_failed or self.continued_on or self.escalated or self.hedged)
+
+
+State = Literal["waiting", "prefill", "decode"]
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """A request that is being served. Times by the monotonic clock, in seconds.
+
+    Attributes:
+        admitted: Its place; None while it waits.
+        sent: When it was let in.
+        answer: Once that has begun.
+    """
+
+    context: RequestContext
+    decision: Decision
+    priority: Priority
+    admitted: Admitted | None = None
+    sent: float = 0.0
+    answer: Exchange | None = None
+
+    @property
+    def state(self) -> State:
+        """Return how far it is."""
+        if self.answer is not None:
+            return "decode"
+        return "waiting" if self.admitted is None else "prefill"
+
+    def let_in(self, admitted: Admitted) -> None:
+        """Note its place."""
+        self.admitted, self.decision, self.sent = admitted, admitted.decision, time.monotonic()
+
+
+class Journal:
+    """Holds the requests that are open, and the last records. One event loop owns it.
+
+    Attributes:
+        observers: Called with each record, in order.
+        totals: Records by outcome, and what happened to requests, since the start.
+    """
+
+    def __init__(self, fleet: Fleet, doors: Doors, kept: int) -> None:
+        self._fleet, self._doors = fleet, doors
+        self._open: dict[int, OpenRequest] = {}
+        self.recent: deque[RequestRecord] = deque(maxlen=kept)
+        self.observers: list[Callable[[RequestRecord], None]] = []
+        self.totals: Counter[str] = Counter()
+
+    @property
+    def open(self) -> list[OpenRequest]:
+        """Return the requests that are being served, the oldest first."""
+        return list(self._open.values())
+
+    @contextmanager
+    def entry(self, context: RequestContext, decision: Decision, priority: int) -> Iterator[OpenRequest]:
+        """Keep a request open, and record how it ends."""
+        request = OpenRequest(context, decision, _class_of(priority))
+        self._open[id(request)] = request
+        error: BaseException | None = None
+        try:
+            yield request
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            del self._open[id(request)]
+            self._ended(self._record(request, error))
+
+    def _ended(self, record: RequestRecord) -> None:
+        self.recent.append(record)
+        self.totals["requests"] += 1
+        self.totals[record.outcome.value] += 1
+        self.totals["retries"] += record.attempts_failed
+        self.totals["continuations"] += len(record.continued_on)
+        self.totals["escalations"] += record.escalated
+        for observe in self.observers:
+            observe(record)
+
+    def _record(self, request: OpenRequest, error: BaseException | None) -> RequestRecord:
+        now, context, admitted, answer = time.monotonic(), request.context, request.admitted, request.answer
+        decision = error.decision if isinstance(error, Refused) else request.decision
+        outcome, cause = self._outcome(answer, error)
+        queue_ms = admitted.waited_ms if admitted is not None else 0.0
+        spec = self._fleet.spec(answer.tier) if answer is not None else None
+        prompt_tokens, sent = decision.query.prompt_tokens, request.sent - context.arrived
+        ttft_ms = answer.ttft_ms if answer is not None else None
+        tpot_ms = answer.tpot_ms if answer is not None else None
+        if ttft_ms is not None and answer is not None:  # a tier counts it from when the request was first sent
+            ttft_ms += (answer.opened - context.arrived) * 1000
+        return RequestRecord(
+            at=time.time() - (now - context.arrived),
+            request_id=context.request_id,
+            trace_id=context.trace_id,
+            route=context.route,
+            key_id=context.caller.key_id,
+            priority=request.priority,
+            decision=decision,
+            outcome=outcome,
+            error=cause,
+            served_by=answer.tier if answer is not None else None,
+            replica=answer.replica_id if answer is not None else None,
+            precision=spec.precision.value if spec is not None else None,
+            checkpoint=spec.digest[:CHECKPOINT_DIGITS] if spec is not None and spec.digest else None,
+            prompt_tokens=answer.usage.get("prompt_tokens", prompt_tokens) if answer is not None else prompt_tokens,
+            output_tokens=answer.output_tokens if answer is not None else 0,
+            queue_ms=queue_ms,
+            overhead_ms=max(sent * 1000 - queue_ms, 0.0) if admitted is not None else None,
+            ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
+            duration_ms=(now - context.arrived) * 1000,
+            sla_met=_kept(decision.query.sla, outcome, ttft_ms, tpot_ms),
+            attempts_failed=answer.failed_attempts if answer is not None else 0,
+            escalated=answer is not None and answer.escalation is not None,
+            hedged=answer is not None and answer.hedge is not None,
+            continued_on=tuple(continued_on(answer)) if answer is not None else (),
+        )
+
+    def _outcome(self, answer: Exchange | None, error: BaseException | None) -> tuple[Outcome, str | None]:
+        failure = error or (answer.error if answer is not None else None)
+        if failure is None:
+            return Outcome.OK, None
+        if isinstance(failure, Refused):
+            refusal = failure.decision.refusal
+            return Outcome.REFUSED, refusal.value if refusal is not None else None
+        if isinstance(failure, OverQuota):
+            return Outcome.REFUSED, OVER_QUOTA
+        if isinstance(failure, asyncio.CancelledError | OSError) and not self._doors.time_is_up:
+            return Outcome.CLIENT_GONE, None
+        return Outcome.ERROR, "Draining" if isinstance(failure, asyncio.CancelledError) else type(failure).__name__
+
+
+def _class_of(priority: int) -> Priority:
+    """Return the class of a priority in vLLM's numbers, which callers of OpenAI's endpoints may choose freely."""
+    if priority <= PRIORITIES["interactive"]:
+        return "interactive"
+    return "standard" if priority <= PRIORITIES["standard"] else "batch"
+
+
+def _kept(sla: Sla, outcome: Outcome, ttft_ms: float | None, tpot_ms: float | None) -> bool | None:
+    """Tell whether the bounds on times were kept; what was refused or failed kept none."""
+    if sla.ttft_ms is None and sla.tpot_ms is None:
+        return None
+    late = (sla.ttft_ms is not None and ttft_ms is not None and ttft_ms > sla.ttft_ms) or (
+        sla.tpot_ms is not None and tpot_ms is not None and tpot_ms > sla.tpot_ms
+    )
+    if outcome is Outcome.CLIENT_GONE:
+        return False if late else None
+    return outcome is Outcome.OK and not late
+
+
+def render_record(record: RequestRecord) -> dict[str, Any]:
+    """Return a record as JSON values."""
+    decision = record.decision
+    query, sla = decision.query, decision.query.sla
+    return {
+        "at": round(record.at, 3),
+        "request_id": record.request_id,
+        "trace_id": record.trace_id,
+        "route": record.route,
+        "key": record.key_id,
+        "priority": record.priority,
+        "class": query.features.prompt_class.value,
+        "confidence": round(query.features.confidence, 3),
+        "tier": decision.tier,
+        "served_by": record.served_by,
+        "replica": record.replica,
+        "precision": record.precision,
+        "checkpoint": record.checkpoint,
+        "reason": decision.reason,
+        "basis": decision.basis,
+        "degraded": list(decision.degraded),
+        "outcome": record.outcome,
+        "error": record.error,
+        "prompt_tokens": record.prompt_tokens,
+        "output_tokens": record.output_tokens,
+        "queue_ms": _rounded(record.queue_ms),
+        "overhead_ms": _rounded(record.overhead_ms),
+        "ttft_ms": _rounded(record.ttft_ms),
+        "tpot_ms": _rounded(record.tpot_ms),
+        "duration_ms": _rounded(record.duration_ms),
+        "predicted_ttft_ms": _rounded(record.predicted_ttft_ms),
+        "predicted_tpot_ms": _rounded(record.predicted_tpot_ms),
+        "sla": {"ttft_ms": sla.ttft_ms, "tpot_ms": sla.tpot_ms, "max_quality_loss": sla.max_quality_loss},
+        "sla_met": record.sla_met,
+        "attempts_failed": record.attempts_failed,
+        "escalated": record.escalated,
+        "hedged": record.hedged,
+        "continued_on": list(record.continued_on),
+        "cost": record.cost,
+        "tiers": [render_verdict(verdict) for verdict in decision.verdicts],
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)

@@ -1,0 +1,338 @@
+"""How things are now, for the page and ``qarr top``: a stream of the fleet and of requests, and what is kept in memory.
+
+The fleet's picture is made once a second, whoever looks, and not at all while nobody does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Route as Endpoint
+
+from router.context import body_message, context_of, start_message, while_connected
+from router.journal import Outcome, render_record
+from router.traces import UnknownTrace, render_listed, render_trace
+from router.wire import render_fleet
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+
+    from starlette.requests import Request
+    from starlette.types import Receive, Scope, Send
+
+    from router.doors import Doors
+    from router.journal import OpenRequest, RequestRecord
+    from router.services import Services
+    from tiers.spec import TierName
+
+WINDOW_S = 60.0
+WINDOW_RECORDS = 20_000
+TICK_S = 1.0
+KEEP_ALIVE_S = 15.0
+FIRST_RECORDS = 50
+MOST_SHOWN = 200
+MOST_LISTED = 1000
+MOST_BEHIND = 500  # events that a slow reader may be behind; then it misses the oldest
+STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """What the window keeps of a record."""
+
+    at: float
+    tier: TierName | None
+    failed: bool
+    ttft_ms: float | None
+    tpot_ms: float | None
+    sla_met: bool | None
+
+
+class Reader:
+    """One who watches: the events that are still to be sent."""
+
+    def __init__(self) -> None:
+        self._events: deque[bytes] = deque(maxlen=MOST_BEHIND)
+        self._news = asyncio.Event()
+        self._over = False
+
+    def end(self) -> None:
+        """Let it read what there is, and no more."""
+        self._over = True
+        self._news.set()
+
+    def put(self, event: bytes) -> None:
+        """Add an event; where too many wait, the oldest goes."""
+        self._events.append(event)
+        self._news.set()
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield events, several in one piece where they have piled up; a comment where there are none for a while."""
+        while True:
+            try:
+                async with asyncio.timeout(KEEP_ALIVE_S):
+                    await self._news.wait()
+            except TimeoutError:
+                yield b": nothing new\n\n"
+                continue
+            self._news.clear()
+            batch = b"".join(self._events)
+            self._events.clear()
+            if batch:
+                yield batch
+            if self._over:
+                return
+
+
+class Live:
+    """The picture, and who looks at it. One event loop owns it.
+
+    Who looks is sent away when the router leaves: those streams have no end of their own.
+    """
+
+    def __init__(self, services: Services, doors: Doors, version: str, trace_url: str) -> None:
+        self._services, self._doors, self._version, self._trace_url = services, doors, version, trace_url
+        self._window: deque[_Ended] = deque(maxlen=WINDOW_RECORDS)
+        self._generated: dict[str, int] = {}
+        self._rates: dict[str, float] = {}
+        self._readers: set[Reader] = set()
+        self._wanted = asyncio.Event()
+        services.journal.observers.append(self._observe)
+
+    @contextmanager
+    def watching(self) -> Iterator[Reader]:
+        """Return a reader that starts with the last records and the fleet as it is."""
+        reader = Reader()
+        recent = self._services.journal.recent
+        for record in list(recent)[-FIRST_RECORDS:]:
+            reader.put(_event(b"request", render_record(record)))
+        reader.put(_event(b"fleet", self.fleet()))
+        self._readers.add(reader)
+        self._wanted.set()
+        try:
+            yield reader
+        finally:
+            self._readers.discard(reader)
+            if not self._readers:
+                self._wanted.clear()
+
+    async def run(self) -> None:
+        """Make the fleet's picture every second while somebody looks, until cancelled."""
+        while True:
+            await self._wanted.wait()
+            self._count(None)
+            since = time.monotonic()
+            while self._readers:
+                await asyncio.sleep(TICK_S)
+                now = time.monotonic()
+                self._count(now - since)
+                since = now
+                event = _event(b"fleet", self.fleet())
+                for reader in self._readers:
+                    reader.put(event)
+                    if not self._doors.open:
+                        reader.end()
+
+    def fleet(self) -> dict[str, Any]:
+        """Return the picture, as JSON values."""
+        services, now = self._services, time.monotonic()
+        while self._window and self._window[0].at < now - WINDOW_S:
+            self._window.popleft()
+        rendered = render_fleet(services.fleet.snapshot(), services.model, services.fleet.machine)
+        for tier in rendered["tiers"]:
+            for replica in tier["replicas"]:
+                replica["tokens_per_s"] = round(self._rates.get(replica["id"], 0.0), 1)
+            tier["tokens_per_s"] = round(sum(r["tokens_per_s"] for r in tier["replicas"]), 1)
+            tier.update(_summary([ended for ended in self._window if ended.tier is tier["tier"]]))
+        journal = services.journal
+        served = journal.open
+        return {
+            "at": round(time.time(), 3),
+            "version": self._version,
+            "window_s": WINDOW_S,
+            "trace_url": self._trace_url or None,
+            **rendered,
+            "waiting": services.admission.waiting,
+            "in_flight": [_render_open(request, now) for request in served[:MOST_SHOWN]],
+            "in_flight_total": len(served),
+            "totals": {shown: journal.totals[name] for shown, name in TOTALS.items()},
+        }
+
+    def _observe(self, record: RequestRecord) -> None:
+        tier = record.served_by or record.decision.tier
+        failed = record.outcome is Outcome.ERROR
+        self._window.append(_Ended(time.monotonic(), tier, failed, record.ttft_ms, record.tpot_ms, record.sla_met))
+        if self._readers:
+            event = _event(b"request", render_record(record))
+            for reader in self._readers:
+                reader.put(event)
+
+    def _count(self, elapsed_s: float | None) -> None:
+        """Note the tokens that replicas have generated; None: there is nothing yet to compare with."""
+        replicas = self._services.fleet.replicas
+        before, self._generated = self._generated, {r.id: r.generated for r in replicas}
+        if elapsed_s is None:
+            self._rates = {}
+            return
+        self._rates = {id_: (n - before.get(id_, n)) / elapsed_s for id_, n in self._generated.items()}
+
+
+TOTALS = {
+    "requests": "requests",
+    "ok": Outcome.OK.value,
+    "refused": Outcome.REFUSED.value,
+    "errors": Outcome.ERROR.value,
+    "client_gone": Outcome.CLIENT_GONE.value,
+    "retries": "retries",
+    "continuations": "continuations",
+    "escalations": "escalations",
+}
+
+
+def _summary(ended: Sequence[_Ended]) -> dict[str, Any]:
+    """Return a tier's figures over the window."""
+    asked = [e.sla_met for e in ended if e.sla_met is not None]
+    return {
+        "requests": len(ended),
+        "errors": sum(e.failed for e in ended),
+        "ttft_ms": _percentiles([e.ttft_ms for e in ended if e.ttft_ms is not None]),
+        "tpot_ms": _percentiles([e.tpot_ms for e in ended if e.tpot_ms is not None]),
+        "sla": {"asked": len(asked), "met": sum(asked)},
+    }
+
+
+def _percentiles(values: list[float]) -> dict[str, float] | None:
+    """Return the median and the 95th percentile: of n values the one that ceil(p n) of them do not exceed."""
+    if not values:
+        return None
+    values.sort()
+    return {name: round(values[-(-len(values) * p // 100) - 1], 2) for name, p in (("p50", 50), ("p95", 95))}
+
+
+def _render_open(request: OpenRequest, now: float) -> dict[str, Any]:
+    answer, decision, admitted = request.answer, request.decision, request.admitted
+    tier = answer.tier if answer is not None else decision.tier
+    replica = answer.replica_id if answer is not None else admitted.lease.replica.id if admitted is not None else None
+    return {
+        "request_id": request.context.request_id,
+        "trace_id": request.context.trace_id,
+        "class": decision.query.features.prompt_class.value,
+        "tier": tier,
+        "replica": replica,
+        "state": request.state,
+        "age_ms": round((now - request.context.arrived) * 1000, 1),
+        "prompt_tokens": decision.query.prompt_tokens,
+        "output_tokens": answer.output_tokens if answer is not None else 0,
+    }
+
+
+def _event(name: bytes, value: Any) -> bytes:
+    return b"event: " + name + b"\ndata: " + to_json(value) + b"\n\n"
+
+
+class LiveEndpoints:
+    """``GET /live``, ``/requests``, ``/traces`` and ``/policy``."""
+
+    def __init__(self, services: Services, live: Live, trace_url: str) -> None:
+        self._services, self._live, self._trace_url = services, live, trace_url
+
+    def routes(self) -> list[Endpoint]:
+        """Return the endpoints' routes."""
+        return [
+            Endpoint("/live", LiveStream(self._live), methods=["GET"]),
+            Endpoint("/requests", self._requests, methods=["GET"]),
+            Endpoint("/traces", self._traces, methods=["GET"]),
+            Endpoint("/traces/{trace_id}", self._trace, methods=["GET"]),
+            Endpoint("/policy", self._policy, methods=["GET"]),
+        ]
+
+    async def _requests(self, request: Request) -> Response:
+        """Answer with the last requests that have ended, the newest first."""
+        limit = _limit(request)
+        recent = list(self._services.journal.recent)[::-1][:limit]
+        return _json({"requests": [render_record(record) for record in recent]})
+
+    async def _traces(self, request: Request) -> Response:
+        """Answer with the traces that are kept, the newest first."""
+        limit, traces = _limit(request), self._services.telemetry.traces
+        found = traces.recent()[:limit] if traces is not None else []
+        return _json({"traces": [render_listed(trace) for trace in found]})
+
+    async def _trace(self, request: Request) -> Response:
+        """Answer with one trace."""
+        trace_id, traces = request.path_params["trace_id"], self._services.telemetry.traces
+        trace = traces.find(trace_id) if traces is not None else None
+        if trace is None:
+            raise UnknownTrace(
+                "a router keeps as many of its own last traces as telemetry.recent_traces says, and of a busy router's not "
+                "every one: ask the router that served the request, or look in the trace viewer"
+            )
+        rendered = render_trace(trace)
+        url = self._trace_url.replace("{trace_id}", rendered["trace_id"]) or None
+        return _json({**rendered, "trace_url": url})
+
+    async def _policy(self, _request: Request) -> Response:
+        """Answer with the table that decisions are made by."""
+        table, check = self._services.policy.table, self._services.live_check
+        return _json(
+            {
+                "class_floor": {kind.value: tier for kind, tier in table.class_floor.items()},
+                "max_loss": {kind.value: bound for kind, bound in table.max_loss.items()},
+                "losses": {
+                    tier.value: {
+                        kind.value: {"mean": loss.mean, "low": loss.low, "high": loss.high}
+                        for kind, loss in losses.items()
+                    }
+                    for tier, losses in table.losses.items()
+                },
+                "promoted": {kind.value: tier for kind, tier in table.promoted.items()},
+                "live_losses": [
+                    {"class": kind.value, "tier": tier, "loss": rolling.share, "checked": rolling.checked}
+                    for (kind, tier), rolling in check.losses.items()
+                ],
+                "sla_confidence": table.sla_confidence,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LiveStream:
+    """The endpoint ``GET /live``, as an ASGI application."""
+
+    live: Live
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events until the client goes away."""
+
+        async def work(send: Send) -> None:
+            with self.live.watching() as reader:
+                await send(start_message(context_of(scope).headers, "text/event-stream; charset=utf-8", STREAM_HEADERS))
+                async for events in reader.events():
+                    await send(body_message(events, more=True))
+                await send(body_message(b"", more=False))
+
+        await while_connected(context_of(scope), work, receive, send)
+
+
+def _limit(request: Request) -> int:
+    """Return how many a client wants of a list.
+
+    Raises:
+        HTTPException: 400: it is no number in range.
+    """
+    text = request.query_params.get("limit", "100")
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= MOST_LISTED):
+        raise HTTPException(400, f"limit: a number from 1 to {MOST_LISTED} is allowed")
+    return int(text)
+
+
+def _json(body: object) -> Response:
+    return Response(to_json(body), media_type="application/json", headers={"cache-control": "no-store"})

@@ -1,0 +1,301 @@
+"""The last traces, in memory; and those that are exported although the sampler left them out.
+
+Every span is recorded. What the sampler chose is exported as it ends. Of the rest, a trace is exported as a whole once its
+server span has ended and the request failed or missed its SLA: whether it is worth keeping is known only then. Spans of
+engines are not among those: the engine was told, when it was asked, that the trace is not sampled.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
+from opentelemetry.trace import (
+    SpanContext,
+    SpanKind,
+    StatusCode,
+    TraceFlags,
+    format_span_id,
+    format_trace_id,
+    get_current_span,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import Span
+    from opentelemetry.trace import Link, TraceState
+    from opentelemetry.util.types import Attributes, AttributeValue
+
+MOST_OPEN = 20_000  # traces whose server span has not ended; beyond, the oldest is forgotten
+MOST_SPANS = 64  # of one trace
+
+
+class UnknownTrace(Exception):
+    """A trace that is not kept here."""
+
+
+class KeptFor(StrEnum):
+    """Why a trace is worth looking at."""
+
+    RECENT = "recent"
+    ERROR = "error"
+    SLA_MISS = "sla_miss"
+
+
+@dataclass(slots=True)
+class Trace:
+    """The spans of one trace, in the order of their ends. Its server span is the last, but for what goes on after it."""
+
+    spans: list[ReadableSpan] = field(default_factory=list)
+    kept_for: KeptFor = KeptFor.RECENT
+
+    @property
+    def root(self) -> ReadableSpan:
+        """Return the span that all others lie below."""
+        return next((span for span in self.spans if _is_root(span)), self.spans[0])
+
+
+class RecordAll(Sampler):
+    """Records what another sampler drops, so that it can be kept in memory and judged by its end.
+
+    Args:
+        root: The other sampler, whose choice of what is exported stands.
+        per_s: Traces a second that are recorded of what it drops; where more come, the rest costs nothing.
+        burst: So many at once.
+    """
+
+    def __init__(self, root: Sampler, per_s: float = math.inf, burst: int = 1) -> None:
+        self._root, self._per_s, self._burst = root, per_s, burst
+        self._left, self._at = float(burst), time.monotonic()
+
+    def should_sample(  # noqa: PLR0917  the library's signature
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: SpanKind | None = None,
+        attributes: Attributes = None,
+        links: Sequence[Link] | None = None,
+        trace_state: TraceState | None = None,
+    ) -> SamplingResult:
+        """Ask the other sampler. The SDK's own ``AlwaysRecordSampler`` loses the attributes of what is dropped."""
+        found = self._root.should_sample(parent_context, trace_id, name, kind, attributes, links, trace_state)
+        if found.decision is not Decision.DROP:
+            return found
+        parent = get_current_span(parent_context)
+        context = parent.get_span_context()
+        inside = context.is_valid and not context.is_remote
+        if not (parent.is_recording() if inside else self._take()):
+            return found
+        return SamplingResult(Decision.RECORD_ONLY, attributes, found.trace_state)
+
+    def _take(self) -> bool:
+        """Take one trace of what may be recorded; False: there is none left for now."""
+        if math.isinf(self._per_s):
+            return True
+        now = time.monotonic()
+        self._left = min(self._left + (now - self._at) * self._per_s, float(self._burst))
+        self._at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+    def get_description(self) -> str:
+        """Return its name and the other's."""
+        return f"RecordAll{{{self._root.get_description()}}}"
+
+
+class TraceStore(SpanProcessor):
+    """Keeps traces, and hands spans on.
+
+    Args:
+        kept: Traces that are kept in memory, the last ones; half of them at most for their failure alone.
+        exporting: Takes what is exported; None: nothing is.
+        tail: Export failures and missed SLAs that the sampler left out.
+    """
+
+    def __init__(self, kept: int, exporting: SpanProcessor | None = None, *, tail: bool = True) -> None:
+        self._kept, self._exporting, self._tail = kept, exporting, tail
+        self._open: OrderedDict[int, Trace] = OrderedDict()
+        self._recent: OrderedDict[int, Trace] = OrderedDict()
+        self._failed: OrderedDict[int, Trace] = OrderedDict()
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        """Open a trace with its root."""
+        if self._exporting is not None:
+            self._exporting.on_start(span, parent_context)
+        if _is_root(span):
+            self._open[span.context.trace_id] = Trace()
+            if len(self._open) > MOST_OPEN:
+                self._open.popitem(last=False)
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Take a span that has ended."""
+        context = span.context
+        assert context is not None
+        if self._exporting is not None and context.trace_flags.sampled:
+            self._exporting.on_end(span)
+        if _is_root(span):
+            trace = self._open.pop(context.trace_id, None) or Trace()
+            trace.spans.append(span)
+            if span.status.status_code is StatusCode.ERROR:
+                trace.kept_for = KeptFor.ERROR
+            self._keep(context.trace_id, trace)
+            return
+        found = self._open.get(context.trace_id) or self._find(context.trace_id)
+        if found is not None and len(found.spans) < MOST_SPANS:
+            found.spans.append(span)
+            if context.trace_id not in self._open and found.kept_for is not KeptFor.RECENT:
+                self._export_tail([span])
+
+    def judge(self, trace_id: int, worth: KeptFor) -> None:
+        """Note that a trace is worth more than most, also where its server span has ended already."""
+        trace = self._open.get(trace_id)
+        if trace is not None:
+            trace.kept_for = worth
+            return
+        trace = self._recent.pop(trace_id, None)
+        if trace is not None:
+            trace.kept_for = worth
+            self._keep(trace_id, trace)
+
+    def shutdown(self) -> None:
+        """Export what is left."""
+        if self._exporting is not None:
+            self._exporting.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Export what is waiting."""
+        return self._exporting is None or self._exporting.force_flush(timeout_millis)
+
+    def recent(self) -> list[Trace]:
+        """Return what is kept, the newest first."""
+        both = {**self._failed, **self._recent}
+        return sorted(both.values(), key=lambda trace: trace.root.start_time or 0, reverse=True)
+
+    def find(self, trace_id: str) -> Trace | None:
+        """Return a trace by its id in hexadecimal; None where it is not kept."""
+        try:
+            return self._find(int(trace_id, 16))
+        except ValueError:
+            return None
+
+    def _find(self, trace_id: int) -> Trace | None:
+        return self._recent.get(trace_id) or self._failed.get(trace_id)
+
+    def _keep(self, trace_id: int, trace: Trace) -> None:
+        """Keep a trace that has ended: failures apart, so that a flood of good ones does not wash them out."""
+        if trace.kept_for is not KeptFor.RECENT:
+            self._export_tail(trace.spans)
+            _push(self._failed, trace_id, trace, self._kept // 2)
+            return
+        _push(self._recent, trace_id, trace, self._kept - len(self._failed))
+
+    def _export_tail(self, spans: list[ReadableSpan]) -> None:
+        if self._exporting is None or not self._tail:
+            return
+        for span in spans:
+            if span.context is not None and not span.context.trace_flags.sampled:
+                self._exporting.on_end(_as_sampled(span, span.context))
+
+
+def _push(kept: OrderedDict[int, Trace], trace_id: int, trace: Trace, most: int) -> None:
+    kept[trace_id] = trace
+    while len(kept) > max(most, 0):
+        kept.popitem(last=False)
+
+
+def _is_root(span: ReadableSpan) -> bool:
+    return span.parent is None or span.parent.is_remote
+
+
+def _as_sampled(span: ReadableSpan, context: SpanContext) -> ReadableSpan:
+    """Return a copy that exporters take."""
+    flags = TraceFlags(context.trace_flags | TraceFlags.SAMPLED)
+    return ReadableSpan(
+        name=span.name,
+        context=SpanContext(context.trace_id, context.span_id, context.is_remote, flags, context.trace_state),
+        parent=span.parent,
+        resource=span.resource,
+        attributes=span.attributes,
+        events=span.events,
+        links=span.links,
+        kind=span.kind,
+        status=span.status,
+        start_time=span.start_time,
+        end_time=span.end_time,
+        instrumentation_scope=span.instrumentation_scope,
+    )
+
+
+def render_listed(trace: Trace) -> dict[str, Any]:
+    """Return a trace as one line of a list, as JSON values."""
+    root = trace.root
+    assert root.context is not None
+    return {
+        "trace_id": format_trace_id(root.context.trace_id),
+        "name": root.name,
+        "at": _ms(root.start_time) / 1000,
+        "duration_ms": _ms(root.end_time) - _ms(root.start_time),
+        "spans": len(trace.spans),
+        "error": trace.kept_for is KeptFor.ERROR,
+        "kept_for": trace.kept_for,
+    }
+
+
+def render_trace(trace: Trace) -> dict[str, Any]:
+    """Return a trace with its spans in the order of their starts, as JSON values; times in milliseconds from its start."""
+    root = trace.root
+    assert root.context is not None
+    start = root.start_time or 0
+    spans = sorted(trace.spans, key=lambda span: (span.start_time or 0, span is not root))
+    return {
+        "trace_id": format_trace_id(root.context.trace_id),
+        "at": _ms(root.start_time) / 1000,
+        "duration_ms": _ms(root.end_time) - _ms(root.start_time),
+        "spans": [_render_span(span, start) for span in spans],
+    }
+
+
+def _render_span(span: ReadableSpan, start: int) -> dict[str, Any]:
+    assert span.context is not None
+    failed = span.status.status_code is StatusCode.ERROR
+    cause = (span.attributes or {}).get("error.type")
+    return {
+        "span_id": format_span_id(span.context.span_id),
+        "parent_id": format_span_id(span.parent.span_id) if span.parent is not None else None,
+        "name": span.name,
+        "kind": _KINDS.get(span.kind, "internal"),
+        "start_ms": _ms((span.start_time or start) - start),
+        "duration_ms": _ms((span.end_time or start) - (span.start_time or start)),
+        "attributes": {name: _plain(value) for name, value in (span.attributes or {}).items()},
+        "events": [
+            {
+                "name": event.name,
+                "at_ms": _ms(event.timestamp - start),
+                "attributes": {name: _plain(value) for name, value in (event.attributes or {}).items()},
+            }
+            for event in span.events
+        ],
+        "error": span.status.description or str(cause or "error") if failed or cause else None,
+    }
+
+
+_KINDS = {SpanKind.SERVER: "server", SpanKind.CLIENT: "client"}
+
+
+def _ms(nanoseconds: int | None) -> float:
+    return round((nanoseconds or 0) / 1e6, 3)
+
+
+def _plain(value: AttributeValue) -> Any:
+    return list(value) if isinstance(value, tuple) else value

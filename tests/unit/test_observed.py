@@ -1,0 +1,407 @@
+"""What can be seen of requests: records, metrics, traces, and the live stream. All of it says the same, and no prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, http_attributes, server_attributes
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from router.telemetry import Telemetry, make_telemetry
+from router.traces import KeptFor, RecordAll, TraceStore
+from tests.fakes.engine import Behaviour
+from tests.unit.own_engines import until
+from tests.unit.router_stack import router_stack
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import httpx
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.sampling import Sampler
+
+    from tests.unit.router_stack import Stack
+
+pytestmark = pytest.mark.anyio
+SECRET = "Hello, how are you today, my treasure?"
+
+
+async def get(stack: Stack, path: str) -> Any:
+    answer = await stack.client.get(stack.url + path)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def record_of(stack: Stack, answer: httpx.Response) -> dict[str, Any]:
+    """Return an answer's record, as soon as there is one."""
+    async with asyncio.timeout(20):
+        while True:
+            for record in (await get(stack, "/requests"))["requests"]:
+                if record["request_id"] == answer.headers["x-request-id"]:
+                    found: dict[str, Any] = record
+                    return found
+            await asyncio.sleep(0.02)
+
+
+async def samples(stack: Stack, name: str) -> dict[tuple[str, ...], float]:
+    """Return a metric's samples by the values of their labels, in the order of the labels' names."""
+    page = (await stack.client.get(f"{stack.url}/metrics")).text
+    return {
+        tuple(value for _, value in sorted(sample.labels.items())): sample.value
+        for family in parse_text(page)
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def traced(
+    kept: int = 100, sampler: Sampler = ALWAYS_OFF, *, tail: bool = True
+) -> tuple[Telemetry, InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    store = TraceStore(kept, SimpleSpanProcessor(exporter), tail=tail)
+    provider = TracerProvider(sampler=RecordAll(sampler))
+    provider.add_span_processor(store)
+    return Telemetry(provider, traces=store), exporter
+
+
+async def test_one_answer_is_told_alike_everywhere(tmp_path: Path) -> None:
+    """Headers, record, metrics and trace agree on tier, tokens, times and ids; none has the prompt."""
+    async with router_stack(tmp_path) as stack:
+        answer = await stack.generate(prompt=SECRET, sla={"ttft_ms": 60_000}, priority="interactive")
+        record = await record_of(stack, answer)
+        assert record["outcome"] == "ok"
+        assert (record["tier"], record["served_by"]) == ("fast", "fast") == (answer.headers["x-qarr-tier"],) * 2
+        assert record["trace_id"] == answer.headers["x-qarr-trace-id"]
+        assert record["reason"] == answer.headers["x-qarr-reason"]
+        assert (record["route"], record["priority"], record["basis"]) == ("/generate", "interactive", "table")
+        assert (record["prompt_tokens"], record["output_tokens"]) == (10, 7)
+        assert 0 < record["overhead_ms"] <= record["ttft_ms"] <= record["duration_ms"]
+        assert record["sla_met"] is True
+        assert next(tier["verdict"] for tier in record["tiers"]) == "chosen"
+        kind = record["class"]
+        assert await samples(stack, "qarr_requests_total") == {(kind, "ok", "fast"): 1}
+        assert await samples(stack, "qarr_output_tokens_total") == {(kind, "fast"): 7}
+        assert await samples(stack, "qarr_sla_requests_total") == {(kind, "met", "fast"): 1}
+        assert await samples(stack, "qarr_queue_wait_seconds_count") == {("interactive",): 1}
+        ttft_s = (await samples(stack, "qarr_time_to_first_token_seconds_sum"))[kind, "fast"]
+        assert ttft_s * 1000 == pytest.approx(record["ttft_ms"], abs=0.01)
+        trace = await get(stack, f"/traces/{record['trace_id']}")
+        spans = {span["name"]: span for span in trace["spans"]}
+        assert [s["name"] for s in trace["spans"]] == ["POST /generate", "classify", "route", "chat fake"]
+        server = spans["POST /generate"]
+        assert server["parent_id"] is None
+        assert {s["parent_id"] for s in trace["spans"]} == {None, server["span_id"]}
+        seen = server["attributes"]
+        assert (seen["qarr.outcome"], seen["qarr.served.tier"], seen["qarr.sla.met"]) == ("ok", "fast", True)
+        assert seen["qarr.ttft_ms"] == pytest.approx(record["ttft_ms"], abs=0.01)
+        assert spans["route"]["attributes"]["qarr.fast.verdict"] == "chosen"
+        assert [event["name"] for event in spans["chat fake"]["events"]] == ["qarr.first_token"]
+        assert all(
+            s["start_ms"] >= 0 and s["start_ms"] + s["duration_ms"] <= server["duration_ms"] + 1 for s in spans.values()
+        )
+        everything = json.dumps([record, trace]) + (await stack.client.get(f"{stack.url}/metrics")).text
+        assert "treasure" not in everything
+        assert "Paris" not in everything
+
+
+async def test_every_way_to_end_is_recorded(tmp_path: Path) -> None:
+    """Refusals, failures, clients that go away, missed bounds: each has one record, one outcome, one count."""
+    async with router_stack(tmp_path, {"admission": {"max_waiting": 0}}) as stack:
+        refused = await stack.generate(max_tokens=4096, prompt="hi", tier="fast", tier_policy="require")
+        assert (await record_of(stack, refused))["error"] == "too_long"
+        late = await stack.generate(sla={"ttft_ms": 0.001})
+        assert (await record_of(stack, late))["sla_met"] is False
+        for behaviour in stack.engines.values():
+            behaviour.break_after = 2
+        broken = await stack.generate(stream=True)
+        record = await record_of(stack, broken)
+        assert (record["outcome"], record["error"]) == ("error", "EngineBroke")
+        for behaviour in stack.engines.values():
+            behaviour.break_after, behaviour.delay_s = None, 0.2
+        async with stack.client.stream("POST", f"{stack.url}/generate", json={"prompt": "hi"}) as going:
+            await anext(going.aiter_bytes())
+        assert (await record_of(stack, going))["outcome"] == "client_gone"
+        requests = await samples(stack, "qarr_requests_total")
+        assert sorted(outcome for _, outcome, _ in requests) == ["client_gone", "error", "ok", "refused"]
+        assert await samples(stack, "qarr_refusals_total") == {("too_long",): 1}
+        assert sum((await samples(stack, "qarr_sla_requests_total")).values()) == 1
+        totals = json.loads((await first_events(stack, "fleet"))[0])["totals"]
+        assert (totals["requests"], totals["ok"], totals["refused"], totals["errors"], totals["client_gone"]) == (
+            4,
+            1,
+            1,
+            1,
+            1,
+        )
+        assert stack.leases() == 0
+
+
+async def test_retries_and_continuations_are_counted_and_traced(tmp_path: Path) -> None:
+    """An attempt that fails and an answer that another tier goes on with show as counts, as a chain, and as span events."""
+    async with router_stack(tmp_path) as stack:
+        stack.engines[next(iter(stack.engines))].status = 500
+        answer = await stack.generate()
+        record = await record_of(stack, answer)
+        assert (record["tier"], record["served_by"], record["attempts_failed"]) == ("fast", "balanced", 1)
+        assert await samples(stack, "qarr_upstream_failures_total") == {("EngineFailed", "fast"): 1}
+        assert (await samples(stack, "qarr_retries_total"))["balanced",] == 1
+        assert "qarr.attempt_failed" in await server_events(stack, record)
+        fast = next(iter(stack.engines.values()))
+        fast.status, fast.break_after = 200, 3
+        answer = await stack.generate(tier="fast")
+        record = await record_of(stack, answer)
+        assert record["outcome"] == "ok"
+        (next_tier,) = record["continued_on"]  # whichever was measured to be cheaper
+        assert await samples(stack, "qarr_continuations_total") == {("fast", next_tier): 1}
+        assert "qarr.continuation" in await server_events(stack, record)
+        assert await samples(stack, "qarr_prediction_error_ratio_count") == {}  # disturbed answers say nothing of it
+
+
+async def server_events(stack: Stack, record: dict[str, Any]) -> list[str]:
+    trace = await get(stack, f"/traces/{record['trace_id']}")
+    return [event["name"] for event in trace["spans"][0]["events"]]
+
+
+async def test_the_metrics_page_is_openmetrics_with_exemplars(tmp_path: Path) -> None:
+    """Both formats parse; exemplars name a trace that is kept; names end as Prometheus wants them to."""
+    async with router_stack(tmp_path) as stack:
+        answer = await stack.generate()
+        await record_of(stack, answer)
+        accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
+        page = await stack.client.get(f"{stack.url}/metrics", headers=accept)
+        assert page.headers["content-type"].startswith("application/openmetrics-text")
+        families = list(parse_openmetrics(page.text))
+        exemplars = {s.exemplar.labels["trace_id"] for f in families for s in f.samples if s.exemplar}
+        assert exemplars == {answer.headers["x-qarr-trace-id"]}
+        assert all(family.documentation for family in families)
+        units = ("_seconds", "_ratio")
+        for family in families:
+            assert family.name.startswith("qarr_")
+            assert family.type != "histogram" or family.name.endswith(units), family.name
+
+
+async def test_labels_are_bounded(tmp_path: Path) -> None:
+    """Whatever paths and methods clients invent, there are few series."""
+    async with router_stack(tmp_path) as stack:
+        for path in ("/no/such/a", "/no/such/b", "/traces/0123", "/traces/4567", "/v1/models/auto", "/v1/models/fast"):
+            await stack.client.get(stack.url + path)
+        for method in ("BREW", "PROPFIND", "GET"):
+            await stack.client.request(method, f"{stack.url}/generate")
+        found = {(route, code) for code, _, route in await samples(stack, "qarr_http_requests_total")}
+        assert found == {
+            ("unknown", "404"), ("/traces/{trace_id}", "404"), ("/v1/models/{id}", "200"), ("/generate", "405"),
+        }  # fmt: skip
+        methods = {method for _, method, _ in await samples(stack, "qarr_http_requests_total")}
+        assert methods == {"GET", "other"}
+
+
+async def first_events(stack: Stack, name: str, count: int = 1) -> list[str]:
+    """Return the data of the first events of a kind in the live stream."""
+    found: list[str] = []
+    current = ""
+    async with stack.client.stream("GET", f"{stack.url}/live") as live:
+        async for line in live.aiter_lines():
+            current = line.removeprefix("event: ") if line.startswith("event: ") else current
+            if line.startswith("data: ") and current == name:
+                found.append(line.removeprefix("data: "))
+                if len(found) == count:
+                    break
+    return found
+
+
+async def test_the_live_stream_shows_requests_as_they_run_and_end(tmp_path: Path) -> None:
+    """The fleet's picture has a request while it is open, with its tokens; its record follows; then the window has it."""
+    async with router_stack(tmp_path) as stack:
+        for behaviour in stack.engines.values():
+            behaviour.delay_s = 0.4
+        running = asyncio.create_task(stack.generate())
+        open_now: list[dict[str, Any]] = []
+        ended: dict[str, Any] | None = None
+        async with stack.client.stream("GET", f"{stack.url}/live") as live:
+            name = ""
+            async for line in live.aiter_lines():
+                name = line.removeprefix("event: ") if line.startswith("event: ") else name
+                if not line.startswith("data: "):
+                    continue
+                data = json.loads(line.removeprefix("data: "))
+                if name == "request":
+                    ended = data
+                else:
+                    open_now += data["in_flight"]
+                    tier = data["tiers"][0]
+                    if ended is not None and tier["requests"] == 1:
+                        break
+        answer = await running
+        assert ended is not None
+        assert ended["request_id"] == answer.headers["x-request-id"]
+        assert {r["request_id"] for r in open_now} == {ended["request_id"]}
+        assert open_now[-1]["state"] == "decode"
+        assert 0 < open_now[-1]["output_tokens"] <= 7
+        assert tier["ttft_ms"]["p50"] == tier["ttft_ms"]["p95"] == pytest.approx(ended["ttft_ms"], abs=0.01)
+        assert tier["replicas"][0]["tokens_per_s"] >= 0
+
+
+async def test_questions_about_the_past_have_clear_answers(tmp_path: Path) -> None:
+    """Unknown traces and wrong limits are problems that say what is allowed; lists are newest first."""
+    async with router_stack(tmp_path, {"telemetry": {"recent_requests": 2, "recent_traces": 2}}) as stack:
+        answers = [await stack.generate() for _ in range(3)]
+        await record_of(stack, answers[-1])
+        ids = [r["request_id"] for r in (await get(stack, "/requests"))["requests"]]
+        assert ids == [a.headers["x-request-id"] for a in reversed(answers[1:])]
+        assert len((await get(stack, "/requests?limit=1"))["requests"]) == 1
+        traces = (await get(stack, "/traces"))["traces"]
+        assert [t["trace_id"] for t in traces] == [a.headers["x-qarr-trace-id"] for a in reversed(answers[1:])]
+        gone = await stack.client.get(f"{stack.url}/traces/{answers[0].headers['x-qarr-trace-id']}")
+        assert (gone.status_code, "telemetry.recent_traces" in gone.json()["detail"]) == (404, True)
+        for limit in ("0", "x", "-1", "1001", "1e3"):
+            wrong = await stack.client.get(f"{stack.url}/requests?limit={limit}")
+            assert (wrong.status_code, "1 to 1000" in wrong.json()["detail"]) == (400, True)
+        assert (await get(stack, "/policy"))["max_loss"]["chat"] == 0.12
+
+
+async def test_traces_that_the_sampler_left_out_are_exported_when_they_went_wrong(tmp_path: Path) -> None:
+    """At a sampling of nothing, failures and missed SLAs are exported whole; good requests are not."""
+    telemetry, exporter = traced()
+    async with router_stack(tmp_path, tracing=telemetry) as stack:
+        good = await stack.generate()
+        await record_of(stack, good)
+        late = await stack.generate(sla={"ttft_ms": 0.001})
+        await record_of(stack, late)
+        for behaviour in stack.engines.values():
+            behaviour.break_after = 2
+        broken = await stack.generate()
+        await record_of(stack, broken)
+        kept = {t["trace_id"]: t["kept_for"] for t in (await get(stack, "/traces"))["traces"]}
+    assert kept == {
+        good.headers["x-qarr-trace-id"]: "recent",
+        late.headers["x-qarr-trace-id"]: "sla_miss",
+        broken.headers["x-qarr-trace-id"]: "error",
+    }
+    spans = exporter.get_finished_spans()
+    assert by_trace(spans).keys() == {late.headers["x-qarr-trace-id"], broken.headers["x-qarr-trace-id"]}
+    assert sorted(s.name for s in by_trace(spans)[late.headers["x-qarr-trace-id"]]) == [
+        "POST /generate", "chat fake", "classify", "route",
+    ]  # fmt: skip
+    assert all(s.context and s.context.trace_flags.sampled for s in spans)  # or exporters would drop them
+    attempt = next(s for s in spans if s.name == "chat fake")
+    assert (attempt.attributes or {})[
+        "gen_ai.request.model"
+    ] == "fake"  # what was not sampled has all of its attributes
+
+
+def by_trace(spans: tuple[ReadableSpan, ...]) -> dict[str, list[ReadableSpan]]:
+    found: dict[str, list[ReadableSpan]] = {}
+    for span in spans:
+        assert span.context is not None
+        found.setdefault(f"{span.context.trace_id:032x}", []).append(span)
+    return found
+
+
+async def test_what_is_sampled_is_exported_once(tmp_path: Path) -> None:
+    """A failure that the sampler chose anyway is not exported a second time; without the switch none is added."""
+    for sampler, tail, exported in ((ALWAYS_ON, True, 2), (ALWAYS_OFF, False, 0)):
+        telemetry, exporter = traced(sampler=sampler, tail=tail)
+        async with router_stack(tmp_path, tracing=telemetry) as stack:
+            await record_of(stack, await stack.generate(sla={"ttft_ms": 0.001}))
+            await record_of(stack, await stack.generate())
+        names = [span.name for span in exporter.get_finished_spans()]
+        assert names.count("POST /generate") == exported
+        assert len(names) == 4 * exported
+
+
+async def test_a_flood_of_good_traces_leaves_the_bad_ones(tmp_path: Path) -> None:
+    """Failures are kept apart, and of those the last ones."""
+    telemetry, _ = traced(kept=6)
+    async with router_stack(tmp_path, tracing=telemetry) as stack:
+        bad = [await stack.generate(sla={"ttft_ms": 0.001}) for _ in range(4)]
+        for _ in range(9):
+            await stack.generate()
+        assert telemetry.traces is not None
+        await until(lambda: len(telemetry.traces.recent()) == 6 if telemetry.traces else False)
+        kept = telemetry.traces.recent()
+    assert [t.kept_for for t in kept].count(KeptFor.SLA_MISS) == 3
+    last = {f"{t.root.context.trace_id:032x}" for t in kept if t.root.context and t.kept_for is KeptFor.SLA_MISS}
+    assert last == {answer.headers["x-qarr-trace-id"] for answer in bad[1:]}
+
+
+async def test_a_resumable_stream_that_fails_late_is_kept_too(tmp_path: Path) -> None:
+    """Its engine may break after its connection, and with it the server span, has ended."""
+    slow = {name: Behaviour(delay_s=0.1) for name in ("fast", "balanced", "precise")}
+    async with router_stack(tmp_path, **slow) as stack:
+        for behaviour in stack.engines.values():
+            behaviour.break_after = 5
+        async with stack.client.stream(
+            "POST", f"{stack.url}/generate", json={"prompt": "hi", "resumable": True}
+        ) as left:
+            await anext(left.aiter_bytes())
+        record = await record_of(stack, left)
+        assert record["outcome"] == "error"
+        traces = (await get(stack, "/traces"))["traces"]
+        assert traces[0]["kept_for"] == "error"
+
+
+async def test_without_traces_nothing_is_recorded(tmp_path: Path) -> None:
+    """The switch takes all of it away, and what remains still has its ids."""
+    async with router_stack(tmp_path, {"telemetry": {"recent_traces": 0}}) as stack:
+        answer = await stack.generate()
+        record = await record_of(stack, answer)
+        assert len(record["trace_id"]) == 32
+        assert (await get(stack, "/traces"))["traces"] == []
+
+
+async def test_an_answer_names_its_trace_at_the_viewer(tmp_path: Path) -> None:
+    """Where the settings say where that is."""
+    url = "http://viewer.example/t/{trace_id}"
+    async with router_stack(tmp_path, {"telemetry": {"trace_url": url}}) as stack:
+        answer = await stack.generate()
+        there = url.replace("{trace_id}", answer.headers["x-qarr-trace-id"])
+        assert answer.headers["x-qarr-trace-url"] == there
+        await record_of(stack, answer)
+        assert (await get(stack, f"/traces/{answer.headers['x-qarr-trace-id']}"))["trace_url"] == there
+
+
+def test_names_are_those_of_the_conventions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every gen_ai, http and server attribute that the telemetry module writes is in the installed conventions."""
+    import inspect
+    import re
+
+    import router.telemetry
+    import router.upstream
+
+    known = {
+        value
+        for module in (gen_ai_attributes, http_attributes, server_attributes)
+        for name, value in vars(module).items()
+        if name.isupper() and isinstance(value, str)
+    }
+    source = inspect.getsource(router.telemetry) + inspect.getsource(router.upstream)
+    used = set(re.findall(r'"((?:gen_ai|http|server)\.[a-z_.]+)"', source))
+    assert len(used) > 10
+    assert used - known == {"http.response.body"}  # a message of ASGI
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    from router.settings import TelemetrySettings
+
+    assert make_telemetry("0", TelemetrySettings()).traces is None
+
+
+async def test_a_busy_router_records_few_traces_for_memory_alone(tmp_path: Path) -> None:
+    """What goes beyond the bound is not recorded at all, neither its server span nor those below it, and still served."""
+    store = TraceStore(100)
+    provider = TracerProvider(sampler=RecordAll(ALWAYS_OFF, per_s=1e-9, burst=2))
+    provider.add_span_processor(store)
+    async with router_stack(tmp_path, tracing=Telemetry(provider, traces=store)) as stack:
+        answers = [await stack.generate() for _ in range(4)]
+        await record_of(stack, answers[-1])
+        traces = (await get(stack, "/traces"))["traces"]
+        assert [(t["trace_id"], t["spans"]) for t in traces] == [
+            (a.headers["x-qarr-trace-id"], 4) for a in reversed(answers[:2])
+        ]
+        assert len({a.headers["x-qarr-trace-id"] for a in answers}) == 4
