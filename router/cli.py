@@ -21,6 +21,7 @@ from router.cli_profile import profile_app
 from router.cli_replay import replay
 from router.cli_tiers import tiers_app
 from router.cli_top import top
+from router.cli_trace import trace
 from router.decision import Query
 from router.keys import KeysError
 from router.live_policy import policy_table
@@ -185,6 +186,7 @@ app.command("router", hidden=True)(serve)  # what it is called elsewhere
 app.command("replay")(replay)
 app.command("logs")(logs)
 app.command("top")(top)
+app.command("trace")(trace)
 
 
 @app.command()

@@ -119,7 +119,9 @@ def request_line(record: Mapping[str, Any]) -> str:
         if record[key]
     )
     parts.append(f"tokens={record['prompt_tokens']}+{record['output_tokens']}")
-    parts.append(f"total={shown_ms(record['duration_ms'])} overhead={shown_ms(record['overhead_ms'])}")
+    parts.append(f"total={shown_ms(record['duration_ms'])}")
+    if record["overhead_ms"] is not None:
+        parts.append(f"overhead={shown_ms(record['overhead_ms'])}")
     if record["sla_met"] is False:
         parts.append("sla=missed")
     if record["degraded"]:
@@ -131,6 +133,8 @@ def request_line(record: Mapping[str, Any]) -> str:
     parts.extend(name for name in ("escalated", "hedged") if record[name])
     if record["key"]:
         parts.append(f"key={record['key']}")
+    if record["outcome"] == Outcome.REFUSED:
+        parts.append(f"why: {record['reason']}")
     return " ".join(parts)
 
 
