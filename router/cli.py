@@ -15,6 +15,7 @@ from pydantic_core import to_json
 from rich.console import Console
 
 from classifier import TokenizerError, extract
+from router.cli_doctor import doctor
 from router.cli_keys import keys_app
 from router.cli_logs import logs
 from router.cli_profile import profile_app
@@ -28,7 +29,16 @@ from router.live_policy import policy_table
 from router.logs import start_logging
 from router.policy import decide
 from router.router_client import ProfileError
-from router.serve import ListenError, StartError, listen, make_counter, make_deployment, open_keys, run
+from router.serve import (
+    ListenError,
+    StartError,
+    listen,
+    make_counter,
+    make_deployment,
+    open_keys,
+    prepare_options,
+    run,
+)
 from router.settings import Settings, SettingsError, load_settings, schema, table
 from router.takeover import Baton, TakeoverError, control_path
 from router.telemetry import TelemetryError
@@ -36,7 +46,7 @@ from router.wire import render_features
 from tiers.errors import TierError
 from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
 from tiers.plan import GIB
-from tiers.prepare import PrepareOptions, find, finished, prepare
+from tiers.prepare import find, finished, prepare
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
@@ -187,6 +197,7 @@ app.command("replay")(replay)
 app.command("logs")(logs)
 app.command("top")(top)
 app.command("trace")(trace)
+app.command("doctor")(doctor)
 
 
 @app.command()
@@ -245,17 +256,6 @@ def show_settings(
     """List every setting with its default and meaning, after checking the file and the environment."""
     load_settings(config)
     typer.echo(json.dumps(schema(), indent=2) if as_schema else table())
-
-
-def prepare_options(settings: Settings) -> PrepareOptions:
-    """Return how the checkpoints are made."""
-    return PrepareOptions(
-        model=settings.model.name,
-        store=settings.model.store,
-        quantizer_python=settings.quantizer.python,
-        calibration=settings.model.calibration,
-        group_size=settings.model.group_size,
-    )
 
 
 def idle_fleet(settings: Settings) -> FleetSnapshot:
