@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from importlib.metadata import version as distribution_version
@@ -334,17 +335,21 @@ def _run(
     logging.also_to_file(deployment.settings.engine.log_dir, port)
     shown = f"[{host}]" if ":" in host else host
 
+    def say(text: str) -> None:
+        line = f"{_clock(started)} {text}"
+        logging.say(lambda: err.print(line))  # not here: a stopped terminal would hold the router up
+
     def changed(replica: Replica) -> None:
         detail = f": {replica.detail}" if replica.detail else ""
-        err.print(f"{_clock(started)} {replica.id:12} {replica.state.value}{_plain(detail)}")
+        say(f"{replica.id:12} {replica.state.value}{_plain(detail)}")
 
     def is_up(_fleet: Fleet) -> None:
-        err.print(
-            f"{_clock(started)} [bold green]up[/]: listening on http://{shown}:{port}, all tiers ready. Ctrl-C stops."
-        )
+        say(f"[bold green]up[/]: listening on http://{shown}:{port}, all tiers ready. Ctrl-C stops.")
 
     asyncio.run(run(deployment, sock, version(), changed, is_up, keys=keys, baton=baton))
-    err.print(f"{_clock(started)} stopped")
+    say("stopped")
+    if not logging.stop():
+        os._exit(0)  # all is ended, but Python would wait for standard error to be taken
 
 
 def _clock(started: float) -> str:

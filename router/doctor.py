@@ -94,7 +94,7 @@ def examine(config: Path | None, *, deep: bool, url: str | None, key: str) -> It
             "settings",
             "settings",
             _without_value(error),
-            "'qarr settings' lists every setting; the rest is checked with defaults",
+            "'qarr settings' lists every setting; most checks need them",
         )
         settings = Settings.model_construct()
         yield from _run(doctor_machine.WITHOUT_SETTINGS, Question(settings, deep=deep, url="", key=key))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 ROUTER = "router"
 LEVELS = ("debug", "info", "warning", "error", "critical")
 NEW_FILE = "--- the engine was started anew: its log begins again ---"
+ABOVE_LINES = 400  # more than a traceback has
 _BLOCK = 1 << 16
 _DAY_S = 86_400
 _FILE = re.compile(r"^(?P<source>.+)\.log(?:\.(?P<age>\d+))?$")
@@ -210,9 +211,11 @@ class Tail:
         """Yield what is in the files now.
 
         Args:
-            count: Begin so many lines before the end; None: at the beginning.
+            count: Begin at least so many lines before the end; None: at the beginning.
         """
         assert self._file is not None
+        if count is not None:
+            count += ABOVE_LINES  # so that the first that are shown have their time from a line above
         begin = _go_back(self._file, count)
         older: list[IO[bytes]] = []
         for path in (f.path for f in reversed(self._older)):
@@ -243,7 +246,8 @@ class Tail:
         self._file, self._rest = self._path.open("rb"), b""
         if not self.source.startswith(ROUTER):
             self._parser = None
-            yield Entry(now.st_mtime, self.source, "warning", NEW_FILE)
+            begins = _first_time(self._file.fileno(), self.source, now.st_mtime)
+            yield Entry(begins, self.source, "warning", NEW_FILE)
         yield from self._parsed(self._complete_lines(), self._file.fileno())
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from urllib.parse import quote
 from router.journal import Outcome, render_record
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from starlette.types import Scope
 
@@ -184,10 +184,17 @@ class Logging:
         self._writer.handlers = (*self._writer.handlers, handler)
         return path
 
-    def stop(self) -> None:
-        """Write what is queued, and give the log back."""
+    def say(self, write: Callable[[], None]) -> None:
+        """Let the thread write something else to standard error, in its turn."""
+        with suppress(Full):
+            self._queue.put_nowait(write)
+
+    def stop(self) -> bool:
+        """Write what is queued, and give the log back; tell False where that is not taken, as by a stopped terminal."""
         logging.getLogger().removeHandler(self._hand)
+        atexit.unregister(self.stop)
         self._writer.stop()
+        return not self._writer.stuck
 
 
 def start_logging(telemetry: TelemetrySettings) -> Logging:
@@ -245,15 +252,25 @@ class _Writer(QueueListener):
     """The thread that writes."""
 
     _thread: Any
+    stuck = False
+
+    def handle(self, record: Any) -> None:
+        """Write a line, or do what else is to be written."""
+        if isinstance(record, logging.LogRecord):
+            super().handle(record)
+        else:
+            record()
 
     def stop(self) -> None:
         """Write what is queued, but wait for no terminal that is stopped."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
+        self.stuck = True
         with suppress(Full):
             self.enqueue_sentinel()
             thread.join(LAST_LINES_S)
+            self.stuck = thread.is_alive()
 
     def enqueue_sentinel(self) -> None:
         """Ask the thread to end."""
@@ -270,13 +287,16 @@ class _File(RotatingFileHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line to the file that has the name now."""
-        with suppress(OSError):
-            if self.stream is not None and not os.path.samestat(
-                Path(self.baseFilename).stat(), os.fstat(self.stream.fileno())
-            ):
-                self.stream.close()
-                self.stream = self._open()
+        if self.stream is not None and not self._is_mine(self.stream.fileno()):
+            self.stream.close()
+            self.stream = self._open()
         super().emit(record)
+
+    def _is_mine(self, number: int) -> bool:
+        try:
+            return os.path.samestat(Path(self.baseFilename).stat(), os.fstat(number))
+        except OSError:
+            return False
 
     def handleError(self, _record: logging.LogRecord) -> None:  # noqa: N802  the library's name
         """Say once that the file cannot be written: a full disk is no reason for a traceback with every line."""

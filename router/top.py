@@ -62,8 +62,17 @@ class Picture:
         if event == "request" and all(
             r["request_id"] != data["request_id"] or r["at"] != data["at"] for r in self.records[:60]
         ):
-            return replace(self, records=(data, *self.records)[:KEPT_RECORDS])
+            return replace(self, fleet=_without(self.fleet, data), records=(data, *self.records)[:KEPT_RECORDS])
         return self
+
+
+def _without(fleet: Mapping[str, Any] | None, ended: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the fleet without a request that has ended since it was told."""
+    if fleet is None:
+        return None
+    left = [r for r in fleet["in_flight"] if r["request_id"] != ended["request_id"]]
+    gone = len(fleet["in_flight"]) - len(left)
+    return {**fleet, "in_flight": left, "in_flight_total": fleet["in_flight_total"] - gone} if gone else fleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +151,13 @@ def screen(picture: Picture, view: View, width: int, height: int) -> list[Text]:
     footer = _footer(view, width)
     if shown.fleet is None:
         said = f"{picture.trouble}; trying again" if picture.trouble else "connecting ..."
-        return _fitted([Text(" QARR", style="bold"), Text(), Text(f" {said}", style="yellow")], footer, height)
+        return _fitted([Text(" QARR", style="bold"), Text(), Text(f" {said}", style="yellow")], footer, width, height)
     if view.opened is not None:
-        return _fitted([*_head(shown, picture, view, width), Text(), *_opened(view.opened, width)], footer, height)
+        return _fitted(
+            [*_head(shown, picture, view, width), Text(), *_opened(view.opened, width)], footer, width, height
+        )
     lines = [*_head(shown, picture, view, width), Text(), *_tiers(shown.fleet, view, width), Text()]
-    return _fitted([*lines, *_requests(shown, view, width, height - len(lines) - 1)], footer, height)
+    return _fitted([*lines, *_requests(shown, view, width, height - len(lines) - 1)], footer, width, height)
 
 
 def snapshot(picture: Picture, width: int, *, unicode: bool) -> list[Text]:
@@ -157,8 +168,10 @@ def snapshot(picture: Picture, width: int, *, unicode: bool) -> list[Text]:
     return [*lines, Text(), *_requests(picture, view, width, ONCE_LINES)]
 
 
-def _fitted(lines: list[Text], footer: Text, height: int) -> list[Text]:
+def _fitted(lines: list[Text], footer: Text, width: int, height: int) -> list[Text]:
     body = lines[: max(height - 1, 0)]
+    for line in body:
+        line.truncate(width)
     return [*body, *(Text() for _ in range(height - 1 - len(body))), footer]
 
 
