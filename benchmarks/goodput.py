@@ -243,8 +243,8 @@ max_model_len = 8192
 """
     )
     env = {**os.environ, "QARR_CONFIG": str(folder / "qarr.toml")}
-    with running(argv, env):
-        wait_for(port, "/readyz", 600)
+    with running(argv, env) as process:
+        wait_for(port, "/readyz", 600, process=process)
         url = f"http://127.0.0.1:{port}"
         asyncio.run(until_measured(url))
         yield url

@@ -51,8 +51,10 @@ def stub(delay_ms: float = 0) -> Iterator[tuple[str, psutil.Process]]:
         yield f"http://127.0.0.1:{port}", running
 
 
-def wait_for(port: int, path: str = "", limit_s: float = 60) -> None:
-    """Wait until a port accepts, or until a path on it answers 200."""
+def wait_for(
+    port: int, path: str = "", limit_s: float = 60, *, process: subprocess.Popen[bytes] | None = None
+) -> None:
+    """Wait until a port accepts, or until a path on it answers 200, unless the process that should is gone."""
     deadline = time.monotonic() + limit_s
     while True:
         try:
@@ -64,6 +66,8 @@ def wait_for(port: int, path: str = "", limit_s: float = 60) -> None:
                     return
         except OSError:
             pass
+        if process is not None and process.poll() is not None:
+            raise ChildProcessError(f"{process.args!r} ended with status {process.returncode}")
         if time.monotonic() > deadline:
             raise TimeoutError(f"port {port} {path}")
         time.sleep(0.1)

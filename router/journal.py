@@ -7,6 +7,7 @@ no text of any prompt or answer.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter, deque
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from tiers.fleet import Fleet
     from tiers.spec import TierName
 
+log = logging.getLogger("qarr.router")
 OVER_QUOTA = "over_quota"
 CHECKPOINT_DIGITS = 16  # of a digest, as in the answer's headers
 
@@ -192,7 +194,10 @@ class Journal:
         self.totals["continuations"] += len(record.continued_on)
         self.totals["escalations"] += record.escalated
         for observe in self.observers:
-            observe(record)
+            try:
+                observe(record)
+            except Exception:  # who only watches must not break what is watched
+                log.exception("a record was not taken by %r", observe)
 
     def _record(self, request: OpenRequest, error: BaseException | None) -> RequestRecord:
         now, context, admitted, answer = time.monotonic(), request.context, request.admitted, request.answer

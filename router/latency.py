@@ -146,7 +146,9 @@ def load_latency(path: Path) -> LatencyProfile:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise ProfileError(f"{path} is no latency profile: {where}: {first['msg']}") from None
+        raise ProfileError(
+            f"{path} is no latency profile of this release: {where}: {first['msg']}; run 'qarr profile latency' again"
+        ) from None
 
 
 def fit(tier: TierName, samples: Sequence[Sample], max_num_seqs: int) -> Fit:

@@ -33,11 +33,7 @@ class LivePolicy:
     """Holds the table that decisions are made by; each table is a value, and replaced as a whole."""
 
     def __init__(self, settings: PolicySettings, fleet: Fleet) -> None:
-        """Read the profiles of what the fleet serves.
-
-        Raises:
-            ProfileError: There is one that cannot be used.
-        """
+        """Read the profiles of what the fleet serves."""
         self._settings, self._fleet = settings, fleet
         self._identities = {spec.name: spec.identity for spec in fleet.specs}
         self._files = (
@@ -71,26 +67,26 @@ class LivePolicy:
         self.table = replace(self.table, promoted=promoted)
 
     async def watch(self) -> None:
-        """Take up profiles that are made or changed, until cancelled. One that cannot be used is logged and left."""
+        """Take up profiles that are made or changed, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             if [_changed(path) for path in self._files] == self._seen:
                 continue
-            try:
-                self._load()
-                log.info("profiles taken up from %s", self._settings.profiles)
-            except ProfileError as error:
-                log.warning("%s", error)
+            self._load()
+            log.info("profiles taken up from %s", self._settings.profiles)
 
     def _load(self) -> None:
+        """Take up the profiles that are there; one that cannot be used counts as not measured, and the router serves on."""
         self._seen = [_changed(path) for path in self._files]
-        quality_path, latency_path = self._files
-        quality = load_profile(quality_path) if self._seen[0] is not None else None
-        latency = load_latency(latency_path) if self._seen[1] is not None else None
-        if quality is not None:
-            quality.check(self._identities, quality_path)
-        if latency is not None:
-            latency.check(self._identities, self._fleet.machine, latency_path)
+        quality, latency = None, None
+        try:
+            quality = self._read_quality()
+        except ProfileError as error:
+            log.warning("%s; loss counts as not measured", error)
+        try:
+            latency = self._read_latency()
+        except ProfileError as error:
+            log.warning("%s; speed counts as not measured under load", error)
         self.quality = quality
         share = self._settings.check_share
         found = {tier: quality.threshold(tier, share) for tier in TierName} if quality and share else {}
@@ -101,6 +97,22 @@ class LivePolicy:
             )
         self.table = replace(policy_table(self._settings, quality), promoted=self._promoted)
         self._take_speeds(latency)
+
+    def _read_quality(self) -> QualityProfile | None:
+        path = self._files[0]
+        if self._seen[0] is None:
+            return None
+        profile = load_profile(path)
+        profile.check(self._identities, path)
+        return profile
+
+    def _read_latency(self) -> LatencyProfile | None:
+        path = self._files[1]
+        if self._seen[1] is None:
+            return None
+        profile = load_latency(path)
+        profile.check(self._identities, self._fleet.machine, path)
+        return profile
 
     def _take_speeds(self, latency: LatencyProfile | None) -> None:
         """Give the fleet the measured speeds; the supervisor hands them on, or measures idle replicas without."""

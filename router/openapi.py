@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from router.admin import OPERATIONS, REPLICAS
+from router.decision import Basis
 from router.generate import STREAM_ID
+from router.journal import Outcome
 from router.keys import PRIORITIES
+from router.live import MOST_LISTED
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, HEADERS, OpenAIWishes
 from router.problems import MEDIA_TYPE
+from router.traces import KeptFor
 from router.wire import GenerateBody, allowed_values
 from tiers.operations import KINDS
 from tiers.spec import Precision, ReplicaState, TierName
@@ -88,6 +92,7 @@ def document(version: str, limits: LimitSettings) -> Schema:
             "/tiers": {"get": _get("The fleet as it is now", _ref("Fleet"))},
             "/readyz": {"get": _ready()},
             "/healthz": {"get": _open("The router is alive", {"type": "object"})},
+            **_seen(),
             "/openapi.json": {"get": _get("This document", {"type": "object"})},
             "/metrics": {
                 "get": {
@@ -259,6 +264,36 @@ def _one_model() -> Schema:
     return found
 
 
+def _seen() -> dict[str, Schema]:
+    """Return what tells how requests go; each router tells of its own."""
+    limit: Schema = {
+        "name": "limit",
+        "in": "query",
+        "schema": {"type": "integer", "minimum": 1, "maximum": MOST_LISTED, "default": 100},
+    }
+    records = _get("The last requests that have ended, newest first", _list_of("requests", "RequestRecord"))
+    traces = _get("The traces that are kept, newest first", _list_of("traces", "ListedTrace"))
+    for listed in (records, traces):
+        listed["parameters"] = [limit]
+        listed["responses"] |= _errors((400,), openai=False)
+    one = _get("One trace, with its spans", _ref("Trace"))
+    one["parameters"] = [_parameter("trace_id")]
+    one["responses"] |= _errors((404,), openai=False)
+    live = _get("Records of requests and the fleet as it is, again and again", _EVENT)
+    live["responses"]["200"]["content"] = _content(_EVENT, EVENTS)
+    return {
+        "/live": {"get": live},
+        "/requests": {"get": records},
+        "/traces": {"get": traces},
+        "/traces/{trace_id}": {"get": one},
+        "/policy": {"get": _get("The table that decisions are made by", _ref("Policy"))},
+    }
+
+
+def _list_of(name: str, schema: str) -> Schema:
+    return _object(**{name: {"type": "array", "items": _ref(schema)}})
+
+
 def _admin() -> dict[str, Schema]:
     """Return what operators may do; without keys it is answered on loopback only."""
     meanings: dict[Kind, str] = {
@@ -358,6 +393,7 @@ def _answers() -> Schema:
             retry_after_s=_NUMBER_OR_NULL,
             tiers={"type": "array", "items": verdict},
         ),
+        **_records(verdict),
         "Operation": _object(
             id=_TEXT,
             operation={"type": "string", "enum": list(KINDS)},
@@ -371,6 +407,43 @@ def _answers() -> Schema:
         "Fleet": _object(model=_TEXT, machine=_TEXT, tiers={"type": "array", "items": tier}),
         "Model": _object(id=_TEXT, object={"const": "model"}, owned_by=_TEXT, max_model_len={"type": "integer"}),
         "ModelList": _object(object={"const": "list"}, data={"type": "array", "items": _ref("Model")}),
+    }
+
+
+def _records(verdict: Schema) -> Schema:
+    return {
+        "RequestRecord": _object(
+            at={"type": "number"},
+            request_id=_TEXT,
+            trace_id=_TEXT,
+            route=_TEXT,
+            **{"class": _TEXT},
+            tier={"anyOf": [_TIER, {"type": "null"}]},
+            served_by={"anyOf": [_TIER, {"type": "null"}]},
+            reason=_TEXT,
+            basis={"type": "string", "enum": list(Basis)},
+            outcome={"type": "string", "enum": list(Outcome)},
+            error={"type": ["string", "null"]},
+            prompt_tokens={"type": "integer"},
+            output_tokens={"type": "integer"},
+            ttft_ms=_NUMBER_OR_NULL,
+            tpot_ms=_NUMBER_OR_NULL,
+            duration_ms={"type": "number"},
+            sla_met={"type": ["boolean", "null"]},
+            tiers={"type": "array", "items": verdict},
+        ),
+        "ListedTrace": _object(
+            trace_id=_TEXT,
+            name=_TEXT,
+            at={"type": "number"},
+            duration_ms={"type": "number"},
+            spans={"type": "integer"},
+            kept_for={"type": "string", "enum": list(KeptFor)},
+        ),
+        "Trace": _object(
+            trace_id=_TEXT, at={"type": "number"}, duration_ms={"type": "number"}, spans={"type": "array"}
+        ),
+        "Policy": _object(class_floor={"type": "object"}, max_loss={"type": "object"}, losses={"type": "object"}),
     }
 
 

@@ -194,8 +194,9 @@ def load_profile(path: Path) -> QualityProfile:
         raise ProfileError(f"the quality profile {path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
         raise ProfileError(
-            f"{path} is no quality profile: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+            f"{path} is no quality profile of this release: {where}: {first['msg']}; run 'qarr profile quality' again"
         ) from None
 
 

@@ -88,10 +88,12 @@ class SharedState:
         that would prolong it for ever.
         """
         now, today = time.monotonic(), time.time()
-        return {
-            r.url: [r.in_flight, r.prompt_tokens, r.output_tokens, r.kv_tokens_held, today + r.breaker.wait_s(now)]
-            for r in self._fleet.replicas
-        }
+        found = {}
+        for replica in self._fleet.replicas:
+            wait_s = replica.breaker.wait_s(now)
+            held = [replica.in_flight, replica.prompt_tokens, replica.output_tokens, replica.kv_tokens_held]
+            found[replica.url] = [*held, today + wait_s if wait_s else 0.0]
+        return found
 
     def _take(self, entries: Iterable[dict[str, list[float]]]) -> None:
         sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])

@@ -196,8 +196,8 @@ class Telemetry:
             "qarr.overhead_ms": record.overhead_ms,
             "qarr.served.precision": record.precision,
             "qarr.served.checkpoint": record.checkpoint,
-            "gen_ai.usage.input_tokens": record.prompt_tokens,
-            "gen_ai.usage.output_tokens": record.output_tokens,
+            "qarr.prompt_tokens": record.prompt_tokens,
+            "qarr.output_tokens": record.output_tokens,  # not gen_ai.usage: viewers would add them to the attempts'
         }
         span.set_attributes({name: value for name, value in seen.items() if value is not None})
         if record.outcome is Outcome.CLIENT_GONE:

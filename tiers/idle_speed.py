@@ -45,16 +45,18 @@ class IdleSpeed:
             for replica in ready:
                 if replica.speed is None:
                     taken.pop(replica.id, None)
-                    if (profiled := self._fleet.speeds.get(replica.spec.name)) is not None:
-                        replica.measured(profiled)
+                profiled = self._fleet.speeds.get(replica.spec.name)
+                if profiled is not None and (replica.speed is None or not replica.speed.profiled):
+                    replica.measured(profiled)
             for replica in ready:
                 count, due = taken.get(replica.id, (0, 0.0))
-                known = replica.speed is not None and (replica.speed.profiled or count == SAMPLES)
+                known = replica.speed is not None and count == SAMPLES
                 now = time.monotonic()
-                if known or now < due or now < busy_at + QUIET_S or not self.quiet():
+                if known or self._profiled(replica) or now < due or now < busy_at + QUIET_S or not self.quiet():
                     continue
                 speed = await self.measure(replica)
-                if speed is not None and replica.state is ReplicaState.READY:
+                # A profile may have come meanwhile.
+                if speed is not None and replica.state is ReplicaState.READY and not self._profiled(replica):
                     replica.measured(speed if replica.speed is None else replica.speed.fastest(speed))
                     taken[replica.id] = count + 1, time.monotonic() + PAUSE_S * 2**count
 
@@ -71,6 +73,9 @@ class IdleSpeed:
         """Tell whether no replica starts or serves, one left out."""
         busy = {ReplicaState.STARTING, ReplicaState.WARMING}
         return not any(r.in_flight or r.state in busy for r in self._fleet.replicas if r is not but)
+
+    def _profiled(self, replica: Replica) -> bool:
+        return replica.spec.name in self._fleet.speeds
 
     def _requests(self) -> int:
         return sum(r.served + r.failed + r.in_flight for r in self._fleet.replicas)

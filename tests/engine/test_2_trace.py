@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
+
+from router.settings import PROJECT
+from tests.engine.conftest import free_ports
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Up
@@ -64,3 +68,55 @@ def test_openais_endpoint_is_traced_alike(up: Up) -> None:
     assert "EngineRefused" in repr(more)
     assert "secretive" not in repr([*trace, *more])
     assert "not-for-traces" not in repr([*trace, *more])
+
+
+def test_the_viewer_shows_the_whole_trace(up: Up) -> None:
+    """What ``make up TRACES=1`` starts takes the router's and the engine's spans and gives them back as one tree."""
+    import os
+    import subprocess
+
+    import httpx
+
+    port = free_ports(1)
+    # What the script runs with the viewer ends when its standard input does.
+    argv = ["scripts/traces", "sh", "-c", 'echo "$QARR_TELEMETRY__TRACE_URL"; cat']
+    env = {**os.environ, "TRACES_PORT": str(port)}
+    viewer = subprocess.Popen(argv, cwd=PROJECT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert viewer.stdin is not None
+    assert viewer.stdout is not None
+    try:
+        link = viewer.stdout.readline().strip()
+        assert link == f"http://127.0.0.1:{port}/?trace={{trace_id}}"
+        up.collector.viewer = f"http://127.0.0.1:{port}"
+        answer = up.generate(tier="fast")
+        trace_id = answer.headers["x-qarr-trace-id"]
+        up.collector.trace(trace_id, until=SPANS)
+        shown = _viewed(f"http://127.0.0.1:{port}/api/traces/{trace_id}", SPANS)
+        assert httpx.get(link.replace("{trace_id}", trace_id), trust_env=False).status_code == 200
+    finally:
+        up.collector.viewer = None
+        viewer.stdin.close()
+        viewer.wait(30)
+        viewer.stdout.close()
+    parents = {event["span_id"]: event["parent_span_id"] for event in shown["events"]}
+    assert len(parents) == SPANS
+    (root,) = (span for span, parent in parents.items() if parent is None)
+    attempt = next(parent for parent in parents.values() if parent not in {None, root})
+    assert parents[attempt] == root  # and vLLM's own span lies below the attempt
+    assert "Be secretive" not in json.dumps(shown)
+
+
+def _viewed(url: str, spans: int) -> dict[str, Any]:
+    """Return a trace from the viewer's API, once it has so many spans."""
+    import time
+
+    import httpx
+
+    deadline = time.monotonic() + 30
+    while True:
+        answer = httpx.get(url, trust_env=False)
+        shown: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
+        if len({event["span_id"] for event in shown.get("events", ())}) >= spans:
+            return shown
+        assert time.monotonic() < deadline, shown
+        time.sleep(0.2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import psutil
 
 from tiers.canary import agreement, read_golden, write_golden
@@ -42,15 +44,41 @@ def test_a_hung_engine_comes_back(up: Up) -> None:
     pid = up.replica("fast")["pid"]
     core = next(p for p in psutil.Process(pid).children(recursive=True) if "EngineCore" in " ".join(p.cmdline()))
     core.send_signal(signal.SIGSTOP)
-    answers: list[str] = []
-    asking = threading.Thread(target=lambda: answers.append(up.generate(tier="fast").headers["x-qarr-tier"]))
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(up.generate(tier="fast")))
     asking.start()
     _until(lambda: up.tiers()["fast"]["state"] == "starting", 120)
     assert "hung: 1 requests, no token for 20 s" in up.replica("fast")["detail"]
     asking.join(60)
-    assert answers[0] != "fast"
+    (answer,) = answers
+    assert answer.headers["x-qarr-tier"] != "fast"
+    _shown_everywhere(up, answer)
     _until(lambda: up.tiers()["fast"]["state"] == "ready", 900)
     assert up.generate(tier="fast").headers["x-qarr-tier"] == "fast"
+
+
+def _shown_everywhere(up: Up, answer: httpx.Response) -> None:
+    """The record, the trace, the metrics and the live picture tell of the attempt that failed and of the engine's state."""
+    records = httpx.get(f"{up.url}/requests", trust_env=False).json()["requests"]
+    record = next(r for r in records if r["request_id"] == answer.headers["x-request-id"])
+    assert (record["tier"], record["served_by"], record["outcome"]) == ("fast", answer.headers["x-qarr-tier"], "ok")
+    assert record["attempts_failed"] == 1
+    trace = httpx.get(f"{up.url}/traces/{record['trace_id']}", trust_env=False).json()
+    events = [event["name"] for event in trace["spans"][0]["events"]]
+    assert "qarr.attempt_failed" in events
+    attempts = [span for span in trace["spans"] if span["kind"] == "client"]
+    assert [span["attributes"]["qarr.tier"] for span in attempts] == ["fast", record["served_by"]]
+    assert [bool(span["error"]) for span in attempts] == [True, False]
+    page = httpx.get(f"{up.url}/metrics", trust_env=False).text
+    assert 'qarr_engine_restarts_total{tier="fast"} 1.0' in page
+    assert 'qarr_tier_ready_replicas{tier="fast"} 0.0' in page
+    assert f'qarr_retries_total{{tier="{record["served_by"]}"}} 0.0' not in page
+    with httpx.stream("GET", f"{up.url}/live", trust_env=False) as live:
+        lines = live.iter_lines()
+        next(line for line in lines if line == "event: fleet")
+        picture = json.loads(next(lines).removeprefix("data: "))
+    assert picture["tiers"][0]["replicas"][0]["state"] == "starting"
+    assert "hung" in picture["tiers"][0]["replicas"][0]["detail"]
 
 
 def test_an_engine_is_recycled_under_load(up: Up) -> None:

@@ -74,6 +74,23 @@ async def test_places_go_by_priority_then_deadline(tmp_path: Path) -> None:
         assert order == ["interactive", "soon", "late", "batch"]
 
 
+async def test_those_who_wait_for_one_tier_do_not_keep_another_empty(tmp_path: Path) -> None:
+    """A full queue for ``fast`` is no reason to refuse, or to let wait, what another tier has room for."""
+    one, none = {"max_in_flight": 1}, {"max_model_len": 16, "max_in_flight": 1}
+    overrides = {"tiers": {"fast": one, "balanced": none, "precise": one}, "admission": {"max_waiting": 1}}
+    async with router_stack(tmp_path, overrides) as stack:
+        first = await busy(stack)
+        wanted = {"stream": False, "tier_policy": "require"}
+        waiting = asyncio.create_task(stack.generate(tier="fast", **wanted))
+        page = f"{stack.url}/metrics"
+        while "qarr_waiting_requests 1.0" not in (await stack.client.get(page)).text:
+            await asyncio.sleep(0.01)
+        other = await stack.generate(tier="precise", **wanted)
+        assert (other.status_code, other.headers["x-qarr-tier"]) == (200, "precise")
+        assert "x-qarr-queue-ms" not in other.headers
+        assert [(await task).status_code for task in (first, waiting)] == [200, 200]
+
+
 async def test_one_key_does_not_crowd_out_another(tmp_path: Path) -> None:
     """A key with many requests waits behind one with few, whoever came first."""
     places = {"max_in_flight": 2}

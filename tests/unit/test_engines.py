@@ -19,6 +19,7 @@ from tiers.errors import EngineDied, PortInUse, WarmupFailed
 from tiers.fleet import Fleet, Replica
 from tiers.process import GUARD, EngineProcess, check_port_free
 from tiers.spec import EngineLaunch, OtlpTarget, Placement, ReplicaState, TierName, TierSpec
+from tiers.speed import SpeedModel
 from tiers.supervisor import Supervisor, SupervisorOptions
 from tiers.warmup import WarmupPlan, check_answer
 
@@ -209,6 +210,26 @@ async def test_a_speed_measured_on_a_busy_machine_is_corrected(tmp_path: Path, m
             assert disturbed >= 200
             behaviour.delay_s = 0.0
             await _until(lambda: replica.speed is not None and replica.speed.step_base_ms < disturbed / 2)
+        finally:
+            await supervisor.stop()
+
+
+async def test_a_profile_that_comes_during_a_measurement_counts(tmp_path: Path) -> None:
+    """What is measured idle does not take the place of what was profiled under load meanwhile."""
+    behaviour = Behaviour()
+    async with serving(FakeEngine(behaviour).app) as url:
+        fleet = Fleet((_external(url),))
+        supervisor = Supervisor(fleet, SupervisorOptions(tmp_path))
+        supervisor.start([], fleet.specs)
+        try:
+            replica = fleet.replicas[0]
+            await _until(lambda: replica.state is ReplicaState.READY)
+            asked, behaviour.delay_s = len(behaviour.requests), 0.2
+            await _until(lambda: len(behaviour.requests) > asked)  # a measurement is under way
+            fleet.speeds, replica.speed = {TierName.FAST: SpeedModel(10.0, 0.1, 5.0, profiled=True)}, None
+            await _until(lambda: len(behaviour.requests) > asked + 1)  # its second half
+            await _until(lambda: replica.speed is not None)
+            await _until(lambda: replica.speed is not None and replica.speed.profiled)
         finally:
             await supervisor.stop()
 

@@ -11,8 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.latency import LatencyProfile, Sample, fit, latency_name, least_squares, load_latency
+from router.live_policy import LivePolicy
+from router.quality import profile_name
 from router.router_client import ProfileError
-from tiers.spec import TierName
+from router.settings import load_settings
+from tiers.fleet import Fleet
+from tiers.spec import TierName, TierSpec
 from tiers.speed import IDLE, Load, SpeedModel
 
 if TYPE_CHECKING:
@@ -112,3 +116,18 @@ def test_a_profile_of_another_machine_or_checkpoint_is_refused(tmp_path: Path) -
     with pytest.raises(ProfileError, match="is no latency profile"):
         load_latency(path)
     assert latency_name(served, "big") != latency_name(served, "small")
+
+
+def test_a_router_starts_without_profiles_that_it_cannot_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One of another release, or half a file: said so with what to run, and counted as not measured."""
+    served: dict[TierName, str | None] = {FAST: "a", BALANCED: "b", PRECISE: "c"}
+    specs = tuple(TierSpec(tier, 2048, 16, 32, digest=digest) for tier, digest in served.items())
+    fleet = Fleet(specs, machine="big")
+    identities = {spec.name: spec.identity for spec in specs}
+    for name in (latency_name(identities, "big"), profile_name(identities)):
+        (tmp_path / name).write_text('{"version": 9}')
+    policy = LivePolicy(load_settings(None, {"policy": {"profiles": str(tmp_path)}}).policy, fleet)
+    assert not policy.table.losses
+    assert not fleet.speeds
+    for kind in ("quality", "latency"):
+        assert f"run 'qarr profile {kind}' again" in caplog.text

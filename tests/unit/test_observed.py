@@ -51,6 +51,23 @@ async def record_of(stack: Stack, answer: httpx.Response) -> dict[str, Any]:
             await asyncio.sleep(0.02)
 
 
+async def traces_with(stack: Stack, last: httpx.Response) -> list[dict[str, Any]]:
+    """Return the traces that are kept, as soon as an answer's is among them: it ends just after the answer."""
+    async with asyncio.timeout(20):
+        while True:
+            traces: list[dict[str, Any]] = (await get(stack, "/traces"))["traces"]
+            if any(trace["trace_id"] == last.headers["x-qarr-trace-id"] for trace in traces):
+                return traces
+            await asyncio.sleep(0.02)
+
+
+async def trace_of(stack: Stack, answer: httpx.Response) -> dict[str, Any]:
+    """Return an answer's trace."""
+    await traces_with(stack, answer)
+    found: dict[str, Any] = await get(stack, f"/traces/{answer.headers['x-qarr-trace-id']}")
+    return found
+
+
 async def samples(stack: Stack, name: str) -> dict[tuple[str, ...], float]:
     """Return a metric's samples by the values of their labels, in the order of the labels' names."""
     page = (await stack.client.get(f"{stack.url}/metrics")).text
@@ -93,7 +110,7 @@ async def test_one_answer_is_told_alike_everywhere(tmp_path: Path) -> None:
         assert await samples(stack, "qarr_queue_wait_seconds_count") == {("interactive",): 1}
         ttft_s = (await samples(stack, "qarr_time_to_first_token_seconds_sum"))[kind, "fast"]
         assert ttft_s * 1000 == pytest.approx(record["ttft_ms"], abs=0.01)
-        trace = await get(stack, f"/traces/{record['trace_id']}")
+        trace = await trace_of(stack, answer)
         spans = {span["name"]: span for span in trace["spans"]}
         assert [s["name"] for s in trace["spans"]] == ["POST /generate", "classify", "route", "chat fake"]
         server = spans["POST /generate"]
@@ -129,6 +146,7 @@ async def test_every_way_to_end_is_recorded(tmp_path: Path) -> None:
         async with stack.client.stream("POST", f"{stack.url}/generate", json={"prompt": "hi"}) as going:
             await anext(going.aiter_bytes())
         assert (await record_of(stack, going))["outcome"] == "client_gone"
+        assert "qarr.client_gone" in await server_events(stack, going)
         requests = await samples(stack, "qarr_requests_total")
         assert sorted(outcome for _, outcome, _ in requests) == ["client_gone", "error", "ok", "refused"]
         assert await samples(stack, "qarr_refusals_total") == {("too_long",): 1}
@@ -153,7 +171,7 @@ async def test_retries_and_continuations_are_counted_and_traced(tmp_path: Path) 
         assert (record["tier"], record["served_by"], record["attempts_failed"]) == ("fast", "balanced", 1)
         assert await samples(stack, "qarr_upstream_failures_total") == {("EngineFailed", "fast"): 1}
         assert (await samples(stack, "qarr_retries_total"))["balanced",] == 1
-        assert "qarr.attempt_failed" in await server_events(stack, record)
+        assert "qarr.attempt_failed" in await server_events(stack, answer)
         fast = next(iter(stack.engines.values()))
         fast.status, fast.break_after = 200, 3
         answer = await stack.generate(tier="fast")
@@ -161,12 +179,12 @@ async def test_retries_and_continuations_are_counted_and_traced(tmp_path: Path) 
         assert record["outcome"] == "ok"
         (next_tier,) = record["continued_on"]  # whichever was measured to be cheaper
         assert await samples(stack, "qarr_continuations_total") == {("fast", next_tier): 1}
-        assert "qarr.continuation" in await server_events(stack, record)
+        assert "qarr.continuation" in await server_events(stack, answer)
         assert await samples(stack, "qarr_prediction_error_ratio_count") == {}  # disturbed answers say nothing of it
 
 
-async def server_events(stack: Stack, record: dict[str, Any]) -> list[str]:
-    trace = await get(stack, f"/traces/{record['trace_id']}")
+async def server_events(stack: Stack, answer: httpx.Response) -> list[str]:
+    trace = await trace_of(stack, answer)
     return [event["name"] for event in trace["spans"][0]["events"]]
 
 
@@ -257,9 +275,9 @@ async def test_questions_about_the_past_have_clear_answers(tmp_path: Path) -> No
         ids = [r["request_id"] for r in (await get(stack, "/requests"))["requests"]]
         assert ids == [a.headers["x-request-id"] for a in reversed(answers[1:])]
         assert len((await get(stack, "/requests?limit=1"))["requests"]) == 1
-        traces = (await get(stack, "/traces"))["traces"]
-        assert [t["trace_id"] for t in traces] == [a.headers["x-qarr-trace-id"] for a in reversed(answers[1:])]
-        gone = await stack.client.get(f"{stack.url}/traces/{answers[0].headers['x-qarr-trace-id']}")
+        traces = await traces_with(stack, answers[1])  # as many at once are recorded
+        assert [t["trace_id"] for t in traces] == [a.headers["x-qarr-trace-id"] for a in reversed(answers[:2])]
+        gone = await stack.client.get(f"{stack.url}/traces/{answers[2].headers['x-qarr-trace-id']}")
         assert (gone.status_code, "telemetry.recent_traces" in gone.json()["detail"]) == (404, True)
         for limit in ("0", "x", "-1", "1001", "1e3"):
             wrong = await stack.client.get(f"{stack.url}/requests?limit={limit}")
@@ -279,7 +297,7 @@ async def test_traces_that_the_sampler_left_out_are_exported_when_they_went_wron
             behaviour.break_after = 2
         broken = await stack.generate()
         await record_of(stack, broken)
-        kept = {t["trace_id"]: t["kept_for"] for t in (await get(stack, "/traces"))["traces"]}
+        kept = {t["trace_id"]: t["kept_for"] for t in await traces_with(stack, broken)}
     assert kept == {
         good.headers["x-qarr-trace-id"]: "recent",
         late.headers["x-qarr-trace-id"]: "sla_miss",
@@ -344,8 +362,7 @@ async def test_a_resumable_stream_that_fails_late_is_kept_too(tmp_path: Path) ->
             await anext(left.aiter_bytes())
         record = await record_of(stack, left)
         assert record["outcome"] == "error"
-        traces = (await get(stack, "/traces"))["traces"]
-        assert traces[0]["kept_for"] == "error"
+        assert (await traces_with(stack, left))[0]["kept_for"] == "error"
 
 
 async def test_without_traces_nothing_is_recorded(tmp_path: Path) -> None:
@@ -365,7 +382,7 @@ async def test_an_answer_names_its_trace_at_the_viewer(tmp_path: Path) -> None:
         there = url.replace("{trace_id}", answer.headers["x-qarr-trace-id"])
         assert answer.headers["x-qarr-trace-url"] == there
         await record_of(stack, answer)
-        assert (await get(stack, f"/traces/{answer.headers['x-qarr-trace-id']}"))["trace_url"] == there
+        assert (await trace_of(stack, answer))["trace_url"] == there
 
 
 def test_names_are_those_of_the_conventions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,8 +417,22 @@ async def test_a_busy_router_records_few_traces_for_memory_alone(tmp_path: Path)
     async with router_stack(tmp_path, tracing=Telemetry(provider, traces=store)) as stack:
         answers = [await stack.generate() for _ in range(4)]
         await record_of(stack, answers[-1])
-        traces = (await get(stack, "/traces"))["traces"]
+        traces = await traces_with(stack, answers[1])
         assert [(t["trace_id"], t["spans"]) for t in traces] == [
             (a.headers["x-qarr-trace-id"], 4) for a in reversed(answers[:2])
         ]
         assert len({a.headers["x-qarr-trace-id"] for a in answers}) == 4
+
+
+async def test_the_documented_metrics_are_those_of_the_page(tmp_path: Path) -> None:
+    """Each family on the page is in the table, and the other way round."""
+    import re
+
+    from router.settings import PROJECT
+
+    table = (PROJECT / "docs/observing.md").read_text().partition("## Metrics")[2]
+    documented = set(re.findall(r"`(qarr_[a-z_]+)`", table))
+    async with router_stack(tmp_path) as stack:
+        page = (await stack.client.get(f"{stack.url}/metrics")).text
+    served = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
+    assert served == documented

@@ -21,7 +21,9 @@ async def test_every_route_is_in_the_document(tmp_path: Path) -> None:
         described = (await stack.client.get(f"{stack.url}/openapi.json")).json()
         for path, methods in described["paths"].items():
             for method in ("get", "post", "delete"):
-                answer = await stack.client.request(method, stack.url + path.replace("{id}", "auto"))
+                url = stack.url + path.replace("{id}", "auto")
+                async with stack.client.stream(method, url) as answer:  # one of them has no end
+                    pass
                 assert (answer.status_code != 405) is (method in methods), f"{method} {path}"
         assert described["components"]["schemas"]["GenerateBody"]["properties"]["prompt"]["maxLength"] == (
             LimitSettings().max_prompt_chars
@@ -36,6 +38,7 @@ async def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
             str(SCHEMATHESIS), "run", f"{stack.url}/openapi.json", "--max-examples", "40", "--seed", "20",
             "--generation-database", "none", "--no-color", "--suppress-health-check", "all", "--max-failures", "5",
             "--phases", "examples,coverage,fuzzing",
+            "--exclude-path", "/live",  # has no end
             # What a valid body may hold is the engine's to say, and JSON Schema takes 1.0 for an integer.
             "--exclude-checks", "positive_data_acceptance",
             stdout=asyncio.subprocess.PIPE,

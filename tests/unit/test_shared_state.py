@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from router.context import end_tasks
-from router.shared_state import SharedState
+from router.shared_state import EVERY_S, SharedState
 from tiers.breaker import BreakerState
 from tiers.fleet import FOREIGN_POLLS, NO_OTHERS, Fleet, Gauges, Others, Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
@@ -91,6 +91,25 @@ async def test_a_replica_that_one_router_spares_the_others_spare(redis_server: R
         with lease:
             lease.first_token()
         assert other.replicas[0].breaker.state(now()) is BreakerState.CLOSED
+
+
+async def test_routers_do_not_prolong_a_pause_for_one_another(redis_server: RedisServer) -> None:
+    """They tell one another of it again and again, out of step; it ends for all of them when it would have for one."""
+    async with routers(redis_server.url, 1) as (one,):
+        await asyncio.sleep(EVERY_S / 3)
+        async with routers(redis_server.url, 1) as (two,):
+            await asyncio.sleep(EVERY_S / 3)
+            async with routers(redis_server.url, 1) as (three,):
+                everyone, now = (one, two, three), asyncio.get_running_loop().time
+                for _ in range(3):
+                    lease = one.lease(FAST, prompt_tokens=1, max_tokens=1, exclude={"fast-1"})
+                    assert lease is not None
+                    with lease:
+                        lease.failed("EngineFailed")
+                spared = [fleet.replicas[0].breaker for fleet in everyone]
+                await until(lambda: all(breaker.state(now()) is not BreakerState.CLOSED for breaker in spared))
+                await until(lambda: all(breaker.admits(now()) for breaker in spared))
+                assert all(not breaker.wait_s(now()) for breaker in spared)
 
 
 async def test_without_redis_each_goes_by_its_own_view(redis_server: RedisServer) -> None:
