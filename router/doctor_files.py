@@ -231,12 +231,8 @@ def profiles(question: Question) -> Iterator[Finding]:
                 load_latency(path).check(identities, machine, path)
                 yield ok(GROUP, f"{kind} profile", f"of these checkpoints on this machine ({path.name})")
         except ProfileError as error:
-            yield problem(
-                GROUP,
-                f"{kind} profile",
-                str(error),
-                f"remove {path} and run 'qarr profile {kind}': the router does not start with it",
-            )
+            then = f"remove {path} and run 'qarr profile {kind}': decisions go by a table meanwhile"
+            yield warning(GROUP, f"{kind} profile", str(error), then)
 
 
 def local_specs(question: Question) -> tuple[TierSpec, ...]:
