@@ -149,9 +149,9 @@ class _Top:
             try:
                 async for event, data in self._source.events():
                     self._picture = self._picture.told(event, data)
-                trouble = "the router has ended the connection"
+                trouble = f"{self._source.url} ended the connection"
             except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-                trouble = f"no router answers at {self._source.url} ({type(error).__name__})"
+                trouble = f"{self._source.url} ({type(error).__name__})"
             since = self._picture.silent_since if self._picture.trouble else time.monotonic()
             self._picture = replace(self._picture, trouble=trouble, silent_since=since)
             self._news.set()

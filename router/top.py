@@ -150,7 +150,7 @@ def screen(picture: Picture, view: View, width: int, height: int) -> list[Text]:
     shown = view.frozen or picture
     footer = _footer(view, width)
     if shown.fleet is None:
-        said = f"{picture.trouble}; trying again" if picture.trouble else "connecting ..."
+        said = f"no router answers; trying again: {picture.trouble}" if picture.trouble else "connecting ..."
         return _fitted([Text(" QARR", style="bold"), Text(), Text(f" {said}", style="yellow")], footer, width, height)
     if view.opened is not None:
         return _fitted(
@@ -224,13 +224,8 @@ def _summary(fleet: Mapping[str, Any], width: int, view: View) -> Text:
 def _trouble(picture: Picture) -> list[Text]:
     if not picture.trouble:
         return []
-    silent_s = time.monotonic() - picture.silent_since
-    return [
-        Text(
-            f" {picture.trouble}: what is shown is {shown_age(silent_s * 1000)} old; trying again",
-            style="bold white on red",
-        )
-    ]
+    silent = shown_age((time.monotonic() - picture.silent_since) * 1000)
+    return [Text(f" No answer for {silent}; trying again: {picture.trouble}", style="bold white on red")]
 
 
 def _tiers(fleet: Mapping[str, Any], view: View, width: int) -> list[Text]:
