@@ -21,7 +21,8 @@ from rich.live import Live
 
 from router.cli_client import KEY_NEEDED, URL, KeyOption, UrlOption, no_answer
 from router.context import end_tasks
-from router.top import Picture, View, screen, snapshot
+from router.top import Picture, View
+from router.top_screen import screen, snapshot
 from tiers.errors import OperationError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from router.cli_client import URL, KeyOption, NotKept, Router, UrlOption
 from router.logs import shown_ms
-from router.top import OUTCOMES, TIERS
+from router.top_screen import OUTCOMES, TIERS
 from tiers.errors import OperationError
 from tiers.spec import TierName
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from router.cli_trace import waterfall
-from router.top import Picture, View, screen, shown_age, snapshot
+from router.top import Picture, View
+from router.top_screen import screen, shown_age, snapshot
 from tests.fakes.engine import Behaviour
 from tests.unit.own_engines import until
 from tests.unit.own_router import QARR, own_router
