@@ -51,9 +51,7 @@ def stub(delay_ms: float = 0) -> Iterator[tuple[str, psutil.Process]]:
         yield f"http://127.0.0.1:{port}", running
 
 
-def wait_for(
-    port: int, path: str = "", limit_s: float = 60, *, process: subprocess.Popen[bytes] | None = None
-) -> None:
+def wait_for(port: int, path: str = "", limit_s: float = 60, *, process: subprocess.Popen[bytes] | None = None) -> None:
     """Wait until a port accepts, or until a path on it answers 200, unless the process that should is gone."""
     deadline = time.monotonic() + limit_s
     while True:

@@ -124,8 +124,7 @@ async def killer(client: httpx.AsyncClient, url: str, kills: int, dice: random.R
         os.kill(replica["pid"], signal.SIGKILL)
         at = time.monotonic()
         print(f"  killed {replica['id']} with {replica['in_flight']} requests in flight", file=sys.stderr)
-        await asyncio.sleep(1)
-        while (await replicas(client, url))[tier]["state"] != "ready":  # noqa: ASYNC110  it is another process
+        while (now := (await replicas(client, url))[tier])["state"] != "ready" or now["pid"] == replica["pid"]:  # noqa: ASYNC110
             await asyncio.sleep(1)
         done.append((tier, time.monotonic() - at))
     return done
@@ -201,7 +200,7 @@ def report(
     print(f"characters broken: {len(broken)}; places and tokens still held at the end: {left}")
     firsts = sorted((s.first or s.ended) - s.began for s in whole)
     totals = sorted(s.ended - s.began for s in whole)
-    for name, times in (("first token", firsts), ("whole answer", totals)):
+    for name, times in (("first token", firsts), ("whole answer", totals)) if whole else ():
         print(f"{name}: median {times[len(times) // 2]:.2f} s, p99 {times[int(len(times) * 0.99)]:.2f} s")
     if continued:
         longer = sorted(s.ended - s.began for s in continued)

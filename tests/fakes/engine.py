@@ -47,7 +47,7 @@ class Behaviour:
         break_after: Close the connection after that many pieces, without an end.
         stall_after: Send nothing more after that many pieces.
         error_after: Send an error chunk after that many pieces.
-        alive: Whether /health answers 200.
+        alive: Whether /health and /metrics answer 200.
         priorities: Whether requests may have a priority; vLLM without priority scheduling refuses those that do.
         certainty: Log-probability of each piece, for those who ask.
         rank: Of each token that the fake is asked to score: 1 agrees, above it does not.
@@ -108,6 +108,8 @@ class FakeEngine:
         return Response(status_code=200 if self.behaviour.alive else 503)
 
     async def _metrics(self, _request: Request) -> Response:
+        if not self.behaviour.alive:
+            return Response(status_code=503)
         label = f'{{engine="0",model_name="{self._model}"}}'
         return PlainTextResponse(
             f"vllm:num_requests_running{label} {float(self.behaviour.running)}\n"

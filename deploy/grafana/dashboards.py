@@ -1,0 +1,308 @@
+"""Make the dashboards: ``python dashboards.py`` writes dashboards/*.json beside itself; ``--check`` only compares.
+
+Needs requirements.txt of this folder. Queries use the recording rules of deploy/prometheus/rules where one fits. Counters are
+added over routers; gauges about engines are what each router sees, so their maximum is shown.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from grafana_foundation_sdk.builders import bargauge, common, dashboard, prometheus, stat, table, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.common import LegendDisplayMode, LegendPlacement
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardCursorSync,
+    DataSourceRef,
+    Threshold,
+    ThresholdsMode,
+    VariableRefresh,
+)
+
+FOLDER = Path(__file__).parent / "dashboards"
+SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+J = 'job=~"$job"'
+SHARE, SECONDS, PER_S, COUNT = "percentunit", "s", "reqps", "short"
+RED = "red"
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One panel.
+
+    Attributes:
+        queries: PromQL and legend of each.
+        unit: Grafana's name of the unit.
+        text: What it shows, for whoever asks.
+        kind: ``lines``, ``stacked``, ``number``, ``bars`` or ``table``.
+        width: Of 24 columns.
+        limit: Value from which it is red.
+        traces: Show the traces behind a histogram.
+    """
+
+    title: str
+    unit: str
+    text: str
+    queries: tuple[tuple[str, str], ...]
+    kind: str = "lines"
+    width: int = 8
+    limit: float | None = None
+    traces: bool = False
+
+
+def quantiles(metric: str, by: str, legend: str, *shares: str) -> tuple[tuple[str, str], ...]:
+    """Return queries for quantiles of a histogram.
+
+    Args:
+        metric: Its name, without ``_bucket``.
+        by: Labels that are kept.
+        legend: Of each line, before the quantile.
+        shares: Which, as in ``0.95``.
+    """
+    grouped = f"sum by ({by}{', ' if by else ''}le) (rate({metric}_bucket{{{J}}}[$__rate_interval]))"
+    return tuple((f"histogram_quantile({s}, {grouped})", f"{legend} p{float(s) * 100:g}".strip()) for s in shares)
+
+
+def rate(metric: str, by: str, more: str = "") -> str:
+    """Return a query for a counter's rate by labels."""
+    return f"sum by ({by}) (rate({metric}{{{J}{more}}}[$__rate_interval]))"
+
+
+def seen(metric: str, by: str) -> str:
+    """Return a query for a gauge about engines: the most that any router sees."""
+    return f"max by ({by}) ({metric}{{{J}}})"
+
+
+OVERVIEW: dict[str, tuple[Chart, ...]] = {
+    "Now": (
+        Chart("Routers", COUNT, "Routers that Prometheus can read.", ((f"sum(up{{{J}}})", ""),), "number", 3),
+        Chart("Requests", PER_S, "Per second.", ((f"sum(job:qarr_requests:rate5m{{{J}}})", ""),), "number", 3),
+        Chart("Goodput", PER_S, "Requests per second that were answered in full and within their bounds.",
+              ((f"sum(job:qarr_goodput:rate5m{{{J}}})", ""),), "number", 3),
+        Chart("Available", SHARE, "Requests of the last hour that neither failed nor found no place or no ready tier.",
+              ((f"1 - max(job:qarr_unavailable:ratio_rate1h{{{J}}})", ""),), "number", 3),
+        Chart("SLA met", SHARE, "Of the last hour's requests with bounds on TTFT or TPOT.",
+              ((f"1 - max(job:qarr_sla_missed:ratio_rate1h{{{J}}})", ""),), "number", 3),
+        Chart("Waiting", COUNT, "Requests that wait for a place.", ((f"sum(qarr_waiting_requests{{{J}}})", ""),), "number", 3),
+        Chart("Open requests", COUNT, "Being served.", ((f"sum(qarr_open_requests{{{J}}})", ""),), "number", 3),
+        Chart("Alerts", COUNT, "That fire.",
+              ((f'count(ALERTS{{alertname=~"Qarr.+", alertstate="firing", {J}}}) or vector(0)', ""),), "number", 3, 1),
+    ),
+    "Requests": (
+        Chart("By outcome", PER_S, "ok, refused, error, client_gone.",
+              ((rate("qarr_requests_total", "outcome"), "{{outcome}}"),), "stacked"),
+        Chart("Decisions by class and tier", PER_S, "The tier that was decided on; none: refused.",
+              ((rate("qarr_decisions_total", "class, tier"), "{{class}} → {{tier}}"),), "stacked"),
+        Chart("Decisions by what they rest on", PER_S, "measured: by profiles; table: not measured yet; degraded: a bound was given up.",
+              ((rate("qarr_decisions_total", "reason"), "{{reason}}"),), "stacked"),
+        Chart("SLA met, by tier", SHARE, "Share of requests with bounds on TTFT or TPOT.",
+              (((f'sum by (tier) (rate(qarr_sla_requests_total{{{J}, result="met"}}[$__rate_interval])) / '
+                f"sum by (tier) (rate(qarr_sla_requests_total{{{J}}}[$__rate_interval]))"), "{{tier}}"),)),
+        Chart("Burn rate of the error budget", COUNT, "1: the budget lasts exactly its month. Alerts: 14.4 over an hour, 6 over six.",
+              ((f"job:qarr_unavailable:ratio_rate1h{{{J}}} / scalar(qarr:unavailable:budget_ratio)", "{{job}} 1 h"),
+               (f"job:qarr_unavailable:ratio_rate6h{{{J}}} / scalar(qarr:unavailable:budget_ratio)", "{{job}} 6 h")), limit=6),
+        Chart("Goodput", PER_S, "Against all requests.",
+              ((f"job:qarr_requests:rate5m{{{J}}}", "{{job}} all"), (f"job:qarr_goodput:rate5m{{{J}}}", "{{job}} good"))),
+    ),
+    "Latency": (
+        Chart("Time to first token", SECONDS, "By tier that served, the queue included. Points are traces.",
+              quantiles("qarr_time_to_first_token_seconds", "tier", "{{tier}}", "0.5", "0.95", "0.99"), traces=True),
+        Chart("Time per output token", SECONDS, "By tier that served.",
+              quantiles("qarr_time_per_output_token_seconds", "tier", "{{tier}}", "0.5", "0.95", "0.99"), traces=True),
+        Chart("Whole requests", SECONDS, "From arrival to the last byte.",
+              quantiles("qarr_request_duration_seconds", "tier", "{{tier}}", "0.5", "0.95"), traces=True),
+        Chart("Wait for a place", SECONDS, "By priority.",
+              quantiles("qarr_queue_wait_seconds", "priority", "{{priority}}", "0.5", "0.95")),
+        Chart("The router's own time", SECONDS, "From arrival until sent to an engine, but for the queue.",
+              quantiles("qarr_overhead_seconds", "", "", "0.5", "0.99")),
+        Chart("Queue", COUNT, "By router, and what it may hold.",
+              ((f"qarr_waiting_requests{{{J}}}", "{{instance}}"), (f"qarr_waiting_requests_limit{{{J}}}", "{{instance}} limit"))),
+    ),
+    "What went wrong, and what it costs": (
+        Chart("Refusals", PER_S, "By reason.", ((rate("qarr_refusals_total", "reason"), "{{reason}}"),), "stacked"),
+        Chart("Errors", PER_S, "Requests that ended in one, by the tier that had begun to answer.",
+              ((rate("qarr_requests_total", "tier", ', outcome="error"') + " or vector(0)", "{{tier}}"),), "stacked"),
+        Chart("HTTP answers", PER_S, "Other than 200.",
+              ((rate("qarr_http_requests_total", "route, code", ', code!="200"') + " or vector(0)", "{{route}} {{code}}"),)),
+        Chart("Tokens out", "short", "Per second, by tier.", ((rate("qarr_output_tokens_total", "tier"), "{{tier}}"),), "stacked"),
+        Chart("Tokens in", "short", "Per second, by tier.", ((rate("qarr_prompt_tokens_total", "tier"), "{{tier}}"),), "stacked"),
+        Chart("Engine time", "short", "Predicted engine-seconds, by price, per second.",
+              ((rate("qarr_cost_engine_seconds_total", "tier"), "{{tier}}"),), "stacked"),
+    ),
+}  # fmt: skip
+
+ENGINES: dict[str, tuple[Chart, ...]] = {
+    "Replicas": (
+        Chart("Ready replicas", COUNT, "Of each tier, as the router that sees most of them sees it.",
+              ((f"job_tier:qarr_ready_replicas:max{{{J}}}", "{{tier}}"),)),
+        Chart("States", COUNT, "What each router sees.",
+              ((f"max by (instance, tier, replica, state) (qarr_replica_state{{{J}}}) == 1", ""),), "table", 16),
+        Chart("In flight", COUNT, "Requests on each replica, added over routers, and what one router gives it at once.",
+              ((f"sum by (replica) (qarr_requests_in_flight{{{J}}})", "{{replica}}"),
+               (seen("qarr_requests_limit", "replica"), "{{replica}} limit"))),
+        Chart("KV cache", SHARE, "From 88 % on (admission.kv_open) a replica gets no more long prompts.",
+              ((seen("qarr_kv_cache_usage_ratio", "replica"), "{{replica}}"),), limit=0.85),
+        Chart("Restarts", COUNT, "Engines started again by themselves, in half an hour.",
+              ((f"sum by (tier) (increase(qarr_engine_restarts_total{{{J}}}[30m]))", "{{tier}}"),), limit=3),
+    ),
+    "Failures": (
+        Chart("Breakers", COUNT, "1: spared after failures, or waiting for a request to try.",
+              ((seen("qarr_breaker_open", "instance, replica"), "{{instance}} {{replica}}"),)),
+        Chart("Breakers opened", COUNT, "Times, in ten minutes.",
+              ((f"sum by (replica) (increase(qarr_breaker_opened_total{{{J}}}[10m]))", "{{replica}}"),)),
+        Chart("Failed attempts", PER_S, "By tier and error.",
+              ((rate("qarr_upstream_failures_total", "tier, error"), "{{tier}} {{error}}"),), "stacked"),
+        Chart("Further attempts", PER_S, "Before the first byte, by the tier that they went to.",
+              ((rate("qarr_retries_total", "tier"), "{{tier}}"),), "stacked"),
+        Chart("The router's tasks", COUNT, "Of its event loop: far more than open requests means that something piles up.",
+              ((f"qarr_tasks{{{J}}}", "{{instance}} tasks"), (f"qarr_open_requests{{{J}}}", "{{instance}} open requests"))),
+        Chart("Versions", COUNT, "What runs.", ((f"qarr_build_info{{{J}}}", ""),), "table"),
+    ),
+    "vLLM's own": (
+        Chart("Running", COUNT, "Sequences in each engine.", (("sum by (tier, instance) (vllm:num_requests_running)", "{{tier}} {{instance}}"),)),
+        Chart("Waiting inside the engine", COUNT, "Should be near nothing: requests wait in the router instead.",
+              (("sum by (tier, instance) (vllm:num_requests_waiting)", "{{tier}} {{instance}}"),)),
+        Chart("KV cache", SHARE, "By the engine's own word.", (("max by (tier, instance) (vllm:kv_cache_usage_perc)", "{{tier}} {{instance}}"),)),
+        Chart("Tokens generated", "short", "Per second.",
+              (("sum by (tier, instance) (rate(vllm:generation_tokens_total[$__rate_interval]))", "{{tier}} {{instance}}"),), "stacked"),
+        Chart("Tokens prefilled", "short", "Per second.",
+              (("sum by (tier, instance) (rate(vllm:prompt_tokens_total[$__rate_interval]))", "{{tier}} {{instance}}"),), "stacked"),
+        Chart("Prefix cache", "short", "Tokens per second that were looked up, and found.",
+              (("sum by (tier) (rate(vllm:prefix_cache_queries_total[$__rate_interval]))", "{{tier}} looked up"),
+               ("sum by (tier) (rate(vllm:prefix_cache_hits_total[$__rate_interval]))", "{{tier}} found"))),
+    ),
+}  # fmt: skip
+
+QUALITY: dict[str, tuple[Chart, ...]] = {
+    "Loss": (
+        Chart("Live loss, as a share of what is allowed", SHARE, "Over 100 % the class is promoted to the next precision.",
+              ((f"job_class_tier:qarr_live_loss:budget_ratio{{{J}}}", "{{class}} on {{tier}}"),), width=12, limit=1),
+        Chart("Live loss", SHARE, "Rolling share of tokens that are not the highest precision's first choice.",
+              ((seen("qarr_live_loss_ratio", "class, tier"), "{{class}} on {{tier}}"),
+               (seen("qarr_loss_bound_ratio", "class"), "{{class}} allowed")), width=12),
+        Chart("Measured loss", SHARE, "In the quality profile, by class and tier.",
+              ((seen("qarr_measured_loss_ratio", "class, tier"), "{{class}} on {{tier}}"),), "bars", 12),
+        Chart("Allowed loss", SHARE, "policy.max_loss.", ((seen("qarr_loss_bound_ratio", "class"), "{{class}}"),), "bars", 6),
+        Chart("Promoted", COUNT, "Classes that get this tier or a higher one for as long as they lose too much.",
+              ((seen("qarr_promoted_classes", "class, tier") + " or vector(0)", "{{class}} → {{tier}}"),), "bars", 6),
+        Chart("Live answers checked", PER_S, "Prompts that were answered again and scored.",
+              ((rate("qarr_live_checked_answers_total", "class, tier"), "{{class}} on {{tier}}"),), "stacked"),
+    ),
+    "Answers that changed tier": (
+        Chart("Escalations", PER_S, "Begun again at a higher precision, before the first byte.",
+              ((rate("qarr_escalations_total", "from_tier, to_tier") + " or vector(0)", "{{from_tier}} → {{to_tier}}"),), "stacked"),
+        Chart("Continuations", PER_S, "Answers that another engine went on with.",
+              ((rate("qarr_continuations_total", "from_tier, to_tier") + " or vector(0)", "{{from_tier}} → {{to_tier}}"),), "stacked"),
+        Chart("Hedges", PER_S, "First tokens that a second tier had sooner.",
+              ((rate("qarr_hedges_total", "tier") + " or vector(0)", "{{tier}}"),), "stacked"),
+    ),
+    "Predictions": (
+        Chart("Error of predicted TTFT", SHARE, "Of what was seen.",
+              quantiles("qarr_prediction_error_ratio", "tier, kind", "{{kind}} {{tier}}", "0.5", "0.95"), width=12, limit=0.5),
+        Chart("Median over half an hour", SHARE, "An alert from 50 % on.",
+              ((f"job_tier_kind:qarr_prediction_error:median30m{{{J}}}", "{{kind}} {{tier}}"),), width=12, limit=0.5),
+    ),
+}  # fmt: skip
+
+DASHBOARDS = {
+    "qarr-overview": ("QARR overview", OVERVIEW),
+    "qarr-engines": ("QARR engines", ENGINES),
+    "qarr-quality": ("QARR quality", QUALITY),
+}
+
+
+def panel(chart: Chart, number: int) -> object:
+    """Return the builder of a panel with a number of its own."""
+    if chart.kind == "number":
+        made = stat.Panel().height(4).color_scheme(_colours(chart))
+    elif chart.kind == "bars":
+        made = bargauge.Panel().height(8)
+    elif chart.kind == "table":
+        made = table.Panel().height(8)
+    else:
+        made = timeseries.Panel().height(8).fill_opacity(20 if chart.kind == "stacked" else 5).line_width(1).min(0)
+        made = made.legend(_legend())
+        if chart.kind == "stacked":
+            made = made.stacking(common.StackingConfig().mode("normal"))
+    made = made.id(number).title(chart.title).description(chart.text).span(chart.width).datasource(SOURCE)
+    if chart.kind != "table":
+        made = made.unit(chart.unit).thresholds(_thresholds(chart))
+    for letter, (expr, legend) in zip("ABCDEFG", chart.queries, strict=False):
+        query = prometheus.Dataquery().expr(expr).legend_format(legend).ref_id(letter).datasource(SOURCE)
+        if chart.kind in {"number", "bars", "table"}:
+            query = query.instant().format("table" if chart.kind == "table" else "time_series")
+        made = made.with_target(query.exemplar(chart.traces))
+    return made
+
+
+def _colours(chart: Chart) -> dashboard.FieldColor:
+    return dashboard.FieldColor().mode("thresholds" if chart.limit is not None else "fixed").fixed_color("text")
+
+
+def _thresholds(chart: Chart) -> dashboard.ThresholdsConfig:
+    steps = [Threshold(value=None, color="green")]
+    if chart.limit is not None:
+        steps.append(Threshold(value=chart.limit, color=RED))
+    return dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
+
+
+def _legend() -> common.VizLegendOptions:
+    return (
+        common.VizLegendOptions()
+        .display_mode(LegendDisplayMode.LIST)
+        .placement(LegendPlacement.BOTTOM)
+        .show_legend(True)
+        .calcs([])
+    )
+
+
+def build(uid: str, title: str, rows: dict[str, tuple[Chart, ...]]) -> str:
+    """Return a dashboard as JSON."""
+    made = (
+        dashboard.Dashboard(title)
+        .uid(uid)
+        .tags(["qarr"])
+        .time("now-1h", "now")
+        .refresh("15s")
+        .timezone("browser")
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .link(dashboard.DashboardLink("QARR").type("dashboards").tags(["qarr"]).keep_time(True).include_vars(True))
+        .with_variable(dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
+        .with_variable(
+            dashboard.QueryVariable("job")
+            .label("Fleet")
+            .query("label_values(qarr_build_info, job)")
+            .datasource(SOURCE)
+            .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+            .multi(True)
+            .include_all(True)
+            .all_value("qarr.*")
+        )
+    )
+    numbers = count(1)
+    for name, charts in rows.items():
+        made = made.with_row(dashboard.Row(name).id(next(numbers)))
+        for chart in charts:
+            made = made.with_panel(panel(chart, next(numbers)))
+    return JSONEncoder(sort_keys=True, indent=2).encode(made.build()) + "\n"
+
+
+def main() -> None:
+    """Write every dashboard, or tell which differ from what is written."""
+    differ = []
+    for uid, (title, rows) in DASHBOARDS.items():
+        path, text = FOLDER / f"{uid}.json", build(uid, title, rows)
+        if "--check" in sys.argv:
+            if not path.is_file() or path.read_text("utf-8") != text:
+                differ.append(path.name)
+        else:
+            path.write_text(text, "utf-8")
+    if differ:
+        sys.exit(f"not what dashboards.py makes: {', '.join(differ)}; run it without --check")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Real servers for these tests: started on free ports, waited for, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+TOOLS = ROOT / ".venv-deploy/bin"
+
+
+def program(name: str) -> str:
+    """Return the path of a program that ``scripts/setup services`` or ``scripts/setup deploy`` installs."""
+    found = TOOLS / name if (TOOLS / name).is_file() else shutil.which(name)
+    assert found, f"{name} is not installed: scripts/setup services && scripts/setup deploy"
+    return str(found)
+
+
+@asynccontextmanager
+async def running(argv: list[str], ready: str, cwd: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a server until the context ends.
+
+    Args:
+        argv: Its command.
+        ready: URL that answers 200 when it is ready.
+        cwd: Its folder; its output goes to a file there.
+    """
+    log = cwd / f"{Path(argv[0]).name}.out"
+    with log.open("wb") as out:
+        process = await asyncio.create_subprocess_exec(*argv, cwd=cwd, stdout=out, stderr=out)
+    try:
+        async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(30):
+            while not await _answers(client, ready):
+                assert process.returncode is None, log.read_text("utf-8")
+                await asyncio.sleep(0.05)
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+async def _answers(client: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await client.get(url)).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+async def eventually(look: Callable[[], Awaitable[Any]], within_s: float = 40) -> Any:
+    """Return what a look finds, once that is something; fail with the last thing found after a time."""
+    found = None
+    try:
+        async with asyncio.timeout(within_s):
+            while not (found := await look()):
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise AssertionError(f"{look.__name__} found {found!r} for {within_s} s") from None
+    return found

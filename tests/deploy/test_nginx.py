@@ -1,0 +1,247 @@
+"""Real nginx, as configured in deploy/nginx, in front of two routers that are processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from router.settings import load_settings
+from tests.deploy.services import DEPLOY, program, running
+from tests.fakes.engine import ANSWER, Behaviour
+from tests.unit.own_engines import free_ports, until
+from tests.unit.router_stack import events
+from tests.unit.test_leaving import Routers, routers
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
+
+
+@dataclass(slots=True)
+class Front:
+    """nginx and the routers behind it."""
+
+    url: str
+    folder: Path
+    nginx: asyncio.subprocess.Process
+    first: Routers
+    second: Routers
+    client: httpx.AsyncClient
+
+    async def ask(self, **body: Any) -> httpx.Response:
+        """Post to /generate and read the whole answer."""
+        return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", **body})
+
+    def reload(self, routers: str) -> None:
+        """Write the list of routers anew and let nginx take it up."""
+        (self.folder / "qarr-routers.inc").write_text(routers)
+        self.nginx.send_signal(signal.SIGHUP)
+
+    def log(self) -> list[dict[str, str]]:
+        """Return the lines of the access log."""
+        return [json.loads(line) for line in (self.folder / "access.log").read_text("utf-8").splitlines()]
+
+
+def router_lines(ports: list[int]) -> str:
+    """Return deploy/nginx/qarr-routers.inc with other ports."""
+    text = (DEPLOY / "nginx/qarr-routers.inc").read_text("utf-8")
+    assert re.findall(r"^server 127\.0\.0\.1:(\d+)", text, re.MULTILINE) == ["8080", "8081"]
+    return text.replace(":8080", f":{ports[0]}").replace(":8081", f":{ports[1]}")
+
+
+def configure(folder: Path, port: int, routers: str) -> None:
+    """Write a configuration around deploy/nginx, which is taken as it is but for the port and the place of its log."""
+    folder.mkdir()
+    text = (DEPLOY / "nginx/qarr.conf").read_text("utf-8")
+    for old, new in (
+        ("listen 8000;", f"listen 127.0.0.1:{port};"),
+        ("/var/log/nginx/qarr.log", str(folder / "access.log")),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (folder / "qarr.conf").write_text(text)
+    (folder / "qarr-routers.inc").write_text(routers)
+    user = "user root;" if os.getuid() == 0 else ""  # its folders here are not for others
+    places = "".join(
+        f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    (folder / "nginx.conf").write_text(
+        f"{user} daemon off; worker_processes 1; pid {folder}/pid; error_log stderr;\n"
+        f"events {{}}\nhttp {{ {places} include qarr.conf; }}\n"
+    )
+
+
+@asynccontextmanager
+async def front(tmp_path: Path) -> AsyncIterator[Front]:
+    """Start two routers and nginx."""
+    async with AsyncExitStack() as stack:
+        found = []
+        for name in ("first", "second"):
+            (tmp_path / name).mkdir()
+            found.append(await stack.enter_async_context(routers(tmp_path / name)))
+        await asyncio.gather(*(each.start() for each in found))
+        (port,) = free_ports(1)
+        folder = tmp_path / "nginx"
+        configure(folder, port, router_lines([each.port for each in found]))
+        argv = [program("nginx"), "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", "stderr"]
+        nginx = await stack.enter_async_context(running(argv, f"http://127.0.0.1:{port}/healthz", folder))
+        client = await stack.enter_async_context(httpx.AsyncClient(timeout=60, trust_env=False))
+        yield Front(f"http://127.0.0.1:{port}", folder, nginx, found[0], found[1], client)
+
+
+def slow(front: Front) -> list[Behaviour]:
+    """Let both routers' engines answer slowly; return their behaviours."""
+    behaviours = [*front.first.behaviours.values(), *front.second.behaviours.values()]
+    for behaviour in behaviours:
+        behaviour.delay_s = 0.3
+    return behaviours
+
+
+async def test_streams_headers_and_what_is_let_through(tmp_path: Path) -> None:
+    """Events come one by one, lost streams are found again, bounds hold, and operators' endpoints are not there."""
+    async with front(tmp_path) as found:
+        trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+        headers = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01", "x-request-id": "mine-1"}
+        asked = {"json": {"prompt": "hi", "tier": "fast"}, "headers": headers}
+        for each in (found.first, found.second):
+            each.behaviours["fast"].stall_after = 3
+        async with found.client.stream("POST", f"{found.url}/generate", **asked) as answer:
+            assert answer.headers["x-qarr-trace-id"] == trace
+            assert answer.headers["x-request-id"] == "mine-1"
+            text = ""
+            # The engine says no more than this, so what is here was not held back until the answer was whole.
+            async for part in answer.aiter_text():
+                text += part
+                if "".join(data["text"] for _, data in events(text)) == "".join(ANSWER[:3]):
+                    break
+            assert text.endswith("\n\n")
+        for each in (found.first, found.second):
+            each.behaviours["fast"].stall_after = None
+        assert events((await found.ask(tier="fast")).text)[-1][0] == "done"
+        await lost_streams(found)
+        await let_through(found)
+        await bounds(found)
+        line = next(entry for entry in found.log() if entry["path"] == "/generate")
+        assert (line["request_id"], line["trace_id"], line["status"]) == ("mine-1", trace, "200")
+
+
+async def lost_streams(found: Front) -> None:
+    """Check that who resumes a stream reaches the router that keeps it, whichever nginx asks first."""
+    whole = await found.ask(resumable=True)
+    last = f"{whole.headers['x-qarr-stream-id']}.0"
+    again = [
+        await found.client.post(f"{found.url}/generate", json={"prompt": "hi"}, headers={"last-event-id": last})
+        for _ in range(4)
+    ]
+    assert {answer.status_code for answer in again} <= {200, 410}
+    assert again[0].text == whole.text
+    unknown = {"last-event-id": "AAAAAAAAAAAAAAAA.1"}
+    lost = await found.client.post(f"{found.url}/generate", json={"prompt": "hi"}, headers=unknown)
+    assert (lost.status_code, lost.json()["type"]) == (404, "urn:qarr:problem:stream-not-found")
+
+
+async def let_through(found: Front) -> None:
+    """Check which paths there are."""
+    replica = "/admin/replicas/fast-0/drain"
+    for method, path in [
+        *(("GET", path) for path in ("/metrics", "/tiers", "/", "/live", "/requests", "/traces", "/policy")),
+        *(("GET", path) for path in ("/admin/operations", "/v1/../metrics", "//metrics", "/metrics/", "/v1/%2e%2e/metrics")),
+        ("POST", replica), ("POST", "/v1/.." + replica), ("POST", "/generate/.." + replica),
+    ]:  # fmt: skip
+        refused = await raw(found.url, method, path)
+        assert b" 404 " in refused.partition(b"\r\n")[0], (method, path, refused)
+        assert b"urn:qarr:problem:not-found" in refused, (method, path)
+    for path in ("/v1/models", "/openapi.json", "/healthz", "/readyz"):
+        assert (await found.client.get(found.url + path)).status_code == 200, path
+    chat = {"model": "auto", "messages": [{"role": "user", "content": "hi"}]}
+    assert (await found.client.post(f"{found.url}/v1/chat/completions", json=chat)).status_code == 200
+    assert (await found.client.post(f"{found.url}/route", json={"prompt": "hi"})).status_code == 200
+
+
+async def raw(url: str, method: str, path: str) -> bytes:
+    """Send a request whose path no client library has tidied up; return the whole answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+    writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def bounds(found: Front) -> None:
+    """Check that nginx lets through what a router takes, and no more."""
+    server = load_settings().server
+    assert server.max_body_bytes == 1 << 20
+    body = json.dumps({"prompt": "hi", "tier": "x" * (server.max_body_bytes - 100)})
+    refused = await found.client.post(f"{found.url}/route", content=body)
+    assert refused.json()["type"] == "urn:qarr:problem:invalid-request"  # the router has read it
+    assert (await found.client.post(f"{found.url}/route", content=body + " " * 200)).status_code == 413
+    for status, headers in [
+        (200, {f"x-{n}": "y" * 5000 for n in range(5)}),
+        (200, {"x": "y" * 30_000}),
+        (431, {f"x-{n}": "y" * 5000 for n in range(8)}),
+    ]:
+        answer = await found.client.get(f"{found.url}/healthz", headers=headers)
+        assert answer.status_code == status
+    assert answer.json()["type"].startswith("urn:qarr:problem:")  # the router's own word
+
+
+async def test_a_router_that_leaves_fails_no_request(tmp_path: Path) -> None:
+    """Marked down and ended while requests and streams go on, then killed outright: every answer is complete."""
+    async with front(tmp_path) as found:
+        slow(found)
+        done: list[httpx.Response] = []
+        going = True
+
+        async def ask_on() -> None:
+            while going:
+                done.append(await found.ask())
+
+        askers = [asyncio.create_task(ask_on()) for _ in range(6)]
+        await until(lambda: any(b.running for b in found.first.behaviours.values()))
+        found.reload(router_lines([found.first.port, found.second.port]).replace("10s;", "10s down;", 1))
+        before = len(done)
+        await until(lambda: len(done) > before + 6)
+        leaving = found.first.started[0]
+        leaving.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(leaving.wait(), 30)
+        before = len(done)
+        await until(lambda: len(done) > before + 6)
+        going = False
+        await asyncio.gather(*askers)
+        assert {answer.status_code for answer in done} == {200}
+        assert all(events(answer.text)[-1][0] == "done" for answer in done)
+        # Listed again although it is gone, as after a crash: it cannot be reached, and the other one is asked.
+        found.reload(router_lines([found.first.port, found.second.port]))
+        answers = [await found.ask() for _ in range(4)]
+        assert {answer.status_code for answer in answers} == {200}
+        found.second.started[0].kill()
+        await found.second.started[0].wait()
+        nobody = await found.ask()
+        assert (nobody.status_code, nobody.json()["type"]) == (503, "urn:qarr:problem:no-router")
+        assert nobody.headers["retry-after"] == "2"
+
+
+async def test_a_post_that_was_sent_is_not_sent_again(tmp_path: Path) -> None:
+    """A router that dies with a request in its hands: the caller is told, no other router generates it once more."""
+    async with front(tmp_path) as found:
+        behaviours = slow(found)
+        for behaviour in behaviours:
+            behaviour.delay_s = 5
+        asked = asyncio.create_task(found.ask(stream=False))
+        await until(lambda: any(b.running for b in behaviours))
+        hit = found.first if any(b.running for b in found.first.behaviours.values()) else found.second
+        hit.started[0].kill()
+        assert (await asked).status_code == 503
+        sent = [body for b in behaviours for body in b.requests if body.get("max_tokens", 0) > 100]
+        assert len(sent) == 1

@@ -1,0 +1,229 @@
+"""Prometheus' and Alertmanager's configuration: checked by their own tools, then run for real against two routers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from tests.deploy.monitoring import alertmanager, monitoring
+from tests.deploy.services import DEPLOY, ROOT, eventually, program
+from tests.deploy.traffic import BALANCED, two_routers
+from tests.unit.router_stack import router_stack
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.deploy.monitoring import Monitoring
+    from tests.deploy.traffic import Routers
+
+PROMETHEUS = DEPLOY / "prometheus"
+RULES = [
+    rule
+    for path in sorted((PROMETHEUS / "rules").glob("*.yml"))
+    for group in yaml.safe_load(path.read_text("utf-8"))["groups"]
+    for rule in group["rules"]
+]
+ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
+RECORDS = {rule["record"]: rule for rule in RULES if "record" in rule}
+HEADING = re.compile(r"^## (Qarr\w+)$", re.MULTILINE)
+# Names in a query: what is recorded, what routers have, what vLLM has.
+NAME = re.compile(r"\b(?:[a-z_]+:)?(?:qarr|vllm)[_:]\w+(?::\w+)*")
+
+
+def run(*argv: str) -> str:
+    """Run a tool in the folder of the Prometheus configuration; return what it said."""
+    done = subprocess.run([program(argv[0]), *argv[1:]], cwd=PROMETHEUS, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_tools_accept_the_configuration() -> None:
+    """Promtool and amtool find no fault in configuration and rules; severities have the receiver they are meant for."""
+    run("promtool", "check", "config", "prometheus.yml")
+    run("promtool", "check", "rules", *(str(path) for path in (PROMETHEUS / "rules").glob("*.yml")))
+    config = str(DEPLOY / "alertmanager/alertmanager.yml")
+    run("amtool", "check-config", config)
+    for severity in {rule["labels"]["severity"] for rule in ALERTS.values()}:
+        found = run("amtool", "config", "routes", "test", f"--config.file={config}", f"severity={severity}", "job=qarr")
+        assert {"page", "ticket"} & set(found.split()) == {severity}
+
+
+def test_every_alert_fires_and_clears() -> None:
+    """Promtool's tests pass with the rules as they are, and each alert has one in which it fires and later does not."""
+    run("promtool", "test", "rules", *(str(path) for path in sorted((PROMETHEUS / "tests").glob("*.yml"))))
+    fired: set[str] = set()
+    cleared: set[str] = set()
+    for path in (PROMETHEUS / "tests").glob("*.yml"):
+        for test in yaml.safe_load(path.read_text("utf-8"))["tests"]:
+            burning = False
+            for step in test["alert_rule_test"]:
+                name, expected = step["alertname"], bool(step["exp_alerts"])
+                if expected:
+                    fired.add(name)
+                elif burning:
+                    cleared.add(name)
+                burning = expected
+    assert fired == cleared == set(ALERTS)
+
+
+def test_every_alert_has_a_runbook() -> None:
+    """Each alert says what it means and links to its section; there is no section for an alert that is gone."""
+    text = (ROOT / "docs/runbooks.md").read_text("utf-8")
+    assert sorted(HEADING.findall(text)) == sorted(ALERTS)
+    for name, rule in ALERTS.items():
+        assert rule["labels"]["severity"] in {"page", "ticket"}, name
+        assert {"summary", "description"} < set(rule["annotations"]), name
+        assert rule["annotations"]["runbook_url"].endswith(f"/docs/runbooks.md#{name.lower()}"), name
+    for section in HEADING.split(text)[2::2]:  # name, text, name, text, ...
+        parts = [section.index(part) for part in ("**Means.**", "**See.**", "**Do.**")]
+        assert parts == sorted(parts)
+        seen = section[parts[1] : parts[2]]
+        assert "```promql" in seen
+        assert "`" in re.sub(r"```promql.*?```", "", seen, flags=re.DOTALL)  # and a command
+    links = set(re.findall(r"\]\(#(\w+)\)", text))
+    assert links <= {name.lower() for name in ALERTS}
+
+
+def known(page: str) -> set[str]:
+    """Return the names of all series that a metrics page can have."""
+    names = set()
+    for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", page, re.MULTILINE):
+        names.add(name)
+        if kind == "histogram":
+            names |= {f"{name}_bucket", f"{name}_sum", f"{name}_count"}
+    return names
+
+
+def queries() -> dict[str, str]:
+    """Return every query of rules, dashboards and runbooks, by where it stands."""
+    found = {rule.get("alert") or rule["record"]: rule["expr"] for rule in RULES}
+    for path in (DEPLOY / "grafana/dashboards").glob("*.json"):
+        for number, expr in enumerate(re.findall(r'"expr": "(.*)"', path.read_text("utf-8"))):
+            found[f"{path.name} {number}"] = expr
+    blocks = re.findall(r"```promql\n(.*?)```", (ROOT / "docs/runbooks.md").read_text("utf-8"), re.DOTALL)
+    found |= {f"runbooks {number}": text for number, text in enumerate(blocks)}
+    return found
+
+
+@pytest.mark.anyio
+async def test_every_metric_exists(tmp_path: Path) -> None:
+    """Whatever rules, dashboards and runbooks ask for is recorded, or is on the routers' or the engines' own page."""
+    async with router_stack(tmp_path) as stack:
+        names = known((await stack.client.get(f"{stack.url}/metrics")).text) | set(RECORDS)
+        engine = (await stack.client.get(f"{stack.fleet.replicas[0].url}/metrics")).text
+    names |= {line.partition("{")[0] for line in engine.splitlines()}
+    names.add("vllm:num_preemptions_total")  # vLLM has it, the fake has not: vllm/v1/metrics/loggers.py
+    asked = {name for expr in queries().values() for name in NAME.findall(expr)}
+    assert len(asked) > 40
+    assert asked - names == set()
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(180)
+async def test_an_alert_reaches_its_receiver_and_clears(tmp_path: Path) -> None:
+    """Two routers are scraped under load: nothing is counted twice, and a tier that goes down is told of until it is back."""
+    async with two_routers(tmp_path) as routers, monitoring(tmp_path, routers) as found:
+        await routers.ordinary()
+        await eventually(lambda: found.query("sum(job:qarr_requests:sum) > 0"))
+        load = asyncio.create_task(keep_asking(routers))
+        for stack in routers.stacks:
+            stack.engines[BALANCED].alive = False
+        await eventually(lambda: found.query('ALERTS{alertname="QarrTierDown",alertstate="firing",tier="balanced"}'))
+        held = await eventually(lambda: of_name(found, "QarrTierDown"))
+        assert held[0]["labels"] == {
+            "alertname": "QarrTierDown",
+            "job": "qarr",
+            "severity": "ticket",
+            "tier": "balanced",
+        }
+        assert held[0]["annotations"]["summary"] == "qarr: tier balanced is down"
+        await eventually(lambda: received(found, "firing"))
+        for stack in routers.stacks:
+            stack.engines[BALANCED].alive = True
+        await eventually(lambda: received(found, "resolved"))
+        assert await found.query('ALERTS{alertname="QarrTierDown"}') == []
+        load.cancel()
+        await asyncio.gather(load, return_exceptions=True)
+        assert set(routers.statuses) == {200}  # the other tiers served
+        await nothing_is_counted_twice(found, routers)
+        exemplars = await found.exemplars("qarr_time_to_first_token_seconds_bucket")
+        assert exemplars
+        assert all(re.fullmatch("[0-9a-f]{32}", each["labels"]["trace_id"]) for each in exemplars)
+        assert not found.received("/page", "QarrTierDown", "firing")
+
+
+SAME = {"job": "qarr"}
+INHIBITED = [
+    ("QarrNoRouterUp", SAME, "QarrTierDown", {**SAME, "tier": "fast"}),
+    ("QarrNoRouterUp", SAME, "QarrAvailabilityBurnFast", SAME),
+    ("QarrRouterDown", {**SAME, "instance": "a"}, "QarrNoTierReady", {**SAME, "instance": "a"}),
+    ("QarrRouterDown", {**SAME, "instance": "a"}, "QarrQueueGrowing", SAME),
+    ("QarrNoTierReady", {**SAME, "instance": "a"}, "QarrReplicaFailed", {**SAME, "tier": "fast"}),
+    ("QarrTierDown", {**SAME, "tier": "fast"}, "QarrBreakerOpenLong", {**SAME, "tier": "fast"}),
+    ("QarrAvailabilityBurnFast", SAME, "QarrAvailabilityBurnSlow", SAME),
+    ("QarrSlaBurnFast", SAME, "QarrSlaBurnSlow", SAME),
+]
+TOLD = [
+    ("QarrNoRouterUp", SAME, "QarrTierDown", {"job": "qarr-two", "tier": "fast"}),
+    ("QarrRouterDown", {**SAME, "instance": "a"}, "QarrNoTierReady", {**SAME, "instance": "b"}),
+    ("QarrRouterDown", {**SAME, "instance": "a"}, "QarrTierDown", {**SAME, "tier": "fast"}),
+    ("QarrTierDown", {**SAME, "tier": "fast"}, "QarrBreakerOpenLong", {**SAME, "tier": "precise"}),
+]
+
+
+@pytest.mark.anyio
+async def test_what_follows_from_something_worse_is_not_told(tmp_path: Path) -> None:
+    """A real Alertmanager holds back what another alert explains, and nothing of another fleet, router or tier."""
+    async with alertmanager(tmp_path) as found:
+        cases = [(*case, True) for case in INHIBITED] + [(*case, False) for case in TOLD]
+        for number, (source, about, target, of, inhibited) in enumerate(cases):
+            assert {source, target} <= set(ALERTS)
+            # Each case is a fleet of its own.
+            pair = [
+                {"labels": {**ALERTS[name]["labels"], "alertname": name, **labels, "job": f"{labels['job']}-{number}"}}
+                for name, labels in ((source, about), (target, of))
+            ]
+            assert (await found.client.post(f"{found.alertmanager}/api/v2/alerts", json=pair)).status_code == 200
+            wanted = pair[1]["labels"]
+
+            async def judged(wanted: dict[str, str] = wanted) -> list[dict[str, Any]]:
+                held = [alert for alert in await found.alerts() if alert["labels"] == wanted]
+                return [alert for alert in held if alert["status"]["state"] != "unprocessed"]
+
+            (alert,) = await eventually(judged)
+            assert bool(alert["status"]["inhibitedBy"]) is inhibited, (source, target)
+
+
+async def keep_asking(routers: Routers) -> None:
+    """Ask for as long as the test lets it."""
+    while True:
+        for stack in routers.stacks:
+            await asyncio.shield(asyncio.ensure_future(routers.ask(stack)))
+        await asyncio.sleep(0.05)
+
+
+async def of_name(found: Monitoring, name: str) -> list[dict[str, Any]]:
+    """Return the alerts of a name that Alertmanager holds."""
+    return [alert for alert in await found.alerts() if alert["labels"]["alertname"] == name]
+
+
+async def received(found: Monitoring, status: str) -> list[dict[str, Any]]:
+    """Return what the receiver of tickets was told of the tier."""
+    return found.received("/ticket", "QarrTierDown", status)
+
+
+async def nothing_is_counted_twice(found: Monitoring, routers: Routers) -> None:
+    """Check that what routers count adds up to what was sent, by the recording rule and by router."""
+
+    async def all_there() -> bool:
+        return await found.number("job:qarr_requests:sum") == routers.sent
+
+    await eventually(all_there)
+    by_router = await found.query("sum by (instance) (qarr_requests_total)")
+    assert len(by_router) == 2
+    assert sum(float(series["value"][1]) for series in by_router) == routers.sent

@@ -1,0 +1,53 @@
+"""The sample settings are settings, and start what they say that they start."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import TYPE_CHECKING
+
+import pytest
+
+from router.serve import make_deployment
+from router.settings import load_settings
+from tests.deploy.services import DEPLOY
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SAMPLES = sorted((DEPLOY / "settings").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
+def test_samples_are_settings(path: Path) -> None:
+    """Every key is one, every value is allowed and differs from nothing by mistake; no secret is in the file."""
+    settings = load_settings(path)
+    text = path.read_text("utf-8")
+    assert f"--config {path.name}" in text  # it says how it is used
+    for section, keys in tomllib.loads(text).items():
+        for key in keys:
+            assert hasattr(getattr(settings, section), key)
+    assert not settings.state.redis_url.get_secret_value()
+    assert not settings.engine.api_key
+
+
+def test_every_sample_is_there() -> None:
+    """One GPU, several routers with Redis, a laptop."""
+    assert [path.stem for path in SAMPLES] == ["laptop", "routers-redis", "single-gpu"]
+
+
+def test_the_routers_sample_needs_no_engine_here() -> None:
+    """Its tiers are elsewhere: nothing is started, and secrets come from the environment."""
+    settings = load_settings(DEPLOY / "settings/routers-redis.toml")
+    deployment = make_deployment(settings, (), start_engines=False)
+    assert deployment.launches == ()
+    assert [len(spec.urls) for spec in deployment.specs] == [2, 1, 1]
+
+
+def test_secrets_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables that the sample names are those that are read."""
+    monkeypatch.setenv("QARR_STATE__REDIS_URL", "redis://user:password@redis:6379/0")
+    monkeypatch.setenv("QARR_ENGINE__API_KEY", "k")
+    settings = load_settings(DEPLOY / "settings/routers-redis.toml")
+    assert settings.state.redis_url.get_secret_value().endswith("@redis:6379/0")
+    assert settings.engine.api_key == "k"
+    assert "password" not in repr(settings)

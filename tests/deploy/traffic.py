@@ -1,0 +1,131 @@
+"""Two routers under load, with everything happening to them that their metrics tell of."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tests.deploy.services import eventually
+from tests.fakes.engine import Behaviour
+from tests.unit.test_escalation import WORDS, profiled_stack
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    import httpx
+
+    from tests.unit.router_stack import Stack
+
+FAST, BALANCED, PRECISE = TierName
+CHAT = "Hello, how are you today?"
+PROMPTS = (CHAT, "Write a Python function that sorts a list of dicts by a key.", "What is 17 * 23 + 4? Show each step.")
+
+
+@dataclass(slots=True)
+class Routers:
+    """Two routers, each in front of engines of its own, and what was sent to them."""
+
+    stacks: list[Stack]
+    sent: int = 0
+    statuses: list[int] = field(default_factory=list)
+
+    async def ask(self, stack: Stack, **body: Any) -> httpx.Response:
+        """Send a request that gets as far as a decision, and read its answer."""
+        self.sent += 1
+        answer = await stack.generate(**{"prompt": CHAT, "max_tokens": 20, **body})
+        self.statuses.append(answer.status_code)
+        return answer
+
+    async def leave(self, stack: Stack) -> None:
+        """Ask, and go away once the answer has begun."""
+        self.sent += 1
+        async with stack.client.stream("POST", f"{stack.url}/generate", json={"prompt": CHAT}) as answer:
+            async for _ in answer.aiter_bytes():
+                break
+
+    async def ordinary(self) -> None:
+        """Send some requests of several classes to both."""
+        bounds = {"ttft_ms": 60_000, "tpot_ms": 60_000}
+        for stack in self.stacks:
+            for prompt in PROMPTS:
+                await self.ask(stack, prompt=prompt)
+                await self.ask(stack, prompt=prompt, sla=bounds, priority="interactive")
+
+    async def refusals(self) -> None:
+        """Ask for what cannot be had."""
+        for stack in self.stacks:
+            await self.ask(stack, prompt="word " * 3000, max_tokens=4096)
+            await self.ask(stack, sla={"ttft_ms": 0.001}, tier_policy="require")
+
+    async def misses(self) -> None:
+        """Let bounds be missed by answers that are slower than they ever were, and let a client go away."""
+        for stack in self.stacks:
+            for behaviour in stack.engines.values():
+                behaviour.delay_s = 0.05
+            await asyncio.gather(*(self.ask(stack, sla={"tpot_ms": 20}) for _ in range(3)))
+            await self.leave(stack)
+            for behaviour in stack.engines.values():
+                behaviour.delay_s = 0.0
+
+    async def failures(self) -> None:
+        """Let engines fail before their first token, amid an answer, and all at once."""
+        for stack in self.stacks:
+            fast = stack.engines[FAST]
+            fast.break_after = 2
+            await self.ask(stack, tier="fast")
+            fast.break_after = None
+            for behaviour in stack.engines.values():
+                behaviour.status = 500
+            for _ in range(4):
+                await self.ask(stack)
+            for behaviour in stack.engines.values():
+                behaviour.status = 200
+
+    async def escalations(self) -> None:
+        """Let a cheap tier be unsure, until an answer is begun again higher up."""
+        stack = self.stacks[0]
+        stack.engines[FAST].certainty = -1.9
+
+        async def escalated() -> bool:
+            return "escalated" in (await self.ask(stack)).headers.get("x-qarr-reason", "")
+
+        await eventually(escalated)
+        stack.engines[FAST].certainty = -0.1
+
+    async def losses(self) -> None:
+        """Let the highest precision disagree with live answers, until a class is promoted."""
+        stack = self.stacks[1]
+        stack.engines[PRECISE].rank = 2
+
+        async def promoted() -> bool:
+            for _ in range(10):
+                await self.ask(stack)
+            await asyncio.sleep(1)  # the check waits until the engines are idle
+            return "qarr_promoted_classes{" in (await stack.client.get(f"{stack.url}/metrics")).text
+
+        await eventually(promoted, 60)
+
+    async def everything(self) -> None:
+        """Let all of it happen."""
+        await self.ordinary()
+        await self.refusals()
+        await self.misses()
+        await self.escalations()
+        await self.losses()
+        await self.failures()
+
+
+@asynccontextmanager
+async def two_routers(tmp_path: Path) -> AsyncIterator[Routers]:
+    """Run two routers with a quality profile; one begins unsure answers again, the other one checks live answers."""
+    async with AsyncExitStack() as cleanup:
+        stacks = []
+        for name, policy in (("first", {"check_share": 0.2}), ("second", {"live_check_share": 1.0})):
+            (tmp_path / name).mkdir()
+            behaviours = {tier.value: Behaviour(answer=WORDS) for tier in TierName}
+            stacks.append(await cleanup.enter_async_context(profiled_stack(tmp_path / name, policy, **behaviours)))
+        yield Routers(stacks)
