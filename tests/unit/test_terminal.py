@@ -266,7 +266,9 @@ async def test_traces_in_a_terminal(tmp_path: Path) -> None:
         listed = (await trace()).stdout
         assert trace_id in listed
         assert refused.headers["x-qarr-trace-id"] in listed
-        found = (await trace(trace_id)).stdout
+        shown = await trace(trace_id)
+        assert shown.returncode == 0, shown.stderr
+        found = shown.stdout
         assert "chat (confidence" in found
         assert "classify" in found
         assert "fast-0" in found
