@@ -33,6 +33,7 @@ from router.logs import log_request
 from router.metrics import Metrics
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
 from router.openapi import document
+from router.page import PAGE, Page
 from router.problems import BeyondKey, NoEmbeddings, NotAdmin, Refused, UnknownModel, describe
 from router.quota import OverQuota, Quotas
 from router.samples import PromptSamples
@@ -111,7 +112,8 @@ def create_app(
     status, streams = Status(services, doors), KeptStreams(settings.server)
     handlers = dict.fromkeys(HANDLED, status.problem)
     pages = [*LiveEndpoints(services, live, trace_url).routes(), Endpoint("/metrics", metrics.answer)]
-    routes = [*_routes(services, status, streams), *pages, *admin]
+    page = Endpoint(PAGE, Page(settings.server, keys).answer)
+    routes = [page, *_routes(services, status, streams), *pages, *admin]
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(services, streams, live))
     return telemetry.instrument(Gate(app, keys, telemetry, doors, metrics.answered))
 

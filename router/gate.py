@@ -13,6 +13,7 @@ from router.doors import Door, Parting
 from router.keys import ANONYMOUS, Caller, KeyStore, Unauthorized
 from router.logs import begin_request, log_failure
 from router.openai import speaks_openai
+from router.page import PAGE
 from router.problems import Draining, describe
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from router.doors import Doors
     from router.telemetry import Telemetry
 
-OPEN_PATHS = {"/healthz", "/readyz"}  # for load balancers, which have no keys
+# For load balancers, which have no keys, and for browsers, which ask for one on the page.
+OPEN_PATHS = {"/healthz", "/readyz", PAGE}
 
 
 class Gate:

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import permutations
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from router.journal import Outcome
+from router.decision import Refusal
+from router.journal import OVER_QUOTA, Outcome
 from tiers.breaker import BreakerState
-from tiers.spec import ReplicaState
+from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,11 +64,15 @@ class RequestMetrics:
         self._sla = counter(
             "sla_requests", "Requests with bounds on times, by whether they were kept.", *KIND, "result"
         )
+        for reason in (*(refusal.value for refusal in Refusal), OVER_QUOTA):
+            self._refusals.labels(reason)  # at 0 from the start: a rate cannot see the first event of a new series
         self._continuations = counter(
             "continuations", "Answers that another engine went on with.", "from_tier", "to_tier"
         )
         self._escalations = counter("escalations", "Answers begun again at a higher precision.", "from_tier", "to_tier")
         self._hedges = counter("hedges", "First tokens that a second tier had sooner.", "tier")
+        for one, other in permutations(TierName, 2):
+            self._continuations.labels(one.value, other.value)
         self._cost = counter("cost_engine_seconds", "Predicted engine time of requests, by price.", *KIND)
         self._ttft = histogram("time_to_first_token_seconds", "From a request to its first token.", TTFT_S, *KIND)
         self._tpot = histogram("time_per_output_token_seconds", "Mean time between tokens.", TPOT_S, *KIND)
@@ -240,6 +246,7 @@ class Metrics:
             ["route", "method", "code"],
             registry=self._registry,
         )
+        ProcessCollector(registry=self._registry)
         requests = RequestMetrics(self._registry)
         services.journal.observers.append(requests.observe)
         self._registry.register(Load(services, version))

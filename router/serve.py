@@ -272,7 +272,15 @@ async def _serve(
             await _take_over(baton)
         if alone:
             path = control_path(settings.server.runtime_dir, sock.getsockname()[1])
-            await stack.enter_async_context(handing_over(path, sock, version, server.hand_over))
+            try:
+                await stack.enter_async_context(handing_over(path, sock, version, server.hand_over))
+            except OSError as error:
+                log.warning(
+                    "this router cannot be taken over, since %s cannot be made (%s): set server.runtime_dir to a folder "
+                    "that can be written",
+                    path,
+                    error.strerror,
+                )
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()

@@ -61,6 +61,10 @@ class ServerSettings(Section):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
+    page: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="The page at `/`: `auto` serves it on loopback, and wherever requests need keys.",
+    )
     max_body_bytes: int = Field(1 << 20, ge=1024, description="Request bodies over this are refused unread.")
     max_header_bytes: int = Field(32768, ge=1024, description="Path and headers of a request over this are refused.")
     max_headers: int = Field(100, ge=8, description="Headers of a request.")

@@ -22,7 +22,7 @@ import httpx
 
 from tiers.command import engine_argv, engine_environment
 from tiers.engine import Engine, brief
-from tiers.errors import CanaryRefused, EngineDied, PortInUse, TierError, TokenizerMismatch, UnknownReplica
+from tiers.errors import CanaryRefused, EngineDied, PortInUse, ProbeError, TierError, TokenizerMismatch, UnknownReplica
 from tiers.fleet import Fleet, Replica
 from tiers.idle_speed import IdleSpeed
 from tiers.operations import OperationOptions, Operations
@@ -375,6 +375,8 @@ class Supervisor:
             await asyncio.sleep(POLL_S)
             try:
                 gauges, counters = await probe.readings()
+                if not await probe.alive():
+                    raise ProbeError("/health does not answer 200")
             except TierError:
                 missed += 1
                 continue

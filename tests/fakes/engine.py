@@ -42,6 +42,7 @@ class Behaviour:
     Attributes:
         answer: Pieces of every answer, one a token; one without text is a token that ends within a character.
         delay_s: Before the first piece, and between pieces.
+        first_delay_s: Before the first piece, more than that.
         status: HTTP status of generations.
         error: Body of a generation that is not 200.
         break_after: Close the connection after that many pieces, without an end.
@@ -54,10 +55,13 @@ class Behaviour:
         vocabulary: Changes every token id: another tokenizer.
         first_id: Of the answer's token ids: other weights.
         exit_after_s: End the process, with status 7, so long after its start; None: stay.
+        prompt_tokens: That it says every prompt has.
+        kv_cache_usage: That it reports, 0 to 1.
     """
 
     answer: tuple[str, ...] = ANSWER
     delay_s: float = 0.0
+    first_delay_s: float = 0.0
     status: int = 200
     error: str = "broken"
     break_after: int | None = None
@@ -70,6 +74,8 @@ class Behaviour:
     first_id: int = 0
     exit_after_s: float | None = None
     max_model_len: int = 8192
+    prompt_tokens: int = 10
+    kv_cache_usage: float = 0.25
     priorities: bool = True
     running: int = 0
     tokens: int = 0
@@ -113,7 +119,7 @@ class FakeEngine:
         label = f'{{engine="0",model_name="{self._model}"}}'
         return PlainTextResponse(
             f"vllm:num_requests_running{label} {float(self.behaviour.running)}\n"
-            f"vllm:num_requests_waiting{label} 0.0\nvllm:kv_cache_usage_perc{label} 0.25\n"
+            f"vllm:num_requests_waiting{label} 0.0\nvllm:kv_cache_usage_perc{label} {self.behaviour.kv_cache_usage}\n"
             f"vllm:prompt_tokens_total{label} 0.0\nvllm:generation_tokens_total{label} {float(self.behaviour.tokens)}\n"
             f"vllm:time_to_first_token_seconds_sum{label} 0.0\nvllm:time_to_first_token_seconds_count{label} 0.0\n"
             f"vllm:prefix_cache_queries_total{label} 0.0\nvllm:prefix_cache_hits_total{label} 0.0\n"
@@ -217,6 +223,8 @@ class FakeEngine:
                 yield self._chunk({"role": "assistant", "content": ""}, None, chat=True, **ids)
             done = self._done(body)
             pieces = b.answer[done : done + int(body.get("max_tokens") or 16)]
+            if b.first_delay_s:
+                await asyncio.sleep(b.first_delay_s)
             for number, piece in enumerate(pieces, done):
                 await asyncio.sleep(b.delay_s)
                 if number == b.break_after:
@@ -246,7 +254,8 @@ class FakeEngine:
         return "length" if len(pieces) < len(self.behaviour.answer) else "stop"
 
     def _usage(self, pieces: tuple[str, ...]) -> dict[str, int]:
-        return {"prompt_tokens": 10, "total_tokens": 10 + len(pieces), "completion_tokens": len(pieces)}
+        prompt, output = self.behaviour.prompt_tokens, len(pieces)
+        return {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output}
 
     def _scores(self, body: dict[str, Any], tokens: int) -> dict[str, Any]:
         """Return what a choice holds for those who ask for ids, log-probabilities, or those of their prompt."""

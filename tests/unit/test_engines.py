@@ -194,6 +194,23 @@ async def test_engine_elsewhere_comes_and_goes(tmp_path: Path) -> None:
         assert fleet.template.alone == 6
 
 
+async def test_an_engine_that_says_it_is_not_well_gets_no_traffic(tmp_path: Path) -> None:
+    """Its metrics may be as good as ever: what counts is /health, as it did before it was ready."""
+    behaviour = Behaviour()
+    async with serving(FakeEngine(behaviour).app) as url:
+        fleet = Fleet((_external(url),))
+        supervisor = Supervisor(fleet, SupervisorOptions(tmp_path))
+        supervisor.start([], fleet.specs)
+        try:
+            await _until(lambda: fleet.replicas[0].state is ReplicaState.READY)
+            behaviour.alive = False
+            await _until(lambda: fleet.replicas[0].state is ReplicaState.UNREACHABLE)
+            behaviour.alive = True
+            await _until(lambda: fleet.replicas[0].state is ReplicaState.READY)
+        finally:
+            await supervisor.stop()
+
+
 async def test_a_speed_measured_on_a_busy_machine_is_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else the machine does can only slow a measurement down: the fastest of a few counts."""
     monkeypatch.setattr("tiers.idle_speed.PAUSE_S", 0.2)

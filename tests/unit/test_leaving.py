@@ -104,6 +104,25 @@ def a_stream(url: str, **body: Any) -> asyncio.Task[httpx.Response]:
     return asyncio.create_task(ask())
 
 
+async def test_a_router_that_cannot_be_taken_over_serves(tmp_path: Path) -> None:
+    """Where its control socket cannot be made it says so, with the setting to change, and does its work."""
+    (tmp_path / "file").write_text("")
+    async with routers(tmp_path) as found:
+        process = await found.start(QARR_SERVER__RUNTIME_DIR=str(tmp_path / "file"))
+        assert (await a_stream(found.url)).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        _, written = await process.communicate()
+        assert process.returncode == 0
+        assert b"Traceback" not in written
+    async with routers(tmp_path) as found:
+        process = await found.begin(QARR_SERVER__RUNTIME_DIR=str(tmp_path / "file"))
+        assert process.stderr is not None
+        async with asyncio.timeout(60):
+            while b"cannot be taken over" not in (line := await process.stderr.readline()):
+                assert line
+        assert b"server.runtime_dir" in line
+
+
 async def test_a_signal_drains(tmp_path: Path) -> None:
     """After SIGTERM the open stream ends well; meanwhile /readyz is 503 and new requests are told to go elsewhere."""
     async with routers(tmp_path) as found, httpx.AsyncClient(trust_env=False) as client:

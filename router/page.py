@@ -1,0 +1,94 @@
+"""``GET /``: the page that operators leave open. One document, put together at start, that loads nothing else.
+
+It has no data of its own: it reads the router's other endpoints as any client does, with the key that is typed into it.
+Nothing on it runs or styles anything but what is in ``router/web``: the policy that browsers hold it to names the digests of
+its one script and its one style sheet, and forbids making markup out of text.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from router.admin import is_loopback
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from router.keys import KeyStore
+    from router.settings import ServerSettings
+
+PAGE = "/"
+WEB = Path(__file__).with_name("web")
+# In this order; they share one scope.
+SCRIPTS = ("base", "wire", "lanes", "tiers", "requests", "trace", "ask", "quality", "operate", "main")
+
+
+class Page:
+    """The endpoint, and whether there is one."""
+
+    def __init__(self, settings: ServerSettings, keys: KeyStore) -> None:
+        self._settings, self._keys = settings, keys
+        self._document, self._headers = compose()
+
+    @property
+    def on(self) -> bool:
+        """Tell whether the page is served: by itself only where nobody but those meant to can read what it shows."""
+        if self._settings.page == "auto":
+            return self._keys.required or is_loopback(self._settings.host)
+        return self._settings.page == "on"
+
+    async def answer(self, request: Request) -> Response:
+        """Answer with the document, or 304 to a browser that has it.
+
+        Raises:
+            HTTPException: 404, where the page is off.
+        """
+        if not self.on:
+            raise HTTPException(404)
+        if self._headers["etag"] in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=self._headers)
+        return Response(self._document, headers=self._headers, media_type="text/html")
+
+
+def compose() -> tuple[str, dict[str, str]]:
+    """Return the document, and the headers that it is answered with."""
+    style = (WEB / "page.css").read_text("utf-8")
+    parts = [(WEB / f"{name}.js").read_text("utf-8") for name in SCRIPTS]
+    script = '(() => {\n"use strict";\n' + "\n".join(parts) + "})();\n"
+    markup = (WEB / "page.html").read_text("utf-8")
+    document = markup.replace("/*style*/", style).replace("/*script*/", script)
+    return document, {
+        "content-security-policy": content_security_policy(style, script),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cross-origin-opener-policy": "same-origin",
+        "cache-control": "no-cache",
+        "etag": f'"{hashlib.sha256(document.encode()).hexdigest()[:32]}"',
+    }
+
+
+def content_security_policy(style: str, script: str) -> str:
+    """Return what browsers let the page do: run and apply these two texts, and talk to this router."""
+    rules = {
+        "default-src": "'none'",
+        "script-src": _digest(script),
+        "style-src": _digest(style),
+        "img-src": "data:",
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

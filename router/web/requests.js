@@ -1,0 +1,129 @@
+// Requests: those in flight, and the last ones that ended. Each opens into its details.
+
+const KEPT = 200;
+const SHOWN = 60;
+let records = []; // newest first
+let held = null; // what is shown while the list is held
+let pinned = false;
+
+const recordKey = (r) => `${r.at}|${r.request_id}`;
+const FILTERS = {
+  all: () => true,
+  missed: (r) => r.sla_met === false,
+  failed: (r) => r.outcome !== "ok",
+  moved: (r) => r.attempts_failed > 0 || r.escalated || r.hedged || r.continued_on.length > 0,
+  degraded: (r) => r.degraded.length > 0,
+};
+
+/** Take records, in whatever order; those that are known already change nothing. */
+function addRecords(added) {
+  const seen = new Set(records.map(recordKey));
+  const fresh = added.filter((r) => !seen.has(recordKey(r)));
+  if (!fresh.length) return;
+  // In the order in which they ended: the newest first.
+  records = [...fresh, ...records].sort((a, b) => ended(b) - ended(a)).slice(0, KEPT);
+  showRequests();
+}
+
+const ended = (r) => r.at + (r.duration_ms ?? 0) / 1000;
+
+/** Hold the list as it is, so that nothing moves away from under a pointer or a reading eye. */
+function hold(on) {
+  if (on && !held) held = records;
+  if (!on) held = null;
+  showRequests();
+}
+
+function showRequests() {
+  const newer = held ? records.filter((r) => !held.includes(r)).length : 0;
+  const matching = (held ?? records).filter(FILTERS[byId("filter").value]);
+  const list = byId("requests");
+  sync(list, matching.slice(0, SHOWN), recordKey, makeRequest);
+  byId("requests-empty").hidden = matching.length > 0;
+  put(byId("requests-empty"), records.length ? "None of the last requests is like that." : "No request has ended yet. Ask something, here or with curl.");
+  put(byId("newer"), newer ? `${count(newer)} newer` : held ? "held" : "");
+}
+
+/** The words for how a request ended, with a mark. */
+function outcome(r) {
+  if (r.outcome === "refused") return ["refused", `✕ refused: ${(r.error ?? "").replaceAll("_", " ")}`];
+  if (r.outcome === "error") return ["error", `✕ ${r.error ?? "failed"}`];
+  if (r.outcome === "client_gone") return ["gone", "– client gone"];
+  if (r.sla_met === false) return ["missed", "▾ SLA missed"];
+  if (r.sla_met === true) return ["met", "✓ SLA met"];
+  return ["ok", "✓ done"];
+}
+
+/** What happened on the way, in short. */
+function detours(r) {
+  const found = [];
+  if (r.attempts_failed) found.push(plural(r.attempts_failed, "failed attempt"));
+  if (r.escalated) found.push("escalated");
+  if (r.hedged) found.push("hedged");
+  if (r.continued_on.length) found.push(`continued on ${r.continued_on.join(", ")}`);
+  if (r.degraded.length) found.push(`${r.degraded.join(" and ")} given up`);
+  return found;
+}
+
+/** The reason without the class, which has a column of its own. */
+const briefly = (r) => r.reason.replace(`class ${r.class}: `, "");
+
+function tierCell(r) {
+  const served = r.served_by ?? r.tier;
+  if (!served) return el("span", { class: "muted" }, "none");
+  if (r.tier && r.served_by && r.tier !== r.served_by) {
+    return el("span", { class: "moved", title: `decided for ${r.tier}, served by ${r.served_by}` }, shape(r.tier), el("span", { class: "hidden" }, r.tier), " → ", tierName(r.served_by));
+  }
+  return tierName(served);
+}
+
+function makeRequest(r) {
+  const [kind, words] = outcome(r);
+  const cell = (name, label, ...children) => el("td", { role: "cell", class: name, "data-label": label }, ...children);
+  const open = el("button", { type: "button", class: "open", "aria-haspopup": "dialog", "aria-label": `Details of the request that ended at ${timeOf(ended(r))}, ${r.class}, ${words}` }, timeOf(ended(r)));
+  const row = el("tr", { role: "row", "data-outcome": kind, "data-request": r.request_id },
+    cell("at", "Ended", open),
+    cell("class", "Class", r.class),
+    cell("which", "Tier", tierCell(r)),
+    cell("why", "Reason", el("span", { class: "clip", title: r.reason }, [...detours(r), briefly(r)].join(" · "))),
+    cell("num", "Tokens", `${count(r.prompt_tokens)} → ${count(r.output_tokens)}`),
+    cell("num", "TTFT", duration(r.ttft_ms)),
+    cell("num", "TPOT", duration(r.tpot_ms)),
+    cell("num", "Total", duration(r.duration_ms)),
+    cell("outcome", "End", el("span", { class: `badge ${kind}` }, words)));
+  row.addEventListener("click", () => { if (!String(getSelection())) openRequest(r); });
+  return row;
+}
+
+const STAGES = { waiting: "waits", prefill: "reads", decode: "writes" };
+const LISTED = 50;
+
+function showInFlight({ in_flight, in_flight_total }) {
+  sync(byId("flight"), in_flight.slice(0, LISTED), (r) => r.request_id,
+    (r) => el("li", { title: r.request_id }, el("span", {}), el("span", {}, r.class), el("span", { class: "stage" }), el("span", { class: "num" })),
+    (node, r) => {
+      const [tier, , stage, age] = node.children;
+      if (tier.dataset.tier !== String(r.tier)) {
+        tier.dataset.tier = String(r.tier);
+        tier.replaceChildren(r.tier ? tierName(r.tier) : "no tier yet");
+      }
+      put(stage, `${STAGES[r.state] ?? r.state} · ${plural(r.state === "decode" ? r.output_tokens : r.prompt_tokens, "token")}`);
+      put(age, duration(r.age_ms));
+    });
+  put(byId("flight-count"), in_flight_total ? count(in_flight_total) : "none");
+  const more = in_flight_total - Math.min(in_flight.length, LISTED);
+  put(byId("flight-more"), more > 0 ? `and ${count(more)} more` : "");
+}
+
+function setUpRequests() {
+  showRequests();
+  byId("filter").addEventListener("change", showRequests);
+  const button = byId("hold"), list = byId("requests-list");
+  button.addEventListener("click", () => {
+    pinned = !pinned;
+    button.setAttribute("aria-pressed", String(pinned));
+    hold(pinned);
+  });
+  list.addEventListener("pointerenter", (event) => { if (event.pointerType === "mouse") hold(true); });
+  list.addEventListener("pointerleave", () => hold(pinned));
+}

@@ -1,0 +1,179 @@
+// The tiers: state, load, speed and attainment of each, and of all together; and the replicas below them.
+
+const LEAST_SECONDS = 30;
+const MOST_SECONDS = 180;
+const rows = new Map();
+let fleet = null;
+
+/** Take the fleet as it is now. */
+function showFleet(next) {
+  const before = fleet;
+  fleet = next;
+  put(byId("model"), next.model);
+  put(byId("machine"), next.machine);
+  put(byId("version"), next.version);
+  put(byId("window"), `last ${next.window_s} s`);
+  byId("live-empty").hidden = next.tiers.length > 0;
+  sync(byId("tiers"), next.tiers, (tier) => tier.tier, makeTier, (_, tier) => rows.get(tier.tier).update(tier, next));
+  showSums(next);
+  showTitle(next);
+  if (before) tellChanges(before, next);
+}
+
+/** Leave a gap in what is drawn over time: nothing was heard. */
+function gapInSeries() {
+  for (const row of rows.values()) row.gap();
+}
+
+const sum = (items, of) => items.reduce((total, item) => total + (of(item) ?? 0), 0);
+
+function showSums({ tiers, waiting, in_flight_total, totals, window_s }) {
+  const asked = sum(tiers, (t) => t.sla?.asked), met = sum(tiers, (t) => t.sla?.met), errors = sum(tiers, (t) => t.errors);
+  put(byId("sum-speed"), rate(sum(tiers, (t) => t.tokens_per_s)));
+  put(byId("sum-flight"), count(in_flight_total));
+  put(byId("sum-waiting"), count(waiting));
+  put(byId("sum-requests"), count(sum(tiers, (t) => t.requests)));
+  put(byId("sum-errors"), errors ? `${plural(errors, "error")} of them` : "no errors");
+  put(byId("sum-sla"), asked ? percent(met / asked) : NONE);
+  put(byId("sum-sla-of"), asked ? `${count(met)} of ${count(asked)} with bounds` : `none with bounds in ${window_s} s`);
+  sync(byId("totals"), TOTALS.filter(([name]) => totals[name] || name === "requests"), ([name]) => name,
+    () => el("li", {}, el("b"), " ", el("span")),
+    (item, [name, one, many]) => {
+      put(item.firstChild, count(totals[name]));
+      put(item.lastChild, totals[name] === 1 ? one : many ?? one);
+    });
+}
+
+const TOTALS = [
+  ["requests", "request", "requests"], ["ok", "answered"], ["refused", "refused"], ["errors", "failed"], ["client_gone", "given up by clients"],
+  ["retries", "retry", "retries"], ["continuations", "continued elsewhere"], ["escalations", "escalated"],
+];
+
+function showTitle({ tiers }) {
+  const bad = tiers.filter((t) => t.state !== "ready");
+  document.title = bad.length ? `! ${bad.map((t) => `${t.tier} ${t.state}`).join(", ")} · QARR` : "QARR";
+}
+
+function tellChanges(before, next) {
+  const states = new Map(before.tiers.map((t) => [t.tier, t.state]));
+  const changed = next.tiers.filter((t) => states.has(t.tier) && states.get(t.tier) !== t.state);
+  if (changed.length) announce(changed.map((t) => `tier ${t.tier} is ${t.state}`).join("; "));
+}
+
+function makeTier(tier) {
+  const row = new TierRow(tier.tier);
+  rows.set(tier.tier, row);
+  return row.node;
+}
+
+/** One figure with its name, and below it a plot or a bar. */
+function figure(name, title) {
+  const value = el("span", { class: "value" }), more = el("span", { class: "more" }), below = el("div", { class: "below" });
+  const node = el("div", { class: "figure", title }, el("dt", {}, name), el("dd", {}, value, more, below));
+  return { node, value, more, below };
+}
+
+function bar(parent, share) {
+  if (!parent.firstChild) parent.append(el("div", { class: "bar" }, el("i")));
+  const fill = parent.firstChild.firstChild;
+  fill.style.width = `${Math.min(1, Math.max(0, share ?? 0)) * 100}%`;
+  fill.classList.toggle("high", (share ?? 0) >= 0.9);
+}
+
+class TierRow {
+  constructor(tier) {
+    this.series = Object.fromEntries(["speed", "ttft", "ttft95", "tpot", "tpot95"].map((n) => [n, new Series(LEAST_SECONDS, MOST_SECONDS)]));
+    this.precision = el("span", { class: "precision" });
+    this.state = el("span", { class: "state" });
+    this.detail = el("p", { class: "why", hidden: true });
+    this.lane = el("canvas", { class: `lane of-${tier}`, "aria-hidden": "true" });
+    this.figures = {
+      load: figure("In flight", "Requests on the engine, and how many it takes at once"),
+      speed: figure("Tokens/s", "Output tokens in the last second"),
+      ttft: figure("TTFT", "Time to the first token: median, and 95th percentile"),
+      tpot: figure("TPOT", "Time for each further token: median, and 95th percentile"),
+      sla: figure("SLA met", "Requests with bounds on TTFT or TPOT that were kept"),
+      kv: figure("KV cache", "Use of the fullest replica's KV cache"),
+      requests: figure("Requests", "Ended in the window"),
+    };
+    this.replicas = el("ul", { class: "replicas" });
+    this.summary = el("summary");
+    this.node = el("li", { class: `tier of-${tier}`, "data-tier": tier },
+      el("div", { class: "who" }, el("h3", {}, tierName(tier)), this.precision, this.state),
+      el("div", { class: "track" }, this.lane),
+      el("dl", { class: "figures" }, Object.values(this.figures).map((f) => f.node)),
+      this.detail,
+      el("details", { class: "more-replicas" }, this.summary, this.replicas));
+    this.marks = new Lane(tier, this.lane);
+  }
+
+  gap() {
+    for (const series of Object.values(this.series)) series.push(null);
+  }
+
+  update(tier, { in_flight }) {
+    const { load, speed, ttft, tpot, sla, kv, requests } = this.figures;
+    put(this.precision, tier.precision);
+    putState(this.state, tier.state);
+    const inFlight = sum(tier.replicas, (r) => r.in_flight);
+    const limit = sum(tier.replicas, (r) => r.limit ?? tier.max_in_flight);
+    put(load.value, count(inFlight));
+    put(load.more, ` of ${count(limit)}`);
+    bar(load.below, limit ? inFlight / limit : 0);
+    this.#times(ttft, tier.ttft_ms, this.series.ttft, this.series.ttft95);
+    this.#times(tpot, tier.tpot_ms, this.series.tpot, this.series.tpot95);
+    this.series.speed.push(tier.tokens_per_s);
+    put(speed.value, rate(tier.tokens_per_s));
+    sparkline(speed.below, this.series.speed);
+    put(sla.value, tier.sla?.asked ? percent(tier.sla.met / tier.sla.asked) : NONE);
+    put(sla.more, tier.sla?.asked ? ` ${count(tier.sla.met)} of ${count(tier.sla.asked)}` : "");
+    bar(sla.below, tier.sla?.asked ? tier.sla.met / tier.sla.asked : 0);
+    sla.below.firstChild.classList.add("good");
+    const fullest = Math.max(...tier.replicas.map((r) => r.kv_cache_usage ?? -1));
+    put(kv.value, fullest < 0 ? NONE : percent(fullest));
+    bar(kv.below, Math.max(0, fullest));
+    put(requests.value, count(tier.requests));
+    put(requests.more, tier.errors ? ` ${plural(tier.errors, "error")}` : "");
+    requests.node.classList.toggle("bad", tier.errors > 0);
+    this.#showReplicas(tier);
+    this.marks.update(in_flight.filter((r) => r.tier === tier.tier));
+  }
+
+  #times({ value, more, below }, times, half, most) {
+    half.push(times?.p50);
+    most.push(times?.p95);
+    put(value, times ? duration(times.p50) : NONE);
+    put(more, times ? ` p95 ${duration(times.p95)}` : "");
+    sparkline(below, half, most);
+  }
+
+  #showReplicas(tier) {
+    const ready = tier.replicas.filter((r) => r.state === "ready").length;
+    put(this.summary, `${plural(tier.replicas.length, "replica")}, ${ready} ready · context ${count(tier.max_model_len)}` +
+      (tier.checkpoint_digest ? ` · checkpoint ${tier.checkpoint_digest.slice(0, 8)}` : ""));
+    const why = tier.replicas.filter((r) => r.detail).map((r) => `${r.id}: ${r.detail}`).join(" · ");
+    put(this.detail, why);
+    this.detail.hidden = !why;
+    sync(this.replicas, tier.replicas, (r) => r.id, makeReplica, updateReplica);
+  }
+}
+
+function makeReplica(replica) {
+  return el("li", { "data-replica": replica.id },
+    el("b", {}, replica.id), el("span", { class: "state" }), el("span", { class: "numbers" }), el("span", { class: "breaker" }),
+    el("span", { class: "address" }), el("div", { class: "operate" }));
+}
+
+function updateReplica(node, r) {
+  const [, state, numbers, breaker, address, controls] = node.children;
+  putState(state, r.state);
+  const parts = [`${count(r.in_flight)} of ${count(r.limit)} in flight`, `${rate(r.tokens_per_s)} tokens/s`];
+  if (known(r.kv_cache_usage)) parts.push(`KV cache ${percent(r.kv_cache_usage)}`);
+  parts.push(`${count(r.served)} served`);
+  if (r.failed) parts.push(`${count(r.failed)} failed`);
+  if (known(r.engine_waiting) && r.engine_waiting > 0) parts.push(`${count(r.engine_waiting)} wait in the engine`);
+  put(numbers, parts.join(" · "));
+  put(breaker, r.breaker && r.breaker !== "closed" ? `breaker ${r.breaker}` : "");
+  put(address, r.url ?? "");
+  operate(controls, r);
+}

@@ -1,0 +1,495 @@
+"""The page in a real browser, in front of a real router and fake engines."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from playwright.async_api import expect
+
+from router.keys import add_key
+from tests.browser.line import Line
+from tests.browser.made_up import ANSWER, measured
+from tests.fakes.engine import Behaviour
+from tests.unit.router_stack import router_stack
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from playwright.async_api import Locator, Page
+
+    from tests.browser.conftest import Opened
+
+pytestmark = pytest.mark.anyio
+FAST, BALANCED, PRECISE = TierName
+MARKUP = "<img src=x onerror=document.title='broken'>"
+
+
+def tier(page: Page, name: str) -> Locator:
+    """Return a tier's row."""
+    return page.locator(f'[data-tier="{name}"]:is(li)')
+
+
+def button(page: Page, name: str) -> Locator:
+    """Return a button that is called exactly so."""
+    return page.get_by_role("button", name=name, exact=True)
+
+
+async def live(page: Page) -> None:
+    """Wait until the page is connected."""
+    await expect(page.get_by_text("● live")).to_be_visible()
+
+
+async def test_the_tiers_are_shown(tmp_path: Path, opened: Opened) -> None:
+    """Model, tiers with state and load, sums and replicas are there, and the page says what to do without keys."""
+    async with router_stack(tmp_path) as stack:
+        await stack.generate(prompt="What is the capital of France?", sla={"ttft_ms": 60_000})
+        async with opened(stack.url) as page:
+            await live(page)
+            await expect(page.locator("#model")).to_have_text("fake")
+            for name, precision in (("fast", "awq-int4"), ("balanced", "fp8"), ("precise", "bf16")):
+                await expect(tier(page, name)).to_contain_text(precision)
+                await expect(tier(page, name).locator(".who .state")).to_have_text("✓ ready")
+                await expect(tier(page, name)).to_contain_text("0 of 32")
+            await expect(page.locator("#sum-sla-of")).to_have_text("1 of 1 with bounds")
+            await tier(page, "fast").get_by_text("1 replica").click()
+            replica = page.locator('[data-replica="fast-0"]')
+            await expect(replica).to_contain_text("served")
+            await expect(replica).to_contain_text("qarr tiers drain fast-0")
+            await expect(replica.get_by_role("button")).to_have_count(0)
+            await expect(page.locator("#rights")).to_contain_text("qarr keys add NAME --admin")
+            await expect(page.locator("#quality")).to_contain_text("qarr profile quality")
+            await expect(page).to_have_title("QARR")
+
+
+async def test_a_request_appears_and_opens_into_its_trace(tmp_path: Path, opened: Opened) -> None:
+    """An answer that went on elsewhere is a row; Enter opens its verdicts and the trace with its events; Escape closes."""
+    async with router_stack(tmp_path, fast=Behaviour(answer=ANSWER), balanced=Behaviour(answer=ANSWER)) as stack:
+        async with opened(stack.url) as page:
+            await live(page)
+            await expect(page.locator("#requests-empty")).to_contain_text("No request has ended yet")
+            stack.engines[FAST].break_after = 5
+            answer = await stack.generate(prompt="What is the capital of France?", max_tokens=20)
+            row = page.locator(f'tr[data-request="{answer.headers["x-request-id"]}"]')
+            await expect(row).to_contain_text("continued on balanced")
+            opener = row.get_by_role("button")
+            await opener.press("Enter")
+            details = page.get_by_role("dialog")
+            await expect(details).to_be_visible()
+            await expect(details.locator(".verdicts tbody tr")).to_have_count(3)
+            await expect(details.locator(".verdicts .chosen")).to_contain_text("fast")
+            spans = details.locator(".waterfall > ol > li")
+            await expect(spans.first).to_contain_text("POST /generate")
+            await expect(details.locator(".event", has_text="first token").first).to_be_visible()
+            await expect(details.locator(".event", has_text="continuation")).to_contain_text("balanced-0")
+            failed = details.locator(".waterfall li.failed").first
+            await expect(failed).to_contain_text("✕")
+            await failed.locator("summary").press("Enter")
+            await expect(failed.locator(".attributes")).to_contain_text("fast-0")
+            await page.keyboard.press("Escape")
+            await expect(details).to_be_hidden()
+            await expect(opener).to_be_focused()
+        async with opened(f"{stack.url}/#request={answer.headers['x-request-id']}") as page:
+            await expect(page.get_by_role("dialog").locator(".waterfall")).to_be_visible()
+
+
+async def test_requests_in_flight_are_listed(tmp_path: Path, opened: Opened) -> None:
+    """A request is listed and counted while it is computed, and gone when it has ended."""
+    slow = Behaviour(answer=ANSWER)
+    async with router_stack(tmp_path, fast=slow) as stack, opened(stack.url) as page:
+        await live(page)
+        slow.stall_after = 3
+        asking = asyncio.create_task(stack.generate(prompt="hi", tier="fast"))
+        await expect(page.locator("#flight li")).to_contain_text("fast")
+        await expect(page.locator("#flight li")).to_contain_text("writes")
+        await expect(page.locator("#sum-flight")).to_have_text("1")
+        await expect(tier(page, "fast")).to_contain_text("1 of 32")
+        asking.cancel()
+        await expect(page.locator("#flight li")).to_have_count(0)
+        await expect(page.locator("#requests tr").first).to_contain_text("client gone")
+
+
+async def test_an_id_that_is_used_twice_is_listed_twice(tmp_path: Path, opened: Opened) -> None:
+    """Callers choose ids; two requests of one id are two lines in flight, and both go when they end."""
+    slow = Behaviour(answer=ANSWER)
+    async with router_stack(tmp_path, fast=slow) as stack, opened(stack.url) as page:
+        await live(page)
+        slow.stall_after = 3
+        same = {"headers": {"x-request-id": "one-id"}, "json": {"prompt": "hi", "tier": "fast"}}
+        asking = [asyncio.create_task(stack.client.post(f"{stack.url}/generate", **same)) for _ in range(2)]
+        await expect(page.locator("#flight li")).to_have_count(2)
+        await expect(page.locator("#flight li", has_text="writes")).to_have_count(2)
+        for task in asking:
+            task.cancel()
+        await expect(page.locator("#requests tr")).to_have_count(2)
+        await expect(page.locator("#flight li")).to_have_count(0)
+
+
+async def test_a_prompt_is_decided_before_it_is_sent(tmp_path: Path, opened: Opened) -> None:
+    """While typing the decision shows; Ctrl+Enter streams the answer with its tier and times; its record opens."""
+    async with router_stack(tmp_path) as stack, opened(stack.url) as page:
+        await live(page)
+        await page.get_by_label("Prompt", exact=True).press_sequentially("What is the capital of France?")
+        decision = page.get_by_role("group", name="Decision before sending")
+        await expect(decision).to_contain_text("would go to fast")
+        await expect(decision.locator("tbody tr")).to_have_count(3)
+        await page.get_by_role("combobox", name="Tier").select_option("precise")
+        await expect(decision).to_contain_text("would go to precise")
+        assert not [r for engine in stack.engines.values() for r in engine.requests if "messages" in r]
+        await page.get_by_label("Prompt", exact=True).press("Control+Enter")
+        await expect(page.locator("#answer")).to_have_text("The capital of France is Paris.")
+        facts = page.locator("#answer-facts")
+        for part in ("precise", "7 tokens", "TTFT", "TPOT"):
+            await expect(facts).to_contain_text(part)
+        await expect(page.locator("#requests tr")).to_have_count(1)
+        await facts.get_by_role("button").click()
+        await expect(page.get_by_role("dialog")).to_contain_text("hint precise")
+
+
+async def test_an_answer_can_be_stopped(tmp_path: Path, opened: Opened) -> None:
+    """Stop ends the request at the engine; what had come stays, and the next one can be sent."""
+    slow = Behaviour(answer=ANSWER)
+    async with router_stack(tmp_path, fast=slow) as stack, opened(stack.url) as page:
+        await live(page)
+        slow.stall_after = 5
+        await page.get_by_label("Prompt", exact=True).fill("hi")
+        await button(page, "Send").click()
+        await expect(page.locator("#answer")).to_contain_text("Paris is the capital of")
+        await expect(button(page, "Send")).to_be_disabled()
+        await button(page, "Stop").click()
+        await expect(page.locator("#answer-facts")).to_contain_text("stopped")
+        await expect(button(page, "Send")).to_be_enabled()
+        await expect(page.locator("#requests tr").first).to_contain_text("client gone")
+        assert stack.leases() == 0
+
+
+async def test_problems_are_shown_as_the_router_words_them(tmp_path: Path, opened: Opened) -> None:
+    """A field that is wrong is named with what is allowed; a refusal and an engine that fails are explained."""
+    async with router_stack(tmp_path) as stack, opened(stack.url, expected=("status of",)) as page:
+        await live(page)
+        decision = page.get_by_role("group", name="Decision before sending")
+        await page.get_by_label("Prompt", exact=True).fill("hi")
+        await page.get_by_label("Max tokens").fill("9999")
+        await expect(decision).to_contain_text("max_tokens is 9999 (allowed: an integer from 1 to 4096)")
+        await page.get_by_label("Max tokens").fill("4000")
+        await page.get_by_role("combobox", name="Tier").select_option("fast")
+        await page.get_by_text("Bounds and more").click()
+        await page.get_by_label("this or an error").check()
+        await expect(decision).to_contain_text("would be refused")
+        await page.get_by_label("Max tokens").fill("8")
+        stack.engines[FAST].status, stack.engines[FAST].error = 400, f"not {MARKUP}"
+        await button(page, "Send").click()
+        problem = page.locator("#answer-problem")
+        await expect(problem).to_contain_text(f"The engine refused the request: not {MARKUP}")
+        await expect(page.locator("#requests tr").first).to_contain_text("EngineRefused")
+        assert await page.locator("main img").count() == 0
+
+
+async def test_text_from_elsewhere_stays_text(tmp_path: Path, opened: Opened) -> None:
+    """Markup in an answer, or in what is put on the page by any other way, is shown and not taken for markup."""
+    answer = Behaviour(answer=("Paris is a city. ", MARKUP, " and ", "<script>document.title='broken'</script>"))
+    async with router_stack(tmp_path, fast=answer) as stack, opened(stack.url, expected=("TrustedHTML",)) as page:
+        await live(page)
+        await page.get_by_label("Prompt", exact=True).fill("hi")
+        await button(page, "Send").click()
+        await expect(page.locator("#answer")).to_contain_text(MARKUP)
+        assert await page.locator("main img, main script").count() == 0
+        await expect(page).to_have_title("QARR")
+        refused = await page.evaluate(
+            "() => { try { document.body.innerHTML = 'x'; return 'taken' } catch { return 'refused' } }"
+        )
+        assert refused == "refused"
+
+
+async def test_an_engine_goes_away_and_comes_back(tmp_path: Path, opened: Opened) -> None:
+    """A tier that is down is named on its row, in the title and to those who listen; and so is its return."""
+    async with router_stack(tmp_path) as stack, opened(stack.url) as page:
+        await live(page)
+        stack.engines[BALANCED].alive = False
+        state = tier(page, "balanced").locator(".who .state")
+        await expect(state).to_have_text("! unreachable")
+        await expect(page).to_have_title(re.compile(r"^! balanced unreachable"))
+        await expect(page.get_by_role("status").first).to_have_text("tier balanced is unreachable")
+        await expect(tier(page, "fast").locator(".who .state")).to_have_text("✓ ready")
+        stack.engines[BALANCED].alive = True
+        await expect(state).to_have_text("✓ ready")
+        await expect(page).to_have_title("QARR")
+
+
+async def test_a_lost_connection_shows_and_mends(tmp_path: Path, opened: Opened) -> None:
+    """Without the router the page says that its figures are old, and goes on by itself when it is back."""
+    async with router_stack(tmp_path) as stack:
+        line = Line(stack.url)
+        await line.mend()
+        async with opened(line.url, expected=("ERR_",)) as page:
+            await live(page)
+            await expect(tier(page, "fast")).to_be_visible()
+            await line.cut()
+            alert = page.locator("#lost")
+            await expect(alert).to_contain_text("The connection to the router is lost.")
+            await expect(alert).to_contain_text("old")
+            await expect(page.locator("#connection")).to_have_text("✕ connection lost")
+            await expect(page.locator("body")).to_have_class("old")
+            await line.mend()
+            await live(page)
+            await expect(alert).to_be_hidden()
+            await stack.generate()
+            await expect(page.locator("#requests tr")).to_have_count(1)
+        await line.cut()
+
+
+async def test_keys_are_asked_for_and_kept_in_the_tab(tmp_path: Path, opened: Opened) -> None:
+    """Without a key nothing shows; a wrong one is refused; a good one shows all and may not operate; nothing is left on disk."""
+    keys_file = tmp_path / "keys.json"
+    key, _ = add_key(keys_file, "look")
+    async with (
+        router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack,
+        opened(stack.url, expected=("status of 40",)) as page,
+    ):
+        asked = page.get_by_role("dialog", name="Key")
+        await expect(asked).to_be_visible()
+        await expect(page.locator("#connection")).to_have_text("✕ key needed")
+        await asked.get_by_label("Key", exact=True).fill("qarr-wrong")
+        await asked.get_by_label("Key", exact=True).press("Enter")
+        await expect(asked.locator(".problem")).to_be_visible()
+        assert await page.locator("#tiers li").count() == 0
+        await asked.get_by_label("Key", exact=True).fill(key)
+        await button(page, "Use this key").click()
+        await live(page)
+        await expect(asked).to_be_hidden()
+        await expect(page.locator("#rights")).to_have_text("This key may look, but not operate on replicas.")
+        await page.get_by_label("Prompt", exact=True).fill("hi")
+        await button(page, "Send").click()
+        await expect(page.locator("#answer")).to_contain_text("Paris")
+        assert await page.evaluate("() => JSON.stringify(localStorage) + document.cookie") == "{}"
+        assert key not in page.url
+        await button(page, "Key ✓").click()
+        await button(page, "Forget it").click()
+        await expect(asked).to_be_visible()
+        await expect(page.locator("#connection")).to_have_text("✕ key needed")
+
+
+async def test_an_admin_drains_and_resumes(tmp_path: Path, opened: Opened) -> None:
+    """With an operator's key replicas have buttons; each asks first, and the page shows how far the operation is."""
+    keys_file = tmp_path / "keys.json"
+    key, _ = add_key(keys_file, "boss", admin=True)
+    async with (
+        router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack,
+        opened(stack.url, expected=("status of 40",)) as page,
+    ):
+        await page.get_by_role("dialog").get_by_label("Key", exact=True).fill(key)
+        await button(page, "Use this key").click()
+        await expect(page.locator("#rights")).to_have_text("This key may operate on replicas.")
+        await tier(page, "fast").get_by_text("1 replica").click()
+        await button(page, "drain fast-0").click()
+        confirm = page.get_by_role("dialog")
+        await expect(confirm).to_contain_text("It gets no new requests")
+        await button(page, "Cancel").click()
+        await expect(confirm).to_be_hidden()
+        await expect(tier(page, "fast").locator(".who .state")).to_have_text("✓ ready")
+        await button(page, "drain fast-0").press("Enter")
+        await button(page, "Drain").press("Enter")
+        await expect(tier(page, "fast").locator(".who .state")).to_have_text("↓ draining")
+        await expect(page.locator('[data-replica="fast-0"]')).to_contain_text("✓ drain done: drained")
+        await button(page, "resume fast-0").click()
+        await button(page, "Resume").click()
+        await expect(tier(page, "fast").locator(".who .state")).to_have_text("✓ ready")
+        await button(page, "restart fast-0").click()
+        await button(page, "Restart").click()
+        await expect(confirm.locator(".problem")).to_contain_text("This cannot be done now")
+
+
+async def test_what_was_measured_is_plotted(tmp_path: Path, opened: Opened) -> None:
+    """Losses are drawn by class and tier with the class's bound, and are there as a table as well."""
+    folder = tmp_path / "profiles"
+    folder.mkdir()
+    async with router_stack(tmp_path, {"policy": {"profiles": str(folder)}}) as stack:
+        await measured(stack, folder)
+        async with opened(stack.url) as page:
+            plot = page.get_by_role("img", name="Measured loss of fast and balanced")
+            await expect(plot).to_be_visible()
+            assert await plot.locator(".bound").count() == 7
+            assert await plot.locator(".mean").count() == 14
+            await page.get_by_text("The figures as a table").click()
+            table = page.get_by_role("region", name="Measured loss")
+            await expect(table.get_by_role("row", name="math")).to_contain_text("16.8 % (13.1\u201320.9) over")
+            await page.get_by_label("Prompt", exact=True).fill("What is the capital of France?")
+            await expect(page.locator("#decision .chosen")).to_contain_text("8.1 % 6.3\u201310.1")
+
+
+async def test_the_list_holds_still(tmp_path: Path, opened: Opened) -> None:
+    """Under the pointer, or when told to, the list stays as it is and says how much is newer; filters choose rows."""
+    async with router_stack(tmp_path) as stack, opened(stack.url) as page:
+        await live(page)
+        await stack.generate(prompt="What is the capital of France?")
+        rows = page.locator("#requests tr")
+        await expect(rows).to_have_count(1)
+        await rows.first.hover()
+        await stack.generate()
+        await expect(page.locator("#newer")).to_have_text("1 newer")
+        await expect(rows).to_have_count(1)
+        await page.mouse.move(5, 5)
+        await expect(rows).to_have_count(2)
+        await button(page, "Hold").press("Space")
+        await stack.generate(sla={"tpot_ms": 0.0001})
+        await expect(page.locator("#newer")).to_have_text("1 newer")
+        await button(page, "Hold").press("Space")
+        await expect(rows).to_have_count(3)
+        await page.get_by_label("Show").select_option("missed")
+        await expect(rows).to_have_count(1)
+        await expect(rows).to_contain_text("SLA missed")
+
+
+async def test_it_is_used_by_keyboard_alone(tmp_path: Path, opened: Opened) -> None:
+    """Tab reaches every control in reading order with a visible focus, and skips to the tiers first."""
+    async with router_stack(tmp_path) as stack, opened(stack.url) as page:
+        await live(page)
+        await stack.generate()
+        await expect(page.locator("#requests tr")).to_have_count(1)
+        await page.keyboard.press("Tab")
+        await expect(page.get_by_role("link", name="Skip to the tiers")).to_be_focused()
+        await page.keyboard.press("Enter")
+        await expect(page.locator("main")).to_be_focused()
+        reached: list[str] = []
+        for _ in range(40):
+            await page.keyboard.press("Tab")
+            found: dict[str, str] = await page.evaluate(FOCUSED)
+            if found["tag"] == "BODY":
+                break
+            assert found["outline"] != "none", found
+            reached.append(found["name"])
+        wanted = ["1 replica", "Hold", "Details of the request", "Prompt", "Send", "In flight"]
+        places = [next((n for n, name in enumerate(reached) if part in name), -1) for part in wanted]
+        assert -1 not in places, reached
+        assert places == sorted(places), reached
+
+
+FOCUSED = """() => {
+    const node = document.activeElement, style = getComputedStyle(node);
+    const label = node.labels?.[0]?.textContent ?? node.getAttribute("aria-label") ?? "";
+    const named = document.getElementById(node.getAttribute("aria-labelledby"))?.textContent ?? "";
+    return {tag: node.tagName, name: `${label} ${named} ${node.textContent}`.trim(), outline: style.outlineStyle};
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_text_can_be_read(tmp_path: Path, opened: Opened, scheme: Any) -> None:
+    """Every text has a contrast of 4.5 to 1 at least (WCAG 2.2, 1.4.3), in both themes and in the details as well."""
+    async with router_stack(tmp_path) as stack, opened(stack.url, color_scheme=scheme, reduced_motion="reduce") as page:
+        await live(page)
+        await stack.generate(sla={"tpot_ms": 0.0001})
+        stack.engines[PRECISE].alive = False
+        await page.get_by_label("Prompt", exact=True).fill("hi")
+        await expect(page.locator("#decision .verdicts")).to_be_visible()
+        await expect(tier(page, "precise").locator(".who .state")).to_have_text("! unreachable")
+        dark = await page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+        assert (dark == "rgb(14, 17, 21)") == (scheme == "dark")
+        assert await page.evaluate(CONTRAST) == []
+        await page.locator("#requests .open").first.click()
+        await expect(page.locator(".waterfall")).to_be_visible()
+        assert await page.evaluate(CONTRAST) == []
+
+
+CONTRAST = """() => {
+    const numbers = (text) => text.match(/[\\d.]+/g).map(Number);
+    const light = ([r, g, b]) => [r, g, b].map((v) => v / 255).map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+    const behind = (node) => {
+        for (let at = node; at; at = at.parentElement) {
+            const found = numbers(getComputedStyle(at).backgroundColor);
+            if (found.length < 4 || found[3] === 1) return found;
+        }
+        return [255, 255, 255];
+    };
+    const bad = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) {
+        const node = walker.currentNode.parentElement, style = getComputedStyle(node);
+        const text = walker.currentNode.textContent.trim();
+        if (!text || !node.checkVisibility() || node.closest("script, style, .hidden, .skip, button:disabled, option")) continue;
+        const ink = node instanceof SVGElement ? style.fill : style.color;
+        const [a, b] = [light(numbers(ink)), light(behind(node))].sort((x, y) => y - x);
+        const ratio = (a + 0.05) / (b + 0.05);
+        if (ratio < 4.5) bad.push(`${text.slice(0, 40)}: ${ratio.toFixed(2)}`);
+    }
+    return bad;
+}"""
+
+
+async def test_the_theme_is_chosen_and_kept(tmp_path: Path, opened: Opened) -> None:
+    """The toggle goes from the system's theme to light and dark, says which it is, and is remembered."""
+    async with router_stack(tmp_path) as stack, opened(stack.url, color_scheme="dark") as page:
+        scheme = "() => getComputedStyle(document.documentElement).colorScheme"
+        background = "() => getComputedStyle(document.body).backgroundColor"
+        assert await page.evaluate(background) == "rgb(14, 17, 21)"
+        await button(page, "Theme: auto").click()
+        assert await page.evaluate(background) == "rgb(244, 244, 241)"
+        await button(page, "Theme: light").click()
+        await page.reload()
+        await expect(button(page, "Theme: dark")).to_be_visible()
+        assert await page.evaluate(scheme) == "dark"
+
+
+async def test_controls_have_names_and_pictures_do_not_speak(tmp_path: Path, opened: Opened) -> None:
+    """Every control has a name, every id is there once, and graphics are named or hidden from screen readers."""
+    async with router_stack(tmp_path) as stack, opened(stack.url) as page:
+        await live(page)
+        await stack.generate()
+        await expect(page.locator("#requests tr")).to_have_count(1)
+        assert await page.evaluate(NAMELESS) == []
+        tree = await page.locator("body").aria_snapshot()
+        for part in (
+            "banner",
+            "main",
+            "contentinfo",
+            'heading "Tiers" [level=2]',
+            'region "Last requests"',
+            "columnheader",
+        ):
+            assert part in tree, tree
+
+
+NAMELESS = """() => {
+    const bad = [];
+    for (const node of document.querySelectorAll("button, input, select, textarea, summary, a")) {
+        const name = node.getAttribute("aria-label") || node.labels?.[0]?.textContent || node.textContent;
+        if (!name.trim()) bad.push(node.outerHTML);
+    }
+    for (const node of document.querySelectorAll("svg, canvas")) {
+        if (!node.closest("[aria-hidden='true']") && !node.hasAttribute("aria-label")) bad.push(node.outerHTML);
+    }
+    const ids = [...document.querySelectorAll("[id]")].map((node) => node.id);
+    return [...bad, ...ids.filter((id, n) => ids.indexOf(id) !== n)];
+}"""
+
+
+@pytest.mark.parametrize("width", [360, 768, 1024, 1440, 2200])
+async def test_it_fits_every_width(tmp_path: Path, opened: Opened, width: int) -> None:
+    """Nothing sticks out to the side, with requests in the list and details open."""
+    async with router_stack(tmp_path) as stack, opened(stack.url, viewport={"width": width, "height": 800}) as page:
+        await live(page)
+        await stack.generate(prompt="What is the capital of France?", sla={"ttft_ms": 60_000, "tpot_ms": 60_000})
+        await page.get_by_label("Prompt", exact=True).fill("hi")
+        await expect(page.locator("#decision .verdicts")).to_be_visible()
+        await expect(page.locator("#requests tr")).to_have_count(1)
+        assert await page.evaluate("() => document.documentElement.scrollWidth") <= width
+        await page.locator("#requests .open").first.click()
+        await expect(page.locator(".waterfall")).to_be_visible()
+        assert (
+            await page.evaluate(
+                "() => { const d = document.getElementById('details'); return d.scrollWidth - d.clientWidth }"
+            )
+            == 0
+        )
+
+
+async def test_motion_is_left_out_where_it_is_not_wanted(tmp_path: Path, opened: Opened) -> None:
+    """With reduced motion nothing is animated."""
+    slow = Behaviour(answer=ANSWER, delay_s=0.01)
+    async with router_stack(tmp_path, fast=slow) as stack, opened(stack.url, reduced_motion="reduce") as page:
+        await live(page)
+        await stack.generate()
+        await expect(page.locator("#requests tr")).to_have_count(1)
+        assert await page.evaluate("() => document.getAnimations().length") == 0
