@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
-from router.admin import Admin
+from router.admin import Admin, is_loopback
 from router.admission import Admission
 from router.context import BodyTooLarge, ClientGone, context_of, end_tasks
 from router.continuation import Continuation
@@ -115,7 +115,8 @@ def create_app(
     page = Endpoint(PAGE, Page(settings.server, keys).answer)
     routes = [page, *_routes(services, status, streams), *pages, *admin]
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(services, streams, live))
-    return telemetry.instrument(Gate(app, keys, telemetry, doors, metrics.answered))
+    local_names = settings.server.allowed_hosts if is_loopback(settings.server.host) else None
+    return telemetry.instrument(Gate(app, keys, telemetry, doors, answered=metrics.answered, local_names=local_names))
 
 
 def _services(

@@ -33,6 +33,10 @@ class BodyTooLarge(Exception):
         self.limit = limit
 
 
+class ForeignHost(Exception):
+    """A request to a name that is not known to be this router's."""
+
+
 class HeadTooLarge(Exception):
     """A request whose path and headers are too many or too long."""
 

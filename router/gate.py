@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from pydantic_core import to_json
 from starlette.datastructures import Headers
 
-from router.context import RequestContext, body_message, context_of, is_kept, keep
+from router.context import ForeignHost, RequestContext, body_message, context_of, is_kept, keep
 from router.doors import Door, Parting
 from router.keys import ANONYMOUS, Caller, KeyStore, Unauthorized
 from router.logs import begin_request, log_failure
@@ -17,7 +18,7 @@ from router.page import PAGE
 from router.problems import Draining, describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -37,6 +38,7 @@ class Gate:
         telemetry: Gives requests their ids.
         doors: Tell whether it takes requests.
         answered: Called with each answer's route, method and status.
+        local_names: Further names that a router which only this machine reaches is known by; None: others reach it.
     """
 
     def __init__(
@@ -45,10 +47,13 @@ class Gate:
         keys: KeyStore,
         telemetry: Telemetry,
         doors: Doors,
+        *,
         answered: Callable[[str, str, int], None],
+        local_names: Collection[str] | None = None,
     ) -> None:
         self._app, self._keys, self._telemetry, self._doors = app, keys, telemetry, doors
         self._answered = answered
+        self._local, self._names = local_names is not None, frozenset(local_names or ())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or answer 401, or 503 while the router drains, with its body unread."""
@@ -88,7 +93,7 @@ class Gate:
         begin_request(*ids)
         try:
             caller = self._caller(scope, headers)
-        except (Unauthorized, Draining) as error:
+        except (Unauthorized, Draining, ForeignHost) as error:
             response = describe(error).response(RequestContext(*ids), openai=speaks_openai(scope["path"]))
             response.headers["connection"] = "close"  # its body is not going to be read
             await response(scope, receive, send)
@@ -97,10 +102,32 @@ class Gate:
         self._telemetry.record_caller(caller.key_id)
         await self._app(scope, receive, send)
 
+    def _check_host(self, host: str) -> None:
+        """Refuse requests to names that come from the DNS, where there are no keys.
+
+        Whoever owns a name may let it point at this machine, and so let a web page read what a local router answers.
+
+        Raises:
+            ForeignHost: It is such a name.
+        """
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+        if "." not in name or name in self._names or name.endswith(".localhost"):
+            return
+        try:
+            ip_address(name.strip("[]"))
+        except ValueError:
+            raise ForeignHost(
+                "without keys a router on this machine serves requests to an address or to localhost only, since any web "
+                "page could reach it by a name of its own: add this name to server.allowed_hosts, or make keys ('qarr keys "
+                "add')"
+            ) from None
+
     def _caller(self, scope: Scope, headers: Headers) -> Caller:
         if self._doors.state is Door.DRAINING and scope["method"] == "POST":
             raise Draining
         if not self._keys.required or scope["path"] in OPEN_PATHS:
+            if self._local and scope["path"] not in OPEN_PATHS:
+                self._check_host(headers.get("host", ""))
             return ANONYMOUS
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
@@ -112,7 +139,9 @@ def _route(scope: Scope) -> str:
     """Return the endpoint's path with names for its parameters, so that there are few; of no endpoint, ``unknown``."""
     if "endpoint" not in scope:
         return scope["path"] if scope["path"] in OPEN_PATHS else "unknown"
-    path: str = scope["path"]
+    head, path = "", str(scope["path"])
     for name, value in scope.get("path_params", {}).items():
-        path = path.replace(str(value), f"{{{name}}}")
-    return path
+        before, found, after = path.rpartition(f"/{value}")  # of the path's parts, the last one that is the value
+        if found and after[:1] in {"", "/"}:
+            head, path = f"{before}/{{{name}}}", after
+    return head + path

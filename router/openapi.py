@@ -39,7 +39,7 @@ _EVENT: Schema = {
     "properties": {"id": _TEXT, "event": _TEXT, "data": _TEXT},
 }
 # What each kind of endpoint may answer besides 200.
-_ALWAYS = (400, 401, 408, 413, 431, 500)
+_ALWAYS = (400, 401, 408, 413, 421, 431, 500)
 _GENERATING = (*_ALWAYS, 403, 422, 429, 502, 503, 504)
 _PASSED = (*_GENERATING, 404, 501)
 _MEANINGS = {
@@ -51,6 +51,7 @@ _MEANINGS = {
     409: "It cannot be done to this replica, or not now",
     410: "What is left of the stream is no longer kept",
     413: "The body is too large",
+    421: "The Host is a name that is not known to be this router's",
     422: "The request fits no tier, or the engine refuses it",
     429: "The key's quota is used up; see Retry-After",
     431: "Path and headers are too large",
@@ -233,7 +234,7 @@ def _get(summary: str, schema: Schema, *, openai: bool = False) -> Schema:
         "summary": summary,
         "responses": {
             "200": {"description": summary, "content": _content(schema)},
-            **_errors((401, 500), openai=openai),
+            **_errors((401, 421, 500), openai=openai),
         },
     }
 

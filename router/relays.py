@@ -271,10 +271,11 @@ class EventRelay(Exchange):
         """Yield what the first engine computes."""
         batch: list[bytes] | None = self._held
         while batch is not None:
-            _check(batch)
-            kept = [event for event in map(self._relayed, batch) if event is not None]
+            sound = _before_error(batch)
+            kept = [event for event in map(self._relayed, sound) if event is not None]
             if kept:
                 yield SEPARATOR.join([*kept, b""])
+            _check(batch[len(sound) :])
             if self._ended:
                 break
             batch = await self._next(self._batches)
@@ -392,9 +393,14 @@ def _check(events: list[bytes]) -> None:
     Raises:
         EngineBroke: There is one.
     """
-    for event in events:
-        if _ERROR in event and "error" in _parse(event):
-            raise EngineBroke("the engine reported an error in its stream")
+    if len(_before_error(events)) < len(events):
+        raise EngineBroke("the engine reported an error in its stream")
+
+
+def _before_error(events: list[bytes]) -> list[bytes]:
+    """Return the events before the first one that is an error."""
+    wrong = (number for number, event in enumerate(events) if _ERROR in event and "error" in _parse(event))
+    return events[: next(wrong, len(events))]
 
 
 def _has_token(event: bytes) -> bool:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.05
 # Connections without a request are closed after this, as in normal service: those who keep them open know it by now.
-KEEP_ALIVE_S = 5
+KEEP_ALIVE_S = 75  # longer than proxies and clients keep idle connections: who closes first must not be the router
 CUT_S = 2  # in which those who are still there when time is up get the error that ends their answers
 
 

@@ -65,6 +65,11 @@ class ServerSettings(Section):
         "auto",
         description="The page at `/`: `auto` serves it on loopback, and wherever requests need keys.",
     )
+    allowed_hosts: tuple[str, ...] = Field(
+        (),
+        description="Names, as in the Host header, that a router on a loopback address without keys answers to, besides "
+        "addresses and localhost.",
+    )
     max_body_bytes: int = Field(1 << 20, ge=1024, description="Request bodies over this are refused unread.")
     max_header_bytes: int = Field(32768, ge=1024, description="Path and headers of a request over this are refused.")
     max_headers: int = Field(100, ge=8, description="Headers of a request.")

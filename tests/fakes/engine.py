@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 ANSWER = ("The", " capital", " of", " France", " is", " Paris", ".")
 TEMPLATE_TOKENS = 6
 PIECE = 1000  # id of an answer's first piece
+ERROR_CHUNK = b'data: {"error": {"message": "engine died", "code": 500}}\n\n'
 FINGERPRINT = "fake-1"
 
 
@@ -48,6 +49,7 @@ class Behaviour:
         break_after: Close the connection after that many pieces, without an end.
         stall_after: Send nothing more after that many pieces.
         error_after: Send an error chunk after that many pieces.
+        error_with: Send an error chunk in the same bytes as that many pieces' last one.
         alive: Whether /health and /metrics answer 200.
         priorities: Whether requests may have a priority; vLLM without priority scheduling refuses those that do.
         certainty: Log-probability of each piece, for those who ask.
@@ -67,6 +69,7 @@ class Behaviour:
     break_after: int | None = None
     stall_after: int | None = None
     error_after: int | None = None
+    error_with: int | None = None
     alive: bool = True
     certainty: float = -0.1
     rank: int = 1
@@ -114,8 +117,6 @@ class FakeEngine:
         return Response(status_code=200 if self.behaviour.alive else 503)
 
     async def _metrics(self, _request: Request) -> Response:
-        if not self.behaviour.alive:
-            return Response(status_code=503)
         label = f'{{engine="0",model_name="{self._model}"}}'
         return PlainTextResponse(
             f"vllm:num_requests_running{label} {float(self.behaviour.running)}\n"
@@ -232,12 +233,15 @@ class FakeEngine:
                 if number == b.stall_after:
                     await asyncio.sleep(3600)
                 if number == b.error_after:
-                    yield b'data: {"error": {"message": "engine died", "code": 500}}\n\n'
+                    yield ERROR_CHUNK
                     return
                 b.tokens += 1
                 ids = [PIECE + number] if body.get("return_token_ids") else None
                 logprobs = self._logprobs(body, (number,))
                 prompt = [1, 2, 3] if ids and number == done else None
+                if number + 1 == b.error_with:
+                    yield self._chunk({"content": piece}, None, chat=chat, ids=ids) + ERROR_CHUNK
+                    return
                 yield self._chunk({"content": piece}, None, chat=chat, logprobs=logprobs, ids=ids, prompt=prompt)
             if b.break_after == done + len(pieces):
                 raise ConnectionResetError

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from router.keys import add_key
 from tests.unit.router_stack import router_stack
 from tiers.spec import TierName
 
@@ -308,3 +309,24 @@ async def test_tiny_chunks_and_trailers_are_bounded(tmp_path: Path) -> None:
                     writer.write(endless if number == 0 or endless.startswith(b"1") else endless[3:])
                     await asyncio.sleep(0.01)
                 assert (await reading)[0] == 413
+
+
+async def test_without_keys_a_foreign_name_is_not_served(tmp_path: Path) -> None:
+    """A web page could reach a router on this machine by a name of its own, and read what it answers."""
+    async with router_stack(tmp_path, {"server": {"allowed_hosts": ("qarr.example.com",)}}) as stack:
+        port = stack.url.rpartition(":")[2]
+        for host, status in (
+            (f"rebound.example.com:{port}", 421), ("rebound.example.com", 421), ("127.0.0.1.example.com", 421),
+            ("qarr.example.com", 200), (f"qarr.example.com:{port}", 200), ("localhost", 200), (f"localhost:{port}", 200),
+            ("app.localhost", 200), ("[::1]:80", 200), ("router", 200), ("10.0.0.7", 200),
+        ):  # fmt: skip
+            answer = await stack.client.get(f"{stack.url}/tiers", headers={"host": host})
+            assert answer.status_code == status, host
+            assert status == 200 or "server.allowed_hosts" in answer.json()["detail"]
+        assert (await stack.client.get(f"{stack.url}/healthz", headers={"host": "x.example.com"})).status_code == 200
+    (tmp_path / "more").mkdir()
+    keys = tmp_path / "keys.json"
+    secret = add_key(keys, "one")[0]
+    async with router_stack(tmp_path / "more", {"auth": {"keys_file": str(keys)}}) as stack:
+        headers = {"host": "rebound.example.com", "authorization": f"Bearer {secret}"}
+        assert (await stack.client.get(f"{stack.url}/tiers", headers=headers)).status_code == 200

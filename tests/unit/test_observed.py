@@ -209,7 +209,15 @@ async def test_the_metrics_page_is_openmetrics_with_exemplars(tmp_path: Path) ->
 async def test_labels_are_bounded(tmp_path: Path) -> None:
     """Whatever paths and methods clients invent, there are few series."""
     async with router_stack(tmp_path) as stack:
-        for path in ("/no/such/a", "/no/such/b", "/traces/0123", "/traces/4567", "/v1/models/auto", "/v1/models/fast"):
+        for path in (
+            "/no/such/a",
+            "/no/such/b",
+            "/traces/0123",
+            "/traces/e",
+            "/traces/traces",
+            "/v1/models/auto",
+            "/v1/models/fast",
+        ):
             await stack.client.get(stack.url + path)
         for method in ("BREW", "PROPFIND", "GET"):
             await stack.client.request(method, f"{stack.url}/generate")

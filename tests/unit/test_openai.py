@@ -211,7 +211,7 @@ async def test_retries_elsewhere_before_the_first_byte(tmp_path: Path, fault: Be
         assert stack.leases() == 0
 
 
-@pytest.mark.parametrize("fault", ["break_after", "stall_after", "error_after"])
+@pytest.mark.parametrize("fault", ["break_after", "stall_after", "error_after", "error_with"])
 async def test_a_broken_stream_ends_with_an_error_and_without_done(tmp_path: Path, fault: str) -> None:
     """A stream that broke never looks finished: OpenAI's error object comes last, and no [DONE]."""
     async with router_stack(tmp_path, {"upstream": {"token_timeout_s": 0.3}}) as stack:
@@ -329,11 +329,10 @@ async def test_vllms_own_priority_is_kept(tmp_path: Path) -> None:
     async with router_stack(tmp_path) as stack:
         engine = stack.engines[TierName.FAST]
         await chat(stack, priority=7)
-        assert engine.requests[-1]["priority"] == 7
         await chat(stack, priority=7, qarr={"priority": "interactive"})
-        assert engine.requests[-1]["priority"] == -1
         await chat(stack)
-        assert "priority" not in engine.requests[-1]
+        asked = [body for body in engine.requests if "messages" in body]  # speeds are measured by others
+        assert [body.get("priority") for body in asked] == [7, -1, None]
 
 
 async def test_the_sdk_tries_again_when_it_is_told_to(tmp_path: Path) -> None:
