@@ -29,6 +29,7 @@ from router.kept import KeptStreams, StreamGone, UnknownStream
 from router.live import Live, LiveEndpoints
 from router.live_check import LiveCheck
 from router.live_policy import LivePolicy
+from router.logs import log_request
 from router.metrics import Metrics
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
 from router.openapi import document
@@ -123,7 +124,7 @@ def _services(
 ) -> Services:
     """Wire what the handlers work with."""
     journal = Journal(fleet, doors, settings.telemetry.recent_requests)
-    journal.observers.append(telemetry.record_outcome)
+    journal.observers.extend((telemetry.record_outcome, log_request))
     upstream = Upstream(fleet, make_transport(2 * _places(fleet) + PASSED_AT_ONCE), settings.upstream, telemetry)
     policy = LivePolicy(settings.policy, fleet)
     decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)

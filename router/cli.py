@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
+import os
 import sys
 import time
 from importlib.metadata import version as distribution_version
@@ -16,16 +16,30 @@ from pydantic_core import to_json
 from rich.console import Console
 
 from classifier import TokenizerError, extract
+from router.cli_doctor import doctor
 from router.cli_keys import keys_app
+from router.cli_logs import logs
 from router.cli_profile import profile_app
 from router.cli_replay import replay
 from router.cli_tiers import tiers_app
+from router.cli_top import top
+from router.cli_trace import trace
 from router.decision import Query
 from router.keys import KeysError
 from router.live_policy import policy_table
+from router.logs import start_logging
 from router.policy import decide
 from router.router_client import ProfileError
-from router.serve import ListenError, StartError, listen, make_counter, make_deployment, open_keys, run
+from router.serve import (
+    ListenError,
+    StartError,
+    listen,
+    make_counter,
+    make_deployment,
+    open_keys,
+    prepare_options,
+    run,
+)
 from router.settings import Settings, SettingsError, load_settings, schema, table
 from router.takeover import Baton, TakeoverError, control_path
 from router.telemetry import TelemetryError
@@ -33,7 +47,7 @@ from router.wire import render_features
 from tiers.errors import TierError
 from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
 from tiers.plan import GIB
-from tiers.prepare import PrepareOptions, find, finished, prepare
+from tiers.prepare import find, finished, prepare
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
@@ -41,6 +55,7 @@ if TYPE_CHECKING:
 
     from router.decision import PolicyTable
     from router.keys import KeyStore
+    from router.logs import Logging
     from router.serve import Deployment
     from tiers.checkpoint import Checkpoint
     from tiers.fleet import Fleet, Replica
@@ -130,14 +145,14 @@ def up(
         config,
         {"server": {"host": host, "port": port}, "model": {"name": model, "calibration": calibration}},
     )
-    _log_to_stderr()
+    logging = start_logging(settings.telemetry)
     keys = open_keys(settings)
     sock = listen(settings)
     needed = any(not t.urls and t.checkpoint is None for t in _tier_settings(settings))
     checkpoints = _prepare(settings, started) if needed else ()
     deployment = make_deployment(settings, checkpoints)
     _show_plan(deployment)
-    _run(deployment, sock, keys, started)
+    _run(deployment, sock, keys, started, logging)
 
 
 @app.command()
@@ -160,7 +175,7 @@ def serve(
     urls = {"fast": fast, "balanced": balanced, "precise": precise}
     overrides: dict[str, Any] = {name: {"urls": tuple(u) if u else None} for name, u in urls.items()}
     settings = load_settings(config, {"server": {"host": host, "port": port}, "tiers": overrides})
-    _log_to_stderr()
+    logging = start_logging(settings.telemetry)
     if not any(t.urls for t in _tier_settings(settings)):
         fail("no engine is given: name at least one with --fast, --balanced or --precise URL, or use 'qarr up'")
     baton = None
@@ -173,13 +188,17 @@ def serve(
     deployment = make_deployment(settings, (), start_engines=False, tokenizer=tokenizer)
     if not deployment.counter.exact:
         err.print("no tokenizer folder is given (--tokenizer DIR): prompt tokens are estimated")
-    _run(deployment, sock, keys, started, baton)
+    _run(deployment, sock, keys, started, logging, baton)
 
 
 app.command("router", hidden=True)(serve)  # what it is called elsewhere
 
 
 app.command("replay")(replay)
+app.command("logs")(logs)
+app.command("top")(top)
+app.command("trace")(trace)
+app.command("doctor")(doctor)
 
 
 @app.command()
@@ -238,17 +257,6 @@ def show_settings(
     """List every setting with its default and meaning, after checking the file and the environment."""
     load_settings(config)
     typer.echo(json.dumps(schema(), indent=2) if as_schema else table())
-
-
-def prepare_options(settings: Settings) -> PrepareOptions:
-    """Return how the checkpoints are made."""
-    return PrepareOptions(
-        model=settings.model.name,
-        store=settings.model.store,
-        quantizer_python=settings.quantizer.python,
-        calibration=settings.model.calibration,
-        group_size=settings.model.group_size,
-    )
 
 
 def idle_fleet(settings: Settings) -> FleetSnapshot:
@@ -320,21 +328,28 @@ def _show_plan(deployment: Deployment) -> None:
         )
 
 
-def _run(deployment: Deployment, sock: Any, keys: KeyStore, started: float, baton: Baton | None = None) -> None:
+def _run(
+    deployment: Deployment, sock: Any, keys: KeyStore, started: float, logging: Logging, baton: Baton | None = None
+) -> None:
     host, port = sock.getsockname()[:2]
+    logging.also_to_file(deployment.settings.engine.log_dir, port)
     shown = f"[{host}]" if ":" in host else host
+
+    def say(text: str) -> None:
+        line = f"{_clock(started)} {text}"
+        logging.say(lambda: err.print(line))  # not here: a stopped terminal would hold the router up
 
     def changed(replica: Replica) -> None:
         detail = f": {replica.detail}" if replica.detail else ""
-        err.print(f"{_clock(started)} {replica.id:12} {replica.state.value}{_plain(detail)}")
+        say(f"{replica.id:12} {replica.state.value}{_plain(detail)}")
 
     def is_up(_fleet: Fleet) -> None:
-        err.print(
-            f"{_clock(started)} [bold green]up[/]: listening on http://{shown}:{port}, all tiers ready. Ctrl-C stops."
-        )
+        say(f"[bold green]up[/]: listening on http://{shown}:{port}, all tiers ready. Ctrl-C stops.")
 
     asyncio.run(run(deployment, sock, version(), changed, is_up, keys=keys, baton=baton))
-    err.print(f"{_clock(started)} stopped")
+    say("stopped")
+    if not logging.stop():
+        os._exit(0)  # all is ended, but Python would wait for standard error to be taken
 
 
 def _clock(started: float) -> str:
@@ -344,13 +359,6 @@ def _clock(started: float) -> str:
 def _plain(text: str) -> str:
     """Keep rich from reading brackets as markup."""
     return text.replace("[", "\\[")
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(
-        level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s"
-    )
-    logging.getLogger("qarr.tiers").setLevel(logging.ERROR)  # shown by the command itself
 
 
 if __name__ == "__main__":

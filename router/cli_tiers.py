@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from router.cli_client import URL, KeyOption, Router, UrlOption
 from router.serve import make_canary
 from router.settings import load_settings
 from tiers.errors import OperationError
@@ -22,19 +22,13 @@ if TYPE_CHECKING:
 
 tiers_app = typer.Typer(help="Show the running fleet; drain, resume, restart and recycle its replicas.")
 POLL_S = 0.5
-TIMEOUT_S = 30.0
 DETAIL_CHARS = 100
-UrlOption = Annotated[str, typer.Option(help="The running router.")]
-KeyOption = Annotated[
-    str, typer.Option(help="A key for the router; operations need one made with --admin.", envvar="QARR_KEY")
-]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE")
 ]
 TargetArgument = Annotated[
     str, typer.Argument(metavar="TIER|REPLICA", help="One replica, or all of a tier, one after another.")
 ]
-URL = "http://127.0.0.1:8080"
 
 
 @tiers_app.callback(invoke_without_command=True)
@@ -77,45 +71,17 @@ def tiers_record(tier: TierName, config: ConfigOption = None) -> None:
     typer.echo(f"{count} records of {tier} forgotten in {canary.path}; its next start records new ones")
 
 
-class _Router:
-    """A client of the running router.
-
-    Raises everywhere:
-        OperationError: It does not answer, or refuses.
-    """
-
-    def __init__(self, url: str, key: str) -> None:
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._url = url.rstrip("/")
-        self._client = httpx.Client(base_url=self._url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+class _Router(Router):
+    """The running router's fleet and operations."""
 
     def fleet(self) -> dict[str, Any]:
-        return self._ask("GET", "/tiers")
+        return self.get("/tiers")
 
     def begin(self, kind: Kind, replica: str) -> dict[str, Any]:
-        return self._ask("POST", f"/admin/replicas/{replica}/{kind}")
+        return self.ask("POST", f"/admin/replicas/{replica}/{kind}")
 
     def operation(self, operation_id: str) -> dict[str, Any]:
-        return self._ask("GET", f"/admin/operations/{operation_id}")
-
-    def _ask(self, method: str, path: str) -> dict[str, Any]:
-        try:
-            response = self._client.request(method, path)
-        except httpx.HTTPError as error:
-            raise OperationError(
-                f"no router answers at {self._url} ({type(error).__name__}): 'make up' starts one, --url names another"
-            ) from error
-        if response.status_code == httpx.codes.UNAUTHORIZED:
-            raise OperationError("the router needs a key: give one with --key or in the variable QARR_KEY")
-        try:
-            answer: dict[str, Any] = response.json()
-        except ValueError as error:
-            raise OperationError(
-                f"{self._url}{path} answered HTTP {response.status_code}: is this a router?"
-            ) from error
-        if response.is_error:
-            raise OperationError(str(answer.get("detail", answer)))
-        return answer
+        return self.get(f"/admin/operations/{operation_id}")
 
 
 def _operate(kind: Kind, target: str, url: str, key: str) -> None:

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from router.context import ForeignHost, RequestContext, body_message, context_of, is_kept, keep
 from router.doors import Door, Parting
 from router.keys import ANONYMOUS, Caller, KeyStore, Unauthorized
+from router.logs import begin_request, log_failure
 from router.openai import speaks_openai
 from router.page import PAGE
 from router.problems import Draining, describe
@@ -71,6 +72,7 @@ class Gate:
             await self._break_off(scope, receive, parting)
         finally:
             self._doors.inside.discard(task)
+            log_failure(scope, parting.status)
             self._answered(_route(scope), scope["method"], parting.status)
 
     async def _break_off(self, scope: Scope, receive: Receive, parting: Parting) -> None:
@@ -88,6 +90,7 @@ class Gate:
     async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         ids = self._telemetry.request_ids(headers)
+        begin_request(*ids)
         try:
             caller = self._caller(scope, headers)
         except (Unauthorized, Draining, ForeignHost) as error:

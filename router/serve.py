@@ -26,6 +26,7 @@ from tiers.errors import EngineError
 from tiers.fleet import Fleet, FleetOptions
 from tiers.operations import OperationOptions
 from tiers.plan import Plan, machine_name, make_plan, read_machine
+from tiers.prepare import PrepareOptions
 from tiers.spec import EngineLaunch, ReplicaState, TierName, TierSpec
 from tiers.supervisor import Supervisor, SupervisorOptions
 from tiers.warmup import WarmupPlan
@@ -120,6 +121,17 @@ def _launch(spec: TierSpec, plan: Plan, settings: Settings, model: str, number: 
         api_key=secrets.token_urlsafe(24),
         otlp=engine_target(),
         extra_args=settings.engine.extra_args,
+    )
+
+
+def prepare_options(settings: Settings) -> PrepareOptions:
+    """Return how the checkpoints are made."""
+    return PrepareOptions(
+        model=settings.model.name,
+        store=settings.model.store,
+        quantizer_python=settings.quantizer.python,
+        calibration=settings.model.calibration,
+        group_size=settings.model.group_size,
     )
 
 

@@ -439,6 +439,17 @@ class TelemetrySettings(Section):
         description="File for every decision with all that it was made from, but no prompts; `qarr replay` reads it.",
     )
     decision_log_mb: int = Field(100, ge=1, description="Size at which that file is rotated; three old ones are kept.")
+    log_format: Literal["text", "json"] = Field("text", description="Of the router's own lines on standard error.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Of those lines: `info` has one for each inference request, and for whatever else fails."
+    )
+    log_file_mb: int = Field(
+        20,
+        ge=0,
+        description="The same lines, `info` and up, go as JSON to `router-PORT.log` in `engine.log_dir`, which is rotated "
+        "at this size. 0: no such file.",
+    )
+    log_files: int = Field(3, ge=1, description="Old ones of that file that are kept.")
 
 
 class Settings(BaseSettings):

@@ -346,6 +346,24 @@ def engine_target() -> OtlpTarget | None:
     return OtlpTarget(endpoint, protocol)
 
 
+def exporter_address() -> tuple[str, int] | None:
+    """Return the host and port that spans are exported to; None where they are not.
+
+    Raises:
+        TelemetryError: A variable has a value that is not supported.
+    """
+    target = engine_target()
+    if target is None:
+        return None
+    endpoint = target.endpoint if "//" in target.endpoint else f"//{target.endpoint}"
+    try:
+        where = urlsplit(endpoint)
+        port = where.port or (443 if where.scheme == "https" else 80)
+    except ValueError as error:
+        raise TelemetryError(f"the OTLP endpoint is no address: {error}") from error
+    return where.hostname or "localhost", port
+
+
 def _exporter_name() -> str:
     if _disabled():
         return "none"

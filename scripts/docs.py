@@ -24,6 +24,10 @@ COMMANDS = (
     ("model", "prepare"),
     ("model", "list"),
     ("settings",),
+    ("top",),
+    ("logs",),
+    ("trace",),
+    ("doctor",),
     ("tiers",),
     *(("tiers", name) for name in ("drain", "resume", "restart", "recycle", "record")),
 )

@@ -38,6 +38,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+MAX_HEADER = 100_000_000  # bytes, the format's own bound
 _SAMPLE = 1 << 20
 
 
@@ -146,6 +147,49 @@ def check_alike(folders: Mapping[TierName, Path]) -> None:
                 )
 
 
+def weights_digest(folder: Path) -> str:
+    """Digest a checkpoint's weight files, all of them: seconds to minutes."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            while block := file.read(1 << 24):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def check_whole(folder: Path) -> None:
+    """Check that each weight file is as long as its header says, and that no file of its index is missing.
+
+    Raises:
+        CheckpointError: It is not, or there are no weights.
+    """
+    index = folder / "model.safetensors.index.json"
+    try:
+        named = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else set()
+        names = sorted(named | {path.name for path in folder.glob("*.safetensors")})
+        if not names:
+            raise CheckpointError(f"{folder} has no weights")
+        for name in names:
+            size, announced = (folder / name).stat().st_size, _announced_size(folder / name)
+            if size != announced:
+                raise CheckpointError(f"{folder / name} has {size} bytes, its header says {announced}: it is not whole")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{error.filename} is missing") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+
+
+def _announced_size(path: Path) -> int:
+    """Return the size of a safetensors file by its header: 8 bytes with the header's length, the header, the tensors."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER:
+            raise ValueError(f"{path} is no safetensors file")
+        header = json.loads(file.read(length))
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    return 8 + length + max(ends, default=0)
+
+
 def fingerprint(folder: Path) -> str:
     """Digest a model folder by its files' names, sizes and first and last MiB: quick for any model size."""
     digest = hashlib.sha256()
@@ -203,21 +247,15 @@ def seal(folder: Path, tier: TierName, *, model: str, base_digest: str, made: Ma
     Raises:
         CheckpointError: The folder lacks weights or tokenizer.
     """
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
+    if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} has no weights")
-    digest = hashlib.sha256()
-    for path in weights:
-        with path.open("rb") as file:
-            while block := file.read(1 << 24):
-                digest.update(block)
     ours = identity(folder)
     manifest = Manifest(
         recipe_version=RECIPE_VERSION,
         model=model,
         precision=PRECISIONS[tier],
         base_digest=base_digest,
-        weights_digest=digest.hexdigest(),
+        weights_digest=weights_digest(folder),
         tokenizer_digest=ours.tokenizer_digest,
         chat_template_digest=ours.chat_template_digest,
         **made,

@@ -72,10 +72,19 @@ async def warm_up(probe: EngineProbe, model: str, plan: WarmupPlan) -> WarmupRep
     await probe.generate(COMPLETIONS, _long(model), plan.timeout_s)
     answer = await probe.generate(CHAT, chat, plan.timeout_s)
     check_answer(answer.text, plan)
-    ids = await probe.chat_tokens(model, [{"role": "user", "content": _TOKENIZER_TEXT}])
-    digest = hashlib.sha256(repr(ids).encode()).hexdigest()
+    digest = await tokens_digest(probe, model)
     template = await _template_tokens(probe, model, plan.question)
     return WarmupReport(template, digest, takes_priority, answer.fingerprint)
+
+
+async def tokens_digest(probe: EngineProbe, model: str) -> str:
+    """Return a SHA-256 of the ids of a fixed, varied chat: equal for engines that read prompts alike.
+
+    Raises:
+        ProbeError: The engine did not answer.
+    """
+    ids = await probe.chat_tokens(model, [{"role": "user", "content": _TOKENIZER_TEXT}])
+    return hashlib.sha256(repr(ids).encode()).hexdigest()
 
 
 def check_answer(text: str, plan: WarmupPlan) -> None:

@@ -81,6 +81,8 @@ async def routers(tmp_path: Path) -> AsyncIterator[Routers]:
             **os.environ,
             "QARR_SERVER__RUNTIME_DIR": str(tmp_path / "run"),
             "QARR_POLICY__MAX_SLOWDOWN": "1e9",
+            "QARR_ENGINE__LOG_DIR": str(tmp_path / "logs"),
+            "QARR_TELEMETRY__LOG_LEVEL": "warning",  # a line a request would fill a pipe that is read no further
         }
         found = Routers(port, tmp_path / "run", behaviours, [*named, "--port", str(port)], environment)
         try:

@@ -1,0 +1,135 @@
+"""``qarr logs``: what engines and routers have written, merged by time."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from datetime import datetime
+from pathlib import Path  # noqa: TC003  typer reads it
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from router.log_files import ROUTER, Filter, Logs, find_files
+from router.settings import load_settings
+from tiers.errors import OperationError
+
+if TYPE_CHECKING:
+    from router.log_files import Entry
+
+Level = Literal["debug", "info", "warning", "error", "critical"]
+LINES = 100
+FOLLOW_S = 0.25
+DAY_S = 86_400
+UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": DAY_S}
+SHADES = {"fast": "cyan", "balanced": "blue", "precise": "magenta", ROUTER: "green"}
+LEVEL_SHADES = {"warning": "yellow", "error": "red", "critical": "red"}
+SHORTEST_ID = 6
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def logs(
+    target: Annotated[
+        str, typer.Argument(metavar="[TIER|REPLICA|router]", help="Whose lines; all without.", show_default=False)
+    ] = "",
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what is added, also by engines started again.")
+    ] = False,
+    lines: Annotated[
+        int | None,
+        typer.Option(
+            "--lines",
+            "-n",
+            min=0,
+            help=f"Last lines to show, {LINES} where nothing is said; with --since all.",
+            show_default=False,
+        ),
+    ] = None,
+    since: Annotated[
+        str, typer.Option(help="Only what came later: 90s, 10m, 2h, 1d ago, or a time as in 14:30 or 2026-05-01T14:30.")
+    ] = "",
+    trace: Annotated[str, typer.Option(help="Only lines of this trace, or of those whose id begins so.")] = "",
+    request: Annotated[str, typer.Option(help="Only lines of this request, or of those whose id begins so.")] = "",
+    level: Annotated[Level, typer.Option(help="Only lines of this level and above.")] = "debug",
+    config: Annotated[
+        Path | None, typer.Option("--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE")
+    ] = None,
+) -> None:
+    """Show the logs of the engines started here and of the router, merged by time. Needs no running router."""
+    folder = load_settings(config).engine.log_dir
+    _check_target(folder, target, follow=follow)
+    for name, value in (("--trace", trace), ("--request", request)):
+        if 0 < len(value) < SHORTEST_ID:
+            raise OperationError(f"{name} {value!r}: give at least the first {SHORTEST_ID} characters of the id")
+    after = _moment(since, time.time()) if since else 0.0
+    wanted = Filter(after, level, trace.lower() if trace else "", request)
+    found = Logs(folder, target, wanted)
+    width = max((len(f.source) for f in find_files(folder, target)), default=10)
+    try:
+        for entry in found.last(lines if lines is not None or since else LINES):
+            _print(entry, width, ids=not (trace or request))
+        while follow:
+            time.sleep(FOLLOW_S)
+            for entry in found.more():
+                _print(entry, width, ids=not (trace or request))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        found.close()
+
+
+def _check_target(folder: Path, target: str, *, follow: bool) -> None:
+    """Say what there is where nothing is found; one who follows may wait for it.
+
+    Raises:
+        OperationError: There is no such log.
+    """
+    if find_files(folder, target) or (follow and not target):
+        return
+    known = sorted({f.source for f in find_files(folder)})
+    if not known:
+        raise OperationError(
+            f"there are no logs in {folder}: engines and routers started here write them (engine.log_dir)"
+        )
+    raise OperationError(f"there is no log of {target!r} in {folder}: {', '.join(known)}")
+
+
+def _moment(text: str, now: float) -> float:
+    """Return Unix seconds of a time given as an age, a time of day or a date.
+
+    Raises:
+        OperationError: It is none.
+    """
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
+        return now - float(match[1]) * UNITS_S[match[2]]
+    try:
+        if re.fullmatch(r"\d\d?:\d\d(:\d\d)?", text):
+            today = datetime.fromtimestamp(now).astimezone().date()
+            moment = datetime.fromisoformat(
+                f"{today}T{text.zfill(5) if text.count(':') == 1 else text.zfill(8)}"
+            ).timestamp()
+            return moment if moment <= now else moment - DAY_S
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        raise OperationError(
+            f"--since {text!r}: give an age (90s, 10m, 2h, 1d) or a time (14:30, 2026-05-01T14:30)"
+        ) from None
+
+
+def _print(entry: Entry, width: int, *, ids: bool) -> None:
+    today = time.time() - entry.at < DAY_S
+    clock = time.strftime("%H:%M:%S" if today else "%m-%d %H:%M:%S", time.localtime(entry.at))
+    shade = SHADES.get(entry.source.rpartition("-")[0], "white")
+    text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", entry.text)
+    mark = entry.level.upper() if entry.begins else ""
+    if entry.level in LEVEL_SHADES:
+        mark = typer.style(f"{mark:8}", fg=LEVEL_SHADES[entry.level], bold=True)
+        text = typer.style(text, fg=LEVEL_SHADES[entry.level])
+    tail = ""
+    if ids and (trace := entry.fields.get("trace_id")):
+        tail = typer.style(f"  trace={trace}", dim=True)
+    typer.echo(
+        f"{typer.style(clock, dim=True)} {typer.style(f'{entry.source:{width}}', fg=shade)} {mark:8} {text}{tail}",
+        color=False if os.environ.get("NO_COLOR") else None,
+    )

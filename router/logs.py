@@ -1,0 +1,353 @@
+"""The router's own log: lines for a person on standard error, and JSON lines in a file that ``qarr logs`` reads.
+
+Every line that belongs to a request carries its ids. Prompts, keys, headers and query strings are in none. Lines are
+written by a thread, so that a stopped terminal or a slow disk holds no request up; where more come than can be written,
+some are left out, and the log says how many.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import json
+import logging
+import os
+import re
+import sys
+import time
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
+from pathlib import Path
+from queue import Full, Queue
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from router.journal import Outcome, render_record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from starlette.types import Scope
+
+    from router.journal import RequestRecord
+    from router.settings import TelemetrySettings
+
+ROUTER_FILE = "router-{port}.log"
+QUEUED_LINES = 10_000
+MAX_CHARS = 4_000  # of one message: an engine's error may be of any length
+LAST_LINES_S = 2.0  # in which what is queued is written at the end
+PATH_CHARS = 120
+NOT_LOGGED = {"/healthz", "/readyz"}  # 503 is what the latter is for, and load balancers ask every second
+_PLAIN = "/:@{}+,;=~"  # of a path, beside letters and digits
+SHOWN_BY_THE_COMMAND = "qarr.tiers"  # states of replicas: `qarr up` has lines of its own for them
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_SECONDS = 10_000.0  # from how many milliseconds on times are shown in seconds
+_SERVER_ERROR = 500
+_CLIENT_ERROR = 400
+
+log = logging.getLogger("qarr.request")
+
+
+@dataclass(slots=True)
+class RequestIds:
+    """The request that is being served.
+
+    Attributes:
+        began: When it came, by the monotonic clock.
+        recorded: Whether a line about the whole request was written.
+    """
+
+    request_id: str
+    trace_id: str
+    began: float
+    recorded: bool = False
+
+
+_REQUEST: ContextVar[RequestIds | None] = ContextVar("qarr_request", default=None)
+
+
+def begin_request(request_id: str, trace_id: str) -> None:
+    """Put a request's ids on every line that is logged from here on, in this task and those that it begins."""
+    _REQUEST.set(RequestIds(request_id, trace_id, time.monotonic()))
+
+
+def log_request(record: RequestRecord) -> None:
+    """Write the line of an inference request that has ended."""
+    if (ids := _REQUEST.get()) is not None and ids.request_id == record.request_id:
+        ids.recorded = True
+    level = logging.WARNING if record.outcome in {Outcome.REFUSED, Outcome.ERROR} else logging.INFO
+    if log.isEnabledFor(level):
+        fields = render_record(record)
+        del fields["tiers"]
+        fields["arrived_at"] = fields.pop("at")
+        log.log(level, "%s", request_line(fields), extra={"fields": {"event": "request", **fields}})
+
+
+def log_failure(scope: Scope, status: int) -> None:
+    """Write the line of a request that has failed, unless it has a line already.
+
+    Args:
+        scope: The request's.
+        status: Of its answer; 0 where it got none.
+    """
+    ids = _REQUEST.get()
+    if status < _CLIENT_ERROR or ids is None or ids.recorded or scope["path"] in NOT_LOGGED:
+        return
+    method, route = scope["method"], quote(scope["path"], safe=_PLAIN)[:PATH_CHARS]
+    took_ms = (time.monotonic() - ids.began) * 1000
+    fields = {"event": "http", "method": method, "route": route, "status": status, "duration_ms": round(took_ms, 1)}
+    level = logging.WARNING if status >= _SERVER_ERROR else logging.INFO
+    log.log(level, "%s %s %d in %s", method, route, status, shown_ms(took_ms), extra={"fields": fields})
+
+
+def request_line(record: Mapping[str, Any]) -> str:
+    """Return a request, as ``render_record`` gives it, in one line without its ids; what is not known is left out."""
+    parts = [f"POST {record['route']} {record['outcome']}"]
+    if record["error"]:
+        parts.append(f"({record['error']})")
+    parts.append(f"class={record['class']}")
+    served, decided = record["served_by"], record["tier"]
+    if served or decided:
+        parts.append(
+            f"tier={served or decided}" + (f"(for {decided})" if served and decided not in {served, None} else "")
+        )
+    parts.extend(
+        f"{name}={shown_ms(record[key])}"
+        for name, key in (("queue", "queue_ms"), ("ttft", "ttft_ms"), ("tpot", "tpot_ms"))
+        if record[key]
+    )
+    parts.append(f"tokens={record['prompt_tokens']}+{record['output_tokens']}")
+    parts.append(f"total={shown_ms(record['duration_ms'])}")
+    if record["overhead_ms"] is not None:
+        parts.append(f"overhead={shown_ms(record['overhead_ms'])}")
+    if record["sla_met"] is False:
+        parts.append("sla=missed")
+    if record["degraded"]:
+        parts.append("degraded=" + ",".join(record["degraded"]))
+    if record["attempts_failed"]:
+        parts.append(f"retries={record['attempts_failed']}")
+    if record["continued_on"]:
+        parts.append("continued_on=" + ",".join(record["continued_on"]))
+    parts.extend(name for name in ("escalated", "hedged") if record[name])
+    if record["key"]:
+        parts.append(f"key={record['key']}")
+    if record["outcome"] == Outcome.REFUSED:
+        parts.append(f"why: {record['reason']}")
+    return " ".join(parts)
+
+
+def shown_ms(milliseconds: float | None) -> str:
+    """Return a duration in three or four digits."""
+    if milliseconds is None:
+        return "-"
+    if milliseconds >= _SECONDS:
+        return f"{milliseconds / 1000:.1f}s"
+    return f"{milliseconds:.0f}ms" if milliseconds >= 100 else f"{milliseconds:.1f}ms"  # noqa: PLR2004
+
+
+class Logging:
+    """The process's logging, from ``start_logging`` to its end."""
+
+    def __init__(self, telemetry: TelemetrySettings) -> None:
+        self._telemetry = telemetry
+        self._queue: Queue[Any] = Queue(QUEUED_LINES)
+        self._writer = _Writer(self._queue, _stderr_handler(telemetry), respect_handler_level=True)
+        self._hand = _Hand(self._queue)
+
+    def start(self) -> None:
+        """Take over the process's log."""
+        level = _level(self._telemetry)
+        logging.basicConfig(level=logging.WARNING, handlers=[self._hand], force=True)
+        logging.getLogger("qarr").setLevel(min(level, logging.INFO))
+        self._writer.start()
+        atexit.register(self.stop)
+
+    def also_to_file(self, folder: Path, port: int) -> Path | None:
+        """Write what follows to the router's file as well; without a file where there is to be none, or cannot be.
+
+        Args:
+            folder: ``engine.log_dir``.
+            port: That the router listens on.
+        """
+        if not self._telemetry.log_file_mb:
+            return None
+        path = folder / ROUTER_FILE.format(port=port)
+        try:
+            handler = _File(path, self._telemetry.log_file_mb << 20, self._telemetry.log_files)
+        except OSError as error:
+            logging.getLogger("qarr.router").warning("no log is kept in %s: %s", path, error.strerror)
+            return None
+        handler.setLevel(min(_level(self._telemetry), logging.INFO))
+        handler.setFormatter(JsonFormatter())
+        self._writer.handlers = (*self._writer.handlers, handler)
+        return path
+
+    def say(self, write: Callable[[], None]) -> None:
+        """Let the thread write something else to standard error, in its turn."""
+        with suppress(Full):
+            self._queue.put_nowait(write)
+
+    def stop(self) -> bool:
+        """Write what is queued, and give the log back; tell False where that is not taken, as by a stopped terminal."""
+        logging.getLogger().removeHandler(self._hand)
+        atexit.unregister(self.stop)
+        self._writer.stop()
+        return not self._writer.stuck
+
+
+def start_logging(telemetry: TelemetrySettings) -> Logging:
+    """Log to standard error from here on, as the settings say."""
+    started = Logging(telemetry)
+    started.start()
+    return started
+
+
+def _level(telemetry: TelemetrySettings) -> int:
+    return logging.getLevelNamesMapping()[telemetry.log_level.upper()]
+
+
+def _stderr_handler(telemetry: TelemetrySettings) -> logging.Handler:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(_level(telemetry))
+    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    handler.setFormatter(JsonFormatter() if telemetry.log_format == "json" else TextFormatter(colour=colour))
+    if telemetry.log_format == "text":
+        handler.addFilter(lambda record: record.name != SHOWN_BY_THE_COMMAND or record.levelno >= logging.ERROR)
+    return handler
+
+
+class _Hand(QueueHandler):
+    """Hands lines to the thread that writes them, with the ids of the request that they belong to."""
+
+    def __init__(self, queue: Queue[Any]) -> None:
+        super().__init__(queue)
+        self._left_out = 0
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Make the message now: its arguments may change."""
+        made = copy.copy(record)
+        text = record.getMessage()
+        made.msg = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... ({len(text)} characters)"
+        made.args = None
+        ids = _REQUEST.get()
+        made.__dict__["ids"] = (ids.request_id, ids.trace_id) if ids is not None else None
+        return made
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Queue a line; where there is no room for it, count it."""
+        try:
+            if self._left_out:
+                text = f"{self._left_out} lines are left out here: they came faster than they could be written"
+                self.queue.put_nowait(self.prepare(logging.makeLogRecord({
+                    "name": "qarr.router", "levelno": logging.WARNING, "levelname": "WARNING", "msg": text})))  # fmt: skip
+                self._left_out = 0
+            self.queue.put_nowait(record)
+        except Full:
+            self._left_out += 1
+
+
+class _Writer(QueueListener):
+    """The thread that writes."""
+
+    _thread: Any
+    stuck = False
+
+    def handle(self, record: Any) -> None:
+        """Write a line, or do what else is to be written."""
+        if isinstance(record, logging.LogRecord):
+            super().handle(record)
+        else:
+            record()
+
+    def stop(self) -> None:
+        """Write what is queued, but wait for no terminal that is stopped."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self.stuck = True
+        with suppress(Full):
+            self.enqueue_sentinel()
+            thread.join(LAST_LINES_S)
+            self.stuck = thread.is_alive()
+
+    def enqueue_sentinel(self) -> None:
+        """Ask the thread to end."""
+        self.queue.put_nowait(None)
+
+
+class _File(RotatingFileHandler):
+    """A file rotated by size, which another router on the same port may rotate as well while one takes over."""
+
+    def __init__(self, path: Path, max_bytes: int, kept: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        super().__init__(path, maxBytes=max_bytes, backupCount=kept, encoding="utf-8")
+        self._broken = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line to the file that has the name now."""
+        if self.stream is not None and not self._is_mine(self.stream.fileno()):
+            self.stream.close()
+            self.stream = self._open()
+        super().emit(record)
+
+    def _is_mine(self, number: int) -> bool:
+        try:
+            return os.path.samestat(Path(self.baseFilename).stat(), os.fstat(number))
+        except OSError:
+            return False
+
+    def handleError(self, _record: logging.LogRecord) -> None:  # noqa: N802  the library's name
+        """Say once that the file cannot be written: a full disk is no reason for a traceback with every line."""
+        if not self._broken:
+            self._broken = True
+            with suppress(OSError):
+                sys.stderr.write(f"the log {self.baseFilename} cannot be written: {sys.exc_info()[1]}\n")
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: ``at`` in Unix seconds, ``level``, ``logger``, ``message``, ids, and a record's own fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line: dict[str, Any] = {
+            "at": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.msg,
+        }
+        if ids := getattr(record, "ids", None):
+            line["request_id"], line["trace_id"] = ids
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """One line for a person, with the ids at its end."""
+
+    _COLOURS = {"WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}  # noqa: RUF012
+
+    def __init__(self, *, colour: bool = False) -> None:
+        super().__init__()
+        self._colour = colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line; control characters in it cannot reach the terminal."""
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", record.msg)
+        ids = getattr(record, "ids", None)
+        fields = getattr(record, "fields", {})
+        request_id, trace_id = ids or (fields.get("request_id"), fields.get("trace_id"))
+        tail = ""
+        if trace_id:
+            tail = f" trace={trace_id}" + ("" if str(request_id) in text else f" request={request_id}")
+        level = record.levelname
+        if self._colour:
+            tail = f"\x1b[2m{tail}\x1b[0m" if tail else ""
+            clock, shade = f"\x1b[2m{clock}\x1b[0m", self._COLOURS.get(level)
+            level = f"\x1b[{shade}m{level}\x1b[0m" if shade else level
+        trace = "\n" + self.formatException(record.exc_info) if record.exc_info else ""
+        return f"{clock} {level} {text}{tail}{trace}"

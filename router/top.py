@@ -1,0 +1,100 @@
+"""What ``qarr top`` knows, and how it is looked at: the events of ``GET /live`` and the keys that are pressed. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+KEPT_RECORDS = 200
+SORTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "age": lambda r: -r["age_ms"],
+    "tokens": lambda r: -(r["prompt_tokens"] + r["output_tokens"]),
+    "tier": lambda r: (str(r["tier"]), -r["age_ms"]),
+    "class": lambda r: (r["class"], -r["age_ms"]),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """What the router has told.
+
+    Attributes:
+        fleet: Its last picture; None: none yet.
+        records: Of requests that have ended, the newest first.
+        trouble: Why nothing comes; empty while it does.
+        silent_since: Monotonic seconds; since when nothing comes.
+    """
+
+    fleet: Mapping[str, Any] | None = None
+    records: tuple[Mapping[str, Any], ...] = ()
+    trouble: str = ""
+    silent_since: float = 0.0
+
+    def told(self, event: str, data: Mapping[str, Any]) -> Picture:
+        """Return the picture after an event."""
+        if event == "fleet":
+            return replace(self, fleet=data, trouble="")
+        if event == "request" and all(
+            r["request_id"] != data["request_id"] or r["at"] != data["at"] for r in self.records[:60]
+        ):
+            return replace(self, fleet=_without(self.fleet, data), records=(data, *self.records)[:KEPT_RECORDS])
+        return self
+
+
+def _without(fleet: Mapping[str, Any] | None, ended: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the fleet without a request that has ended since it was told."""
+    if fleet is None:
+        return None
+    left = [r for r in fleet["in_flight"] if r["request_id"] != ended["request_id"]]
+    gone = len(fleet["in_flight"]) - len(left)
+    return {**fleet, "in_flight": left, "in_flight_total": fleet["in_flight_total"] - gone} if gone else fleet
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How it is looked at.
+
+    Attributes:
+        frozen: The picture that is shown while it is paused.
+        selected: Line of the two lists together, in-flight requests first; None: none.
+        opened: The request whose verdicts are shown.
+        unicode: Whether the terminal can show blocks and arrows.
+    """
+
+    sort: Literal["age", "tokens", "tier", "class"] = "age"
+    frozen: Picture | None = None
+    selected: int | None = None
+    opened: Mapping[str, Any] | None = None
+    unicode: bool = True
+
+    def key(self, key: str, picture: Picture) -> View:
+        """Return the view after a key."""
+        shown = self.frozen or picture
+        if key == "p":
+            return replace(self, frozen=None if self.frozen else picture)
+        if key == "s":
+            names: list[Any] = list(SORTS)
+            return replace(self, sort=names[(names.index(self.sort) + 1) % len(names)])
+        if key in {"up", "down"} and self.opened is None:
+            last = len(self.rows(shown)) - 1
+            now = -1 if self.selected is None else self.selected
+            moved = min(now + 1, last) if key == "down" else max(now - 1, 0)
+            return replace(self, selected=moved if last >= 0 else None)
+        if key == "enter" and self.opened is None and self.selected is not None:
+            rows = self.rows(shown)
+            return replace(self, opened=rows[min(self.selected, len(rows) - 1)] if rows else None)
+        if key in {"enter", "escape"}:
+            return replace(self, opened=None) if self.opened is not None else replace(self, selected=None)
+        return self
+
+    def rows(self, picture: Picture) -> list[Mapping[str, Any]]:
+        """Return the requests that can be selected, in the order in which they are shown."""
+        return [*self.in_flight(picture), *picture.records]
+
+    def in_flight(self, picture: Picture) -> list[Mapping[str, Any]]:
+        """Return the requests that are in flight, in the order that was chosen."""
+        found = picture.fleet["in_flight"] if picture.fleet else []
+        return sorted(found, key=SORTS[self.sort])

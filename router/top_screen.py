@@ -1,0 +1,466 @@
+"""The screen of ``qarr top``, as lines of text for a width and a height. Pure."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from router.logs import shown_ms
+from router.top import Picture, View
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+WIDE, WIDEST = 100, 130
+STATES = {
+    "ready": "green",
+    "starting": "yellow",
+    "warming": "yellow",
+    "draining": "yellow",
+    "unreachable": "bold red",
+    "failed": "bold red",
+    "stopped": "dim",
+}
+OUTCOMES = {"ok": "green", "refused": "yellow", "error": "bold red", "client_gone": "dim"}
+TIERS = {"fast": "cyan", "balanced": "blue", "precise": "magenta"}
+PHASES = {"waiting": "yellow", "prefill": "cyan", "decode": "green"}
+HEADER = "bold reverse"
+NEARLY_FULL, FILLING = 0.88, 0.6
+ONCE_LINES = 32
+MINUTE_S, HOUR_S = 60, 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column. Where the width is not enough, those of the highest ``rank`` are left out.
+
+    Attributes:
+        width: In characters; 0: what is left of the line.
+        right: Whether it is set to the right.
+        least: Characters that one with what is left must have.
+    """
+
+    title: str
+    width: int
+    rank: int = 0
+    right: bool = False
+    least: int = 10
+
+
+def screen(picture: Picture, view: View, width: int, height: int) -> list[Text]:
+    """Return the lines of the whole screen.
+
+    Args:
+        picture: What the router has told.
+        view: How it is looked at.
+        width: Of the terminal, in characters.
+        height: Of the terminal, in lines.
+    """
+    shown = view.frozen or picture
+    footer = _footer(view, width)
+    if shown.fleet is None:
+        said = f"no router answers; trying again: {picture.trouble}" if picture.trouble else "connecting ..."
+        return _fitted([Text(" QARR", style="bold"), Text(), Text(f" {said}", style="yellow")], footer, width, height)
+    if view.opened is not None:
+        return _fitted(
+            [*_head(shown, picture, view, width), Text(), *_opened(view.opened, width)], footer, width, height
+        )
+    lines = [*_head(shown, picture, view, width), Text(), *_tiers(shown.fleet, view, width), Text()]
+    return _fitted([*lines, *_requests(shown, view, width, height - len(lines) - 1)], footer, width, height)
+
+
+def snapshot(picture: Picture, width: int, *, unicode: bool) -> list[Text]:
+    """Return what ``--once`` prints: everything there is of the fleet, and the last requests."""
+    assert picture.fleet is not None
+    view = View(unicode=unicode)
+    lines = [*_head(picture, picture, view, width), Text(), *_tiers(picture.fleet, view, width)]
+    return [*lines, Text(), *_requests(picture, view, width, ONCE_LINES)]
+
+
+def _fitted(lines: list[Text], footer: Text, width: int, height: int) -> list[Text]:
+    body = lines[: max(height - 1, 0)]
+    for line in body:
+        line.truncate(width)
+    return [*body, *(Text() for _ in range(height - 1 - len(body))), footer]
+
+
+def _head(shown: Picture, picture: Picture, view: View, width: int) -> list[Text]:
+    fleet = shown.fleet
+    assert fleet is not None
+    left = Text.assemble(
+        (" QARR ", "bold"),
+        (f"{fleet['version']}  ", "dim"),
+        (str(fleet["model"]), "bold"),
+        (f" on {fleet['machine']}", "dim"),
+    )
+    clock = time.strftime("%H:%M:%S", time.localtime(fleet["at"]))
+    right = Text.assemble(("PAUSED ", "bold yellow") if view.frozen else "", (clock + " ", "dim"))
+    left.truncate(max(width - len(right) - 1, 0), overflow="ellipsis" if view.unicode else "crop")
+    first = Text.assemble(left, " " * max(width - len(left) - len(right), 0), right)
+    return [first, _summary(fleet, width, view), *_trouble(picture)]
+
+
+def _summary(fleet: Mapping[str, Any], width: int, view: View) -> Text:
+    tiers = fleet["tiers"]
+    ready = sum(tier["state"] == "ready" for tier in tiers)
+    asked, met = (sum(tier["sla"][name] for tier in tiers) for name in ("asked", "met"))
+    errors, totals = sum(tier["errors"] for tier in tiers), fleet["totals"]
+    minute = MINUTE_S / fleet["window_s"]
+    parts = [
+        Text(f"{ready}/{len(tiers)} tiers ready", style="green" if ready == len(tiers) else "bold red"),
+        Text(f"{fleet['in_flight_total']} in flight"),
+        Text(f"{fleet['waiting']} waiting", style="yellow" if fleet["waiting"] else ""),
+        Text(f"{sum(t['requests'] for t in tiers) * minute:.0f} req/min"),
+        Text(f"{sum(t['tokens_per_s'] for t in tiers):.0f} tok/s"),
+        Text(f"{errors} errors", style="bold red" if errors else ""),
+        Text(f"SLA {met}/{asked}" if asked else "no SLAs", style=_sla_style(met, asked)),
+        Text(f"total {totals['requests']}, {totals['refused']} refused, {totals['errors']} errors", style="dim"),
+        Text(
+            f"{totals['retries']} retries, {totals['continuations']} continued, {totals['escalations']} escalated",
+            style="dim",
+        ),
+    ]
+    between = " \u00b7 " if view.unicode else " | "
+    line = Text(" ")
+    for part in parts:
+        gap = between if len(line) > 1 else ""
+        if len(line) + len(gap) + len(part) > width:
+            break
+        line.append(gap, style="dim").append_text(part)
+    return line
+
+
+def _trouble(picture: Picture) -> list[Text]:
+    if not picture.trouble:
+        return []
+    silent = shown_age((time.monotonic() - picture.silent_since) * 1000)
+    return [Text(f" No answer for {silent}; trying again: {picture.trouble}", style="bold white on red")]
+
+
+def _tiers(fleet: Mapping[str, Any], view: View, width: int) -> list[Text]:
+    bar, kv_bar = (14, 10) if width >= WIDEST else (8, 5) if width >= WIDE else (5, 0)
+    columns = (
+        Column("TIER", 11 if width >= WIDE else 9),
+        Column("STATE", 11),
+        Column("IN FLIGHT", bar + 8),
+        Column("KV", kv_bar + 5, rank=1, right=not kv_bar),
+        Column("TOK/S", 6, rank=3, right=True),
+        Column("TTFT 50/95", 13 if width >= WIDE else 11, rank=2, right=True),
+        Column("TPOT 50/95", 13 if width >= WIDE else 11, rank=5, right=True),
+        Column("SLA", 5, rank=4, right=True),
+        Column("ERR", 4, right=True),
+        Column("REQ", 5, rank=6, right=True),
+    )
+    lines = [_line(columns, [Text(c.title) for c in columns], width, HEADER)]
+    for tier in fleet["tiers"]:
+        replicas = tier["replicas"]
+        lines.append(_line(columns, _tier_cells(tier, bar, kv_bar, view), width))
+        if len(replicas) > 1:
+            lines.extend(
+                _line(columns, _replica_cells(replica, tier, bar, kv_bar, view), width) for replica in replicas
+            )
+        lines.extend(note for replica in replicas for note in _notes(replica, width))
+    return lines
+
+
+def _tier_cells(tier: Mapping[str, Any], bar: int, kv_bar: int, view: View) -> list[Text]:
+    replicas = tier["replicas"]
+    ready = sum(r["state"] == "ready" for r in replicas)
+    state = Text(tier["state"], style=STATES.get(tier["state"], ""))
+    if len(replicas) > 1:
+        state.append(f" {ready}/{len(replicas)}")
+    usage = [r["kv_cache_usage"] for r in replicas if r["kv_cache_usage"] is not None]
+    asked, met = tier["sla"]["asked"], tier["sla"]["met"]
+    return [
+        Text(tier["tier"], style=f"bold {TIERS.get(tier['tier'], '')}"),
+        state,
+        _load(sum(r["in_flight"] for r in replicas), sum(_limit(r, tier) for r in replicas), bar, view),
+        _usage(max(usage, default=None), kv_bar, view),
+        Text(f"{tier['tokens_per_s']:.0f}"),
+        Text(_pair(tier["ttft_ms"])),
+        Text(_pair(tier["tpot_ms"])),
+        Text(f"{met / asked:.0%}" if asked else "-", style=_sla_style(met, asked)),
+        Text(str(tier["errors"]), style="bold red" if tier["errors"] else "dim"),
+        Text(str(tier["requests"])),
+    ]
+
+
+def _replica_cells(
+    replica: Mapping[str, Any], tier: Mapping[str, Any], bar: int, kv_bar: int, view: View
+) -> list[Text]:
+    return [
+        Text(f" {replica['id']}", style="dim"),
+        Text(replica["state"], style=STATES.get(replica["state"], "")),
+        _load(replica["in_flight"], _limit(replica, tier), bar, view),
+        _usage(replica["kv_cache_usage"], kv_bar, view),
+        Text(f"{replica.get('tokens_per_s') or 0:.0f}", style="dim"),
+        *(Text() for _ in range(5)),
+    ]
+
+
+def _notes(replica: Mapping[str, Any], width: int) -> list[Text]:
+    """Return what an operator has to know of a replica that does not simply serve."""
+    notes = []
+    if replica["detail"]:
+        notes.append((replica["detail"].splitlines()[0], STATES.get(replica["state"], "")))
+    if replica.get("breaker", "closed") != "closed":
+        notes.append((f"breaker {replica['breaker']}: it failed too often, and gets few requests or none", "yellow"))
+    if replica.get("kv_pressure"):
+        notes.append(("its KV cache is nearly full: no more long prompts for now", "yellow"))
+    lines = [Text(f"   {replica['id']}: {_plain(text)}", style=style) for text, style in notes]
+    for line in lines:
+        line.truncate(width)
+    return lines
+
+
+def _requests(picture: Picture, view: View, width: int, height: int) -> list[Text]:
+    """Return the two lists: what is in flight takes at most half of the lines, unless the other does not need its own."""
+    in_flight, records = view.in_flight(picture), picture.records
+    assert picture.fleet is not None
+    room = max(height - 3, 2)
+    mine = max(min(len(in_flight), room // 2), min(len(in_flight), room - len(records)))
+    selected = view.selected
+    first = 0 if selected is None else max(min(selected, len(in_flight) - 1) - mine + 1, 0)
+    columns = (
+        Column(f"IN FLIGHT {picture.fleet['in_flight_total']}", 13),
+        Column("TIER", 9),
+        Column("REPLICA", 11, rank=3),
+        Column("STATE", 8),
+        Column("AGE", 7, right=True),
+        Column("PROMPT", 6, rank=1, right=True),
+        Column("OUT", 5, right=True),
+        Column("TRACE", 8, rank=2),
+        Column("REQUEST", 0, rank=4),
+    )
+    lines = [_line(columns, [Text(c.title) for c in columns], width, HEADER)]
+    for number, request in enumerate(in_flight[first : first + mine], first):
+        lines.append(_line(columns, _open_cells(request), width, "reverse" if number == selected else ""))
+    if not in_flight:
+        lines.append(Text(" none", style="dim"))
+    left = height - len(lines) - 2
+    return [*lines, Text(), *_ended(records, view, width, left, len(in_flight))]
+
+
+def _open_cells(request: Mapping[str, Any]) -> list[Text]:
+    tier = request["tier"] or "-"
+    return [
+        Text(request["class"]),
+        Text(tier, style=TIERS.get(tier, "")),
+        Text(request["replica"] or "-", style="dim"),
+        Text(request["state"], style=PHASES.get(request["state"], "")),
+        Text(shown_age(request["age_ms"])),
+        Text(str(request["prompt_tokens"])),
+        Text(str(request["output_tokens"])),
+        Text(request["trace_id"][:8], style="dim"),
+        Text(request["request_id"], style="dim"),
+    ]
+
+
+def _ended(records: Sequence[Mapping[str, Any]], view: View, width: int, height: int, before: int) -> list[Text]:
+    columns = (
+        Column("ENDED", 8),
+        Column("OUTCOME", 11),
+        Column("CLASS", 12),
+        Column("TIER", 9),
+        Column("TTFT", 6, rank=1, right=True),
+        Column("TPOT", 6, rank=3, right=True),
+        Column("TOTAL", 6, rank=2, right=True),
+        Column("TOKENS", 9, rank=5, right=True),
+        Column("TRACE", 8, rank=4),
+        Column("REASON", 0, least=30),
+    )
+    lines = [_line(columns, [Text(c.title) for c in columns], width, HEADER)]
+    selected = None if view.selected is None else view.selected - before
+    first = 0 if selected is None else max(selected - height + 1, 0)
+    for number, record in enumerate(records[first : first + max(height, 0)], first):
+        lines.append(_line(columns, _record_cells(record), width, "reverse" if number == selected else ""))
+    return lines
+
+
+def _record_cells(record: Mapping[str, Any]) -> list[Text]:
+    outcome, tier = record["outcome"], record["served_by"] or record["tier"] or "-"
+    late = outcome == "ok" and record["sla_met"] is False
+    ended = time.localtime(record["at"] + record["duration_ms"] / 1000)
+    reason = record["reason"]
+    if record["error"]:
+        reason = f"{record['error']}: {reason}"
+    elif record["continued_on"]:
+        reason = f"continued on {', '.join(record['continued_on'])}; {reason}"
+    return [
+        Text(time.strftime("%H:%M:%S", ended), style="dim"),
+        Text("ok, late", style="yellow") if late else Text(outcome.replace("_", " "), style=OUTCOMES.get(outcome, "")),
+        Text(record["class"]),
+        Text(tier, style=TIERS.get(tier, "")),
+        Text(shown_ms(record["ttft_ms"])),
+        Text(shown_ms(record["tpot_ms"])),
+        Text(shown_ms(record["duration_ms"])),
+        Text(f"{record['prompt_tokens']}+{record['output_tokens']}"),
+        Text(record["trace_id"][:8], style="dim"),
+        Text(_plain(reason)),
+    ]
+
+
+def _opened(request: Mapping[str, Any], width: int) -> list[Text]:
+    """Return all that is known of one request."""
+    if "outcome" not in request:
+        lines = [Text(" A request in flight: its verdicts are shown once it has ended", style="bold")]
+        return [*lines, *(Text(f"   {name:14} {value}") for name, value in request.items())]
+    lines = [
+        Text.assemble(
+            (f" {request['route']} ", "bold"),
+            (request["outcome"].replace("_", " "), OUTCOMES.get(request["outcome"], "")),
+        )
+    ]
+    facts = {
+        "trace": f"{request['trace_id']}  (qarr trace {request['trace_id'][:8]})",
+        "request": request["request_id"],
+        "class": f"{request['class']} (confidence {request['confidence']:.2f}), priority {request['priority']}",
+        "decided": f"{request['tier'] or 'refused'}, by {request['basis']}",
+        "reason": _plain(request["reason"]),
+        "error": request["error"],
+        "served by": " ".join(
+            str(request[n]) for n in ("served_by", "replica", "precision", "checkpoint") if request[n]
+        ),
+        "times": f"queue {shown_ms(request['queue_ms'])}, first token {shown_ms(request['ttft_ms'])} "
+        f"(predicted {shown_ms(request['predicted_ttft_ms'])}), a token {shown_ms(request['tpot_ms'])} "
+        f"(predicted {shown_ms(request['predicted_tpot_ms'])}), all {shown_ms(request['duration_ms'])}",
+        "tokens": f"{request['prompt_tokens']} in, {request['output_tokens']} out",
+        "SLA": _sla_text(request),
+        "given up": ", ".join(request["degraded"]),
+        "continued on": ", ".join(request["continued_on"]),
+    }
+    lines.extend(Text(f"   {name:13} {value}") for name, value in facts.items() if value)
+    columns = (
+        Column("VERDICTS", 11),
+        Column("STATE", 11),
+        Column("TTFT", 7, right=True),
+        Column("TPOT", 7, right=True),
+        Column("LOSS", 6, rank=1, right=True),
+        Column("COST", 6, rank=2, right=True),
+        Column("VERDICT", 0),
+    )
+    lines += [Text(), _line(columns, [Text(c.title) for c in columns], width, HEADER)]
+    lines += [_line(columns, _verdict_cells(verdict), width) for verdict in request["tiers"]]
+    for line in lines:
+        line.truncate(width)
+    return lines
+
+
+def _verdict_cells(verdict: Mapping[str, Any]) -> list[Text]:
+    loss, cost = verdict["expected_loss"], verdict["cost"]
+    return [
+        Text(verdict["tier"], style=TIERS.get(verdict["tier"], "")),
+        Text(verdict["state"], style=STATES.get(verdict["state"], "")),
+        Text(shown_ms(verdict["predicted_ttft_ms"])),
+        Text(shown_ms(verdict["predicted_tpot_ms"])),
+        Text("-" if loss is None else f"{loss:.1%}"),
+        Text("-" if cost is None else f"{cost:.2f}"),
+        Text(_plain(verdict["verdict"])),
+    ]
+
+
+def _sla_text(request: Mapping[str, Any]) -> str:
+    asked = ", ".join(f"{name} {value:g}" for name, value in request["sla"].items() if value is not None)
+    if not asked:
+        return ""
+    return f"{asked}: {'-' if request['sla_met'] is None else 'met' if request['sla_met'] else 'missed'}"
+
+
+def _footer(view: View, width: int) -> Text:
+    up_down = "\u2191\u2193" if view.unicode else "j/k"
+    keys = [("q", "quit"), ("p", "go on" if view.frozen else "pause"), ("s", f"sort: {view.sort}"), (up_down, "select")]
+    keys.append(("Enter", "back" if view.opened is not None else "verdicts"))
+    line = Text(" ")
+    for key, meaning in keys:
+        line.append(key, style="bold").append(f" {meaning}   ", style="dim")
+    line.truncate(width)
+    return line
+
+
+def _line(columns: Sequence[Column], cells: Sequence[Text], width: int, style: str = "") -> Text:
+    """Set cells into a line of exactly the width."""
+    kept = set(columns)
+    for rank in sorted({c.rank for c in columns}, reverse=True):
+        if 1 + sum((c.width or c.least) + 1 for c in columns if c in kept) <= width:
+            break
+        if rank:
+            kept -= {c for c in columns if c.rank == rank}
+    rest = width - 1 - sum(c.width + 1 for c in columns if c in kept)
+    line = Text(" ")
+    for column, cell in zip(columns, cells, strict=True):
+        if column not in kept:
+            continue
+        room = column.width or max(rest, 0)
+        part = cell.copy()
+        part.truncate(room)
+        gap = " " * (room - len(part))
+        if column.right:
+            line.append(gap).append_text(part).append(" ")
+        else:
+            line.append_text(part).append(gap + " ")
+    line.truncate(width)
+    line.append(" " * (width - len(line)))
+    if style:
+        line.stylize(style)
+    return line
+
+
+def _load(used: int, limit: int, bar: int, view: View) -> Text:
+    share = used / limit if limit else 0.0
+    return _bar(share, bar, view).append(f" {used}/{limit}")
+
+
+def _usage(share: float | None, bar: int, view: View) -> Text:
+    if share is None:
+        return Text("-")
+    line = _bar(share, bar, view) if bar else Text()
+    return line.append(f"{share:4.0%}", style=_fullness(share))
+
+
+def _bar(share: float, width: int, view: View) -> Text:
+    full, empty = ("\u2588", "\u2591") if view.unicode else ("#", ".")
+    filled = min(round(share * width), width) if share else 0
+    filled = max(filled, 1) if share else 0
+    return Text.assemble((full * filled, _fullness(share)), (empty * (width - filled), "dim"))
+
+
+def _fullness(share: float) -> str:
+    return "red" if share >= NEARLY_FULL else "yellow" if share >= FILLING else "green"
+
+
+def _limit(replica: Mapping[str, Any], tier: Mapping[str, Any]) -> int:
+    return int(replica["limit"] if replica["limit"] is not None else tier["max_in_flight"])
+
+
+def _pair(values: Mapping[str, float] | None) -> str:
+    return "-" if values is None else f"{_short(values['p50'])}/{_short(values['p95'])}"
+
+
+def _short(milliseconds: float) -> str:
+    if milliseconds >= 1000:  # noqa: PLR2004
+        return f"{milliseconds / 1000:.1f}s"
+    return f"{milliseconds:.0f}ms" if milliseconds >= 10 else f"{milliseconds:.1f}ms"  # noqa: PLR2004
+
+
+def _sla_style(met: int, asked: int) -> str:
+    if not asked:
+        return "dim"
+    return "green" if met / asked >= 0.95 else "yellow" if met / asked >= 0.8 else "bold red"  # noqa: PLR2004
+
+
+def shown_age(milliseconds: float) -> str:
+    """Return an age in words as short as can be."""
+    seconds = milliseconds / 1000
+    if seconds < MINUTE_S:
+        return f"{seconds:.1f}s"
+    if seconds < HOUR_S:
+        return f"{int(seconds // MINUTE_S)}m{int(seconds % MINUTE_S):02}s"
+    return f"{int(seconds // HOUR_S)}h{int(seconds % HOUR_S // MINUTE_S):02}m"
+
+
+def _plain(text: str) -> str:
+    """Leave control characters out: they would act on the terminal."""
+    return "".join(c if c.isprintable() else " " for c in text)

@@ -1,0 +1,118 @@
+"""The command as operators run it: ``qarr serve`` in a process of its own, in front of fakes, and commands beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from tests.fakes.engine import Behaviour, FakeEngine, serving_all
+from tests.unit.own_engines import free_ports, until
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+QARR = str(Path(sys.executable).with_name("qarr"))
+
+
+@dataclass(slots=True)
+class OwnRouter:
+    """A router in a process of its own.
+
+    Attributes:
+        url: Where it serves.
+        log_dir: Where it logs.
+        errors: File of what it writes to standard error.
+        engines: URLs of the fakes, fast first.
+        behaviours: Of the fakes.
+    """
+
+    url: str
+    port: int
+    log_dir: Path
+    errors: Path
+    engines: list[str]
+    behaviours: list[Behaviour]
+    env: dict[str, str]
+    client: httpx.AsyncClient
+    process: subprocess.Popen[bytes]
+
+    async def generate(self, **body: Any) -> httpx.Response:
+        """Post to /generate and read the whole answer."""
+        return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", **body})
+
+    async def qarr(self, *args: str) -> subprocess.CompletedProcess[str]:
+        """Run a command beside it, with the same settings."""
+        return await asyncio.to_thread(
+            subprocess.run, [QARR, *args], capture_output=True, text=True, check=False, env=self.env, timeout=60
+        )
+
+    def kill(self) -> None:
+        """Kill it, so that it can tell nobody."""
+        self.process.kill()
+        self.process.wait()
+
+    async def start(self) -> None:
+        """Start it, again where it was killed, and wait until it is ready."""
+        names = ("--fast", "--balanced", "--precise")
+        urls = [part for pair in zip(names, self.engines, strict=True) for part in pair]
+        with self.errors.open("ab") as errors:
+            self.process = subprocess.Popen(
+                [QARR, "serve", "--port", str(self.port), *urls], stderr=errors, env=self.env
+            )
+        while (await self.status()) != httpx.codes.OK:
+            assert self.process.poll() is None, self.errors.read_text()
+            await asyncio.sleep(0.05)
+        await until(lambda: "up: listening" in self.errors.read_text("utf-8"))
+
+    async def stop(self) -> int:
+        """Ask it to end, and return its exit status."""
+        self.process.terminate()
+        return await asyncio.to_thread(self.process.wait, 30)
+
+    async def status(self) -> int:
+        """Return the status of its readiness; 0 where it does not answer."""
+        try:
+            return (await self.client.get(f"{self.url}/readyz")).status_code
+        except httpx.HTTPError:
+            return 0
+
+
+@asynccontextmanager
+async def own_router(tmp_path: Path, behaviours: Sequence[Behaviour] = (), **settings: str) -> AsyncIterator[OwnRouter]:
+    """Run a router in front of one fake engine a tier.
+
+    Args:
+        tmp_path: For its files.
+        behaviours: Of the fakes, fast first.
+        settings: Further variables, as in ``QARR_TELEMETRY__LOG_FORMAT="json"``.
+    """
+    async with AsyncExitStack() as cleanup:
+        fakes = list(behaviours) or [Behaviour() for _ in TierName]
+        engines = await cleanup.enter_async_context(serving_all(*(FakeEngine(b).app for b in fakes)))
+        client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
+        (port,) = free_ports(1)
+        env = {
+            **os.environ,
+            "QARR_ENGINE__LOG_DIR": str(tmp_path / "logs"),
+            "QARR_SERVER__RUNTIME_DIR": str(tmp_path / "run"),
+            "QARR_POLICY__MAX_SLOWDOWN": "1e9",
+            **settings,
+        }
+        process: Any = None
+        url = f"http://127.0.0.1:{port}"
+        router = OwnRouter(url, port, tmp_path / "logs", tmp_path / "stderr", engines, fakes, env, client, process)
+        try:
+            await router.start()
+            yield router
+        finally:
+            if router.process is not None and router.process.poll() is None:
+                router.kill()

