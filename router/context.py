@@ -206,7 +206,7 @@ async def while_connected(
         if working.done():
             working.result()
         else:
-            log.info("request %s: the client went away", context.request_id)
+            log.debug("request %s: the client went away", context.request_id)
     finally:
         for task in (working, watching):
             task.cancel()
