@@ -186,7 +186,7 @@ def report(
     same = sum(s.text in known[s.prompt] for s in alone)
     broken = [s for s in whole if "\ufffd" in s.text]
     print(
-        f"$ python benchmarks/chaos/kills.py --streams {options.streams} --at-once {options.at_once} --seed {options.seed}"
+        f"$ python benchmarks/chaos/kills.py --kills {options.kills} --streams {options.streams} --at-once {options.at_once} --seed {options.seed}"
     )
     for tier, took in came_back:
         print(f"killed {tier}: ready again after {took:.0f} s")
