@@ -185,9 +185,10 @@ def report(
     alone = [s for s in whole if not s.last["continued_on"]]
     same = sum(s.text in known[s.prompt] for s in alone)
     broken = [s for s in whole if "\ufffd" in s.text]
-    print(
-        f"$ python benchmarks/chaos/kills.py --kills {options.kills} --streams {options.streams} --at-once {options.at_once} --seed {options.seed}"
+    chosen = " ".join(
+        f"--{name.replace('_', '-')} {getattr(options, name)}" for name in ("kills", "streams", "at_once", "seed")
     )
+    print(f"$ python benchmarks/chaos/kills.py {chosen}")
     for tier, took in came_back:
         print(f"killed {tier}: ready again after {took:.0f} s")
     print(
