@@ -444,3 +444,27 @@ async def test_the_documented_metrics_are_those_of_the_page(tmp_path: Path) -> N
         page = (await stack.client.get(f"{stack.url}/metrics")).text
     served = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE qarr_")}
     assert served == documented
+
+
+async def test_the_standard_variables_choose_what_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampler that takes nothing, set by the environment: over OTLP comes only what missed its SLA, and all of that."""
+    from router.settings import TelemetrySettings
+    from tests.engine.collector import Collector
+
+    collector = Collector()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.start())
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    telemetry = make_telemetry("0", TelemetrySettings())
+    try:
+        async with router_stack(tmp_path, tracing=telemetry) as stack:
+            good = await stack.generate()
+            late = await stack.generate(sla={"ttft_ms": 0.001})
+            await traces_with(stack, late)
+            await traces_with(stack, good)
+        await asyncio.to_thread(telemetry.shutdown)
+    finally:
+        collector.close()
+    assert {span.trace_id for span in collector.spans} == {late.headers["x-qarr-trace-id"]}
+    assert sorted(span.name for span in collector.spans) == ["POST /generate", "chat fake", "classify", "route"]
+    assert {span.service for span in collector.spans} == {"qarr-router"}
