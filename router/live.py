@@ -144,8 +144,7 @@ class Live:
     def fleet(self) -> dict[str, Any]:
         """Return the picture, as JSON values."""
         services, now = self._services, time.monotonic()
-        while self._window and self._window[0].at < now - WINDOW_S:
-            self._window.popleft()
+        self._forget(now)
         rendered = render_fleet(services.fleet.snapshot(), services.model, services.fleet.machine)
         for tier in rendered["tiers"]:
             for replica in tier["replicas"]:
@@ -166,7 +165,13 @@ class Live:
             "totals": {shown: journal.totals[name] for shown, name in TOTALS.items()},
         }
 
+    def _forget(self, now: float) -> None:
+        """Drop what is older than the window."""
+        while self._window and self._window[0].at < now - WINDOW_S:
+            self._window.popleft()
+
     def _observe(self, record: RequestRecord) -> None:
+        self._forget(time.monotonic())
         tier = record.served_by or record.decision.tier
         failed = record.outcome is Outcome.ERROR
         self._window.append(_Ended(time.monotonic(), tier, failed, record.ttft_ms, record.tpot_ms, record.sla_met))

@@ -131,19 +131,28 @@ class Telemetry:
     @contextmanager
     def classify(self) -> Iterator[Span]:
         """Span over classification."""
-        with self._tracer.start_as_current_span("classify") as span:
+        with self._part("classify") as span:
             yield span
 
     @contextmanager
     def route(self) -> Iterator[Span]:
         """Span over the policy."""
-        with self._tracer.start_as_current_span("route") as span:
+        with self._part("route") as span:
             yield span
 
     @contextmanager
     def admission(self) -> Iterator[Span]:
         """Span over the wait for a place."""
-        with self._tracer.start_as_current_span("admission wait") as span:
+        with self._part("admission wait") as span:
+            yield span
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[Span]:
+        """Span over a part of a request; of one that is not traced, none."""
+        if not trace.get_current_span().get_span_context().is_valid:
+            yield trace.INVALID_SPAN
+            return
+        with self._tracer.start_as_current_span(name) as span:
             yield span
 
     def record_features(self, span: Span, features: PromptFeatures, prompt: str) -> None:

@@ -293,6 +293,17 @@ async def test_questions_about_the_past_have_clear_answers(tmp_path: Path) -> No
         assert (await get(stack, "/policy"))["max_loss"]["chat"] == 0.12
 
 
+async def test_a_decision_that_nothing_follows_from_is_not_traced(tmp_path: Path) -> None:
+    """The page asks for one with every pause in somebody's typing; it would push out what was served."""
+    async with router_stack(tmp_path) as stack:
+        for _ in range(3):
+            asked = await stack.client.post(f"{stack.url}/route", json={"prompt": "hi"})
+            assert len(asked.headers["x-qarr-trace-id"]) == 32
+        answer = await stack.generate()
+        traces = await traces_with(stack, answer)
+        assert [t["name"] for t in traces] == ["POST /generate"]
+
+
 async def test_traces_that_the_sampler_left_out_are_exported_when_they_went_wrong(tmp_path: Path) -> None:
     """At a sampling of nothing, failures and missed SLAs are exported whole; good requests are not."""
     telemetry, exporter = traced()
