@@ -249,7 +249,7 @@ def _server(deployment: Deployment, supervisor: Supervisor, telemetry: Telemetry
         doors=doors,
         operations=supervisor.operations,
     )
-    return Server(app, doors, settings.server.drain_s, protocol_for(settings.server))
+    return Server(app, doors, settings.server, protocol_for(settings.server))
 
 
 async def _serve(

@@ -17,22 +17,23 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
+    from router.settings import ServerSettings
+
 POLL_S = 0.05
-# Connections without a request are closed after this, as in normal service: those who keep them open know it by now.
-KEEP_ALIVE_S = 75  # longer than proxies and clients keep idle connections: who closes first must not be the router
+IDLE_S = 5  # in which, after a hand-over, connections without a request may still bring one
 CUT_S = 2  # in which those who are still there when time is up get the error that ends their answers
 
 
 class Server(uvicorn.Server):
     """uvicorn, without its signal handling: it would raise the signal again before engines are stopped."""
 
-    def __init__(self, app: ASGIApp, doors: Doors, drain_s: float, protocol: type[asyncio.Protocol]) -> None:
+    def __init__(self, app: ASGIApp, doors: Doors, settings: ServerSettings, protocol: type[asyncio.Protocol]) -> None:
         """Prepare to serve.
 
         Args:
             app: What is served.
             doors: Kept by the application: what it does with requests that come.
-            drain_s: How long open answers may take, in seconds.
+            settings: How long open answers may take, and connections without requests are kept.
             protocol: Of each connection.
         """
         config = uvicorn.Config(
@@ -44,11 +45,11 @@ class Server(uvicorn.Server):
             access_log=False,
             log_config=None,
             server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=settings.keep_alive_s,
             timeout_graceful_shutdown=CUT_S,
         )
         super().__init__(config)
-        self._doors, self._drain_s = doors, drain_s
+        self._doors, self._drain_s = doors, settings.drain_s
         self._leaving: asyncio.Task[None] | None = None
 
     def end_on_signals(self) -> None:
@@ -86,13 +87,14 @@ class Server(uvicorn.Server):
         Args:
             idle_too: Wait for connections without a request as well: their next request may be on its way.
         """
-        deadline = time.monotonic() + self._drain_s
+        now = time.monotonic()
+        deadline, idle_until = now + self._drain_s, now + IDLE_S
         await asyncio.sleep(POLL_S)
         if idle_too:
             for server in self.servers:
                 server.close()
         while time.monotonic() < deadline and (  # noqa: ASYNC110
-            self._doors.inside or (idle_too and self.server_state.connections)
+            self._doors.inside or (idle_too and self.server_state.connections and time.monotonic() < idle_until)
         ):
             await asyncio.sleep(POLL_S)
         self._doors.end_all()

@@ -75,6 +75,12 @@ class ServerSettings(Section):
     max_headers: int = Field(100, ge=8, description="Headers of a request.")
     max_connections: int = Field(4096, ge=1, description="Open connections; beyond: 503.")
     header_timeout_s: float = Field(10, gt=0, description="For a request's headers to come.")
+    keep_alive_s: int = Field(
+        75,
+        ge=1,
+        description="Connections without requests are kept for so long: longer than proxies and clients keep them, so that "
+        "none sends a request while the router closes.",
+    )
     body_timeout_s: float = Field(60, gt=0, description="For a request's body to come.")
     write_timeout_s: float = Field(
         30, gt=0, description="A client that takes nothing of its answer for this long is cut, and its request aborted."

@@ -27,6 +27,7 @@ SETTINGS = """
 [server]
 header_timeout_s = 1
 body_timeout_s = 1
+keep_alive_s = 3
 write_timeout_s = 1
 resume_s = 1
 resume_streams = 16

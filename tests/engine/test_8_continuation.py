@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,11 +37,16 @@ TOKENS = 24
 
 @dataclass(slots=True)
 class Cutter:
-    """Stands before an engine, and breaks its streams off after so many events."""
+    """Stands before an engine, and breaks its streams off after so many events.
+
+    Attributes:
+        passed: The text that it let through of the last stream.
+    """
 
     url: str
     key: str
     events: int | None = None
+    passed: str = ""
 
     @property
     def app(self) -> ASGIApp:
@@ -57,12 +61,15 @@ class Cutter:
         return StreamingResponse(self._cut(answer, client), answer.status_code, media_type="text/event-stream")
 
     async def _cut(self, answer: httpx.Response, client: httpx.AsyncClient) -> AsyncIterator[bytes]:
+        self.passed = ""
         try:
             seen = 0
             async for line in answer.aiter_lines():
                 if line:
                     yield line.encode() + b"\n\n"
                     seen += 1
+                    choices = json.loads(line[6:])["choices"] if line.startswith("data: {") else ()
+                    self.passed += "".join(choice["delta"].get("content") or "" for choice in choices)
                     if seen == self.events:
                         raise ConnectionResetError
         finally:
@@ -75,16 +82,16 @@ def test_nothing_is_lost_and_nothing_repeated(up: Up, engine_keys: dict[str, str
     """Cut at many places: the text before stays, the text after follows; on the same precision, it is the same answer.
 
     A token that was computed as part of a prompt is rounded differently from one that was decoded, so now and then a greedy
-    answer takes another turn after the cut, as it does with another batch.
+    answer takes another turn after the cut, as it does with another batch: the engines have other requests now and then.
     """
     found = asyncio.run(_compare(up, engine_keys, tmp_path, other))
     assert len(found) == len(PROMPTS) * len(CUTS)
     for undisturbed, cut, whole, last in found:
-        assert whole.startswith(cut)
-        assert undisturbed.startswith(cut)
+        assert whole.startswith(cut), (whole, cut)
         assert "\ufffd" not in whole
         assert last["usage"]["completion_tokens"] <= TOKENS
-        assert last["continued_on"] == ["balanced"] or cut == undisturbed  # all of it had come
+        assert last["continued_on"] == ["balanced"] or cut in {whole, undisturbed}, last  # all of it had come
+    assert sum(undisturbed.startswith(cut) for undisturbed, cut, _, _ in found) >= len(found) * 2 // 3
     if other == "fast":
         assert sum(whole == undisturbed for undisturbed, _, whole, _ in found) >= len(found) * 2 // 3
 
@@ -105,7 +112,7 @@ async def _compare(
             undisturbed, _ = await _stream(url, prompt)
             for cutter.events in CUTS:
                 whole, last = await _stream(url, prompt)
-                found.append((undisturbed, await _direct(proxy, prompt), whole, last))
+                found.append((undisturbed, cutter.passed, whole, last))
     return found
 
 
@@ -116,22 +123,3 @@ async def _stream(url: str, prompt: str) -> tuple[str, dict[str, Any]]:
         text = (await client.post(f"{url}/generate", json=body)).text
     events = [json.loads(block.split("data: ", 1)[1]) for block in text.strip().split("\n\n")]
     return "".join(e.get("text", "") for e in events[:-1]), events[-1]
-
-
-async def _direct(proxy: str, prompt: str) -> str:
-    """Return what comes before the cut, without a router."""
-    body = {
-        "model": "smollm2-135m-instruct",
-        "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": TOKENS,
-        "temperature": 0,
-        "stream": True,
-    }
-    lines = []
-    async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
-        with contextlib.suppress(httpx.RemoteProtocolError):
-            async with client.stream("POST", f"{proxy}/v1/chat/completions", json=body) as answer:
-                async for line in answer.aiter_lines():
-                    lines.append(line)  # noqa: PERF401  what has come before it breaks off
-    parts = [json.loads(line[6:])["choices"] for line in lines if line.startswith("data: {")]
-    return "".join(choices[0]["delta"].get("content") or "" for choices in parts if choices)
