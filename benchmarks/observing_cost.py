@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=5)
     parser.add_argument("--connections", type=int, default=8)
     options = parser.parse_args()
+    print(f"$ python benchmarks/observing_cost.py --seconds {options.seconds:g} --passes {options.passes}", flush=True)
     os.sched_setaffinity(0, {(os.cpu_count() or 1) - 1})
     with ExitStack() as stack:
         routers = {name: stack.enter_context(router(more, stack)) for name, more in ROWS.items()}

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("qarr.router")
 OVER_QUOTA = "over_quota"
-CHECKPOINT_DIGITS = 16  # of a digest, as in the answer's headers
 
 
 class Outcome(StrEnum):
@@ -223,7 +222,7 @@ class Journal:
             served_by=answer.tier if answer is not None else None,
             replica=answer.replica_id if answer is not None else None,
             precision=spec.precision.value if spec is not None else None,
-            checkpoint=spec.digest[:CHECKPOINT_DIGITS] if spec is not None and spec.digest else None,
+            checkpoint=spec.checkpoint_id if spec is not None else None,
             prompt_tokens=answer.usage.get("prompt_tokens", prompt_tokens) if answer is not None else prompt_tokens,
             output_tokens=answer.output_tokens if answer is not None else 0,
             queue_ms=queue_ms,
@@ -272,7 +271,12 @@ def _kept(sla: Sla, outcome: Outcome, ttft_ms: float | None, tpot_ms: float | No
 
 
 def render_record(record: RequestRecord) -> dict[str, Any]:
-    """Return a record as JSON values."""
+    """Return a record as JSON values, with what was found of every tier."""
+    return {**render_summary(record), "tiers": [render_verdict(verdict) for verdict in record.decision.verdicts]}
+
+
+def render_summary(record: RequestRecord) -> dict[str, Any]:
+    """Return a record as JSON values, without what was found of every tier."""
     decision = record.decision
     query, sla = decision.query, decision.query.sla
     return {
@@ -310,7 +314,6 @@ def render_record(record: RequestRecord) -> dict[str, Any]:
         "hedged": record.hedged,
         "continued_on": list(record.continued_on),
         "cost": record.cost,
-        "tiers": [render_verdict(verdict) for verdict in decision.verdicts],
     }
 
 

@@ -24,7 +24,7 @@ from queue import Full, Queue
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from router.journal import Outcome, render_record
+from router.journal import Outcome, render_summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -79,8 +79,7 @@ def log_request(record: RequestRecord) -> None:
         ids.recorded = True
     level = logging.WARNING if record.outcome in {Outcome.REFUSED, Outcome.ERROR} else logging.INFO
     if log.isEnabledFor(level):
-        fields = render_record(record)
-        del fields["tiers"]
+        fields = render_summary(record)
         fields["arrived_at"] = fields.pop("at")
         log.log(level, "%s", request_line(fields), extra={"fields": {"event": "request", **fields}})
 
@@ -103,7 +102,7 @@ def log_failure(scope: Scope, status: int) -> None:
 
 
 def request_line(record: Mapping[str, Any]) -> str:
-    """Return a request, as ``render_record`` gives it, in one line without its ids; what is not known is left out."""
+    """Return a request, as ``render_summary`` gives it, in one line without its ids; what is not known is left out."""
     parts = [f"POST {record['route']} {record['outcome']}"]
     if record["error"]:
         parts.append(f"({record['error']})")

@@ -393,7 +393,7 @@ def report_on(decision: Decision, answer: Exchange, services: Services) -> dict[
     return {
         "tier": answer.tier.value,
         "precision": spec.precision.value,
-        "checkpoint": spec.digest[:16] if spec.digest else None,
+        "checkpoint": spec.checkpoint_id,
         "reason": reason_of(decision, answer),
         "class": decision.query.features.prompt_class.value,
     }

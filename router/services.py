@@ -258,8 +258,8 @@ def answer_headers(context: RequestContext, admitted: Admitted, answer: Exchange
         headers["x-qarr-degraded"] = ", ".join(decision.degraded)
     if services.trace_url:
         headers["x-qarr-trace-url"] = services.trace_url.replace("{trace_id}", context.trace_id)
-    if spec.digest:
-        headers["x-qarr-checkpoint"] = spec.digest[:16]
+    if spec.checkpoint_id:
+        headers["x-qarr-checkpoint"] = spec.checkpoint_id
     return headers
 
 

@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 
 SERVICE = "qarr-router"
 HTTP, GRPC = "http/protobuf", "grpc"
-RECENT_PER_S = 10  # traces that are recorded for memory alone: recording one takes a fifth of a request's CPU time
+RECENT_PER_S = (
+    10  # traces that are recorded for memory alone: it costs a third of a request, benchmarks/observing_cost.py
+)
 UNTRACED = {"/route"}  # nothing follows from it, and the page asks it while somebody types
 _SEND = "qarr.send"
 DEFAULT_ENDPOINTS = {HTTP: "http://localhost:4318", GRPC: "http://localhost:4317"}
@@ -303,7 +305,7 @@ class Telemetry:
                 "server.port": where.port or 80,
                 "qarr.tier": tier.value,
                 "qarr.precision": replica.spec.precision.value,
-                "qarr.checkpoint": (replica.spec.digest or "")[:16],
+                "qarr.checkpoint": replica.spec.checkpoint_id or "",
                 "qarr.replica": replica.id,
                 "qarr.attempt": number,
             },

@@ -28,6 +28,7 @@ class TierName(StrEnum):
         return _RANKS[self]
 
 
+SHOWN_DIGITS = 16  # of a digest, for people
 _RANKS = {name: rank for rank, name in enumerate(TierName)}
 
 PRECISIONS: dict[TierName, Precision] = {
@@ -74,6 +75,11 @@ class TierSpec:
     def precision(self) -> Precision:
         """Return the precision that this tier serves."""
         return PRECISIONS[self.name]
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """Return the checkpoint's digest as it is shown: its first digits; None where unknown."""
+        return self.digest[:SHOWN_DIGITS] if self.digest else None
 
     @property
     def identity(self) -> str | None:

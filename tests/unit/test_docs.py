@@ -81,6 +81,16 @@ def test_the_commands_for_operators_are_there() -> None:
         assert done.exit_code == 0, f"{arguments}: {done.output}"
 
 
+@pytest.mark.parametrize("document", ["first-fault.md", "runbooks.md", "page.md", "observing.md"])
+def test_commands_beside_others_are_there(document: str) -> None:
+    """So is every ``qarr`` command that stands among a document's other commands, or in its text."""
+    text = (ROOT / "docs" / document).read_text("utf-8")
+    found = set(re.findall(r"(?:^|`)qarr ((?:[a-z]+ ?)+)", text, re.MULTILINE))
+    known = {name for name in found if CliRunner().invoke(app, [*name.split(), "--help"]).exit_code == 0}
+    assert found
+    assert known == found
+
+
 def test_what_the_documents_call_tested_is_tested() -> None:
     """Every test that docs/openai.md names is there."""
     named = set(re.findall(r"`(test_\w+)` \|", (ROOT / "docs/openai.md").read_text("utf-8")))

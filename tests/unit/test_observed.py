@@ -404,7 +404,7 @@ async def test_an_answer_names_its_trace_at_the_viewer(tmp_path: Path) -> None:
         assert (await trace_of(stack, answer))["trace_url"] == there
 
 
-def test_names_are_those_of_the_conventions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_those_of_the_conventions() -> None:
     """Every gen_ai, http and server attribute that the telemetry module writes is in the installed conventions."""
     import inspect
     import re
@@ -422,9 +422,13 @@ def test_names_are_those_of_the_conventions(monkeypatch: pytest.MonkeyPatch) -> 
     used = set(re.findall(r'"((?:gen_ai|http|server)\.[a-z_.]+)"', source))
     assert len(used) > 10
     assert used - known == {"http.response.body"}  # a message of ASGI
-    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+
+
+def test_the_sdk_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its standard variable, which goes before what the settings keep in memory."""
     from router.settings import TelemetrySettings
 
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     assert make_telemetry("0", TelemetrySettings()).traces is None
 
 
