@@ -106,12 +106,12 @@ def create_app(
     """
     doors = doors or Doors()
     services = _services(settings, fleet, counter, telemetry, model, doors=doors)
-    running, trace_url = version("qarr"), settings.telemetry.trace_url
-    live, metrics = Live(services, doors, running, trace_url), Metrics(services, running)
+    running = version("qarr")
+    live, metrics = Live(services, doors, running), Metrics(services, running)
     admin = Admin(operations, keys).routes() if operations is not None else []
     status, streams = Status(services, doors), KeptStreams(settings.server)
     handlers = dict.fromkeys(HANDLED, status.problem)
-    pages = [*LiveEndpoints(services, live, trace_url).routes(), Endpoint("/metrics", metrics.answer)]
+    pages = [*LiveEndpoints(services, live).routes(), Endpoint("/metrics", metrics.answer)]
     page = Endpoint(PAGE, Page(settings.server, keys).answer)
     routes = [page, *_routes(services, status, streams), *pages, *admin]
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(services, streams, live))

@@ -132,11 +132,6 @@ def keep(scope: Scope, context: RequestContext) -> None:
     scope[_KEY] = context
 
 
-def is_kept(scope: Scope) -> bool:
-    """Tell whether a request has been let in, so that it has a context."""
-    return _KEY in scope
-
-
 def context_of(scope: Scope) -> RequestContext:
     """Return a request's context."""
     context: RequestContext = scope[_KEY]

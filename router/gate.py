@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from pydantic_core import to_json
 from starlette.datastructures import Headers
 
-from router.context import ForeignHost, RequestContext, body_message, context_of, is_kept, keep
+from router.context import ForeignHost, RequestContext, body_message, context_of, keep
 from router.doors import Door, Parting
 from router.keys import ANONYMOUS, Caller, KeyStore, Unauthorized
 from router.logs import begin_request, log_failure
@@ -77,8 +78,7 @@ class Gate:
 
     async def _break_off(self, scope: Scope, receive: Receive, parting: Parting) -> None:
         """End an answer for which there is no time left, as far as it has come, with an error."""
-        openai, ids = speaks_openai(scope["path"]), self._telemetry.request_ids(Headers(scope=scope))
-        context = context_of(scope) if is_kept(scope) else RequestContext(*ids)
+        openai, context = speaks_openai(scope["path"]), context_of(scope)
         problem = describe(Draining("this router has ended before the answer was complete: ask again"))
         if not parting.begun:
             await problem.response(context, openai=openai)(scope, receive, parting.send)
@@ -91,14 +91,16 @@ class Gate:
         headers = Headers(scope=scope)
         ids = self._telemetry.request_ids(headers)
         begin_request(*ids)
+        context = RequestContext(*ids, route=scope["path"])
+        keep(scope, context)
         try:
             caller = self._caller(scope, headers)
         except (Unauthorized, Draining, ForeignHost) as error:
-            response = describe(error).response(RequestContext(*ids), openai=speaks_openai(scope["path"]))
+            response = describe(error).response(context, openai=speaks_openai(scope["path"]))
             response.headers["connection"] = "close"  # its body is not going to be read
             await response(scope, receive, send)
             return
-        keep(scope, RequestContext(*ids, caller, scope["path"]))
+        keep(scope, replace(context, caller=caller))
         self._telemetry.record_caller(caller.key_id)
         await self._app(scope, receive, send)
 

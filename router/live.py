@@ -98,8 +98,8 @@ class Live:
     Who looks is sent away when the router leaves: those streams have no end of their own.
     """
 
-    def __init__(self, services: Services, doors: Doors, version: str, trace_url: str) -> None:
-        self._services, self._doors, self._version, self._trace_url = services, doors, version, trace_url
+    def __init__(self, services: Services, doors: Doors, version: str) -> None:
+        self._services, self._doors, self._version = services, doors, version
         self._window: deque[_Ended] = deque(maxlen=WINDOW_RECORDS)
         self._generated: dict[str, int] = {}
         self._rates: dict[str, float] = {}
@@ -157,7 +157,7 @@ class Live:
             "at": round(time.time(), 3),
             "version": self._version,
             "window_s": WINDOW_S,
-            "trace_url": self._trace_url or None,
+            "trace_url": services.trace_url or None,
             **rendered,
             "waiting": services.admission.waiting,
             "in_flight": [_render_open(request, now) for request in served[:MOST_SHOWN]],
@@ -246,8 +246,8 @@ def _event(name: bytes, value: Any) -> bytes:
 class LiveEndpoints:
     """``GET /live``, ``/requests``, ``/traces`` and ``/policy``."""
 
-    def __init__(self, services: Services, live: Live, trace_url: str) -> None:
-        self._services, self._live, self._trace_url = services, live, trace_url
+    def __init__(self, services: Services, live: Live) -> None:
+        self._services, self._live = services, live
 
     def routes(self) -> list[Endpoint]:
         """Return the endpoints' routes."""
@@ -281,8 +281,7 @@ class LiveEndpoints:
                 "every one: ask the router that served the request, or look in the trace viewer"
             )
         rendered = render_trace(trace)
-        url = self._trace_url.replace("{trace_id}", rendered["trace_id"]) or None
-        return _json({**rendered, "trace_url": url})
+        return _json({**rendered, "trace_url": self._services.trace_address(rendered["trace_id"])})
 
     async def _policy(self, _request: Request) -> Response:
         """Answer with the table that decisions are made by."""

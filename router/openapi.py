@@ -282,7 +282,11 @@ def _seen() -> dict[str, Schema]:
     one["responses"] |= _errors((404,), openai=False)
     live = _get("Records of requests and the fleet as it is, again and again", _EVENT)
     live["responses"]["200"]["content"] = _content(_EVENT, EVENTS)
+    page = _open("The page to watch this router and to try it", _TEXT)
+    page["responses"]["200"]["content"] = _content(_TEXT, "text/html")
+    page["responses"] |= {"304": {"description": "The browser has it already"}, **_errors((404,), openai=False)}
     return {
+        "/": {"get": page},
         "/live": {"get": live},
         "/requests": {"get": records},
         "/traces": {"get": traces},

@@ -14,6 +14,7 @@ from router.decision_log import OutcomeRecord
 from router.keys import PRIORITIES
 from router.policy import decide
 from router.problems import BeyondKey, Refused
+from router.settings import TRACE_ID
 from router.upstream import EngineTooSlow
 from tiers.spec import TierName
 
@@ -66,6 +67,10 @@ class Services:
     telemetry: Telemetry
     model: str
     trace_url: str
+
+    def trace_address(self, trace_id: str) -> str | None:
+        """Return where a trace viewer shows a trace; None: no viewer is known."""
+        return self.trace_url.replace(TRACE_ID, trace_id) or None
 
 
 def choose(
@@ -256,8 +261,8 @@ def answer_headers(context: RequestContext, admitted: Admitted, answer: Exchange
         headers["x-qarr-queue-ms"] = f"{admitted.waited_ms:.0f}"
     if decision.degraded:
         headers["x-qarr-degraded"] = ", ".join(decision.degraded)
-    if services.trace_url:
-        headers["x-qarr-trace-url"] = services.trace_url.replace("{trace_id}", context.trace_id)
+    if address := services.trace_address(context.trace_id):
+        headers["x-qarr-trace-url"] = address
     if spec.checkpoint_id:
         headers["x-qarr-checkpoint"] = spec.checkpoint_id
     return headers

@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from classifier import PromptClass
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PREFIX = "QARR_"
 PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR", "QARR_KEY"}  # read here or by commands, but not keys of the tree
+TRACE_ID = "{trace_id}"  # its place in the address of a trace viewer
 PROJECT = Path(__file__).resolve().parents[1]
 
 
@@ -416,6 +417,17 @@ class StateSettings(Section):
     )
 
 
+def _viewer_address(url: str) -> str:
+    """Check the address of a trace viewer's page.
+
+    Raises:
+        ValueError: It is none, or has no place for a trace's id.
+    """
+    if url and not (url.startswith(("http://", "https://")) and TRACE_ID in url):
+        raise ValueError(f"an address that begins with http:// or https:// and has {TRACE_ID} in it is allowed")
+    return url
+
+
 class TelemetrySettings(Section):
     """What goes into logs and traces. Exporters are set by the standard `OTEL_*` variables."""
 
@@ -432,7 +444,7 @@ class TelemetrySettings(Section):
         description="Export traces of requests that failed or missed their SLA even where the sampler left them out; "
         "without the engines' own spans.",
     )
-    trace_url: str = Field(
+    trace_url: Annotated[str, AfterValidator(_viewer_address)] = Field(
         "", description="Address of one trace at a trace viewer, with `{trace_id}` in it; answers then carry it."
     )
     sampled_prompts: Path | None = Field(
@@ -560,7 +572,7 @@ def _explain(error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return f"{key}: there is no such setting ('qarr settings' lists all)"
-    return f"{key}: {error['msg']} (got {error['input']!r})"
+    return f"{key}: {error['msg'].removeprefix('Value error, ')} (got {error['input']!r})"
 
 
 def _check_variables() -> None:

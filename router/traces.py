@@ -118,7 +118,7 @@ class TraceStore(SpanProcessor):
     """Keeps traces, and hands spans on.
 
     Args:
-        kept: Traces that are kept in memory, the last ones; half of them at most for their failure alone.
+        kept: Traces that are kept in memory, the last ones; at most half of them, rounded up, for their failure alone.
         exporting: Takes what is exported; None: nothing is.
         tail: Export failures and missed SLAs that the sampler left out.
     """
@@ -196,7 +196,7 @@ class TraceStore(SpanProcessor):
         """Keep a trace that has ended: failures apart, so that a flood of good ones does not wash them out."""
         if trace.kept_for is not KeptFor.RECENT:
             self._export_tail(trace.spans)
-            _push(self._failed, trace_id, trace, self._kept // 2)
+            _push(self._failed, trace_id, trace, (self._kept + 1) // 2)
             return
         _push(self._recent, trace_id, trace, self._kept - len(self._failed))
 

@@ -293,6 +293,21 @@ async def test_questions_about_the_past_have_clear_answers(tmp_path: Path) -> No
         assert (await get(stack, "/policy"))["max_loss"]["chat"] == 0.12
 
 
+async def test_where_one_trace_is_kept_it_is_the_last_failure(tmp_path: Path) -> None:
+    """A failure is worth more than what came after it."""
+    async with router_stack(tmp_path, {"telemetry": {"recent_traces": 1}}) as stack:
+        for engine in stack.engines.values():
+            engine.status = 500
+        failed = await stack.generate()
+        assert failed.status_code == 503
+        for engine in stack.engines.values():
+            engine.status = 200
+        await asyncio.sleep(0.5)  # until another trace is recorded
+        await record_of(stack, await stack.generate(tier="precise", tier_policy="require"))
+        kept = [trace["trace_id"] for trace in (await get(stack, "/traces"))["traces"]]
+        assert kept == [failed.headers["x-qarr-trace-id"]]
+
+
 async def test_a_decision_that_nothing_follows_from_is_not_traced(tmp_path: Path) -> None:
     """The page asks for one with every pause in somebody's typing; it would push out what was served."""
     async with router_stack(tmp_path) as stack:
@@ -454,10 +469,10 @@ async def test_the_documented_metrics_are_those_of_the_page(tmp_path: Path) -> N
     from router.settings import PROJECT
 
     table = (PROJECT / "docs/observing.md").read_text().partition("## Metrics")[2]
-    documented = set(re.findall(r"`(qarr_[a-z_]+)`", table))
+    documented = set(re.findall(r"`((?:qarr|process)_[a-z_]+)`", table))
     async with router_stack(tmp_path) as stack:
         page = (await stack.client.get(f"{stack.url}/metrics")).text
-    served = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE qarr_")}
+    served = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE ")}
     assert served == documented
 
 

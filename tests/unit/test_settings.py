@@ -57,6 +57,7 @@ def test_a_class_can_be_changed_alone(tmp_path: Path) -> None:
         ("[tiers.huge]\nmax_model_len = 1", "tiers.huge"),
         ("[policy.class_floor]\npoetry = 'fast'", "policy.class_floor.poetry"),
         ("[policy]\nmin_confidence = 2", "policy.min_confidence"),
+        ("[telemetry]\ntrace_url = 'http://viewer/trace/'", "telemetry.trace_url: an address that begins with http"),
         ("not toml", "is not TOML"),
     ],
 )
