@@ -447,6 +447,12 @@ def show(
             f"  {percentile(tpot, 0.5):10.1f}/{percentile(tpot, 0.95):7.1f}"
             f"  {statistics.fmean(losses):7.3f} ({bound:.3f})      {shares}"
         )
+    for name in (name for name in answers if name != "d"):
+        pairs = [(mine.met, other.met) for mine, other in zip(answers["d"], answers[name], strict=True)]
+        print(
+            f"of the same requests (d) met {pairs.count((True, False))} that ({name}) did not, "
+            f"({name}) {pairs.count((False, True))} that (d) did not"
+        )
     late = [a.late_ms for found in answers.values() for a in found]
     print(f"requests were sent {percentile(late, 0.95):.0f} ms late at most in 95 % of cases")
 

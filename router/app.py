@@ -30,6 +30,7 @@ from router.live import Live, LiveEndpoints
 from router.live_check import LiveCheck
 from router.live_policy import LivePolicy
 from router.logs import log_request
+from router.memory import keep_handing_back
 from router.metrics import Metrics
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
 from router.openapi import document
@@ -177,6 +178,7 @@ def _lifespan(
             services.admission.run(),
             services.shared.run(),
             live.run(),
+            keep_handing_back(),
         )
         tasks = [asyncio.create_task(each) for each in work]
         yield

@@ -125,7 +125,7 @@ class Gate:
             ) from None
 
     def _caller(self, scope: Scope, headers: Headers) -> Caller:
-        if self._doors.state is Door.DRAINING and scope["method"] == "POST":
+        if self._doors.state is Door.DRAINING and scope["method"] == "POST" and not _goes_on(scope, headers):
             raise Draining
         if not self._keys.required or scope["path"] in OPEN_PATHS:
             if self._local and scope["path"] not in OPEN_PATHS:
@@ -135,6 +135,11 @@ class Gate:
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthorized("send a key as 'Authorization: Bearer KEY'")
         return self._keys.find(key.strip())
+
+
+def _goes_on(scope: Scope, headers: Headers) -> bool:
+    """Tell whether a request asks for the rest of a stream, which no other router has."""
+    return scope["path"] == "/generate" and "last-event-id" in headers
 
 
 def _route(scope: Scope) -> str:

@@ -145,6 +145,33 @@ async def test_a_signal_drains(tmp_path: Path) -> None:
         assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
+async def test_a_stream_is_resumed_from_a_router_that_drains(tmp_path: Path) -> None:
+    """Nobody else has the rest of it; but an id of no stream is no way in."""
+    async with routers(tmp_path) as found, httpx.AsyncClient(timeout=60, trust_env=False) as client:
+        process = await found.start()
+        found.behaviours["fast"].delay_s = 0.3
+        body = {"prompt": "hi", "tier": "fast", "resumable": True}
+        async with client.stream("POST", f"{found.url}/generate", json=body) as lost:
+            lines = lost.aiter_lines()
+            last = next_id = ""
+            while not next_id.startswith("data:"):
+                next_id = await anext(lines)
+                last = next_id.removeprefix("id: ") if next_id.startswith("id: ") else last
+        other = a_stream(found.url, tier="fast")  # keeps the router
+        await until(lambda: found.behaviours["fast"].running == 2)
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            while (await client.get(f"{found.url}/readyz")).status_code != 503:
+                pass
+        rest = await client.post(f"{found.url}/generate", json=body, headers={"last-event-id": last})
+        assert rest.status_code == 200
+        assert events(rest.text)[-1][0] == "done"
+        wrong = await client.post(f"{found.url}/generate", json=body, headers={"last-event-id": "x.1"})
+        assert wrong.status_code in {404, 503}
+        assert (await other).status_code == 200
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+
+
 async def test_draining_is_bounded(tmp_path: Path) -> None:
     """A stream that does not end keeps the router for server.drain_s and no longer; its last event says so."""
     async with routers(tmp_path) as found:
