@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from pydantic_core import from_json, to_json
 
-from router.upstream import Attempt, EngineBroke, Exchange, UpstreamError, chunks_of
+from router.upstream import Attempt, EngineBroke, EngineStalled, Exchange, UpstreamError, chunks_of
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ class Continuation:
     """Continues answers.
 
     Attributes:
-        attempts: Times that one answer is gone on with: on replicas that have not failed it, else on one that did earlier.
+        attempts: Times that one answer is gone on with.
     """
 
     fleet: Fleet
@@ -324,7 +324,7 @@ class Continuation:
             held = await self._align(progress, failing.replica_id)
             include = bool(resumption.sampling.get("include_stop_str_in_output"))
             seam = Seam(progress.text, held, resumption.stops, include=include)
-            exclude = (tried, {failing.replica_id})
+            exclude = self._rounds(tried, failing.replica_id, broken)
             part = await self._open(progress, exclude, attempts, decision, request, resumption, broken)
             if part is None:  # every token had come
                 yield _noted(progress, Piece(seam.pass_on("", last=True), (), "length"))
@@ -343,6 +343,18 @@ class Continuation:
             except EngineBroke as again:
                 broken = again
         await failing.aclose()
+
+    def _rounds(self, tried: Collection[str], failing: str, broken: EngineBroke) -> list[Collection[str]]:
+        """Return the replicas that are left out, round by round, so that none is asked twice.
+
+        Those that have not failed this answer come first, then those that did so earlier; last the one that failed it just
+        now, for it may be well but for this connection, unless it has stalled: then it would only stall again.
+        """
+        every = {replica.id for replica in self.fleet.replicas}
+        rounds: list[Collection[str]] = [tried, every.difference(tried) | {failing}]
+        if not isinstance(broken, EngineStalled):
+            rounds.append(every - {failing})
+        return rounds
 
     async def _open(  # noqa: PLR0917  called here alone
         self,

@@ -5,7 +5,8 @@ UpstreamError
 ├── EngineFailed        an answer of 5xx, or one that makes no sense  tried elsewhere
 ├── EngineRefused       the request itself is at fault               not tried elsewhere
 ├── EngineTooSlow       no whole answer in time                      not tried elsewhere
-├── EngineBroke         failed after the first token                 told to the caller
+├── EngineBroke         failed after the first token                 gone on with elsewhere, else told to the caller
+│   └── EngineStalled   by silence
 ├── NoPlace             every place was taken since the decision
 └── NoEngineAnswered    every attempt failed
 """
@@ -81,6 +82,10 @@ class EngineTooSlow(UpstreamError):
 
 class EngineBroke(UpstreamError):
     """The engine failed after the first token."""
+
+
+class EngineStalled(EngineBroke):
+    """The engine sent no further token in time."""
 
 
 class NoPlace(UpstreamError):
@@ -299,7 +304,7 @@ class Exchange(ABC):
         """Read one more item, or None at the end.
 
         Raises:
-            EngineBroke: None came in time.
+            EngineStalled: None came in time.
         """
         limit_s = self._attempt.token_timeout_s
         try:
@@ -310,7 +315,7 @@ class Exchange(ABC):
                 self._pending = None
                 return item
         except TimeoutError as error:
-            raise EngineBroke(f"the engine sent no token for {limit_s:g} s") from error
+            raise EngineStalled(f"the engine sent no token for {limit_s:g} s") from error
 
     async def _ahead(self, source: AsyncIterator[T], deadline: float) -> T | None:
         """Read one more item by a deadline on the monotonic clock; one that comes later is left for ``_next``.

@@ -47,6 +47,7 @@ class Behaviour:
         status: HTTP status of generations.
         error: Body of a generation that is not 200.
         break_after: Close the connection after that many pieces, without an end.
+        once: Do so a single time.
         stall_after: Send nothing more after that many pieces.
         error_after: Send an error chunk after that many pieces.
         error_with: Send an error chunk in the same bytes as that many pieces' last one.
@@ -67,6 +68,7 @@ class Behaviour:
     status: int = 200
     error: str = "broken"
     break_after: int | None = None
+    once: bool = False
     stall_after: int | None = None
     error_after: int | None = None
     error_with: int | None = None
@@ -187,17 +189,24 @@ class FakeEngine:
             await asyncio.wait({working}, timeout=0.02)
         return Response(status_code=499) if working.cancelled() else working.result()
 
+    async def _compute(self, number: int) -> None:
+        """Take the time of one piece, or fail there."""
+        b = self.behaviour
+        await asyncio.sleep(b.delay_s)
+        if number == b.break_after:
+            if b.once:
+                b.break_after = None
+            raise ConnectionResetError
+        if number == b.stall_after:
+            await asyncio.sleep(3600)
+
     async def _whole(self, body: dict[str, Any], *, chat: bool) -> Response:
         b = self.behaviour
         b.running += 1
         try:
             pieces = b.answer[: int(body.get("max_tokens") or 16)]
             for number, _ in enumerate(pieces):
-                await asyncio.sleep(b.delay_s)
-                if number == b.break_after:
-                    raise ConnectionResetError
-                if number == b.stall_after:
-                    await asyncio.sleep(3600)
+                await self._compute(number)
             text, reason = "".join(pieces), self._reason(pieces)
             part = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
             several = isinstance(body.get("prompt"), list) and isinstance(body["prompt"][0], str)
@@ -227,11 +236,7 @@ class FakeEngine:
             if b.first_delay_s:
                 await asyncio.sleep(b.first_delay_s)
             for number, piece in enumerate(pieces, done):
-                await asyncio.sleep(b.delay_s)
-                if number == b.break_after:
-                    raise ConnectionResetError
-                if number == b.stall_after:
-                    await asyncio.sleep(3600)
+                await self._compute(number)
                 if number == b.error_after:
                     yield ERROR_CHUNK
                     return

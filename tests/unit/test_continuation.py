@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 WORDS = ("The", " capital", " of", " France", " is", " Paris", ",", " on", " the", " Seine", ".")
 TEXT = "".join(WORDS)
+SOON = {"upstream": {"token_timeout_s": 0.3}}
 # Two characters of which each takes two tokens.
 CUT = ("Paris", " caf", "", "\u00e9", " ", "", "\U0001f5fc", " end")
 
@@ -69,8 +70,7 @@ async def chat(stack: Stack, **more: Any) -> str:
 )
 async def test_another_tier_goes_on(tmp_path: Path, fault: dict[str, Any], *, stream: bool) -> None:
     """A death, an error and a stall midway: the answer is whole, and its end says who went on."""
-    overrides = {"upstream": {"token_timeout_s": 0.3}}
-    async with faulty_stack(tmp_path, {"fast": fault}, overrides=overrides) as stack:
+    async with faulty_stack(tmp_path, {"fast": fault}, overrides=SOON) as stack:
         answer = await stack.generate(tier="fast", max_tokens=64, stream=stream, temperature=0.5)
         if stream:
             found = events(answer.text)
@@ -159,8 +159,8 @@ async def test_an_end_that_got_lost_is_added(tmp_path: Path) -> None:
 
 async def test_nobody_left_to_go_on_is_an_error(tmp_path: Path) -> None:
     """The stream ends with the error, never as if it were whole."""
-    faults = {"fast": {"break_after": 3}, "balanced": {"status": 500}, "precise": {"status": 500}}
-    async with faulty_stack(tmp_path, faults) as stack:
+    faults = {"fast": {"stall_after": 3}, "balanced": {"status": 500}, "precise": {"status": 500}}
+    async with faulty_stack(tmp_path, faults, overrides=SOON) as stack:
         found = events((await stack.generate(tier="fast")).text)
         assert found[-1][0] == "error"
         assert found[-1][1]["type"].endswith("stream-broken")
@@ -169,11 +169,27 @@ async def test_nobody_left_to_go_on_is_an_error(tmp_path: Path) -> None:
 
 
 async def test_a_required_tier_is_not_left(tmp_path: Path) -> None:
-    """``require`` holds for the rest of the answer as well."""
-    async with faulty_stack(tmp_path, {"fast": {"break_after": 3}}) as stack:
+    """``require`` holds for the rest of the answer as well, which the very same engine may be asked for."""
+    async with faulty_stack(tmp_path, {"fast": {"break_after": 3, "once": True}}) as stack:
+        found = events((await stack.generate(tier="fast", tier_policy="require", max_tokens=64)).text)
+        assert "".join(data["text"] for name, data in found if name == "message") == TEXT
+        assert found[-1][1]["continued_on"] == ["fast"]
+        assert not stack.engines[TierName.BALANCED].requests
+    async with faulty_stack(tmp_path, {"fast": {"stall_after": 3}}, overrides=SOON) as stack:
         found = events((await stack.generate(tier="fast", tier_policy="require")).text)
         assert found[-1][0] == "error"
+        assert len(stack.engines[TierName.FAST].requests) == 1  # it would only stall again
         assert not stack.engines[TierName.BALANCED].requests
+
+
+async def test_no_engine_is_asked_twice_about_one_break(tmp_path: Path) -> None:
+    """The others first, the one that broke off last."""
+    faults = {"fast": {"break_after": 3, "once": True}, "balanced": {"status": 500}, "precise": {"status": 500}}
+    async with faulty_stack(tmp_path, faults) as stack:
+        found = events((await stack.generate(tier="fast", max_tokens=64)).text)
+        assert found[-1][1]["continued_on"] == ["fast"]
+        assert [len(stack.engines[tier].requests) for tier in TierName] == [2, 1, 1]
+        assert stack.leases() == 0
 
 
 @pytest.mark.parametrize(
