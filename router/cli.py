@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+import uvloop
 from pydantic_core import to_json
 from rich.console import Console
 
@@ -346,7 +346,7 @@ def _run(
     def is_up(_fleet: Fleet) -> None:
         say(f"[bold green]up[/]: listening on http://{shown}:{port}, all tiers ready. Ctrl-C stops.")
 
-    asyncio.run(run(deployment, sock, version(), changed, is_up, keys=keys, baton=baton))
+    uvloop.run(run(deployment, sock, version(), changed, is_up, keys=keys, baton=baton))
     say("stopped")
     if not logging.stop():
         os._exit(0)  # all is ended, but Python would wait for standard error to be taken

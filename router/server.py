@@ -38,7 +38,6 @@ class Server(uvicorn.Server):
         """
         config = uvicorn.Config(
             app,
-            loop="uvloop",
             http=protocol,
             ws="none",
             proxy_headers=False,
@@ -66,11 +65,8 @@ class Server(uvicorn.Server):
     def hand_over(self) -> None:
         """Take no more connections, since another router does; answer those that there are, and leave."""
         self._doors.state = Door.HANDED_OVER
-        loop = asyncio.get_running_loop()
-        # Not yet closed: a connection that was accepted in this very moment still has to become one of the server's.
         for server in self.servers:
-            for sock in server.sockets:
-                loop.remove_reader(sock.fileno())
+            server.close()  # uvloop accepts a connection and makes it one of the server's in one step: none lies between
         self._leaving = asyncio.create_task(self._leave(idle_too=True), name="leave")
 
     def _signalled(self) -> None:
@@ -90,9 +86,6 @@ class Server(uvicorn.Server):
         now = time.monotonic()
         deadline, idle_until = now + self._drain_s, now + IDLE_S
         await asyncio.sleep(POLL_S)
-        if idle_too:
-            for server in self.servers:
-                server.close()
         while time.monotonic() < deadline and (  # noqa: ASYNC110
             self._doors.inside or (idle_too and self.server_state.connections and time.monotonic() < idle_until)
         ):

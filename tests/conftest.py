@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    """Run asynchronous tests on asyncio, as the router does."""
-    return "asyncio"
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """Run asynchronous tests on uvloop, as the router does."""
+    return "asyncio", {"use_uvloop": True}
 
 
 @pytest.fixture(autouse=True)
