@@ -145,6 +145,11 @@ class OpenRequest:
             return "decode"
         return "waiting" if self.admitted is None else "prefill"
 
+    @property
+    def now_on(self) -> Exchange | None:
+        """Return the part of its answer that is computed now; None before the first one has begun."""
+        return self.answer.parts[-1] if self.answer is not None and self.answer.parts else self.answer
+
     def let_in(self, admitted: Admitted) -> None:
         """Note its place."""
         self.admitted, self.decision, self.sent = admitted, admitted.decision, time.monotonic()

@@ -224,8 +224,9 @@ def _percentiles(values: list[float]) -> dict[str, float] | None:
 
 def _render_open(request: OpenRequest, now: float) -> dict[str, Any]:
     answer, decision, admitted = request.answer, request.decision, request.admitted
-    tier = answer.tier if answer is not None else decision.tier
-    replica = answer.replica_id if answer is not None else admitted.lease.replica.id if admitted is not None else None
+    part = request.now_on
+    tier = part.tier if part is not None else decision.tier
+    replica = part.replica_id if part is not None else admitted.lease.replica.id if admitted is not None else None
     return {
         "request_id": request.context.request_id,
         "trace_id": request.context.trace_id,

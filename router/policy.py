@@ -94,13 +94,13 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyTable) -> Decision:
         notes.append(f"hint {query.hint} not taken: {_why_not(query, outlooks)}")
     if query.sla.max_quality_loss is not None and within and not table.losses:
         notes.append("loss is not measured yet, so only the reference precision is sure to keep max_quality_loss")
-    order = [] if query.require else [o.name for o in possible if o is not chosen]
+    spare = [] if query.require else [o for o in possible if o is not chosen]
     return Decision(
         tier=chosen.name,
         precision=chosen.tier.spec.precision,
         reason="; ".join([reason, *notes]),
         query=query,
-        fallbacks=_fallback_order(chosen.name, order),
+        fallbacks=_fallback_order(chosen.name, spare, table.max_slowdown),
         verdicts=tuple(_verdict(o, chosen) for o in outlooks),
         basis=basis,
         degraded=degraded,
@@ -328,11 +328,18 @@ def _worst_loss(outlook: _Outlook) -> tuple[float, int]:
     return (1.0 if outlook.loss is None else outlook.loss.high), -outlook.name.rank
 
 
-def _fallback_order(chosen: TierName, others: Sequence[TierName]) -> tuple[TierName, ...]:
-    """Order other tiers for a retry: higher precisions first, then lower ones from the top."""
-    higher = [name for name in others if name.rank > chosen.rank]
-    lower = [name for name in others if name.rank < chosen.rank]
-    return (*higher, *reversed(lower))
+def _fallback_order(chosen: TierName, spare: Sequence[_Outlook], max_slowdown: float) -> tuple[TierName, ...]:
+    """Order other tiers for a retry: higher precisions first, then lower ones from the top.
+
+    Last comes what a still higher one beats in speed as well.
+    """
+    higher = [o for o in spare if o.name.rank > chosen.rank]
+    lower = [o for o in spare if o.name.rank < chosen.rank]
+    order = [*higher, *reversed(lower)]
+    if len(order) > 1 and _dominated(spare[0].replica, spare[-1].replica, max_slowdown):
+        order.remove(spare[0])
+        order.append(spare[0])
+    return tuple(o.name for o in order)
 
 
 def _refuse(  # noqa: PLR0917  called here alone

@@ -39,7 +39,7 @@ const live = new Live({
     addRecords([record]);
     const ended = record.at * 1000 + (record.duration_ms ?? 0);
     // Those that the router tells again after a reconnect have left long ago.
-    if (Date.now() - ended < 5_000) Lane.all.get(record.served_by ?? record.tier)?.end(record.request_id, record.outcome === "ok");
+    if (Date.now() - ended < 5_000) Lane.all.get(record.continued_on.at(-1) ?? record.served_by ?? record.tier)?.end(record.request_id, record.outcome === "ok");
     openNamed();
   },
 });

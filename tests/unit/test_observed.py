@@ -20,6 +20,7 @@ from router.traces import KeptFor, RecordAll, TraceStore
 from tests.fakes.engine import Behaviour
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
+from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -273,6 +274,19 @@ async def test_the_live_stream_shows_requests_as_they_run_and_end(tmp_path: Path
         assert 0 < open_now[-1]["output_tokens"] <= 7
         assert tier["ttft_ms"]["p50"] == tier["ttft_ms"]["p95"] == pytest.approx(ended["ttft_ms"], abs=0.01)
         assert tier["replicas"][0]["tokens_per_s"] >= 0
+
+
+async def test_an_answer_that_another_tier_goes_on_with_is_shown_there(tmp_path: Path) -> None:
+    """The picture moves with it; the record names both tiers."""
+    async with router_stack(tmp_path) as stack:
+        stack.engines[TierName.FAST].break_after = 2
+        stack.engines[TierName.BALANCED].delay_s = 0.5
+        running = asyncio.create_task(stack.generate(tier="fast", max_tokens=64))
+        await until(lambda: stack.engines[TierName.BALANCED].running)
+        (shown,) = json.loads((await first_events(stack, "fleet", 2))[-1])["in_flight"]
+        assert (shown["tier"], shown["replica"], shown["state"]) == ("balanced", "balanced-0", "decode")
+        record = await record_of(stack, await running)
+        assert (record["served_by"], record["continued_on"]) == ("fast", ["balanced"])
 
 
 async def test_questions_about_the_past_have_clear_answers(tmp_path: Path) -> None:

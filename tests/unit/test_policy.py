@@ -169,6 +169,15 @@ def test_fallbacks_go_up_first() -> None:
     assert decide(query(), fleet(), TABLE).fallbacks == (BALANCED, PRECISE)
 
 
+def test_a_tier_that_a_higher_one_beats_in_speed_is_the_last_resort() -> None:
+    """An answer that broke does not go on at a token a second where a better tier is faster."""
+    slow = {FAST: SpeedModel(0, 0, 25), BALANCED: SpeedModel(0, 0, 900), PRECISE: SpeedModel(0, 0, 70)}
+    assert decide(query(hint=FAST), fleet(speeds=slow), TABLE).fallbacks == (PRECISE, BALANCED)
+    assert decide(query(hint=PRECISE), fleet(speeds=slow), TABLE).fallbacks == (BALANCED, FAST)
+    some = {FAST: SpeedModel(0, 0, 25), BALANCED: SpeedModel(0, 0, 90), PRECISE: SpeedModel(0, 0, 70)}
+    assert decide(query(hint=FAST), fleet(speeds=some), TABLE).fallbacks == (BALANCED, PRECISE)
+
+
 def test_every_tier_has_a_verdict() -> None:
     """The decision says of each tier what is known and why it was taken or not; unknown is None."""
     decision = decide(query(), fleet({PRECISE: ReplicaState.STARTING}, {FAST: SpeedModel(10, 1, 5)}), TABLE)
