@@ -8,10 +8,10 @@ Exporting is configured by the standard variables: ``OTEL_EXPORTER_OTLP_ENDPOINT
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -24,9 +24,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import Status, StatusCode
+from starlette.datastructures import Headers
 
 from router.journal import Outcome
-from router.traces import KeptFor, RecordAll, TraceStore
+from router.traces import Allowance, KeptFor, RecordAll, TraceStore
 from tiers.spec import OtlpTarget
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ RECENT_PER_S = (
 )
 UNTRACED = {"/route"}  # nothing follows from it, and the page asks it while somebody types
 _SEND = "qarr.send"
+_PARENT = ContextVar("qarr_parent", default="")  # traceparent for the engines of a request that has no spans
 DEFAULT_ENDPOINTS = {HTTP: "http://localhost:4318", GRPC: "http://localhost:4317"}
 
 
@@ -60,14 +62,26 @@ class TelemetryError(Exception):
 class Telemetry:
     """The router's tracer. Made once.
 
+    Args:
+        provider: Makes spans; None: there are none.
+        traces: See there.
+        record_prompts: Put prompts on spans.
+        allowance: Of requests that have spans at all; None: every one has.
+
     Attributes:
         traces: The last ones; None: they are not kept.
     """
 
     def __init__(
-        self, provider: TracerProvider | None, *, traces: TraceStore | None = None, record_prompts: bool = False
+        self,
+        provider: TracerProvider | None,
+        *,
+        traces: TraceStore | None = None,
+        record_prompts: bool = False,
+        allowance: Allowance | None = None,
     ) -> None:
         self._provider, self.traces, self._record_prompts = provider, traces, record_prompts
+        self._allowance = allowance
         self._tracer: Tracer = (provider or trace.NoOpTracerProvider()).get_tracer("qarr")
 
     def instrument(self, app: ASGIApp) -> ASGIApp:
@@ -100,6 +114,11 @@ class Telemetry:
             if scope.get("method") != "POST" or scope["path"] in UNTRACED:
                 await app(scope, receive, send)
                 return
+            if self._allowance is not None and not self._allowance.take():
+                _PARENT.set(_parent_of(scope))
+                await app(scope, receive, send)
+                return
+            _PARENT.set("")  # the request before on this connection may have left one
             scope[_SEND] = send
             await wrapped(scope, receive, send)
 
@@ -118,9 +137,7 @@ class Telemetry:
         if context.is_valid:
             trace_id = trace.format_trace_id(context.trace_id)
         else:
-            parent = headers.get("traceparent", "").split("-")
-            given = parent[1] if len(parent) == 4 else ""  # noqa: PLR2004  version-trace-span-flags
-            trace_id = given if _is_trace_id(given) else secrets.token_hex(16)
+            trace_id = _trace_id_of(_PARENT.get() or headers.get("traceparent", "")) or secrets.token_hex(16)
         asked = headers.get("x-request-id", "")
         usable = 0 < len(asked) <= 128 and asked.isascii() and asked.replace("-", "").replace("_", "").isalnum()  # noqa: PLR2004
         return asked if usable else secrets.token_hex(16), trace_id
@@ -289,7 +306,7 @@ class Telemetry:
 
     def start_attempt(self, tier: TierName, replica: Replica, request: EngineRequest, number: int) -> Span:
         """Start the span of one upstream attempt (GenAI semantic conventions); the caller ends it."""
-        if self._provider is None:
+        if self._provider is None or not trace.get_current_span().get_span_context().is_valid:
             return trace.INVALID_SPAN
         where = urlsplit(replica.url)
         return self._tracer.start_span(
@@ -312,9 +329,11 @@ class Telemetry:
         )
 
     def inject(self, span: Span, headers: MutableMapping[str, str]) -> None:
-        """Add the W3C trace context of a span to an upstream request's headers."""
+        """Add the W3C trace context to an upstream request's headers: a span's, or of a request without, its caller's."""
         if span.get_span_context().is_valid:
             propagate.inject(headers, trace.set_span_in_context(span))
+        elif parent := _PARENT.get():
+            headers["traceparent"] = parent
 
     def shutdown(self) -> None:
         """Export what is left."""
@@ -336,15 +355,15 @@ def make_telemetry(version: str, settings: TelemetrySettings) -> Telemetry:
     resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", SERVICE), SERVICE_VERSION: version})
     # Where nothing is exported, engines that trace on their own are told what the caller said, and else not to.
     provider = TracerProvider(resource=resource, sampler=None if exporter is not None else ParentBased(ALWAYS_OFF))
+    few = Allowance(RECENT_PER_S, max(settings.recent_traces, 1))
     if everything:
-        judged = exporter is not None and settings.keep_failures
-        provider.sampler = RecordAll(
-            provider.sampler, math.inf if judged else RECENT_PER_S, max(settings.recent_traces, 1)
-        )
+        limited = exporter is not None and not settings.keep_failures
+        provider.sampler = RecordAll(provider.sampler, few if limited else None)
     batches = BatchSpanProcessor(exporter) if exporter is not None else None
     traces = TraceStore(settings.recent_traces, batches, tail=settings.keep_failures)
     provider.add_span_processor(traces)
-    return Telemetry(provider, traces=traces, record_prompts=settings.record_prompts)
+    allowance = few if exporter is None else None
+    return Telemetry(provider, traces=traces, record_prompts=settings.record_prompts, allowance=allowance)
 
 
 def engine_target() -> OtlpTarget | None:
@@ -429,8 +448,18 @@ def _worth(record: RequestRecord) -> KeptFor:
     return KeptFor.SLA_MISS if record.sla_met is False else KeptFor.RECENT
 
 
-def _is_trace_id(text: str) -> bool:
-    return len(text) == 32 and text != "0" * 32 and all(c in "0123456789abcdef" for c in text)  # noqa: PLR2004
+def _trace_id_of(parent: str) -> str:
+    """Return the trace id of a ``traceparent`` header; empty where it is none."""
+    parts = parent.split("-")  # version, trace, span, flags
+    given = parts[1] if len(parts) == 4 else ""  # noqa: PLR2004
+    usable = len(given) == 32 and given != "0" * 32 and all(c in "0123456789abcdef" for c in given)  # noqa: PLR2004
+    return given if usable else ""
+
+
+def _parent_of(scope: Scope) -> str:
+    """Return the ``traceparent`` that a request came with; where it had none, one of a trace that is not sampled."""
+    given = Headers(scope=scope).get("traceparent", "")
+    return given if _trace_id_of(given) else f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"
 
 
 def _decision_attributes(decision: Decision) -> dict[str, Any]:

@@ -7,7 +7,6 @@ engines are not among those: the engine was told, when it was asked, that the tr
 
 from __future__ import annotations
 
-import math
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -63,18 +62,34 @@ class Trace:
         return next((span for span in self.spans if _is_root(span)), self.spans[0])
 
 
+class Allowance:
+    """So many a second, and so many at once."""
+
+    def __init__(self, per_s: float, burst: int) -> None:
+        self._per_s, self._burst = per_s, burst
+        self._left, self._at = float(burst), time.monotonic()
+
+    def take(self) -> bool:
+        """Take one; False: there is none left for now."""
+        now = time.monotonic()
+        self._left = min(self._left + (now - self._at) * self._per_s, float(self._burst))
+        self._at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
 class RecordAll(Sampler):
     """Records what another sampler drops, so that it can be kept in memory and judged by its end.
 
     Args:
         root: The other sampler, whose choice of what is exported stands.
-        per_s: Traces a second that are recorded of what it drops; where more come, the rest costs nothing.
-        burst: So many at once.
+        allowance: Of traces that are recorded of what it drops; None: all of them.
     """
 
-    def __init__(self, root: Sampler, per_s: float = math.inf, burst: int = 1) -> None:
-        self._root, self._per_s, self._burst = root, per_s, burst
-        self._left, self._at = float(burst), time.monotonic()
+    def __init__(self, root: Sampler, allowance: Allowance | None = None) -> None:
+        self._root, self._allowance = root, allowance
 
     def should_sample(  # noqa: PLR0917  the library's signature
         self,
@@ -93,21 +108,9 @@ class RecordAll(Sampler):
         parent = get_current_span(parent_context)
         context = parent.get_span_context()
         inside = context.is_valid and not context.is_remote
-        if not (parent.is_recording() if inside else self._take()):
+        if not (parent.is_recording() if inside else self._allowance is None or self._allowance.take()):
             return found
         return SamplingResult(Decision.RECORD_ONLY, attributes, found.trace_state)
-
-    def _take(self) -> bool:
-        """Take one trace of what may be recorded; False: there is none left for now."""
-        if math.isinf(self._per_s):
-            return True
-        now = time.monotonic()
-        self._left = min(self._left + (now - self._at) * self._per_s, float(self._burst))
-        self._at = now
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
 
     def get_description(self) -> str:
         """Return its name and the other's."""

@@ -16,7 +16,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from router.telemetry import Telemetry, make_telemetry
-from router.traces import KeptFor, RecordAll, TraceStore
+from router.traces import Allowance, KeptFor, RecordAll, TraceStore
 from tests.fakes.engine import Behaviour
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
@@ -464,9 +464,10 @@ def test_the_sdk_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_busy_router_records_few_traces_for_memory_alone(tmp_path: Path) -> None:
     """What goes beyond the bound is not recorded at all, neither its server span nor those below it, and still served."""
     store = TraceStore(100)
-    provider = TracerProvider(sampler=RecordAll(ALWAYS_OFF, per_s=1e-9, burst=2))
+    provider = TracerProvider(sampler=RecordAll(ALWAYS_OFF))
     provider.add_span_processor(store)
-    async with router_stack(tmp_path, tracing=Telemetry(provider, traces=store)) as stack:
+    telemetry = Telemetry(provider, traces=store, allowance=Allowance(1e-9, 2))
+    async with router_stack(tmp_path, tracing=telemetry) as stack:
         answers = [await stack.generate() for _ in range(4)]
         await record_of(stack, answers[-1])
         traces = await traces_with(stack, answers[1])
@@ -474,6 +475,25 @@ async def test_a_busy_router_records_few_traces_for_memory_alone(tmp_path: Path)
             (a.headers["x-qarr-trace-id"], 4) for a in reversed(answers[:2])
         ]
         assert len({a.headers["x-qarr-trace-id"] for a in answers}) == 4
+        told = stack.engines[TierName.FAST].headers[-1]["traceparent"].split("-")
+        assert (told[1], told[3]) == (answers[-1].headers["x-qarr-trace-id"], "00")  # engines are told not to trace it
+        given = f"00-{'1' * 32}-{'2' * 16}-01"
+        body = {"prompt": "hi", "tier": "fast", "stream": False}
+        own = await stack.client.post(f"{stack.url}/generate", json=body, headers={"traceparent": given})
+        assert own.headers["x-qarr-trace-id"] == "1" * 32
+        assert stack.engines[TierName.FAST].headers[-1]["traceparent"] == given
+
+
+async def test_where_little_is_sampled_few_others_are_recorded_for_memory(tmp_path: Path) -> None:
+    """With an exporter the sampler chooses first; of what it leaves out no more than allowed is recorded."""
+    store = TraceStore(100)
+    provider = TracerProvider(sampler=RecordAll(ALWAYS_OFF, Allowance(1e-9, 2)))
+    provider.add_span_processor(store)
+    async with router_stack(tmp_path, tracing=Telemetry(provider, traces=store)) as stack:
+        answers = [await stack.generate() for _ in range(4)]
+        await record_of(stack, answers[-1])
+        traces = await traces_with(stack, answers[1])
+        assert [t["trace_id"] for t in traces] == [a.headers["x-qarr-trace-id"] for a in reversed(answers[:2])]
 
 
 async def test_the_documented_metrics_are_those_of_the_page(tmp_path: Path) -> None:
