@@ -49,6 +49,7 @@ HTTP, GRPC = "http/protobuf", "grpc"
 RECENT_PER_S = (
     10  # traces that are recorded for memory alone: it costs a third of a request, benchmarks/observing_cost.py
 )
+MOST_OPEN_FOR_MEMORY = 50  # such traces at once: the spans of an open stream take about 25 KB
 UNTRACED = {"/route"}  # nothing follows from it, and the page asks it while somebody types
 _SEND = "qarr.send"
 _PARENT = ContextVar("qarr_parent", default="")  # traceparent for the engines of a request that has no spans
@@ -114,7 +115,7 @@ class Telemetry:
             if scope.get("method") != "POST" or scope["path"] in UNTRACED:
                 await app(scope, receive, send)
                 return
-            if self._allowance is not None and not self._allowance.take():
+            if not self._has_spans():
                 _PARENT.set(_parent_of(scope))
                 await app(scope, receive, send)
                 return
@@ -123,6 +124,12 @@ class Telemetry:
             await wrapped(scope, receive, send)
 
         return traced
+
+    def _has_spans(self) -> bool:
+        """Tell whether the request that comes now has spans: not where nothing is exported and enough is recorded."""
+        if self._allowance is None:
+            return True
+        return (self.traces is None or self.traces.open < MOST_OPEN_FOR_MEMORY) and self._allowance.take()
 
     def name_server_span(self, scope: Scope, route: str) -> None:
         """Give the server span its route, which the middleware cannot know under Starlette."""

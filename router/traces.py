@@ -132,6 +132,11 @@ class TraceStore(SpanProcessor):
         self._recent: OrderedDict[int, Trace] = OrderedDict()
         self._failed: OrderedDict[int, Trace] = OrderedDict()
 
+    @property
+    def open(self) -> int:
+        """Return the number of traces whose server span has not ended."""
+        return len(self._open)
+
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         """Open a trace with its root."""
         if self._exporting is not None:
