@@ -139,7 +139,7 @@ async def test_a_sure_answer_is_whole_and_unchanged(tmp_path: Path) -> None:
 
 async def test_no_time_no_check(tmp_path: Path) -> None:
     """Held tokens go out when the time for them is over, though the tier is slow to show whether it is sure."""
-    slow = Behaviour(answer=WORDS, certainty=-1.9, delay_s=0.2)
+    slow = Behaviour(answer=WORDS, certainty=-1.9, delay_s=0.6)
     async with profiled_stack(tmp_path, {"check_share": 0.2, "check_wait_s": 0.5}, fast=slow) as stack:
         answer = await stack.generate(prompt="Hello, how are you today?", max_tokens=6)
         assert answer.headers["x-qarr-tier"] == "fast"
