@@ -18,7 +18,7 @@ EVERY_S = 60.0
 
 
 def hand_back() -> None:
-    """Give free memory back, where the C library knows how; a millisecond, after a flood of 200 MB once about 50."""
+    """Give free memory back, where the C library knows how; it takes the longer the more there is."""
     trim = _malloc_trim()
     if trim is not None:
         trim(0)

@@ -49,7 +49,9 @@ HTTP, GRPC = "http/protobuf", "grpc"
 RECENT_PER_S = (
     10  # traces that are recorded for memory alone: it costs a third of a request, benchmarks/observing_cost.py
 )
-MOST_OPEN_FOR_MEMORY = 50  # such traces at once: the spans of an open stream take about 25 KB
+MOST_OPEN_FOR_MEMORY = (
+    50  # such traces at once: spans take much of what an open stream holds (benchmarks/open_streams.py)
+)
 UNTRACED = {"/route"}  # nothing follows from it, and the page asks it while somebody types
 _SEND = "qarr.send"
 _PARENT = ContextVar("qarr_parent", default="")  # traceparent for the engines of a request that has no spans
