@@ -97,67 +97,64 @@ class Answer(Exchange):
 
     async def begin(self) -> None:
         """Read up to the first delta that has text or ends the answer."""
-        while True:
-            delta = await anext(self._stream, None)
-            if delta is None:
+        while not any(delta.text or delta.finish_reason for delta in self._held):
+            deltas = await anext(self._stream, None)
+            if deltas is None:
                 raise EngineBroke("the engine's answer was empty")
-            if delta.text or delta.finish_reason:
-                break
-        self._held.append(delta)
+            self._held += deltas
         self._began()
 
     async def look_ahead(self, tokens: int, deadline: float) -> float | None:
-        """Read ahead; what is read comes first in ``deltas``."""
+        """Read ahead; what is read comes first in ``batches``."""
         with contextlib.suppress(TimeoutError):
             while not self._over and sum(len(d.certainties) for d in self._held) < tokens:
-                delta = await self._ahead(self._stream, deadline)
-                if delta is None:
+                deltas = await self._ahead(self._stream, deadline)
+                if deltas is None:
                     self._over = True
                 else:
-                    self._held.append(delta)
+                    self._held += deltas
         self.let_go()
         found = [value for delta in self._held for value in delta.certainties][:tokens]
         return fmean(found) if found else None
 
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """Yield every delta from the first, also those of engines that go on with it.
+    async def batches(self) -> AsyncIterator[Sequence[Delta]]:
+        """Yield every delta from the first, those that came together at once, also those of engines that go on with it.
 
         Raises:
             EngineBroke: The engine failed, or no token came in time, and no other could go on.
         """
         broken: EngineBroke | None = None
         try:
-            async for delta in self._own():
-                yield delta
+            async for deltas in self._own():
+                yield deltas
         except EngineBroke as error:
             broken = error
         if broken is not None:
             async for piece in self._resumed(broken):
-                yield Delta(piece.text, piece.finish_reason)
+                yield (Delta(piece.text, piece.finish_reason),)
         self._complete = True
 
-    async def _own(self) -> AsyncIterator[Delta]:
+    async def _own(self) -> AsyncIterator[Sequence[Delta]]:
         """Yield what the first engine computes."""
-        for held in self._held:
-            self._note(held)
-            yield held
-        delta = None if self._over else await self._next(self._stream)
-        while delta is not None:
-            self._note(delta)
-            yield delta
-            delta = await self._next(self._stream)
+        deltas: list[Delta] | None = self._held
+        while deltas is not None:
+            for delta in deltas:
+                self._note(delta)
+            yield deltas
+            deltas = None if self._over else await self._next(self._stream)
         if self.finish_reason is None:
             raise EngineBroke("the engine's stream ended without a finish reason")
 
-    async def _read(self) -> AsyncGenerator[Delta, None]:
+    async def _read(self) -> AsyncGenerator[list[Delta], None]:
         """Yield the stream's deltas, and keep the prompt's ids, which come before the first token."""
         assert self.progress is not None
-        async with contextlib.aclosing(read_chunks(self._attempt.response)) as chunks:
-            async for chunk in chunks:
-                delta = _delta(chunk)
-                if delta.prompt_ids:
-                    self.progress.prompt_ids = list(delta.prompt_ids)
-                yield delta
+        async with contextlib.aclosing(read_chunks(self._attempt.response)) as batches:
+            async for chunks in batches:
+                deltas = [_delta(chunk) for chunk in chunks]
+                for delta in deltas:
+                    if delta.prompt_ids:
+                        self.progress.prompt_ids = list(delta.prompt_ids)
+                yield deltas
 
     def _note(self, delta: Delta) -> None:
         assert self.progress is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from tiers.spec import TierName
 
 COMPLETIONS, DETOKENIZE = "/v1/completions", "/detokenize"
+SEPARATOR, DONE = b"\n\n", b"data: [DONE]"
 BROKEN_CHARACTER = "\ufffd"
 MOST_DROPPED = 8  # tokens that may be computed again: more than the bytes of one character
 DETOKENIZE_TIMEOUT_S = 5.0
@@ -175,15 +177,15 @@ class Continued(Exchange):
     def __init__(self, attempt: Attempt) -> None:
         super().__init__(attempt)
         self._source = self._stream = read_chunks(attempt.response)
-        self._first: Piece | None = None
+        self._first: list[Piece] = []
 
     async def begin(self) -> None:
         """Read up to the first token."""
-        while self._first is None:
-            found = await anext(self._stream, None)
-            if found is None:
+        while not self._first:
+            chunks = await anext(self._stream, None)
+            if chunks is None:
                 raise EngineBroke("the engine's answer was empty")
-            self._first = self._noted(found)
+            self._first = self._noted(chunks)
         self._began()
 
     async def pieces(self) -> AsyncIterator[Piece]:
@@ -192,21 +194,23 @@ class Continued(Exchange):
         Raises:
             EngineBroke: The engine failed, or no token came in time.
         """
-        if self._first is not None:
-            yield self._first
-        found = await self._next(self._stream)
-        while found is not None:
-            piece = self._noted(found)
-            if piece is not None:
+        for piece in self._first:
+            yield piece
+        chunks = await self._next(self._stream)
+        while chunks is not None:
+            for piece in self._noted(chunks):
                 self._produced(len(piece.token_ids))
                 yield piece
-            found = await self._next(self._stream)
+            chunks = await self._next(self._stream)
         if self.finish_reason is None:
             raise EngineBroke("the engine's stream ended without a finish reason")
         self._complete = True
 
-    def _noted(self, chunk: dict[str, Any]) -> Piece | None:
-        """Return a chunk as a piece; None for one without a choice."""
+    def _noted(self, chunks: Sequence[dict[str, Any]]) -> list[Piece]:
+        """Return chunks as pieces, but for those without a choice."""
+        return [piece for piece in map(self._piece, chunks) if piece is not None]
+
+    def _piece(self, chunk: dict[str, Any]) -> Piece | None:
         if chunk.get("usage"):
             self._note_usage(chunk["usage"])
         try:
@@ -436,29 +440,65 @@ def continued_on(answer: Exchange) -> list[TierName]:
     return [part.tier for part in answer.parts]
 
 
-async def read_chunks(response: httpx.Response) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield a stream's chunks.
+async def read_events(response: httpx.Response) -> AsyncGenerator[list[bytes], None]:
+    """Yield a stream's events as they are, those that came together in one list, up to ``[DONE]`` and with it.
 
     Raises:
-        EngineBroke: The stream ended early, or holds an error or something that is no chunk.
+        EngineBroke: The stream ended before.
     """
     buffer = b""
     try:
         async with chunks_of(response) as parts:
             async for data in parts:
-                *events, buffer = (buffer + data).split(b"\n\n")
-                for event in events:
-                    if not event.startswith(b"data:"):
-                        continue
-                    text = event.removeprefix(b"data:").strip()
-                    if text == b"[DONE]":
+                *events, buffer = (buffer + data).split(SEPARATOR)
+                if events:
+                    yield events
+                    if events[-1] == DONE:
                         return
-                    chunk = from_json(text)
-                    if "error" in chunk:
-                        raise EngineBroke("the engine reported an error in its stream")
-                    yield chunk
     except httpx.HTTPError as error:
         raise EngineBroke(f"the engine's stream broke off ({type(error).__name__})") from error
-    except (ValueError, TypeError) as error:
-        raise EngineBroke("the engine's stream holds something that is not a chunk") from error
     raise EngineBroke("the engine's stream ended early")
+
+
+async def read_chunks(response: httpx.Response) -> AsyncGenerator[list[dict[str, Any]], None]:
+    """Yield what a stream's events hold, those that came together in one list.
+
+    Raises:
+        EngineBroke: The stream ended early, or holds an error or something that is no chunk. What came before was yielded.
+    """
+    async with aclosing(read_events(response)) as batches:
+        async for events in batches:
+            chunks: list[dict[str, Any]] = []
+            fault: EngineBroke | None = None
+            try:
+                for event in events:
+                    if event.startswith(b"data:") and event != DONE:
+                        chunks.append(_chunk(event))  # noqa: PERF401  what came before an error stays
+            except EngineBroke as error:
+                fault = error
+            if chunks:
+                yield chunks
+            if fault is not None:
+                raise fault
+
+
+def _chunk(event: bytes) -> dict[str, Any]:
+    chunk = parse_event(event)
+    if "error" in chunk:
+        raise EngineBroke("the engine reported an error in its stream")
+    return chunk
+
+
+def parse_event(event: bytes) -> dict[str, Any]:
+    """Return what an event holds.
+
+    Raises:
+        EngineBroke: It is no JSON object.
+    """
+    try:
+        chunk = from_json(event.removeprefix(b"data:"))
+    except ValueError as error:
+        raise EngineBroke("the engine's stream holds something that is not a chunk") from error
+    if not isinstance(chunk, dict):
+        raise EngineBroke("the engine's stream holds something that is not a chunk")
+    return chunk

@@ -35,7 +35,7 @@ from router.upstream import UpstreamError
 from router.wire import GenerateBody, make_query, parse_generate, render_decision
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from starlette.types import Receive, Scope, Send
 
@@ -50,10 +50,15 @@ STREAM_ID = "x-qarr-stream-id"
 
 
 class Put(Protocol):
-    """Takes a stream's events, one by one."""
+    """Takes a stream's events."""
 
-    async def __call__(self, event: bytes, *, last: bool) -> None:
-        """Take one event, without its id."""
+    async def __call__(self, events: Sequence[bytes], *, last: bool) -> None:
+        """Take some events, without their ids.
+
+        Args:
+            events: In order.
+            last: Whether no more come.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,24 +197,26 @@ class Numbered:
     def __init__(self, send: Send) -> None:
         self._send, self._number = send, 0
 
-    async def __call__(self, event: bytes, *, last: bool) -> None:
-        """Send one event."""
-        self._number += 1
-        await self._send(body_message(b"id: %d\n" % self._number + event, more=not last))
+    async def __call__(self, events: Sequence[bytes], *, last: bool) -> None:
+        """Send some events."""
+        numbered = [b"id: %d\n" % number + event for number, event in enumerate(events, self._number + 1)]
+        self._number += len(events)
+        await self._send(body_message(b"".join(numbered), more=not last))
 
 
 async def stream_answer(answer: Answer, context: RequestContext, put: Put) -> None:
     """Relay an answer as server-sent events: text events, then exactly one ``done`` or ``error`` event."""
     try:
-        async for delta in answer.deltas():
-            if delta.text:
-                await put(b"data: " + to_json({"text": delta.text}) + b"\n\n", last=False)
+        async for deltas in answer.batches():
+            events = [b"data: " + to_json({"text": delta.text}) + b"\n\n" for delta in deltas if delta.text]
+            if events:
+                await put(events, last=False)
         last = b"event: done\ndata: " + to_json(closing(answer)) + b"\n\n"
     except UpstreamError as error:
         answer.error = error
         log.warning("request %s: %s on %s", context.request_id, error, answer.replica_id)
         last = error_event(error, context)
-    await put(last, last=True)
+    await put([last], last=True)
 
 
 def error_event(error: Exception, context: RequestContext) -> bytes:
@@ -219,7 +226,7 @@ def error_event(error: Exception, context: RequestContext) -> bytes:
 
 async def send_answer(answer: Answer, headers: dict[str, str], context: RequestContext, send: Send) -> None:
     """Collect an answer and send it as one JSON object."""
-    text = "".join([delta.text async for delta in answer.deltas()])
+    text = "".join([delta.text async for deltas in answer.batches() for delta in deltas])
     rendered = {"text": text, **closing(answer), **context.ids}
     await send(start_message(headers, "application/json", {}))
     await send(body_message(to_json(rendered), more=False))

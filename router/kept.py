@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from router.context import Signal, body_message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
     from typing import Any
 
     from starlette.types import Send
@@ -91,13 +91,17 @@ class KeptStream:
         self.headers = headers
         self._news.set()
 
-    async def put(self, event: bytes, *, last: bool) -> None:
-        """Keep one event; wait where that would drop one that no connection has taken.
+    async def put(self, events: Sequence[bytes], *, last: bool) -> None:
+        """Keep some events; wait where that would drop one that no connection has taken.
 
         Args:
-            event: Without its id.
-            last: Whether it is the last one.
+            events: Without their ids.
+            last: Whether no more come.
         """
+        for number, event in enumerate(events, 1):
+            await self._keep(event, last=last and number == len(events))
+
+    async def _keep(self, event: bytes, *, last: bool) -> None:
         event = f"id: {self.id}.{self.newest + 1}\n".encode() + event
         while self._events and self._size + len(event) > self._max_bytes:
             if self._oldest > self._taken:

@@ -8,7 +8,6 @@ the last chunk of each choice, is put back there.
 from __future__ import annotations
 
 import contextlib
-import re
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -17,24 +16,31 @@ import httpx
 from pydantic_core import from_json, to_json
 
 from router.answers import CERTAINTY
-from router.continuation import Piece, Progress, Resumption, continued_on
+from router.continuation import (
+    DONE,
+    SEPARATOR,
+    Piece,
+    Progress,
+    Resumption,
+    continued_on,
+    parse_event,
+    read_events,
+)
 from router.jsontext import JsonObject, NotJson, as_integer
-from router.upstream import Attempt, EngineBroke, EngineFailed, Exchange, body_of, chunks_of
+from router.upstream import Attempt, EngineBroke, EngineFailed, Exchange, body_of
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from tiers.fleet import Replica
 
-SEPARATOR = b"\n\n"
 DEFAULT_COMPLETION = 16  # tokens of a completion that gives no limit, as OpenAI and vLLM have it
-DONE = b"data: [DONE]"
 # Quotes in a JSON string are escaped, so these stand only where a member of that name does.
 _USAGE, _ERROR = b'"usage":{', b'"error":'
 _LOGPROBS = b'"logprobs":{'
 _FINISHED, _FINGERPRINT = b'"finish_reason":"', b'"system_fingerprint"'
-_IDS = re.compile(rb'"((?:prompt_)?token_ids)":\[[\d,]*\]')
+_IDS = (b'"token_ids":[', b'"prompt_token_ids":[')
 # What of a request says how tokens are chosen, and holds for its continuation as well.
 _SAMPLING = (
     "allowed_token_ids",
@@ -216,7 +222,7 @@ class EventRelay(Exchange):
         self._judged = judged and attempt.tier is not TierName.PRECISE
         self.media_type = attempt.response.headers.get("content-type", "text/event-stream; charset=utf-8")
         self._report_usage = report_usage
-        self._source = self._batches = self._read(attempt.response)
+        self._source = self._batches = read_events(attempt.response)
         self._held: list[bytes] = []
         self._ended = False
 
@@ -307,7 +313,7 @@ class EventRelay(Exchange):
             self._ended = True
             return event
         if _USAGE in event:
-            chunk = _parse(event)
+            chunk = parse_event(event)
             self._note_usage(chunk["usage"])
             if not chunk.get("choices") and not self._report_usage:
                 return None
@@ -332,7 +338,7 @@ class EventRelay(Exchange):
 
         An event that has nothing but ids, for a token that is not to be seen yet, would not have come without.
         """
-        chunk = _parse(event)
+        chunk = parse_event(event)
         choice: dict[str, Any] = next(iter(chunk.get("choices") or ()), {})
         progress.prompt_ids = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids") or progress.prompt_ids
         delta = choice.get("delta")
@@ -346,26 +352,16 @@ class EventRelay(Exchange):
             self._template = {name: chunk.get(name) for name in ("id", "object", "created", "model")}
         if delta == {} and ids and choice.get("finish_reason") is None:
             return len(ids), None
-        return len(ids) or 1, _IDS.sub(rb'"\1":null', event)
+        return len(ids) or 1, _without_ids(event)
 
-    async def _read(self, response: httpx.Response) -> AsyncGenerator[list[bytes], None]:
-        """Yield whole events, those that came together in one list.
 
-        Raises:
-            EngineBroke: The stream ended before ``[DONE]``.
-        """
-        buffer = b""
-        try:
-            async with chunks_of(response) as chunks:
-                async for chunk in chunks:
-                    *events, buffer = (buffer + chunk).split(SEPARATOR)
-                    if events:
-                        yield events
-                        if events[-1] == DONE:
-                            return
-        except httpx.HTTPError as error:
-            raise EngineBroke(f"the engine's stream broke off ({type(error).__name__})") from error
-        raise EngineBroke("the engine's stream ended early")
+def _without_ids(event: bytes) -> bytes:
+    """Return an event with null for its token ids."""
+    for name in _IDS:
+        head, found, rest = event.partition(name)
+        if found:
+            event = head + name[:-1] + b"null" + rest.partition(b"]")[2]
+    return event
 
 
 def _certainties(events: list[bytes]) -> list[float]:
@@ -373,7 +369,7 @@ def _certainties(events: list[bytes]) -> list[float]:
     found = []
     for event in events:
         if _LOGPROBS in event:
-            for choice in _parse(event).get("choices") or ():
+            for choice in parse_event(event).get("choices") or ():
                 places = (choice.get("logprobs") or {}).get("content") or ()
                 found += [float(place["top_logprobs"][0]["logprob"]) for place in places if place.get("top_logprobs")]
     return found
@@ -381,7 +377,7 @@ def _certainties(events: list[bytes]) -> list[float]:
 
 def _without_logprobs(event: bytes) -> bytes:
     """Return an event as the engine would have sent it without log-probabilities."""
-    chunk = _parse(event)
+    chunk = parse_event(event)
     for choice in chunk.get("choices") or ():
         choice["logprobs"] = None
     return b"data: " + to_json(chunk)
@@ -399,7 +395,7 @@ def _check(events: list[bytes]) -> None:
 
 def _before_error(events: list[bytes]) -> list[bytes]:
     """Return the events before the first one that is an error."""
-    wrong = (number for number, event in enumerate(events) if _ERROR in event and "error" in _parse(event))
+    wrong = (number for number, event in enumerate(events) if _ERROR in event and "error" in parse_event(event))
     return events[: next(wrong, len(events))]
 
 
@@ -409,18 +405,8 @@ def _has_token(event: bytes) -> bool:
         return True
     if not event.startswith(b"data:"):
         return False
-    for choice in _parse(event).get("choices") or ():
+    for choice in parse_event(event).get("choices") or ():
         delta = choice.get("delta") or {}
         if choice.get("text") or choice.get("finish_reason") or any(v for k, v in delta.items() if k != "role"):
             return True
     return False
-
-
-def _parse(event: bytes) -> dict[str, Any]:
-    try:
-        chunk = from_json(event.removeprefix(b"data:"))
-    except ValueError as error:
-        raise EngineBroke("the engine's stream holds something that is not a chunk") from error
-    if not isinstance(chunk, dict):
-        raise EngineBroke("the engine's stream holds something that is not a chunk")
-    return chunk

@@ -27,6 +27,8 @@ import httpx
 from httpx_aiohttp import AiohttpTransport
 from pydantic_core import from_json
 
+from router.patience import Patience
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
@@ -188,6 +190,7 @@ class Exchange(ABC):
         self.resume: Callable[[Exchange, EngineBroke], AsyncIterator[Piece]] | None = None
         self.parts: list[Exchange] = []
         self._attempt = attempt
+        self._patience = Patience(attempt.token_timeout_s)
         self._pending: asyncio.Future[Any] | None = None
         self._source: AsyncGenerator[Any, None] | None = None
         self._first_at = self._last_at = 0.0
@@ -262,6 +265,7 @@ class Exchange(ABC):
         lease.release()
         span.set_attributes(self._attributes())
         end_span(span, error)
+        self._patience.close()
         if self._pending is not None:
             self._pending.cancel()
             await asyncio.gather(self._pending, return_exceptions=True)
@@ -306,15 +310,15 @@ class Exchange(ABC):
         Raises:
             EngineStalled: None came in time.
         """
-        limit_s = self._attempt.token_timeout_s
         try:
-            async with asyncio.timeout(limit_s):
+            with self._patience:
                 if self._pending is None:
                     return await anext(source, None)
                 item: T | None = await self._pending
                 self._pending = None
                 return item
         except TimeoutError as error:
+            limit_s = self._attempt.token_timeout_s
             raise EngineStalled(f"the engine sent no token for {limit_s:g} s") from error
 
     async def _ahead(self, source: AsyncIterator[T], deadline: float) -> T | None:
