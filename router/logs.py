@@ -19,7 +19,6 @@ from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
-from pathlib import Path
 from queue import Full, Queue
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -28,6 +27,7 @@ from router.journal import Outcome, render_summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from starlette.types import Scope
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 ROUTER_FILE = "router-{port}.log"
 QUEUED_LINES = 10_000
+GATHERED_S = 0.05  # for which lines may wait for others
 MAX_CHARS = 4_000  # of one message: an engine's error may be of any length
 LAST_LINES_S = 2.0  # in which what is queued is written at the end
 PATH_CHARS = 120
@@ -152,7 +153,7 @@ class Logging:
     def __init__(self, telemetry: TelemetrySettings) -> None:
         self._telemetry = telemetry
         self._queue: Queue[Any] = Queue(QUEUED_LINES)
-        self._writer = _Writer(self._queue, _stderr_handler(telemetry), respect_handler_level=True)
+        self._writer = _Writer(self._queue, _stderr_handler(telemetry))
         self._hand = _Hand(self._queue)
 
     def start(self) -> None:
@@ -253,6 +254,19 @@ class _Writer(QueueListener):
     _thread: Any
     stuck = False
 
+    def __init__(self, lines: Queue[Any], handler: logging.Handler) -> None:
+        super().__init__(lines, handler, respect_handler_level=True)
+        self._lines = lines
+
+    def dequeue(self, block: bool) -> Any:  # noqa: FBT001  the library's
+        """Wait for a line; of many that come one after another take some at once.
+
+        Each waking of the thread takes the interpreter from the event loop.
+        """
+        if self._lines.empty():
+            time.sleep(GATHERED_S)
+        return super().dequeue(block)
+
     def handle(self, record: Any) -> None:
         """Write a line, or do what else is to be written."""
         if isinstance(record, logging.LogRecord):
@@ -282,18 +296,25 @@ class _File(RotatingFileHandler):
     def __init__(self, path: Path, max_bytes: int, kept: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         super().__init__(path, maxBytes=max_bytes, backupCount=kept, encoding="utf-8")
-        self._broken = False
+        self._path, self._full, self._broken = path, False, False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line to the file that has the name now."""
-        if self.stream is not None and not self._is_mine(self.stream.fileno()):
-            self.stream.close()
-            self.stream = self._open()
+        if self.stream is not None:
+            open_one = os.fstat(self.stream.fileno())
+            self._full = open_one.st_size >= self.maxBytes
+            if not self._has_the_name(open_one):
+                self.stream.close()
+                self.stream, self._full = self._open(), False
         super().emit(record)
 
-    def _is_mine(self, number: int) -> bool:
+    def shouldRollover(self, _record: logging.LogRecord) -> bool:  # noqa: N802  the library's name
+        """Tell whether the file is full; the library's own way formats every line twice."""
+        return self._full
+
+    def _has_the_name(self, open_one: os.stat_result) -> bool:
         try:
-            return os.path.samestat(Path(self.baseFilename).stat(), os.fstat(number))
+            return os.path.samestat(self._path.stat(), open_one)
         except OSError:
             return False
 
