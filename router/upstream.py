@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import aiohttp
@@ -561,11 +562,17 @@ class Upstream:
         self._telemetry.inject(span, headers)
         return httpx.Request(
             "POST",
-            replica.url + request.path,
+            _address(replica.url + request.path),
             headers=headers,
             content=request.body(replica),
             extensions={"timeout": self._timeouts},
         )
+
+
+@lru_cache(256)
+def _address(url: str) -> httpx.URL:
+    """Return an engine's address, read once: they are few."""
+    return httpx.URL(url)
 
 
 def _causes(tried: Mapping[str, str]) -> str:
