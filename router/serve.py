@@ -16,6 +16,7 @@ from router.app import create_app
 from router.doors import Doors
 from router.edge import allow_files, bound_unsent, protocol_for
 from router.keys import KeyStore
+from router.memory import set_aside
 from router.server import Server
 from router.takeover import TakeoverError, control_path, handing_over
 from router.telemetry import engine_target, make_telemetry
@@ -268,6 +269,7 @@ async def _serve(
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         stack.push_async_callback(_ended, serving, server)
         await server.accepting(serving)
+        set_aside()
         if baton is not None:
             await _take_over(baton)
         if alone:
