@@ -9,6 +9,7 @@ page is asked for in the OpenMetrics format.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from itertools import permutations
 from typing import TYPE_CHECKING
@@ -191,6 +192,8 @@ class Load(Collector):
         yield GaugeMetricFamily("qarr_waiting_requests_limit", "Requests that may wait.", waiting.most_waiting)
         yield GaugeMetricFamily("qarr_open_requests", "Requests that are being served.", len(services.journal.open))
         yield GaugeMetricFamily("qarr_tasks", "Tasks of the router's event loop.", len(asyncio.all_tasks()))
+        blocks = sys.getallocatedblocks()
+        yield GaugeMetricFamily("qarr_memory_blocks", "Blocks of memory that Python's objects take.", blocks)
         yield from self._attempts()
         yield from self._replicas()
 

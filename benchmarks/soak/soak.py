@@ -5,7 +5,10 @@
 One router process in front of three fake engines that now and then break a stream or fail, and one of which is killed and
 started again every minute. Callers stream, wait for whole answers, leave midway, send garbage. Every five seconds the
 router's memory, open files, tasks, and what its replicas hold are noted; at the end, after ten quiet seconds, once more.
-Memory is judged by the slope of a least-squares line through the second half, with its standard error.
+Memory is judged by the slope of a least-squares line through the second half: of the resident set, and of the blocks that
+Python's objects take. A resident set stays for minutes where it is, so samples tell less than as many independent ones
+would: the standard error is that of Newey and West, A Simple, Positive Semi-Definite, Heteroskedasticity and
+Autocorrelation Consistent Covariance Matrix (Econometrica 1987), with lags of up to a quarter of the samples.
 """
 
 from __future__ import annotations
@@ -91,6 +94,7 @@ class Sample:
 
     minute: float
     rss_mb: float
+    blocks: int
     files: int
     tasks: int
     held: int
@@ -152,17 +156,23 @@ async def watch(url: str, router: psutil.Process, began: float, until: float, sa
 async def sample(client: httpx.AsyncClient, router: psutil.Process, began: float) -> Sample:
     """Return the router as it is now."""
     tiers = (await client.get("/tiers")).json()["tiers"]
-    tasks = re.search(r"^qarr_tasks (\S+)$", (await client.get("/metrics")).text, re.MULTILINE)
+    page = (await client.get("/metrics")).text
+    tasks, blocks = (int(float(_value(page, name))) for name in ("qarr_tasks", "qarr_memory_blocks"))
     held = sum(
         r["in_flight"] + r["prompt_tokens_outstanding"] + r["output_tokens_outstanding"] + r["kv_cache_tokens_held"]
         for t in tiers
         for r in t["replicas"]
     )
-    assert tasks is not None
     rss = router.memory_info().rss / 2**20
-    return Sample(
-        round((time.monotonic() - began) / 60, 2), round(rss, 2), router.num_fds(), int(float(tasks[1])), held
-    )
+    minute = round((time.monotonic() - began) / 60, 2)
+    return Sample(minute, round(rss, 2), blocks, router.num_fds(), tasks, held)
+
+
+def _value(page: str, name: str) -> str:
+    """Return a gauge's value from Prometheus' page."""
+    found = re.search(rf"^{name} (\S+)$", page, re.MULTILINE)
+    assert found is not None
+    return found[1]
 
 
 async def kill(engines: list[subprocess.Popen[bytes]], ports: list[int], until: float) -> int:
@@ -185,14 +195,18 @@ def start(port: int, seed: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(argv, stderr=subprocess.DEVNULL)  # it says much about streams that it breaks on purpose
 
 
-def slope(samples: list[Sample]) -> tuple[float, float]:
-    """Return the slope of memory over time and its standard error, in MiB a minute."""
-    xs, ys = [s.minute for s in samples], [s.rss_mb for s in samples]
+def slope(xs: list[float], ys: list[float]) -> tuple[float, float]:
+    """Return the slope of the least-squares line and its standard error, as Newey and West have it."""
     mx, my = fmean(xs), fmean(ys)
     sxx = sum((x - mx) ** 2 for x in xs)
     b = sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sxx
-    rest = sum((y - my - b * (x - mx)) ** 2 for x, y in zip(xs, ys, strict=True))
-    return b, (rest / max(len(xs) - 2, 1) / sxx) ** 0.5
+    scores = [(x - mx) * (y - my - b * (x - mx)) for x, y in zip(xs, ys, strict=True)]
+    lags = len(xs) // 4
+    spread = sum(u * u for u in scores)
+    for lag in range(1, lags + 1):
+        together = sum(u * v for u, v in zip(scores[lag:], scores, strict=False))
+        spread += 2 * (1 - lag / (lags + 1)) * together
+    return b, float(max(spread, 0.0) ** 0.5 / sxx)
 
 
 async def soak(
@@ -212,15 +226,18 @@ async def soak(
     await asyncio.sleep(10)
     async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
         last = await sample(client, router, began)
-    b, error = slope(samples[len(samples) // 2 :])
-    idle = samples[0]
+    half = samples[len(samples) // 2 :]
+    minutes = [s.minute for s in half]
+    resident, blocks = slope(minutes, [s.rss_mb for s in half]), slope(minutes, [float(s.blocks) for s in half])
+    idle, taken = samples[0], fmean(s.blocks for s in half)
     print(f"$ python benchmarks/soak/soak.py --minutes {options.minutes:g} --seed {options.seed}")
     print(f"requests {sum(seen.values())}, engines killed {kills} times")
     print("; ".join(f"{name}: {count}" for name, count in sorted(seen.items())))
-    print(
-        f"memory: {idle.rss_mb:.1f} MiB after 5 s, {samples[-1].rss_mb:.1f} at the end, second half {b:+.4f} MiB a minute"
-    )
-    print(f"        (standard error {error:.4f})")
+    print(f"resident set: {idle.rss_mb:.1f} MiB after 5 s, {samples[-1].rss_mb:.1f} at the end")
+    print(f"              second half {resident[0]:+.4f} MiB a minute, standard error {resident[1]:.4f}")
+    print(f"objects: {taken:,.0f} blocks in the second half, from {min(s.blocks for s in half):,}", end="")
+    print(f" to {max(s.blocks for s in half):,}")
+    print(f"         {blocks[0]:+,.0f} a minute, standard error {blocks[1]:,.0f}")
     print(f"left after 10 quiet seconds: {last.held} places and tokens, {last.tasks} tasks, {last.files} open files")
     print(f"at most under load: {max(s.tasks for s in samples)} tasks, {max(s.files for s in samples)} open files")
     return not last.held and not any(name.endswith("CUT") for name in seen)
