@@ -89,16 +89,16 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyTable) -> Decision:
         chosen, degraded = _nearest(query, possible, table)
         basis = Basis.DEGRADED_QUALITY if "quality" in degraded else Basis.DEGRADED_LATENCY
         reason = f"no tier is expected to meet the SLA: {' and '.join(degraded)} given up, {chosen.name} taken"
-    notes = []
-    if query.hint is not None and chosen.name is not query.hint:
-        notes.append(f"hint {query.hint} not taken: {_why_not(query, outlooks)}")
+    reasons = [reason]
+    if query.hint is not None and chosen.name is not query.hint:  # first: what was asked for and is not given
+        reasons.insert(0, f"hint {query.hint} not taken: {_why_not(query, outlooks)}")
     if query.sla.max_quality_loss is not None and within and not table.losses:
-        notes.append("loss is not measured yet, so only the reference precision is sure to keep max_quality_loss")
+        reasons.append("loss is not measured yet, so only the reference precision is sure to keep max_quality_loss")
     spare = [] if query.require else [o for o in possible if o is not chosen]
     return Decision(
         tier=chosen.name,
         precision=chosen.tier.spec.precision,
-        reason="; ".join([reason, *notes]),
+        reason="; ".join(reasons),
         query=query,
         fallbacks=_fallback_order(chosen.name, spare, table.max_slowdown),
         verdicts=tuple(_verdict(o, chosen) for o in outlooks),

@@ -101,7 +101,7 @@ def test_hint_that_cannot_be_honoured_is_named() -> None:
     assert "hint fast not taken: 3000 prompt + 100 output tokens exceed its context of 2048" in long.reason
     dead = decide(query(hint=FAST), fleet({FAST: ReplicaState.FAILED}), TABLE)
     assert dead.tier is BALANCED
-    assert "hint fast not taken: is failed" in dead.reason
+    assert dead.reason.startswith("hint fast not taken: is failed; ")  # what was asked for comes first
 
 
 def test_hint_that_is_not_ready_is_a_floor() -> None:
@@ -110,7 +110,7 @@ def test_hint_that_is_not_ready_is_a_floor() -> None:
     assert decide(query(hint=BALANCED), fleet(away), TABLE).tier is PRECISE
     left = decide(query(hint=BALANCED), fleet({**away, PRECISE: ReplicaState.FAILED}), TABLE)
     assert left.tier is FAST
-    assert left.reason.startswith("degraded to fast: hint balanced wants balanced or higher")
+    assert "degraded to fast: hint balanced wants balanced or higher" in left.reason
 
 
 def test_required_tier_or_refusal() -> None:
