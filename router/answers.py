@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import to_json
 
 from router.continuation import Piece, Progress, Resumption, read_chunks
-from router.upstream import Attempt, EngineBroke, Exchange
+from router.upstream import Attempt, EngineBroke, Exchange, without_trace
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Answer(Exchange):
             async for deltas in self._own():
                 yield deltas
         except EngineBroke as error:
-            broken = error
+            broken = without_trace(error)
         if broken is not None:
             async for piece in self._resumed(broken):
                 yield (Delta(piece.text, piece.finish_reason),)

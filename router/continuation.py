@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from pydantic_core import from_json, to_json
 
-from router.upstream import Attempt, EngineBroke, EngineStalled, Exchange, UpstreamError, chunks_of
+from router.upstream import (
+    Attempt,
+    EngineBroke,
+    EngineStalled,
+    Exchange,
+    UpstreamError,
+    chunks_of,
+    without_trace,
+)
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
@@ -345,7 +353,7 @@ class Continuation:
                         break
                     yield _noted(progress, replace(piece, text=text))
             except EngineBroke as again:
-                broken = again
+                broken = without_trace(again)
         await failing.aclose()
 
     def _rounds(self, tried: Collection[str], failing: str, broken: EngineBroke) -> list[Collection[str]]:
@@ -396,7 +404,7 @@ class Continuation:
             try:
                 return await self.upstream.open(rest, asked, Continued, exclude=excluded, over_limit=True)
             except UpstreamError as error:
-                causes = error
+                causes = without_trace(error)
         raise broken from causes
 
     async def _align(self, progress: Progress, failed: str) -> str:
@@ -469,17 +477,16 @@ async def read_chunks(response: httpx.Response) -> AsyncGenerator[list[dict[str,
     async with aclosing(read_events(response)) as batches:
         async for events in batches:
             chunks: list[dict[str, Any]] = []
-            fault: EngineBroke | None = None
             try:
                 for event in events:
                     if event.startswith(b"data:") and event != DONE:
                         chunks.append(_chunk(event))  # noqa: PERF401  what came before an error stays
-            except EngineBroke as error:
-                fault = error
+            except EngineBroke:
+                if chunks:
+                    yield chunks
+                raise
             if chunks:
                 yield chunks
-            if fault is not None:
-                raise fault
 
 
 def _chunk(event: bytes) -> dict[str, Any]:

@@ -109,6 +109,8 @@ class EdgeProtocol(HttpToolsProtocol):
         self._settle()
         self._unstall()
         super().connection_lost(exc)
+        # They refer to this connection: without them its memory is free at once, and not only once the collector comes.
+        self._running = self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         """Read what came, within the bounds."""

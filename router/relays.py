@@ -27,7 +27,7 @@ from router.continuation import (
     read_events,
 )
 from router.jsontext import JsonObject, NotJson, as_integer
-from router.upstream import Attempt, EngineBroke, EngineFailed, Exchange, body_of
+from router.upstream import Attempt, EngineBroke, EngineFailed, Exchange, body_of, without_trace
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ class EventRelay(Exchange):
             async for data in self._own():
                 yield data
         except EngineBroke as error:
-            broken = error
+            broken = without_trace(error)
         if broken is not None:
             async for piece in self._resumed(broken):
                 yield self._as_event(piece)

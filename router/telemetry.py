@@ -99,7 +99,7 @@ class Telemetry:
             return app
 
         async def inside(scope: Scope, receive: Receive, send: Send) -> None:
-            passing = scope[_SEND]
+            passing = scope.pop(_SEND)  # left there, it would tie the request to itself
 
             async def skipping(message: Message) -> None:
                 await (passing if message["type"] == "http.response.body" else send)(message)

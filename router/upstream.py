@@ -164,6 +164,7 @@ class Attempt:
 
 
 T = TypeVar("T")
+Fault = TypeVar("Fault", bound=BaseException)
 
 
 class Exchange(ABC):
@@ -543,17 +544,20 @@ class Upstream:
                 answer = kind(Attempt(tier, lease, response, span, number, started, options.token_timeout_s, opened))
                 await answer.begin()
                 return answer
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  raised again
             failure = _translate(error, limit_s, streamed=request.streamed)
-            if isinstance(failure, UpstreamError) and not isinstance(failure, EngineRefused):
-                lease.failed(type(failure).__name__)
-            lease.release()
-            end_span(span, failure)
-            if response is not None:
-                await response.aclose()
-            if failure is error:
-                raise
-            raise failure from error
+            try:
+                if isinstance(failure, UpstreamError) and not isinstance(failure, EngineRefused):
+                    lease.failed(type(failure).__name__)
+                lease.release()
+                end_span(span, failure)
+                if response is not None:
+                    await response.aclose()
+                if failure is error:
+                    raise
+                raise failure from without_trace(error)
+            finally:
+                del failure  # its trace leads here
 
     def _http(self, replica: Replica, request: EngineRequest, span: Span) -> httpx.Request:
         headers = {"content-type": "application/json", "x-request-id": request.request_id}
@@ -607,6 +611,18 @@ def end_span(span: Span, error: BaseException | None) -> None:
         elif isinstance(error, Exception):
             span.record_exception(error)
     span.end()
+
+
+def without_trace(error: Fault) -> Fault:
+    """Return an error that is kept, without the trace that it and its causes have.
+
+    A trace leads to where the error is kept, and so keeps all that was at hand there until the collector comes.
+    """
+    cause: BaseException | None = error
+    while cause is not None and cause.__traceback__ is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    return error
 
 
 def _translate(error: BaseException, limit_s: float, *, streamed: bool) -> BaseException:

@@ -88,7 +88,7 @@ class EngineProbe:
     async def alive(self) -> bool:
         """Tell whether ``/health`` answers 200. An alive engine need not be warm."""
         try:
-            return (await self.client.get(f"{self.url}/health")).status_code == httpx.codes.OK
+            return (await self._get("/health")).status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
 
@@ -99,7 +99,7 @@ class EngineProbe:
             ProbeError: The engine does not answer, or without these metrics.
         """
         try:
-            page = (await self.client.get(f"{self.url}/metrics")).text
+            page = (await self._get("/metrics")).text
         except httpx.HTTPError as error:
             raise ProbeError(f"{self.url}/metrics: {type(error).__name__}") from error
         found = {name: float(value) for name, value in _GAUGE.findall(page)}
@@ -210,6 +210,12 @@ class EngineProbe:
         tpot_ms = (last - first) * 1000 / (tokens - 1) if tokens > 1 else None
         ttft_ms = (first - started) * 1000
         return Generation("".join(parts), usage.get("prompt_tokens", 0), tokens, ttft_ms, tpot_ms, fingerprint)
+
+    async def _get(self, path: str) -> httpx.Response:
+        """Ask what is asked every second. httpx ties an answer to its stream and back, which only the collector undoes."""
+        response = await self.client.get(f"{self.url}{path}")
+        response.stream = httpx.ByteStream(b"")  # it is read
+        return response
 
     async def _json(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None = None

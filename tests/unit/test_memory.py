@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import gc
 import subprocess
 import sys
+from collections import Counter
+from typing import TYPE_CHECKING
 
 import pytest
 
 from router.settings import PROJECT
+from tests.fakes.engine import Behaviour
+from tests.unit.router_stack import Stack, router_stack
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # One block in ten stays, all over the heap, so that the heap's end cannot move down.
 SCRIPT = """
@@ -50,3 +59,47 @@ def test_what_is_free_between_blocks_in_use_is_handed_back() -> None:
     grown, left = run(SCRIPT)
     assert grown > 0.8 * 10_000 * 6000
     assert left < 0.6 * grown
+
+
+async def ask(stack: Stack, way: str) -> None:
+    """Use the router in one way, and wait until it has nothing of it any more."""
+    if way == "left":
+        async with stack.client.stream("POST", f"{stack.url}/generate", json={"prompt": "hi"}) as answer:
+            assert answer.status_code == 200
+    elif way == "openai":
+        body = {"model": "auto", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+        assert (await stack.client.post(f"{stack.url}/v1/chat/completions", json=body)).status_code == 200
+    elif way == "refused":
+        assert (await stack.generate(tier="fast", tier_policy="require", max_tokens=4000)).status_code >= 400
+    else:
+        answer = await stack.generate(tier="fast", stream=way != "whole", resumable=way == "resumable")
+        assert answer.status_code == 200
+    while stack.leases():
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("way", ["whole", "streamed", "resumable", "openai", "left", "refused", "broken", "reported"])
+async def test_a_request_leaves_nothing_for_the_collector(tmp_path: Path, way: str) -> None:
+    """What only the collector frees piles up until it comes: memory goes up and down, and in the end up."""
+    faults = {"broken": {"break_after": 2}, "reported": {"error_after": 2}}.get(way, {})
+    answer = ("Paris", " lies", " on", " the", " Seine")
+    engines = {name: Behaviour(answer=answer, delay_s=0.01) for name in ("fast", "balanced", "precise")}
+    async with router_stack(tmp_path, **engines) as stack:
+        for name, value in faults.items():
+            setattr(engines["fast"], name, value)
+        await ask(stack, way)
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            for _ in range(3):
+                await ask(stack, way)
+            gc.collect()
+            left = Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.garbage)
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+    assert not {name: count for name, count in left.items() if name.startswith(("router.", "tiers."))}
