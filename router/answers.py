@@ -150,17 +150,23 @@ class Answer(Exchange):
         assert self.progress is not None
         async with contextlib.aclosing(read_chunks(self._attempt.response)) as batches:
             async for chunks in batches:
-                deltas = [_delta(chunk) for chunk in chunks]
-                for delta in deltas:
-                    if delta.prompt_ids:
-                        self.progress.prompt_ids = list(delta.prompt_ids)
+                deltas: list[Delta] = []
+                try:
+                    for chunk in chunks:
+                        deltas.append(_delta(chunk))
+                        if deltas[-1].prompt_ids:
+                            self.progress.prompt_ids = list(deltas[-1].prompt_ids)
+                except EngineBroke:
+                    if deltas:
+                        yield deltas
+                    raise
                 yield deltas
 
     def _note(self, delta: Delta) -> None:
         assert self.progress is not None
         self.progress.note(Piece(delta.text, delta.token_ids, delta.finish_reason))
-        if delta.text:
-            self._produced()
+        if delta.text or delta.token_ids:
+            self._produced(len(delta.token_ids) or 1)
         self.finish_reason = delta.finish_reason or self.finish_reason
         if delta.usage:
             self._note_usage(delta.usage)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-import httpx
 from pydantic_core import from_json, to_json
 
 from router.upstream import (
+    NO_ANSWER,
     Attempt,
     EngineBroke,
     EngineStalled,
@@ -30,6 +30,8 @@ from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+
+    import httpx
 
     from router.decision import Decision
     from router.telemetry import Telemetry
@@ -203,6 +205,7 @@ class Continued(Exchange):
             EngineBroke: The engine failed, or no token came in time.
         """
         for piece in self._first:
+            self._produced(len(piece.token_ids))
             yield piece
         chunks = await self._next(self._stream)
         while chunks is not None:
@@ -392,7 +395,7 @@ class Continuation:
         if left is not None and left <= 0:
             return None
         needed = self.default_max_tokens if left is None else left
-        causes: UpstreamError = broken
+        causes: UpstreamError | None = None
         for excluded, tier in product(exclude, (decision.tier, *decision.fallbacks)):
             context = self.fleet.spec(tier).max_model_len
             if length + (1 if left is None and tier is decision.tier else needed) > context:
@@ -461,9 +464,9 @@ async def read_events(response: httpx.Response) -> AsyncGenerator[list[bytes], N
                 *events, buffer = (buffer + data).split(SEPARATOR)
                 if events:
                     yield events
-                    if events[-1] == DONE:
+                    if DONE in events:
                         return
-    except httpx.HTTPError as error:
+    except NO_ANSWER as error:
         raise EngineBroke(f"the engine's stream broke off ({type(error).__name__})") from error
     raise EngineBroke("the engine's stream ended early")
 

@@ -19,7 +19,7 @@ from classifier import extract
 from router.answers import Answer, ChatRequest
 from router.context import RequestContext, body_message, context_of, read_body, start_message, while_connected
 from router.continuation import continued_on
-from router.kept import KeptStream, KeptStreams, ResumedElsewhere
+from router.kept import KeptStream, KeptStreams, ResumedElsewhere, StreamGone
 from router.problems import describe
 from router.services import (
     Services,
@@ -115,13 +115,18 @@ class Generate:
 
     async def _read(self, stream: KeptStream, after: int, context: RequestContext, send: Send) -> None:
         """Send a resumable stream from some event on."""
+        started = False
 
         async def start(headers: Mapping[str, str]) -> None:
+            nonlocal started
+            started = True
             await send(start_message({**headers, **context.headers}, EVENT_STREAM, STREAM_HEADERS))
 
         try:
             await self.streams.read(stream, after, start, send)
-        except ResumedElsewhere as error:
+        except (ResumedElsewhere, StreamGone) as error:
+            if not started:
+                raise
             await send(body_message(error_event(error, context), more=False))
 
     async def _resume(

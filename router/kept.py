@@ -52,8 +52,21 @@ class KeptStream:
     """
 
     __slots__ = (
-        "_events", "_fault", "_max_bytes", "_news", "_oldest", "_reader", "_room", "_size", "_taken",
-        "expiry", "headers", "id", "over", "owner", "task",
+        "_events",
+        "_expiry",
+        "_fault",
+        "_max_bytes",
+        "_news",
+        "_oldest",
+        "_reader",
+        "_room",
+        "_size",
+        "_taken",
+        "headers",
+        "id",
+        "over",
+        "owner",
+        "task",
     )  # fmt: skip
 
     def __init__(self, owner: str, max_bytes: int) -> None:
@@ -62,7 +75,7 @@ class KeptStream:
         self.headers: Mapping[str, str] | None = None
         self.over = False
         self.task: asyncio.Task[None] | None = None
-        self.expiry: asyncio.TimerHandle | None = None
+        self._expiry: asyncio.TimerHandle | None = None
         self._max_bytes = max_bytes
         self._events: deque[bytes] = deque()
         self._size = self._taken = 0
@@ -120,6 +133,12 @@ class KeptStream:
         self._fault = error
         self._news.set()
 
+    def wait_for_reader(self, expiry: asyncio.TimerHandle | None) -> None:
+        """Set the timer that ends the stream if nobody comes to read it; None: somebody does, or it is over."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._expiry = expiry
+
     def attach(self) -> object:
         """Become the one that reads; who did before stops."""
         self._reader = object()
@@ -152,16 +171,20 @@ class KeptStream:
             ResumedElsewhere: Another connection reads on.
             Exception: Whatever kept the stream from ending as it should.
         """
+        self._taken = min(self._taken, after)  # what an earlier connection had taken may have been lost with it
         while True:
             if self._reader is not reader:
                 raise ResumedElsewhere("the stream was resumed on another connection, which has the rest")
             start = after + 1 - self._oldest
+            if start < 0:
+                raise StreamGone(f"events before {self._oldest} are no longer kept (server.resume_bytes): ask again")
             batch = list(islice(self._events, start, start + BATCH_EVENTS))
             if batch:
                 after += len(batch)
                 last = self.over and after == self.newest
                 await send(body_message(b"".join(batch), more=not last))
-                self._taken = max(self._taken, after)
+                if self._reader is reader:
+                    self._taken = max(self._taken, after)
                 self._room.set()
                 if last:
                     return
@@ -239,8 +262,7 @@ class KeptStreams:
             Exception: Whatever kept the stream from beginning, or from ending as it should.
         """
         reader = stream.attach()
-        if stream.expiry is not None:
-            stream.expiry.cancel()
+        stream.wait_for_reader(None)
         try:
             await start(await stream.begun())
             await stream.relay(reader, after, send)
@@ -250,14 +272,14 @@ class KeptStreams:
                     self.drop(stream)  # its caller does not know its id
                 else:
                     loop = asyncio.get_running_loop()
-                    stream.expiry = loop.call_later(self._bounds.resume_s, self.drop, stream)
+                    stream.wait_for_reader(loop.call_later(self._bounds.resume_s, self.drop, stream))
 
     def drop(self, stream: KeptStream) -> None:
         """Forget a stream, and abort what is still to be made of it."""
         if self._streams.pop(stream.id, None) is None:
             return
-        if stream.expiry is not None:
-            stream.expiry.cancel()
+        stream.wait_for_reader(None)
+        stream.failed(StreamGone(f"the stream was not resumed within {self._bounds.resume_s:g} s: ask again"))
         if stream.task is not None and not stream.task.done():
             self._ending.add(stream.task)
             stream.task.add_done_callback(self._ending.discard)

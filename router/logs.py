@@ -27,6 +27,7 @@ from router.journal import Outcome, render_summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from io import TextIOWrapper
     from pathlib import Path
 
     from starlette.types import Scope
@@ -272,7 +273,8 @@ class _Writer(QueueListener):
         if isinstance(record, logging.LogRecord):
             super().handle(record)
         else:
-            record()
+            with suppress(OSError):  # nobody reads it any more
+                record()
 
     def stop(self) -> None:
         """Write what is queued, but wait for no terminal that is stopped."""
@@ -294,19 +296,33 @@ class _File(RotatingFileHandler):
     """A file rotated by size, which another router on the same port may rotate as well while one takes over."""
 
     def __init__(self, path: Path, max_bytes: int, kept: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        super().__init__(path, maxBytes=max_bytes, backupCount=kept, encoding="utf-8")
         self._path, self._full, self._broken = path, False, False
+        super().__init__(path, maxBytes=max_bytes, backupCount=kept, encoding="utf-8")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line to the file that has the name now."""
-        if self.stream is not None:
-            open_one = os.fstat(self.stream.fileno())
-            self._full = open_one.st_size >= self.maxBytes
-            if not self._has_the_name(open_one):
-                self.stream.close()
-                self.stream, self._full = self._open(), False
+        """Write a line to the file that has the name now; whatever goes wrong, the thread goes on."""
+        self._full = False
+        try:
+            self._look()
+        except OSError:
+            self.handleError(record)
         super().emit(record)
+
+    def _look(self) -> None:
+        """See whether the open file is full, and still the one that has the name."""
+        if self.stream is None:
+            return  # it is opened with the next line
+        open_one = os.fstat(self.stream.fileno())
+        if self._has_the_name(open_one):
+            self._full = open_one.st_size >= self.maxBytes
+        else:
+            self.stream.close()
+            self.stream = None
+
+    def _open(self) -> TextIOWrapper:
+        """Open the file, also where its folder was taken away meanwhile."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
 
     def shouldRollover(self, _record: logging.LogRecord) -> bool:  # noqa: N802  the library's name
         """Tell whether the file is full; the library's own way formats every line twice."""

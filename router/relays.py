@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import httpx
 from pydantic_core import from_json, to_json
 
 from router.answers import CERTAINTY
@@ -27,7 +26,7 @@ from router.continuation import (
     read_events,
 )
 from router.jsontext import JsonObject, NotJson, as_integer
-from router.upstream import Attempt, EngineBroke, EngineFailed, Exchange, body_of, without_trace
+from router.upstream import NO_ANSWER, Attempt, EngineBroke, EngineFailed, Exchange, body_of, without_trace
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -206,7 +205,7 @@ class WholeRelay(Exchange):
             self._note_usage(answer.get("usage") or {})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise EngineFailed("the engine's answer is not a completion") from error
-        except httpx.HTTPError as error:
+        except NO_ANSWER as error:
             raise EngineBroke(f"the engine's answer broke off ({type(error).__name__})") from error
         self._complete = True
 
@@ -233,7 +232,8 @@ class EventRelay(Exchange):
             if batch is None:
                 raise EngineBroke("the engine's answer was empty")
             self._held += batch
-            _check(batch)
+            for event in batch:
+                _check(event)
         self._began()
 
     async def look_ahead(self, tokens: int, deadline: float) -> float | None:
@@ -247,7 +247,8 @@ class EventRelay(Exchange):
                 if batch is None:
                     break
                 self._held += batch
-                _check(batch)
+                for event in batch:
+                    _check(event)
                 found += _certainties(batch)
         self.let_go()
         return fmean(found[:tokens]) if found else None
@@ -277,11 +278,17 @@ class EventRelay(Exchange):
         """Yield what the first engine computes."""
         batch: list[bytes] | None = self._held
         while batch is not None:
-            sound = _before_error(batch)
-            kept = [event for event in map(self._relayed, sound) if event is not None]
+            kept: list[bytes] = []
+            try:
+                for event in batch:
+                    _check(event)
+                    kept += self._relayed(event)
+            except EngineBroke:  # what came before has been noted as sent
+                if kept:
+                    yield SEPARATOR.join([*kept, b""])
+                raise
             if kept:
                 yield SEPARATOR.join([*kept, b""])
-            _check(batch[len(sound) :])
             if self._ended:
                 break
             batch = await self._next(self._batches)
@@ -307,21 +314,23 @@ class EventRelay(Exchange):
         counts = to_json({**self._template, "choices": [], "usage": self.usage})
         return comment + b"data: " + counts + SEPARATOR + DONE + SEPARATOR
 
-    def _relayed(self, event: bytes) -> bytes | None:
-        """Note what an event says, and return it as it is relayed; None: left out."""
+    def _relayed(self, event: bytes) -> Sequence[bytes]:
+        """Note what an event says, and return it as it is relayed, unless it is left out."""
+        if self._ended or not event.startswith(b"data:"):  # comments keep connections alive
+            return () if self._ended else (event,)
         if event == DONE:
             self._ended = True
-            return event
+            return (event,)
         if _USAGE in event:
             chunk = parse_event(event)
             self._note_usage(chunk["usage"])
             if not chunk.get("choices") and not self._report_usage:
-                return None
+                return ()
         tokens = 1
         if self.progress is not None:
             tokens, kept = self._followed(self.progress, event)
             if kept is None:
-                return None
+                return ()
             event = kept
         self._produced(tokens)
         if self._judged and _LOGPROBS in event:
@@ -330,8 +339,8 @@ class EventRelay(Exchange):
             self.finish_reason = event.split(_FINISHED, 1)[1].split(b'"', 1)[0].decode("ascii", "replace")
             fingerprint = self._attempt.lease.replica.fingerprint
             if fingerprint and not self._report_usage and _FINGERPRINT not in event and event.endswith(b"}"):
-                return event[:-1] + b',"system_fingerprint":' + to_json(fingerprint) + b"}"
-        return event
+                return (event[:-1] + b',"system_fingerprint":' + to_json(fingerprint) + b"}",)
+        return (event,)
 
     def _followed(self, progress: Progress, event: bytes) -> tuple[int, bytes | None]:
         """Note an event's tokens; return how many they are, and the event without their ids: nobody asked for those.
@@ -383,20 +392,14 @@ def _without_logprobs(event: bytes) -> bytes:
     return b"data: " + to_json(chunk)
 
 
-def _check(events: list[bytes]) -> None:
+def _check(event: bytes) -> None:
     """Raise for an error that the engine reports in its stream.
 
     Raises:
-        EngineBroke: There is one.
+        EngineBroke: It is one.
     """
-    if len(_before_error(events)) < len(events):
+    if _ERROR in event and event.startswith(b"data:") and "error" in parse_event(event):
         raise EngineBroke("the engine reported an error in its stream")
-
-
-def _before_error(events: list[bytes]) -> list[bytes]:
-    """Return the events before the first one that is an error."""
-    wrong = (number for number, event in enumerate(events) if _ERROR in event and "error" in parse_event(event))
-    return events[: next(wrong, len(events))]
 
 
 def _has_token(event: bytes) -> bool:

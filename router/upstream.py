@@ -47,6 +47,8 @@ USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 PASSED_AT_ONCE = 16  # small requests without a lease; they must not use up the connections of those with one
 READ_BUFFER_BYTES = 1 << 15  # of each answer: at twice that no more is read until the client has taken some
 MAX_ERROR_BYTES = 65536  # of an engine's error that are read; more of it helps nobody
+# What reading from an engine raises; httpx-aiohttp leaves aiohttp's word for an answer that is no HTTP as it is.
+NO_ANSWER = (httpx.HTTPError, aiohttp.ClientError)
 log = logging.getLogger("qarr.router")
 # Statuses of an engine that blame the router or the moment, not the request.
 _NOT_THE_REQUEST = {401, 403, 408, 425, 429}
@@ -507,7 +509,7 @@ class Upstream:
                     content = await body_of(response)
                 finally:
                     await response.aclose()
-        except (TimeoutError, httpx.TransportError) as error:
+        except (TimeoutError, *NO_ANSWER) as error:
             log.warning("%s%s: no answer (%s)", url, path, type(error).__name__)
             raise EngineUnreachable(f"no answer ({type(error).__name__})") from error
         if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR or response.status_code in _NOT_THE_REQUEST:
@@ -630,7 +632,7 @@ def _translate(error: BaseException, limit_s: float, *, streamed: bool) -> BaseE
         if streamed:
             return EngineUnreachable(f"no first token within {limit_s:g} s")
         return EngineTooSlow(f"no whole answer within {limit_s:g} s; a streamed one may take longer")
-    if isinstance(error, httpx.TransportError):
+    if isinstance(error, NO_ANSWER):
         return EngineUnreachable(f"no connection ({type(error).__name__})")
     return error
 

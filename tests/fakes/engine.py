@@ -51,6 +51,9 @@ class Behaviour:
         stall_after: Send nothing more after that many pieces.
         error_after: Send an error chunk after that many pieces.
         error_with: Send an error chunk in the same bytes as that many pieces' last one.
+        nonsense_with: Send what is no chunk in the same bytes as that many pieces' last one, and go on.
+        pings: Send a comment in the same bytes as each piece, before it.
+        header: A further header of every stream.
         alive: Whether /health and /metrics answer 200.
         priorities: Whether requests may have a priority; vLLM without priority scheduling refuses those that do.
         certainty: Log-probability of each piece, for those who ask.
@@ -72,6 +75,9 @@ class Behaviour:
     stall_after: int | None = None
     error_after: int | None = None
     error_with: int | None = None
+    nonsense_with: int | None = None
+    pings: bool = False
+    header: str = ""
     alive: bool = True
     certainty: float = -0.1
     rank: int = 1
@@ -178,7 +184,8 @@ class FakeEngine:
         chat = request.url.path.endswith("/chat/completions")
         if not streamed:
             return await self._unless_disconnected(request, self._whole(body, chat=chat))
-        return StreamingResponse(self._stream(body, chat=chat), media_type="text/event-stream; charset=utf-8")
+        more = {"x-more": b.header} if b.header else {}
+        return StreamingResponse(self._stream(body, chat=chat), 200, more, "text/event-stream; charset=utf-8")
 
     async def _unless_disconnected(self, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
         """Abort, as vLLM does, when the client goes away before the whole answer is there."""
@@ -247,7 +254,9 @@ class FakeEngine:
                 if number + 1 == b.error_with:
                     yield self._chunk({"content": piece}, None, chat=chat, ids=ids) + ERROR_CHUNK
                     return
-                yield self._chunk({"content": piece}, None, chat=chat, logprobs=logprobs, ids=ids, prompt=prompt)
+                event = self._chunk({"content": piece}, None, chat=chat, logprobs=logprobs, ids=ids, prompt=prompt)
+                nonsense = b'data: {"cut\n\n' if number + 1 == b.nonsense_with else b""
+                yield (b": ping\n\n" if b.pings else b"") + event + nonsense
             if b.break_after == done + len(pieces):
                 raise ConnectionResetError
             more = {} if counted else last

@@ -64,6 +64,34 @@ async def chat(stack: Stack, **more: Any) -> str:
     return (await stack.client.post(f"{stack.url}/v1/chat/completions", json=body)).text
 
 
+@pytest.mark.parametrize("pieces", [1, 4])
+async def test_what_came_with_nonsense_is_not_lost(tmp_path: Path, pieces: int) -> None:
+    """An event that is no chunk, in the same bytes as a good one, also as the first: that one is sent, and the next follows."""
+    async with faulty_stack(tmp_path, {"fast": {"nonsense_with": pieces}}) as stack:
+        whole = await stack.generate(tier="fast", max_tokens=64, stream=False)
+        assert (whole.json()["text"], whole.json()["continued_on"]) == (TEXT, ["balanced"])
+        assert content(await chat(stack)) == TEXT
+
+
+async def test_comments_in_a_stream_are_no_faults(tmp_path: Path) -> None:
+    """Proxies in front of an engine send them, so that connections stay open; the caller gets them as well."""
+    async with faulty_stack(tmp_path, {"fast": {"pings": True}}) as stack:
+        text = await chat(stack)
+        assert (content(text), text.count(": ping")) == (TEXT, len(WORDS))
+        assert "continued" not in text
+        whole = await stack.generate(tier="fast", max_tokens=64, stream=False)
+        assert (whole.json()["text"], whole.json()["continued_on"]) == (TEXT, [])
+
+
+async def test_an_answer_that_is_no_http_is_a_failure(tmp_path: Path) -> None:
+    """A head that cannot be read is the engine's fault: another one is asked, and the failure counts."""
+    async with faulty_stack(tmp_path, {"fast": {"header": "x" * 10_000}}) as stack:
+        answer = await stack.generate(tier="fast", max_tokens=64, stream=False)
+        assert (answer.status_code, answer.json()["text"], answer.json()["tier"]) == (200, TEXT, "balanced")
+        assert stack.fleet.failures[TierName.FAST, "EngineUnreachable"] == 1
+        assert stack.leases() == 0
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
     "fault", [{"break_after": 3}, {"error_after": 3}, {"stall_after": 3}], ids=lambda f: next(iter(f))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -228,6 +229,48 @@ def test_files_rotate(tmp_path: Path) -> None:
         for line in f.read_text().splitlines()
     ]
     assert kept == [f"line {n}" for n in range(101 - len(kept), 101)]
+
+
+def test_a_file_that_cannot_be_opened_costs_no_old_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is renamed again and again while it lasts, and the next line goes to a new file."""
+    path = tmp_path / "router-1.log"
+    handler = _File(path, 2000, 2)
+    handler.setFormatter(JsonFormatter())
+    while not path.with_suffix(".log.2").exists():
+        handler.handle(made("before"))
+    while path.stat().st_size < 2000:
+        handler.handle(made("before"))
+    old = path.read_text()
+    broken = True
+
+    def refusing() -> Any:
+        if broken:
+            raise OSError("too many open files")
+        return _File._open(handler)
+
+    handler._open = refusing  # type: ignore[method-assign]
+    for _ in range(6):
+        handler.handle(made("lost"))
+    assert path.with_suffix(".log.1").read_text() == old
+    broken = False
+    handler.handle(made("after"))
+    handler.close()
+    assert [json.loads(line)["message"] for line in path.read_text().splitlines()] == ["after"]
+    assert capsys.readouterr().err.count("cannot be written") == 1
+
+
+async def test_a_folder_that_is_taken_away_comes_again(tmp_path: Path) -> None:
+    """The thread goes on: with standard error at once, with the file in a folder made anew."""
+    async with own_router(tmp_path) as router:
+        file = router.log_dir / f"router-{router.port}.log"
+        await router.generate()
+        await until(lambda: '"outcome": "ok"' in file.read_text())
+        shutil.rmtree(router.log_dir)
+        for _ in range(3):
+            await router.generate()
+        await router.stop()
+        assert file.read_text().count('"outcome": "ok"') == 3
+        assert router.errors.read_text().count("POST /generate ok") == 4
 
 
 async def test_what_the_router_logs(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from router.kept import KeptStream, KeptStreams, StreamGone
 from router.keys import add_key
+from router.settings import ServerSettings
 from tests.fakes.engine import Behaviour
 from tests.unit.router_stack import events, router_stack
 from tiers.spec import TierName
@@ -305,3 +307,99 @@ async def test_streams_that_are_kept_end_with_the_router(tmp_path: Path) -> None
         assert behaviour.running == 1
     assert all(replica.in_flight == 0 for replica in fleet.replicas)
     await until(lambda: behaviour.running == 0)
+
+
+BOUNDS = ServerSettings(resume_streams=4, resume_bytes=40_000, resume_s=0.3)
+
+
+async def begin(_headers: Any) -> None:
+    """Send an answer's head to nobody."""
+
+
+async def nowhere(_message: Any) -> None:
+    """Send an event to nobody."""
+
+
+async def lose(reader: asyncio.Task[None]) -> None:
+    """Lose a connection."""
+    reader.cancel()
+    await asyncio.wait({reader})
+
+
+async def test_a_slow_reader_of_what_others_had_taken_misses_nothing() -> None:
+    """What a lost connection had taken is kept for the next one that still needs it; the engine waits for it."""
+    streams, go, made = KeptStreams(BOUNDS), asyncio.Event(), 0
+
+    async def work(stream: KeptStream) -> None:
+        nonlocal made
+        stream.begin({})
+        for made in range(1, 1001):
+            if made == 700:
+                await go.wait()
+            await stream.put([b"data: much\n\n"], last=made == 1000)
+
+    stream = streams.open("key", work, "request")
+    assert stream is not None
+    first = asyncio.create_task(streams.read(stream, 0, begin, nowhere))
+    await until(lambda: made == 700)
+    await asyncio.sleep(0.01)
+    await lose(first)
+    after = stream.oldest + 5
+    seen: list[int] = []
+
+    async def slow(message: Any) -> None:
+        await asyncio.sleep(0.005)
+        seen.extend(int(line.rsplit(b".", 1)[1]) for line in message["body"].splitlines() if line.startswith(b"id: "))
+
+    go.set()
+    await streams.read(*streams.find(f"{stream.id}.{after}", "key"), begin, slow)
+    assert seen == list(range(after + 1, 1001))
+    await streams.aclose()
+
+
+async def test_a_stream_that_is_read_is_not_ended_by_readers_before() -> None:
+    """Two connections are lost, one after the other; who reads now goes on reading."""
+    streams, gate = KeptStreams(BOUNDS), asyncio.Event()
+
+    async def work(stream: KeptStream) -> None:
+        stream.begin({})
+        while not gate.is_set():
+            await stream.put([b"data: x\n\n"], last=False)
+            await asyncio.sleep(0.01)
+        await stream.put([b"data: end\n\n"], last=True)
+
+    async def stuck(_message: Any) -> None:
+        await asyncio.Event().wait()
+
+    stream = streams.open("key", work, "request")
+    assert stream is not None
+    first = asyncio.create_task(streams.read(stream, 0, begin, stuck))
+    await until(lambda: stream.newest > 2)
+    second = asyncio.create_task(streams.read(stream, 0, begin, nowhere))
+    await asyncio.sleep(0.05)
+    await lose(second)
+    await lose(first)
+    third = asyncio.create_task(streams.read(stream, 0, begin, nowhere))
+    await asyncio.sleep(2 * BOUNDS.resume_s)  # the time of those before is over
+    gate.set()
+    await third
+    await streams.aclose()
+
+
+async def test_who_reads_a_stream_that_is_dropped_is_told() -> None:
+    """It does not wait for events that never come."""
+    streams = KeptStreams(BOUNDS)
+
+    async def work(stream: KeptStream) -> None:
+        stream.begin({})
+        await stream.put([b"data: x\n\n"], last=False)
+        await asyncio.Event().wait()
+
+    stream = streams.open("key", work, "request")
+    assert stream is not None
+    reader = asyncio.create_task(streams.read(stream, 0, begin, nowhere))
+    await until(lambda: stream.newest > 0)
+    streams.drop(stream)
+    with pytest.raises(StreamGone):
+        await reader
+    await streams.aclose()
