@@ -336,7 +336,7 @@ async def test_a_slow_reader_of_what_others_had_taken_misses_nothing() -> None:
         for made in range(1, 1001):
             if made == 700:
                 await go.wait()
-            await stream.put([b"data: much\n\n"], last=made == 1000)
+            await stream.put([b"data: " + b"x" * 100 + b"\n\n"], last=made == 1000)
 
     stream = streams.open("key", work, "request")
     assert stream is not None
