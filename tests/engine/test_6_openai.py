@@ -153,6 +153,15 @@ def chunks(answer: httpx.Response) -> list[Any]:
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
+def streams(engine: Side, router: Side, **body: Any) -> tuple[list[Any], list[Any]]:
+    """Return the engine's own stream and the routed one; an engine on a busy machine puts several tokens into one chunk."""
+    for _ in range(3):
+        direct, routed = (chunks(ask(side, stream=True, **body)) for side in (engine, router))
+        if len(direct) == len(routed):
+            break
+    return direct, routed
+
+
 def text_of(stream: list[Any]) -> dict[int, str]:
     """Return each choice's text."""
     texts: dict[int, str] = {}
@@ -185,11 +194,7 @@ def test_fifty_varied_chats_are_answered_alike(engine: Side, router: Side) -> No
 @pytest.mark.parametrize("feature", sorted(FEATURES.keys() - {"prompt_logprobs (vLLM)"}))
 def test_streams_are_the_engines_own(engine: Side, router: Side, feature: str) -> None:
     """Chunk for chunk, a stream is what the engine would have sent: deltas, tool calls, logprobs, finish reasons."""
-    for _ in range(3):  # an engine on a busy machine puts several tokens into one chunk
-        direct = chunks(ask(engine, stream=True, **FEATURES[feature]))
-        routed = chunks(ask(router, stream=True, **FEATURES[feature]))
-        if len(direct) == len(routed):
-            break
+    direct, routed = streams(engine, router, **FEATURES[feature])
     if feature in {"n", "tools, auto", "tools, required"}:  # choices interleave by chance, tool calls get random ids
         assert text_of(routed) == text_of(direct)
         assert arguments_of(routed) == arguments_of(direct)
@@ -202,7 +207,7 @@ def test_streams_are_the_engines_own(engine: Side, router: Side, feature: str) -
 def test_usage_comes_when_asked_for(engine: Side, router: Side, counted: bool) -> None:  # noqa: FBT001
     """The final chunk with token counts is there exactly when the caller wants it."""
     options = {"stream_options": {"include_usage": counted}}
-    direct, routed = (chunks(ask(side, stream=True, **options)) for side in (engine, router))
+    direct, routed = streams(engine, router, **options)
     assert comparable(routed) == comparable(direct)
     assert any(chunk.get("usage") for chunk in routed) is counted
 
