@@ -52,21 +52,8 @@ class KeptStream:
     """
 
     __slots__ = (
-        "_events",
-        "_expiry",
-        "_fault",
-        "_max_bytes",
-        "_news",
-        "_oldest",
-        "_reader",
-        "_room",
-        "_size",
-        "_taken",
-        "headers",
-        "id",
-        "over",
-        "owner",
-        "task",
+        "_events", "_expiry", "_fault", "_max_bytes", "_news", "_oldest", "_reader", "_room", "_size", "_taken",
+        "headers", "id", "over", "owner", "task",
     )  # fmt: skip
 
     def __init__(self, owner: str, max_bytes: int) -> None:
@@ -129,8 +116,8 @@ class KeptStream:
         self._news.set()
 
     def failed(self, error: Exception) -> None:
-        """Note that no more events come, and why."""
-        self._fault = error
+        """Note that no more events come, and why; what was said first holds."""
+        self._fault = self._fault or error
         self._news.set()
 
     def wait_for_reader(self, expiry: asyncio.TimerHandle | None) -> None:

@@ -1,4 +1,4 @@
-"""Keeps memory flat and its collector quick.
+"""Hands free memory back to the operating system, and keeps the collector quick.
 
 What the start has made stays for as long as the router runs: the collector need not look through all of it again and
 again, which holds every stream up for tens of milliseconds. Buffers of all sizes come and go, and glibc's allocator keeps

@@ -16,6 +16,11 @@ async def never() -> None:
     await asyncio.Event().wait()
 
 
+async def wait(patience: Patience) -> None:
+    with patience:
+        await never()
+
+
 async def test_a_wait_that_takes_too_long_is_interrupted() -> None:
     patience = Patience(SHORT_S)
     with pytest.raises(TimeoutError), patience:
@@ -46,12 +51,7 @@ async def test_time_between_waits_does_not_count() -> None:
 
 async def test_a_cancellation_by_others_stays_one() -> None:
     patience = Patience(LONG_S)
-
-    async def waiting() -> None:
-        with patience:
-            await never()
-
-    task = asyncio.create_task(waiting())
+    task = asyncio.create_task(wait(patience))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -61,12 +61,7 @@ async def test_a_cancellation_by_others_stays_one() -> None:
 
 async def test_a_cancellation_by_others_that_comes_with_the_interruption_stays_one() -> None:
     patience = Patience(0.0)
-
-    async def waiting() -> None:
-        with patience:
-            await never()
-
-    task = asyncio.create_task(waiting())
+    task = asyncio.create_task(wait(patience))
     await asyncio.sleep(0)
     task.cancel()
     patience._look()
