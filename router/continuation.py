@@ -483,7 +483,7 @@ async def read_chunks(response: httpx.Response) -> AsyncGenerator[list[dict[str,
             try:
                 for event in events:
                     if event.startswith(b"data:") and event != DONE:
-                        chunks.append(_chunk(event))  # noqa: PERF401  what came before an error stays
+                        chunks.append(chunk_of(event))  # noqa: PERF401  what came before an error stays
             except EngineBroke:
                 if chunks:
                     yield chunks
@@ -492,7 +492,12 @@ async def read_chunks(response: httpx.Response) -> AsyncGenerator[list[dict[str,
                 yield chunks
 
 
-def _chunk(event: bytes) -> dict[str, Any]:
+def chunk_of(event: bytes) -> dict[str, Any]:
+    """Return the chunk of an answer that an event holds.
+
+    Raises:
+        EngineBroke: It is none, or an error that the engine reports in its stream.
+    """
     chunk = parse_event(event)
     if "error" in chunk:
         raise EngineBroke("the engine reported an error in its stream")
