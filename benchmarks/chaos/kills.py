@@ -1,11 +1,12 @@
 """Streams on real engines while every engine is killed in turn: none may fail, none may end before its time.
 
-    python benchmarks/chaos/kills.py [--streams 1000] [--at-once 24] [--kills 6] [--seed 1] [--url URL]
+    python benchmarks/chaos/kills.py [--streams 1000] [--undisturbed 150] [--at-once 24] [--kills 6] [--seed 1] [--url URL]
 
 Starts ``qarr up`` unless a URL is given (of one on this machine: its engines are killed). Every stream asks for a fixed
-number of tokens at temperature 0, so one that was cut shows. Every prompt is first answered undisturbed on every tier, and
-streams that were not continued are compared with that. Prints what was sent, failed, cut and continued, and what is left
-over at the end.
+number of tokens at temperature 0, so one that was cut shows. Every prompt is first answered alone on every tier, and
+streams that were not continued are compared with that. Before the kills, some streams are sent in the same mix and as many
+at once: what the kills add to times is the difference. Prints what was sent, failed, cut and continued, what it cost in
+time, and what is left over at the end.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -49,16 +52,36 @@ QARR = Path(sys.executable).with_name("qarr")
 
 @dataclass(slots=True)
 class Stream:
-    """One stream, as its caller saw it. Times in seconds by the monotonic clock."""
+    """One stream, as its caller saw it. Times in seconds by the monotonic clock; ``silence``: the longest between pieces."""
 
     prompt: str
     asked: str
     began: float
     ended: float = 0.0
     first: float | None = None
+    newest: float | None = None
+    silence: float = 0.0
     text: str = ""
     last: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
+
+    def add(self, text: str) -> None:
+        """Note a piece of the answer."""
+        now = time.monotonic()
+        self.first = self.first or now
+        self.silence = max(self.silence, now - (self.newest or now))
+        self.newest = now
+        self.text += text
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the router has at one moment."""
+
+    places: int
+    tasks: int
+    files: int
+    rss_mb: float
 
 
 @contextlib.contextmanager
@@ -98,8 +121,7 @@ async def stream(client: httpx.AsyncClient, url: str, prompt: str, tier: str, to
                 elif line.startswith("data: "):
                     data = json.loads(line[6:])
                     if name == "message":
-                        found.first = found.first or time.monotonic()
-                        found.text += data["text"]
+                        found.add(data["text"])
                     elif name == "error":
                         found.problem = str(data.get("detail"))
                     else:
@@ -136,61 +158,71 @@ async def replicas(client: httpx.AsyncClient, url: str) -> dict[str, dict[str, A
     return {t["tier"]: t["replicas"][0] for t in tiers if t["replicas"]}
 
 
+async def held(client: httpx.AsyncClient, url: str) -> Held:
+    """Return what the router has once it has been left alone for a while."""
+    await asyncio.sleep(5)
+    places = sum(r["in_flight"] + r["prompt_tokens_outstanding"] for r in (await replicas(client, url)).values())
+    page = (await client.get(f"{url}/metrics")).text
+    names = ("qarr_tasks", "process_open_fds", "process_resident_memory_bytes")
+    tasks, files, resident = (float(re.findall(rf"^{name} (\S+)$", page, re.MULTILINE)[0]) for name in names)
+    return Held(places, int(tasks), int(files), round(resident / 2**20, 1))
+
+
+async def mixed(
+    client: httpx.AsyncClient, url: str, count: int, dice: random.Random, options: argparse.Namespace
+) -> list[Stream]:
+    """Send streams to all tiers, so many at once."""
+    places = asyncio.Semaphore(options.at_once)
+    found: list[Stream] = []
+
+    async def one(number: int) -> None:
+        async with places:
+            # FP8 takes a second a token on a processor: a tenth of the streams, so that it is killed at work as well.
+            tier = "balanced" if number % 10 == 0 else dice.choice(("fast", "precise", "auto"))
+            found.append(await stream(client, url, dice.choice(PROMPTS), tier, options.tokens))
+            if len(found) % 50 == 0:
+                print(f"  {len(found)} of {count} streams", file=sys.stderr)
+
+    await asyncio.gather(*(one(number) for number in range(count)))
+    return found
+
+
 async def run(url: str, options: argparse.Namespace) -> bool:
     """Run the streams and the kills; tell whether all was as it should be."""
     dice = random.Random(options.seed)
     async with httpx.AsyncClient(timeout=600, trust_env=False, limits=httpx.Limits(max_connections=None)) as client:
-        undisturbed: dict[str, list[Stream]] = {}
-        for prompt in PROMPTS:
-            undisturbed[prompt] = [await stream(client, url, prompt, tier, options.tokens) for tier in TIERS]
-        places = asyncio.Semaphore(options.at_once)
-        found: list[Stream] = []
-
-        async def one(number: int) -> None:
-            async with places:
-                # FP8 takes a second a token on a processor: a tenth of the streams, so that it is killed at work as well.
-                tier = "balanced" if number % 10 == 0 else dice.choice(("fast", "precise", "auto"))
-                found.append(await stream(client, url, dice.choice(PROMPTS), tier, options.tokens))
-                if len(found) % 100 == 0:
-                    print(f"  {len(found)} of {options.streams} streams", file=sys.stderr)
-
+        alone = {p: {(await stream(client, url, p, tier, options.tokens)).text for tier in TIERS} for p in PROMPTS}
+        undisturbed = await mixed(client, url, options.undisturbed, dice, options)
+        before = await held(client, url)
         killing = asyncio.create_task(killer(client, url, options.kills, dice))
-        await asyncio.gather(*(one(number) for number in range(options.streams)))
+        found = await mixed(client, url, options.streams, dice, options)
         if not killing.done():
             print("  the streams were over before the kills: give more of them", file=sys.stderr)
         came_back = await killing
-        await asyncio.sleep(2)
-        left = sum(r["in_flight"] + r["prompt_tokens_outstanding"] for r in (await replicas(client, url)).values())
-    return report(found, undisturbed, came_back, left, options)
-
-
-def report(
-    found: list[Stream],
-    undisturbed: dict[str, list[Stream]],
-    came_back: list[tuple[str, float]],
-    left: int,
-    options: argparse.Namespace,
-) -> bool:
-    """Print what happened; tell whether all was as it should be."""
-    failed = [s for s in found if s.problem is not None]
-    whole = [s for s in found if s.problem is None]
-    cut = [
-        s
-        for s in whole
-        if s.last["finish_reason"] == "length" and s.last["usage"]["completion_tokens"] != options.tokens
-    ]
-    cut += [s for s in whole if s.last["finish_reason"] not in {"length", "stop"}]
-    continued = [s for s in whole if s.last["continued_on"]]
-    known = {prompt: {s.text for s in streams} for prompt, streams in undisturbed.items()}
-    alone = [s for s in whole if not s.last["continued_on"]]
-    same = sum(s.text in known[s.prompt] for s in alone)
-    broken = [s for s in whole if "\ufffd" in s.text]
+        after = await held(client, url)
     chosen = " ".join(
-        f"--{name.replace('_', '-')} {getattr(options, name)}" for name in ("kills", "streams", "at_once", "seed")
+        f"--{name.replace('_', '-')} {getattr(options, name)}"
+        for name in ("kills", "streams", "undisturbed", "at_once", "seed")
     )
     print(f"$ python benchmarks/chaos/kills.py {chosen}")
     for tier, took in came_back:
         print(f"killed {tier}: ready again after {took:.0f} s")
+    good = report(found, alone, options.tokens)
+    report_times(undisturbed, found)
+    print(f"held by the router before the kills: {before}\n                         at the end: {after}")
+    return good and not after.places and not any(s.problem for s in undisturbed)
+
+
+def report(found: list[Stream], known: dict[str, set[str]], tokens: int) -> bool:
+    """Print what became of the streams; tell whether all was as it should be."""
+    failed = [s for s in found if s.problem is not None]
+    whole = [s for s in found if s.problem is None]
+    cut = [s for s in whole if s.last["finish_reason"] == "length" and s.last["usage"]["completion_tokens"] != tokens]
+    cut += [s for s in whole if s.last["finish_reason"] not in {"length", "stop"}]
+    continued = [s for s in whole if s.last["continued_on"]]
+    alone = [s for s in whole if not s.last["continued_on"]]
+    same = sum(s.text in known[s.prompt] for s in alone)
+    broken = [s for s in whole if "\ufffd" in s.text]
     print(
         f"streams {len(found)}, failed {len(failed)}, cut short without saying so {len(cut)}, continued {len(continued)}"
     )
@@ -198,23 +230,37 @@ def report(
     print(
         f"not continued: {same} of {len(alone)} are an undisturbed answer of a tier (others: another batch, other rounding)"
     )
-    print(f"characters broken: {len(broken)}; places and tokens still held at the end: {left}")
-    firsts = sorted((s.first or s.ended) - s.began for s in whole)
-    totals = sorted(s.ended - s.began for s in whole)
-    for name, times in (("first token", firsts), ("whole answer", totals)) if whole else ():
-        print(f"{name}: median {times[len(times) // 2]:.2f} s, p99 {times[int(len(times) * 0.99)]:.2f} s")
-    if continued:
-        longer = sorted(s.ended - s.began for s in continued)
-        print(f"whole answer, continued ones: median {longer[len(longer) // 2]:.2f} s, longest {longer[-1]:.2f} s")
+    print(f"characters broken: {len(broken)}")
     for problem, count in Counter(s.problem for s in failed).most_common(5):
         print(f"  {count} x {problem}")
-    return not failed and not cut and not left and not broken
+    return not failed and not cut and not broken
+
+
+def report_times(undisturbed: list[Stream], found: list[Stream]) -> None:
+    """Print the times before the kills and with them, and what the kills add."""
+    continued = [s for s in found if s.last.get("continued_on")]
+    print(f"{'seconds, median and p99':28}{'undisturbed':>16}{'with kills':>16}{'added at p99':>14}{'continued':>16}")
+    for name, time_of in (
+        ("first token", lambda s: (s.first or s.ended) - s.began),
+        ("longest silence between", lambda s: s.silence),
+        ("whole answer", lambda s: s.ended - s.began),
+    ):
+        usual, seen, gone_on = (summary(list(map(time_of, streams))) for streams in (undisturbed, found, continued))
+        columns = "".join(f"{f'{each[0]:.2f} {each[1]:.2f}':>16}" for each in (usual, seen))
+        print(f"{name:28}{columns}{seen[1] - usual[1]:>+14.2f}{f'{gone_on[0]:.2f} {gone_on[1]:.2f}':>16}")
+
+
+def summary(times: list[float]) -> tuple[float, float]:
+    """Return the median and the 99th percentile, nearest rank; 0 of none."""
+    times = sorted(times) or [0.0]
+    return times[len(times) // 2], times[math.ceil(len(times) * 0.99) - 1]
 
 
 def main() -> None:
     """Run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=1000)
+    parser.add_argument("--undisturbed", type=int, default=150)
     parser.add_argument("--at-once", type=int, default=24)
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=16)
