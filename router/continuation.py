@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
+from router.jsontext import read_json
 from router.upstream import (
     NO_ANSWER,
     Attempt,
@@ -434,7 +435,7 @@ class Continuation:
             try:
                 async with asyncio.timeout(DETOKENIZE_TIMEOUT_S):
                     _, _, content = await self.upstream.pass_on(replica.url, replica.api_key, DETOKENIZE, body)
-                text = from_json(content)["prompt"]
+                text = read_json(content)["prompt"]
             except (UpstreamError, TimeoutError, ValueError, LookupError, TypeError):
                 continue
             return text if isinstance(text, str) else None
@@ -511,7 +512,7 @@ def parse_event(event: bytes) -> dict[str, Any]:
         EngineBroke: It is no JSON object.
     """
     try:
-        chunk = from_json(event.removeprefix(b"data:"))
+        chunk = read_json(event.removeprefix(b"data:"))
     except ValueError as error:
         raise EngineBroke("the engine's stream holds something that is not a chunk") from error
     if not isinstance(chunk, dict):

@@ -11,12 +11,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def read_json(text: bytes | str) -> Any:
+    """Return what a JSON text holds.
+
+    The parser keeps up to 16,384 short strings for as long as the process runs (jiter's ``py_string_cache.rs``). Here those
+    are keys alone: values are what people ask and engines answer, which fill it over hours, and nobody asks for twice.
+
+    Raises:
+        ValueError: It is not JSON.
+    """
+    return from_json(text, cache_strings="keys")
 
 
 class NotJson(ValueError):

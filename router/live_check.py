@@ -16,8 +16,9 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
+from router.jsontext import read_json
 from router.keys import PRIORITIES
 from router.quality import REFERENCE, judge
 from router.relays import WholeRelay
@@ -175,7 +176,7 @@ class LiveCheck:
         answer = await self._upstream.open(there, request, WholeRelay)
         answer.usage = {}  # its length says nothing of what callers' answers will have
         await answer.aclose()
-        return from_json(answer.content)
+        return read_json(answer.content)
 
     def _judge(self, kind: PromptClass, tier: TierName, rolling: RollingLoss) -> None:
         """Promote a class that loses too much, or give it its tier back."""

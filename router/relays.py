@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from router.answers import CERTAINTY
 from router.continuation import (
@@ -26,7 +26,7 @@ from router.continuation import (
     parse_event,
     read_events,
 )
-from router.jsontext import JsonObject, NotJson, as_integer
+from router.jsontext import JsonObject, NotJson, as_integer, read_json
 from router.upstream import NO_ANSWER, Attempt, EngineBroke, EngineFailed, Exchange, body_of, without_trace
 from tiers.spec import TierName
 
@@ -200,7 +200,7 @@ class WholeRelay(Exchange):
         """Read the whole answer."""
         try:
             self.content = await body_of(self._attempt.response)
-            answer = from_json(self.content)
+            answer = read_json(self.content)
             choices = answer["choices"]
             self.finish_reason = choices[0]["finish_reason"] if choices else None
             self._note_usage(answer.get("usage") or {})

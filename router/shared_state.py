@@ -14,9 +14,10 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 from redis.asyncio import Redis
 
+from router.jsontext import read_json
 from router.quota import REDIS_TIMEOUT_S, UNAVAILABLE
 from tiers.fleet import NO_OTHERS, Others
 
@@ -75,7 +76,7 @@ class SharedState:
             *_, routers = await pipe.execute()
         names = [_name(router.decode()) for router in routers if router.decode() != self._id]
         found = await self._redis.mget(names) if names else []
-        self._take(from_json(entry) for entry in found if entry is not None)
+        self._take(read_json(entry) for entry in found if entry is not None)
         self._known_at = time.monotonic()
         if self._alone:
             self._alone = False

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport
-from pydantic_core import from_json
 
+from router.jsontext import read_json
 from router.patience import Patience
 
 if TYPE_CHECKING:
@@ -643,7 +643,7 @@ def _status_error(status: int, body: bytes) -> UpstreamError:
     if not blamed and status != NOT_IMPLEMENTED:
         return EngineFailed(f"HTTP {status}")
     try:
-        message = from_json(body)["error"]["message"]
+        message = read_json(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = ""
     return EngineRefused(str(message)[:300] or f"HTTP {status}", status, body)

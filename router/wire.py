@@ -59,7 +59,7 @@ def _limits(info: ValidationInfo) -> LimitSettings:
 class Wishes(BaseModel):
     """What a caller may say about routing, on every endpoint."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, cache_strings="keys")  # as jsontext.read_json
 
     tier: Literal["auto", "fast", "balanced", "precise"] = "auto"
     tier_policy: Literal["prefer", "require"] = "prefer"

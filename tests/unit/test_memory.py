@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from router.settings import PROJECT
+from router.continuation import parse_event
+from router.settings import PROJECT, LimitSettings
+from router.wire import parse_generate
 from tests.fakes.engine import Behaviour
 from tests.unit.router_stack import Stack, router_stack
 
@@ -52,6 +54,18 @@ def test_the_collector_does_not_look_at_what_the_start_has_made() -> None:
     before, frozen, left = run(ASIDE)
     assert frozen > 0.9 * before
     assert left < 0.01 * before
+
+
+def test_what_is_asked_and_answered_does_not_stay_in_the_parser() -> None:
+    body = b'{"prompt": "a short one", "system_prompt": "be brief"}'
+    one, other = (parse_generate(body, LimitSettings()) for _ in range(2))
+    assert one.prompt == other.prompt
+    assert one.prompt is not other.prompt, "the parser kept the prompt"
+    assert one.system_prompt is not other.system_prompt
+    event, again = (parse_event(b'data: {"text": "a token"}') for _ in range(2))
+    assert event == again
+    assert event["text"] is not again["text"]
+    assert next(iter(event)) is next(iter(again)), "keys are to be kept: they come with every event"
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc keeps it and can be told not to")
