@@ -5,8 +5,8 @@
 Starts ``qarr up`` unless a URL is given (of one on this machine: its engines are killed). Every stream asks for a fixed
 number of tokens at temperature 0, so one that was cut shows. Every prompt is first answered alone on every tier, and
 streams that were not continued are compared with that. Before the kills, some streams are sent in the same mix and as many
-at once: what the kills add to times is the difference. Prints what was sent, failed, cut and continued, what it cost in
-time, and what is left over at the end.
+at once: what the kills add to times is the difference. With the kills, so many streams are sent, and more until the last
+engine is back. Prints what was sent, failed, cut and continued, what it cost in time, and what is left over at the end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -169,21 +170,27 @@ async def held(client: httpx.AsyncClient, url: str) -> Held:
 
 
 async def mixed(
-    client: httpx.AsyncClient, url: str, count: int, dice: random.Random, options: argparse.Namespace
+    client: httpx.AsyncClient,
+    url: str,
+    dice: random.Random,
+    options: argparse.Namespace,
+    *,
+    least: int,
+    meanwhile: asyncio.Task[Any] | None = None,
 ) -> list[Stream]:
-    """Send streams to all tiers, so many at once."""
-    places = asyncio.Semaphore(options.at_once)
+    """Send streams to all tiers, so many at once: at least as many as wanted, and until something else is done."""
     found: list[Stream] = []
+    numbers = itertools.count()
 
-    async def one(number: int) -> None:
-        async with places:
+    async def worker() -> None:
+        while (number := next(numbers)) < least or (meanwhile is not None and not meanwhile.done()):
             # FP8 takes a second a token on a processor: a tenth of the streams, so that it is killed at work as well.
             tier = "balanced" if number % 10 == 0 else dice.choice(("fast", "precise", "auto"))
             found.append(await stream(client, url, dice.choice(PROMPTS), tier, options.tokens))
             if len(found) % 50 == 0:
-                print(f"  {len(found)} of {count} streams", file=sys.stderr)
+                print(f"  {len(found)} streams", file=sys.stderr)
 
-    await asyncio.gather(*(one(number) for number in range(count)))
+    await asyncio.gather(*(worker() for _ in range(options.at_once)))
     return found
 
 
@@ -192,12 +199,10 @@ async def run(url: str, options: argparse.Namespace) -> bool:
     dice = random.Random(options.seed)
     async with httpx.AsyncClient(timeout=600, trust_env=False, limits=httpx.Limits(max_connections=None)) as client:
         alone = {p: {(await stream(client, url, p, tier, options.tokens)).text for tier in TIERS} for p in PROMPTS}
-        undisturbed = await mixed(client, url, options.undisturbed, dice, options)
+        undisturbed = await mixed(client, url, dice, options, least=options.undisturbed)
         before = await held(client, url)
         killing = asyncio.create_task(killer(client, url, options.kills, dice))
-        found = await mixed(client, url, options.streams, dice, options)
-        if not killing.done():
-            print("  the streams were over before the kills: give more of them", file=sys.stderr)
+        found = await mixed(client, url, dice, options, least=options.streams, meanwhile=killing)
         came_back = await killing
         after = await held(client, url)
     chosen = " ".join(
