@@ -125,7 +125,8 @@ class Answer(Exchange):
             EngineBroke: The engine failed, or no token came in time, and no other could go on.
         """
         broken: EngineBroke | None = None
-        deltas: list[Delta] | None = self._held
+        deltas: list[Delta] | None
+        deltas, self._held = self._held, []
         while deltas is not None:
             for delta in deltas:
                 self._note(delta)

@@ -251,7 +251,8 @@ class EventRelay(Exchange):
                 end.
         """
         broken: EngineBroke | None = None
-        batch: list[bytes] | None = self._held
+        batch: list[bytes] | None
+        batch, self._held = self._held, []
         while batch is not None:
             kept: list[bytes] = []
             try:
