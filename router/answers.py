@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
-from router.continuation import Piece, Progress, Resumption, read_chunks
+from router.continuation import Piece, Progress, Resumption
+from router.event_stream import EventStream, chunk_in
 from router.upstream import Attempt, EngineBroke, Exchange, without_trace
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from tiers.fleet import Replica
 
@@ -91,14 +92,14 @@ class Answer(Exchange):
     def __init__(self, attempt: Attempt) -> None:
         super().__init__(attempt)
         self.progress = Progress()
-        self._source = self._stream = self._read()
+        self._source = self._stream = EventStream(attempt.response, _delta_in)
         self._held: list[Delta] = []
         self._over = False
 
     async def begin(self) -> None:
         """Read up to the first delta that has text or ends the answer."""
         while not any(delta.text or delta.finish_reason for delta in self._held):
-            deltas = await anext(self._stream, None)
+            deltas = await self._stream.next()
             if deltas is None:
                 raise EngineBroke("the engine's answer was empty")
             self._held += deltas
@@ -124,52 +125,52 @@ class Answer(Exchange):
             EngineBroke: The engine failed, or no token came in time, and no other could go on.
         """
         broken: EngineBroke | None = None
-        try:
-            async for deltas in self._own():
-                yield deltas
-        except EngineBroke as error:
-            broken = without_trace(error)
+        deltas: list[Delta] | None
+        deltas, self._held = self._held, []
+        while deltas is not None:
+            for delta in deltas:
+                self._note(delta)
+            yield deltas
+            try:
+                deltas = await self._more()
+            except EngineBroke as error:
+                broken, deltas = without_trace(error), None
         if broken is not None:
             async for piece in self._resumed(broken):
                 yield (Delta(piece.text, piece.finish_reason),)
         self._complete = True
 
-    async def _own(self) -> AsyncIterator[Sequence[Delta]]:
-        """Yield what the first engine computes."""
-        deltas: list[Delta] | None = self._held
-        while deltas is not None:
-            for delta in deltas:
-                self._note(delta)
-            yield deltas
-            deltas = None if self._over else await self._next(self._stream)
-        if self.finish_reason is None:
-            raise EngineBroke("the engine's stream ended without a finish reason")
+    async def _more(self) -> list[Delta] | None:
+        """Return what the first engine computes next, or None at its end.
 
-    async def _read(self) -> AsyncGenerator[list[Delta], None]:
-        """Yield the stream's deltas, and keep the prompt's ids, which come before the first token."""
-        assert self.progress is not None
-        async with contextlib.aclosing(read_chunks(self._attempt.response)) as batches:
-            async for chunks in batches:
-                deltas: list[Delta] = []
-                try:
-                    for chunk in chunks:
-                        deltas.append(_delta(chunk))
-                        if deltas[-1].prompt_ids:
-                            self.progress.prompt_ids = list(deltas[-1].prompt_ids)
-                except EngineBroke:
-                    if deltas:
-                        yield deltas
-                    raise
-                yield deltas
+        Raises:
+            EngineBroke: The end is none, or no token came in time.
+        """
+        deltas = None if self._over else await self._next(self._stream)
+        if deltas is None and self.finish_reason is None:
+            raise EngineBroke("the engine's stream ended without a finish reason")
+        return deltas
 
     def _note(self, delta: Delta) -> None:
         assert self.progress is not None
+        if delta.prompt_ids:
+            self.progress.prompt_ids = list(delta.prompt_ids)
         self.progress.note(Piece(delta.text, delta.token_ids, delta.finish_reason))
         if delta.text or delta.token_ids:
             self._produced(len(delta.token_ids) or 1)
         self.finish_reason = delta.finish_reason or self.finish_reason
         if delta.usage:
             self._note_usage(delta.usage)
+
+
+def _delta_in(event: bytes) -> Delta | None:
+    """Return what an event adds to an answer; None for comments and the end.
+
+    Raises:
+        EngineBroke: It holds something else.
+    """
+    chunk = chunk_in(event)
+    return None if chunk is None else _delta(chunk)
 
 
 def _delta(chunk: Mapping[str, Any]) -> Delta:

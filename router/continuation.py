@@ -9,30 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
+from router.event_stream import EventStream, chunk_in
 from router.jsontext import read_json
 from router.upstream import (
-    NO_ANSWER,
     Attempt,
     EngineBroke,
     EngineStalled,
     Exchange,
     UpstreamError,
-    chunks_of,
     without_trace,
 )
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
-
-    import httpx
+    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
     from router.decision import Decision
     from router.telemetry import Telemetry
@@ -41,7 +37,6 @@ if TYPE_CHECKING:
     from tiers.spec import TierName
 
 COMPLETIONS, DETOKENIZE = "/v1/completions", "/detokenize"
-SEPARATOR, DONE = b"\n\n", b"data: [DONE]"
 BROKEN_CHARACTER = "\ufffd"
 MOST_DROPPED = 8  # tokens that may be computed again: more than the bytes of one character
 DETOKENIZE_TIMEOUT_S = 5.0
@@ -187,13 +182,13 @@ class Continued(Exchange):
 
     def __init__(self, attempt: Attempt) -> None:
         super().__init__(attempt)
-        self._source = self._stream = read_chunks(attempt.response)
+        self._source = self._stream = EventStream(attempt.response, chunk_in)
         self._first: list[Piece] = []
 
     async def begin(self) -> None:
         """Read up to the first token."""
         while not self._first:
-            chunks = await anext(self._stream, None)
+            chunks = await self._stream.next()
             if chunks is None:
                 raise EngineBroke("the engine's answer was empty")
             self._first = self._noted(chunks)
@@ -450,71 +445,3 @@ def _noted(progress: Progress, piece: Piece) -> Piece:
 def continued_on(answer: Exchange) -> list[TierName]:
     """Return the tiers that went on with an answer, in order."""
     return [part.tier for part in answer.parts]
-
-
-async def read_events(response: httpx.Response) -> AsyncGenerator[list[bytes], None]:
-    """Yield a stream's events as they are, those that came together in one list, up to ``[DONE]`` and with it.
-
-    Raises:
-        EngineBroke: The stream ended before.
-    """
-    buffer = b""
-    try:
-        async with chunks_of(response) as parts:
-            async for data in parts:
-                *events, buffer = (buffer + data).split(SEPARATOR)
-                if events:
-                    yield events
-                    if DONE in events:
-                        return
-    except NO_ANSWER as error:
-        raise EngineBroke(f"the engine's stream broke off ({type(error).__name__})") from error
-    raise EngineBroke("the engine's stream ended early")
-
-
-async def read_chunks(response: httpx.Response) -> AsyncGenerator[list[dict[str, Any]], None]:
-    """Yield what a stream's events hold, those that came together in one list.
-
-    Raises:
-        EngineBroke: The stream ended early, or holds an error or something that is no chunk. What came before was yielded.
-    """
-    async with aclosing(read_events(response)) as batches:
-        async for events in batches:
-            chunks: list[dict[str, Any]] = []
-            try:
-                for event in events:
-                    if event.startswith(b"data:") and event != DONE:
-                        chunks.append(chunk_of(event))  # noqa: PERF401  what came before an error stays
-            except EngineBroke:
-                if chunks:
-                    yield chunks
-                raise
-            if chunks:
-                yield chunks
-
-
-def chunk_of(event: bytes) -> dict[str, Any]:
-    """Return the chunk of an answer that an event holds.
-
-    Raises:
-        EngineBroke: It is none, or an error that the engine reports in its stream.
-    """
-    chunk = parse_event(event)
-    if "error" in chunk:
-        raise EngineBroke("the engine reported an error in its stream")
-    return chunk
-
-
-def parse_event(event: bytes) -> dict[str, Any]:
-    """Return what an event holds.
-
-    Raises:
-        EngineBroke: It is no JSON object.
-    """
-    try:
-        chunk = read_json(event.removeprefix(b"data:"))
-    except ValueError as error:
-        raise EngineBroke("the engine's stream holds something that is not a chunk") from error
-    if not isinstance(chunk, dict):
-        raise EngineBroke("the engine's stream holds something that is not a chunk")
-    return chunk

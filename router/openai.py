@@ -13,8 +13,9 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from router.context import RequestContext, body_message, context_of, read_body, start_message, while_connected
-from router.continuation import DONE, SEPARATOR, continued_on
+from router.continuation import continued_on
 from router.conversation import Reading, classify, read_chat, read_completion
+from router.event_stream import DONE, SEPARATOR
 from router.generate import STREAM_HEADERS
 from router.jsontext import JsonObject, NotJson, as_boolean, as_integer
 from router.problems import NoEmbeddings, UnknownModel, describe

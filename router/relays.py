@@ -15,17 +15,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import to_json
 
 from router.answers import CERTAINTY
-from router.continuation import (
-    DONE,
-    SEPARATOR,
-    Piece,
-    Progress,
-    Resumption,
-    chunk_of,
-    continued_on,
-    parse_event,
-    read_events,
-)
+from router.continuation import Piece, Progress, Resumption, continued_on
+from router.event_stream import DONE, SEPARATOR, EventStream, chunk_of, parse_event
 from router.jsontext import JsonObject, NotJson, as_integer, read_json
 from router.upstream import NO_ANSWER, Attempt, EngineBroke, EngineFailed, Exchange, body_of, without_trace
 from tiers.spec import TierName
@@ -222,19 +213,17 @@ class EventRelay(Exchange):
         self._judged = judged and attempt.tier is not TierName.PRECISE
         self.media_type = attempt.response.headers.get("content-type", "text/event-stream; charset=utf-8")
         self._report_usage = report_usage
-        self._source = self._batches = read_events(attempt.response)
+        self._source = self._batches = EventStream(attempt.response, _checked)
         self._held: list[bytes] = []
         self._ended = False
 
     async def begin(self) -> None:
         """Read up to the first event that has a token or ends the answer."""
         while not any(map(_has_token, self._held)):
-            batch = await anext(self._batches, None)
+            batch = await self._batches.next()
             if batch is None:
                 raise EngineBroke("the engine's answer was empty")
             self._held += batch
-            for event in batch:
-                _check(event)
         self._began()
 
     async def look_ahead(self, tokens: int, deadline: float) -> float | None:
@@ -248,8 +237,6 @@ class EventRelay(Exchange):
                 if batch is None:
                     break
                 self._held += batch
-                for event in batch:
-                    _check(event)
                 found += _certainties(batch)
         self.let_go()
         return fmean(found[:tokens]) if found else None
@@ -264,35 +251,28 @@ class EventRelay(Exchange):
                 end.
         """
         broken: EngineBroke | None = None
-        try:
-            async for data in self._own():
-                yield data
-        except EngineBroke as error:
-            broken = without_trace(error)
+        batch: list[bytes] | None
+        batch, self._held = self._held, []
+        while batch is not None:
+            kept: list[bytes] = []
+            try:
+                for event in batch:
+                    kept += self._relayed(event)
+            except EngineBroke as error:  # what came before has been noted as sent
+                broken = without_trace(error)
+            if kept:
+                yield SEPARATOR.join([*kept, b""])
+            if broken is not None or self._ended:
+                break
+            try:
+                batch = await self._next(self._batches)
+            except EngineBroke as error:
+                broken, batch = without_trace(error), None
         if broken is not None:
             async for piece in self._resumed(broken):
                 yield self._as_event(piece)
             yield self._ending()
         self._complete = True
-
-    async def _own(self) -> AsyncIterator[bytes]:
-        """Yield what the first engine computes."""
-        batch: list[bytes] | None = self._held
-        while batch is not None:
-            kept: list[bytes] = []
-            try:
-                for event in batch:
-                    _check(event)
-                    kept += self._relayed(event)
-            except EngineBroke:  # what came before has been noted as sent
-                if kept:
-                    yield SEPARATOR.join([*kept, b""])
-                raise
-            if kept:
-                yield SEPARATOR.join([*kept, b""])
-            if self._ended:
-                break
-            batch = await self._next(self._batches)
 
     def _as_event(self, piece: Piece) -> bytes:
         """Return a piece as the first engine would have sent it."""
@@ -393,14 +373,15 @@ def _without_logprobs(event: bytes) -> bytes:
     return b"data: " + to_json(chunk)
 
 
-def _check(event: bytes) -> None:
-    """Look for an error that the engine reports in its stream; only an event with the word is parsed for that.
+def _checked(event: bytes) -> bytes:
+    """Return an event as it is; only one with the word is parsed to see whether it is an error.
 
     Raises:
-        EngineBroke: It is one.
+        EngineBroke: It is an error that the engine reports in its stream, or nonsense.
     """
     if _ERROR in event and event.startswith(b"data:"):
         chunk_of(event)
+    return event
 
 
 def _has_token(event: bytes) -> bool:

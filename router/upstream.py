@@ -166,7 +166,18 @@ class Attempt:
 
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Fault = TypeVar("Fault", bound=BaseException)
+
+
+class Source(Protocol[T_co]):
+    """Gives one item after another."""
+
+    async def next(self) -> T_co | None:
+        """Return the next one; None after the last."""
+
+    async def aclose(self) -> None:
+        """Give no more."""
 
 
 class Exchange(ABC):
@@ -196,7 +207,7 @@ class Exchange(ABC):
         self._attempt = attempt
         self._patience = Patience(attempt.token_timeout_s)
         self._pending: asyncio.Future[Any] | None = None
-        self._source: AsyncGenerator[Any, None] | None = None
+        self._source: Source[Any] | None = None
         self._first_at = self._last_at = 0.0
         self._complete = self._closed = False
         self._tokens = 0
@@ -308,7 +319,7 @@ class Exchange(ABC):
             yield piece
         self.usage, self.finish_reason = self.progress.usage, self.progress.finish_reason
 
-    async def _next(self, source: AsyncIterator[T]) -> T | None:
+    async def _next(self, source: Source[T]) -> T | None:
         """Read one more item, or None at the end.
 
         Raises:
@@ -317,7 +328,7 @@ class Exchange(ABC):
         try:
             with self._patience:
                 if self._pending is None:
-                    return await anext(source, None)
+                    return await source.next()
                 item: T | None = await self._pending
                 self._pending = None
                 return item
@@ -325,14 +336,14 @@ class Exchange(ABC):
             limit_s = self._attempt.token_timeout_s
             raise EngineStalled(f"the engine sent no token for {limit_s:g} s") from error
 
-    async def _ahead(self, source: AsyncIterator[T], deadline: float) -> T | None:
+    async def _ahead(self, source: Source[T], deadline: float) -> T | None:
         """Read one more item by a deadline on the monotonic clock; one that comes later is left for ``_next``.
 
         Raises:
             TimeoutError: None came until then.
         """
         if self._pending is None:
-            self._pending = asyncio.ensure_future(anext(source, None))
+            self._pending = asyncio.ensure_future(source.next())
         done, _ = await asyncio.wait({self._pending}, timeout=max(deadline - time.monotonic(), 0))
         if not done:
             raise TimeoutError
@@ -587,8 +598,13 @@ def _causes(tried: Mapping[str, str]) -> str:
 
 def chunks_of(response: httpx.Response) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
     """Return a context in which a response's body is read; reading ends with it, and is not left to the collector."""
+    return aclosing(parts_of(response))
+
+
+def parts_of(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """Return the parts of a response's body as they come; who reads them closes them."""
     assert isinstance(response.stream, httpx.AsyncByteStream)
-    return aclosing(cast("AsyncGenerator[bytes, None]", aiter(response.stream)))
+    return cast("AsyncGenerator[bytes, None]", aiter(response.stream))
 
 
 async def body_of(response: httpx.Response, limit: int | None = None) -> bytes:

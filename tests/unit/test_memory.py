@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from router.continuation import parse_event
+from router.event_stream import parse_event
 from router.settings import PROJECT, LimitSettings
 from router.wire import parse_generate
 from tests.fakes.engine import Behaviour
