@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class EventStream(Generic[T]):
-    """An engine's stream, up to ``[DONE]``. Close it, however it ends.
+    """An engine's stream, up to ``[DONE]`` and with it. Close it, unless it is read to its end.
 
     Args:
         response: Its body has not been read.
@@ -50,13 +50,25 @@ class EventStream(Generic[T]):
                     if (item := self._parse(event)) is not None:
                         found.append(item)  # noqa: PERF401  what came before a fault stays
             except EngineBroke as error:
-                self._over = True
-                if not found:
-                    raise
-                self._fault = without_trace(error)
-        if not found and self._fault is not None:
-            raise self._fault
+                self._over, self._fault = True, without_trace(error)
+        if self._over:
+            await self._parts.aclose()
+        if not found:
+            self.check()
         return found or None
+
+    def check(self) -> None:
+        """Look for a fault that follows what was returned, where it has come already.
+
+        Raises:
+            EngineBroke: There is one. It is raised once.
+        """
+        fault, self._fault = self._fault, None
+        try:
+            if fault is not None:
+                raise fault
+        finally:
+            del fault  # its trace leads here
 
     async def aclose(self) -> None:
         """Read no more."""
@@ -67,8 +79,10 @@ class EventStream(Generic[T]):
         try:
             async for data in self._parts:
                 *events, self._buffer = (self._buffer + data).split(SEPARATOR)
+                if DONE in events:
+                    self._over = True
+                    return events[: events.index(DONE) + 1]
                 if events:
-                    self._over = DONE in events
                     return events
         except NO_ANSWER as error:
             raise EngineBroke(f"the engine's stream broke off ({type(error).__name__})") from error

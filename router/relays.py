@@ -224,6 +224,7 @@ class EventRelay(Exchange):
             if batch is None:
                 raise EngineBroke("the engine's answer was empty")
             self._held += batch
+            self._batches.check()  # nothing has been sent: another engine can still answer as if this one had not
         self._began()
 
     async def look_ahead(self, tokens: int, deadline: float) -> float | None:
@@ -237,6 +238,7 @@ class EventRelay(Exchange):
                 if batch is None:
                     break
                 self._held += batch
+                self._batches.check()
                 found += _certainties(batch)
         self.let_go()
         return fmean(found[:tokens]) if found else None

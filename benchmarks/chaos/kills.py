@@ -215,6 +215,8 @@ async def run(url: str, options: argparse.Namespace) -> bool:
     good = report(found, alone, options.tokens)
     report_times(undisturbed, found)
     print(f"held by the router before the kills: {before}\n                         at the end: {after}")
+    for problem, count in Counter(s.problem for s in undisturbed if s.problem).most_common(5):
+        print(f"before the kills: {count} x {problem}")
     return good and not after.places and not any(s.problem for s in undisturbed)
 
 

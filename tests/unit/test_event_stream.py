@@ -1,0 +1,103 @@
+"""Engines' events as they come: what came together, faults after good events, and what is closed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from router.event_stream import DONE, EventStream, chunk_in
+from router.upstream import EngineBroke
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = pytest.mark.anyio
+
+
+class Parts(httpx.AsyncByteStream):
+    """A body that comes in parts; knows whether it is being read."""
+
+    def __init__(self, *parts: bytes, breaks: bool = False) -> None:
+        self._parts, self._breaks = parts, breaks
+        self.reading = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        """Yield the parts."""
+        self.reading = True
+        try:
+            for part in self._parts:
+                yield part
+            if self._breaks:
+                raise httpx.ReadError("cut")
+        finally:
+            self.reading = False
+
+
+def stream_of(parts: Parts) -> EventStream[dict[str, object]]:
+    return EventStream(httpx.Response(200, stream=parts), chunk_in)
+
+
+async def test_what_came_together_is_returned_together() -> None:
+    parts = Parts(b'data: {"a":1}\n\ndata: {"a":2}\n\nda', b'ta: {"a":3}\n', b"\n: ping\n\n", DONE + b"\n\n")
+    stream = stream_of(parts)
+    assert await stream.next() == [{"a": 1}, {"a": 2}]
+    assert await stream.next() == [{"a": 3}]
+    assert await stream.next() is None, "a comment and the end are no chunks"
+    assert not parts.reading
+    assert await stream.next() is None
+
+
+async def test_nothing_after_the_end_is_read() -> None:
+    raw = EventStream(httpx.Response(200, stream=Parts(b"data: 1\n\ndata: [DONE]\n\ndata: {nonsense\n\n")), bytes)
+    assert await raw.next() == [b"data: 1", DONE]
+    assert await raw.next() is None
+
+
+@pytest.mark.parametrize(
+    ("parts", "fault"),
+    [
+        (Parts(b'data: {"a":1}\n\ndata: {"error":{}}\n\ndata: {"a":2}\n\n'), "reported an error"),
+        (Parts(b'data: {"a":1}\n\ndata: {"cut\n\n'), "not a chunk"),
+        (Parts(b'data: {"a":1}\n\n'), "ended early"),
+        (Parts(b'data: {"a":1}\n\n', b'data: {"a"'), "ended early"),
+        (Parts(b'data: {"a":1}\n\n', breaks=True), "broke off"),
+    ],
+)
+async def test_what_came_before_a_fault_is_returned_before_it(parts: Parts, fault: str) -> None:
+    stream = stream_of(parts)
+    assert await stream.next() == [{"a": 1}]
+    with pytest.raises(EngineBroke, match=fault):
+        await stream.next()
+    assert not parts.reading
+    assert await stream.next() is None, "a fault is raised once"
+
+
+async def test_a_fault_that_has_come_can_be_asked_for() -> None:
+    stream = stream_of(Parts(b'data: {"a":1}\n\n', b'data: {"a":2}\n\ndata: {"error":{}}\n\n'))
+    await stream.next()
+    stream.check()
+    await stream.next()
+    with pytest.raises(EngineBroke, match="reported an error"):
+        stream.check()
+
+
+async def test_a_fault_leaves_nothing_for_the_collector() -> None:
+    def parse(event: bytes) -> object:  # what the stream holds, a stream itself takes no weak reference
+        return chunk_in(event)
+
+    response = httpx.Response(200, stream=Parts(b'data: {"a":1}\n\ndata: {"error":{}}\n\n'))
+    stream, held = EventStream(response, parse), weakref.ref(parse)
+    gc.disable()
+    try:
+        await stream.next()
+        try:
+            await stream.next()
+        except EngineBroke:
+            del stream, parse
+        assert held() is None
+    finally:
+        gc.enable()
