@@ -90,7 +90,7 @@ _ASKS = (
         r"H_{0,3}[vMBcmi]_{0,14}P_?[Ll]|H_{0,3}[vMBc]_{0,3}L|^[Ll][^|]{0,2}[:v|]{1,2}",
     ),
     _weighted("asks: imperative, in a language", 1.5, "Ll", r"^.?[vMBcmi]_{0,14}P_?[Ll]"),
-    _weighted("asks: which command", 2.8, "n", r"W_{0,4}[nN][Pt]v|W_{0,4}[Ll]n|[nN]t[vcMB]"),
+    _weighted("asks: which command", 2.8, "nN", r"W_{0,4}[nN][Pt]v|W_{0,4}[Ll]n|[nN]t[vcMB]"),
     _weighted("things that programs work on", 1.0, "c", r"[nNL]_{0,20}c"),
     _weighted("more things that programs work on", 0.8, "c", r"[nNL]_{0,20}c_{0,12}c"),
     _weighted("names a language", 0.8, "L", r"L"),

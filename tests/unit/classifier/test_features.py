@@ -2,7 +2,7 @@
 """What is read from prompts."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from classifier import EstimatingCounter, PromptClass, PromptFeatures, extract
@@ -144,6 +144,7 @@ def test_hostile_text_ends(unit: str) -> None:
 
 
 @given(st.text(alphabet="._|#tnNLlBMPXWHRSQOETJcvimazuygfb", max_size=40))
+@example("NtB")
 @settings(max_examples=300)
 def test_patterns_match_nothing_without_the_roles_that_they_need(roles: str) -> None:
     """What is left out for speed is what cannot match."""
