@@ -94,7 +94,6 @@ class Answer(Exchange):
         self.progress = Progress()
         self._source = self._stream = EventStream(attempt.response, _delta_in)
         self._held: list[Delta] = []
-        self._over = False
 
     async def begin(self) -> None:
         """Read up to the first delta that has text or ends the answer."""
@@ -108,12 +107,11 @@ class Answer(Exchange):
     async def look_ahead(self, tokens: int, deadline: float) -> float | None:
         """Read ahead; what is read comes first in ``batches``."""
         with contextlib.suppress(TimeoutError):
-            while not self._over and sum(len(d.certainties) for d in self._held) < tokens:
+            while sum(len(d.certainties) for d in self._held) < tokens:
                 deltas = await self._ahead(self._stream, deadline)
                 if deltas is None:
-                    self._over = True
-                else:
-                    self._held += deltas
+                    break
+                self._held += deltas
         self.let_go()
         found = [value for delta in self._held for value in delta.certainties][:tokens]
         return fmean(found) if found else None
@@ -146,7 +144,7 @@ class Answer(Exchange):
         Raises:
             EngineBroke: The end is none, or no token came in time.
         """
-        deltas = None if self._over else await self._next(self._stream)
+        deltas = await self._next(self._stream)
         if deltas is None and self.finish_reason is None:
             raise EngineBroke("the engine's stream ended without a finish reason")
         return deltas

@@ -84,7 +84,10 @@ def test_speed_is_measured(up: Up, tmp_path: Path) -> None:
         assert fit.prefill_ms_per_token > 0
         assert fit.model.step_ms(16) >= fit.model.step_ms(1) > 0  # on a busy machine the batch may be lost in the noise
         assert 0 < fit.tpot_error.median <= fit.tpot_error.p95  # how small it is, is the machine's affair
-        assert {s.neighbours for s in profile.samples if s.tier is fit.tier} == {0.0, 0.5}
+        samples = [s for s in profile.samples if s.tier is fit.tier]
+        assert {s.neighbours for s in samples} == {0.0, 0.5}
+        assert {1, 2} <= {s.batch for s in samples}, "one by one, and batches: what a step of them costs is to be told"
+        assert len({s.prompt_tokens for s in samples}) > 2
     assert up.replica("fast")["in_flight"] == 0
 
 
