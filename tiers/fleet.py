@@ -381,7 +381,7 @@ class Replica:
             tpot_trend=self.tpot_trend.faded(now, speed.tpot_spread) if speed else STEADY,
             breaker=self.breaker.state(now),
             admits=self.breaker.admits(now),
-            admits_in_s=self.breaker.wait_s(now),
+            admits_in_s=self.breaker.admits_in_s(now),
             limit=self.limit,
             kv_tokens=self.kv_tokens,
             kv_tokens_held=self.kv_tokens_held + self.others.kv_tokens,
@@ -414,7 +414,7 @@ class Lease:
     _kv_tokens: int
     _in_flight: int
     _unqueued_ms: float | None
-    _probe: bool
+    _probe: int
     _judged: bool = False
     _released: bool = False
     _generated: int = 0
