@@ -1,10 +1,15 @@
 """Who gets the next free place: a bounded queue in front of the replicas.
 
-A request for which a tier has room goes on at once. Others wait, ordered by priority class, then by their key's requests in
-flight (so that keys share what there is, however many requests each sends), then by the deadline of their first token. When
-a place frees, the policy decides anew for those in front. What is not going to be in time is refused at once, with the
-prediction as Retry-After; where the queue is full, the least urgent goes. Now and then a place goes to whoever has waited
-longest, so none starves, and the urgent ones still get most of them.
+A request for which a tier has room goes on at once, unless somebody who waits could use that room. Others wait, ordered
+by priority class, then by their key's places (so that keys share what there is, however many requests each sends), then
+by the deadline of their first token. When a place frees, the policy decides anew for those in front. What is not going
+to be in time is refused at once, with the prediction as Retry-After; where the queue is full, the least urgent goes.
+Now and then a place goes to whoever has waited longest, so none starves, and the urgent ones still get most of them.
+
+Those who wait for the same places stand in one line (``router.lines``), and only the first of each is looked at: nobody
+is hidden by others who wait for something else, and the work does not grow with how many wait. Who is first and needs
+more than is free gets the replica that lacks least of it reserved: those behind would otherwise take each place as it
+frees.
 """
 
 from __future__ import annotations
@@ -13,26 +18,28 @@ import asyncio
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import combinations
+from typing import TYPE_CHECKING
 
 from router.decision import Basis, Refusal
 from router.keys import PRIORITIES
+from router.lines import Entry, Lines
 from router.policy import UNKNOWN_RETRY_S, decide
 from router.problems import Refused
+from tiers.fleet import Demand
+from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Collection, Iterator
 
-    from router.decision import Decision
+    from router.decision import Decision, Query
     from router.live_policy import LivePolicy
     from router.settings import AdmissionSettings
     from router.telemetry import Telemetry
     from tiers.fleet import Fleet, Lease
+    from tiers.spec import TierSpec
 
-LOOKED_AT = 16  # in front of the queue when places free: those behind may fit as well, but looking must not cost much
 TICK_S = 0.1  # places free by time as well: engines get ready, breakers half-open
-MEMORY = 0.8  # weight of the past in the time between two places that freed
-FORGET_S = 30.0  # what was learned of that time, after so long without a queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +58,19 @@ class Admitted:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
-    """One request in the queue. Times are seconds by the monotonic clock."""
+class _Waiting(Entry):
+    """One request in the queue.
+
+    Attributes:
+        until: When it gives up, in seconds by the monotonic clock.
+        waits: Whether it was not let in at once.
+    """
 
     decision: Decision
-    key_id: str
-    rank: int
-    since: float
-    deadline: float
+    demand: Demand
     until: float
     turn: asyncio.Future[Admitted]
+    waits: bool = False
 
 
 class Admission:
@@ -68,12 +78,10 @@ class Admission:
 
     def __init__(self, fleet: Fleet, policy: LivePolicy, options: AdmissionSettings, telemetry: Telemetry) -> None:
         self._fleet, self._policy, self._options, self._telemetry = fleet, policy, options, telemetry
-        self._waiting: list[_Waiting] = []
-        self._in_flight: Counter[str] = Counter()
+        self._held: Counter[str] = Counter()  # places, by key
+        self._lines: Lines[_Waiting] = Lines(self._held)
+        self._granted: Counter[TierName] = Counter()
         self._scheduled = False
-        self._granted = 0
-        self._interval_s: float | None = None
-        self._last_at = self._busy_since = 0.0
         fleet.on_room = self._schedule
 
     @property
@@ -84,7 +92,11 @@ class Admission:
     @property
     def waiting(self) -> int:
         """Return the requests in the queue."""
-        return len(self._waiting)
+        return len(self._lines)
+
+    def waiting_for(self, tier: TierName) -> int:
+        """Return the requests in the queue that a tier could serve."""
+        return self._lines.waiting_for(tier)
 
     async def run(self) -> None:
         """Look at the queue now and then, until cancelled."""
@@ -105,59 +117,80 @@ class Admission:
         """
         if decision.tier is None and (decision.refusal is not Refusal.AT_CAPACITY or not self._options.max_waiting):
             raise Refused(decision)
-        self._dispatch()  # those who wait come first; what they leave is free
-        admitted = self._place(decision, key_id, 0.0)
-        if admitted is None and decision.tier is not None:  # others were quicker
-            decision = decide(decision.query, self._fleet.snapshot(), self._policy.table)
+        if not self._lines:
             admitted = self._place(decision, key_id, 0.0)
-        if admitted is not None:
-            return admitted
-        if decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY:
-            raise Refused(decision)
-        with self._telemetry.admission() as span:
-            admitted = await self._wait(self._enqueue(decision, key_id, priority))
-            span.set_attribute("qarr.waited_ms", admitted.waited_ms)
-            return admitted
+            if admitted is not None:
+                return admitted
+        entry = self._entry(decision, key_id, priority)
+        self._lines.add(entry)
+        self._dispatch()  # in its order: those before it come first, and what they leave is free
+        if entry.turn.done():
+            return entry.turn.result()
+        entry.waits = True
+        try:
+            self._check(entry)
+            with self._telemetry.admission() as span:
+                admitted = await self._wait(entry)
+                span.set_attribute("qarr.waited_ms", admitted.waited_ms)
+                return admitted
+        finally:
+            self._lines.remove(entry)
 
-    def leave(self, key_id: str) -> None:
+    def leave(self, key_id: str, admitted: Admitted) -> None:
         """Note that a request that was let in has ended."""
-        self._in_flight[key_id] -= 1
-        if self._in_flight[key_id] <= 0:
-            del self._in_flight[key_id]
+        self._held[key_id] -= admitted.lease.sequences
+        if self._held[key_id] <= 0:
+            del self._held[key_id]
 
-    def _enqueue(self, decision: Decision, key_id: str, priority: int) -> _Waiting:
-        """Put a request into the queue.
-
-        Raises:
-            Refused: It would not be in time, or the queue is full of what is more urgent.
-        """
-        now, options = time.monotonic(), self._options
+    def _entry(self, decision: Decision, key_id: str, priority: int) -> _Waiting:
+        now, options, query = time.monotonic(), self._options, decision.query
         rank = 0 if priority <= PRIORITIES["interactive"] else 1 if priority <= PRIORITIES["standard"] else 2
         longest = (options.max_wait_s.interactive, options.max_wait_s.standard, options.max_wait_s.batch)[rank]
-        bound, quickest = decision.query.sla.ttft_ms, _quickest_s(decision)
-        in_time = longest if bound is None else min(bound / 1000 - quickest, longest)
-        deadline = now + (longest if bound is None else bound / 1000)
-        entry = _Waiting(
-            decision, key_id, rank, now, deadline, now + in_time, asyncio.get_running_loop().create_future()
+        bound, quickest = query.sla.ttft_ms, _quickest_s(decision)
+        specs = self._specs(query)
+        return _Waiting(
+            key_id=key_id,
+            rank=rank,
+            since=now,
+            deadline=now + (longest if bound is None else bound / 1000),
+            tiers=frozenset(spec.name for spec in specs),
+            places=min(query.sequences, max((spec.max_in_flight for spec in specs), default=1)),
+            long=query.tokens_to_read > self._fleet.options.long_prompt_tokens,
+            decision=decision,
+            demand=Demand(query.tokens_to_read, query.max_tokens, query.sequences),
+            until=now + (longest if bound is None else min(bound / 1000 - quickest, longest)),
+            turn=asyncio.get_running_loop().create_future(),
         )
-        order = sorted([*self._waiting, entry], key=self._order)
-        wait_s = self._expected_wait_s(decision, order.index(entry))
-        if wait_s > in_time:
-            raise Refused(self._refusal(decision, f"its turn is expected in {wait_s:.1f} s, too late", wait_s))
-        if len(order) > options.max_waiting:
-            last = order[-1]
-            refusal = self._refusal(last.decision, f"{options.max_waiting} requests are waiting already", wait_s)
+
+    def _specs(self, query: Query) -> list[TierSpec]:
+        """Return the tiers that could ever serve a request."""
+        only = query.hint if query.require else None
+        return [
+            spec
+            for spec in self._fleet.specs
+            if spec.name in query.allowed
+            and only in {None, spec.name}
+            and query.prompt_tokens + query.max_tokens <= spec.max_model_len
+        ]
+
+    def _check(self, entry: _Waiting) -> None:
+        """Refuse a request that would not be in time; where too many wait, the least urgent one.
+
+        Raises:
+            Refused: It is this one.
+        """
+        wait_s = self._expected_wait_s(entry)
+        if entry.since + wait_s > entry.until:
+            why = f"its turn is expected in {wait_s:.1f} s, too late"
+            raise Refused(self._refusal(entry.decision, why, wait_s))
+        if len(self._lines) > self._options.max_waiting:
+            last = self._lines.last()
+            why = f"{self._options.max_waiting} requests are waiting already"
+            refused = Refused(self._refusal(last.decision, why, self._expected_wait_s(last)))
             if last is entry:
-                raise Refused(refusal)
-            self._waiting.remove(last)
-            last.turn.set_exception(Refused(refusal))
-        if not self._waiting:
-            self._busy_since = now
-            if now - self._last_at > FORGET_S:
-                self._interval_s = None
-        self._waiting.append(entry)
-        self._dispatch()
-        return entry
+                raise refused
+            self._lines.remove(last)
+            last.turn.set_exception(refused)
 
     async def _wait(self, entry: _Waiting) -> Admitted:
         """Wait for a request's turn.
@@ -170,28 +203,26 @@ class Admission:
             await asyncio.wait({turn}, timeout=max(entry.until - time.monotonic(), 0))
         except asyncio.CancelledError:
             if turn.done() and turn.exception() is None:  # let in just as it gave up
-                turn.result().lease.release()
-                self.leave(entry.key_id)
+                admitted = turn.result()
+                self.leave(entry.key_id, admitted)
+                admitted.lease.release()
             raise
-        finally:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
         if turn.done():
             return turn.result()
         waited_s = time.monotonic() - entry.since
-        wait_s = self._expected_wait_s(entry.decision, len(self._waiting))
-        raise Refused(self._refusal(entry.decision, f"no place came free within {waited_s:.1f} s", wait_s))
+        why = f"no place came free within {waited_s:.1f} s"
+        raise Refused(self._refusal(entry.decision, why, self._expected_wait_s(entry)))
 
-    def _order(self, entry: _Waiting) -> tuple[int, int, float]:
-        """Return a request's place in the order: class, its key's requests in flight, deadline."""
-        return entry.rank, self._in_flight[entry.key_id], entry.deadline
+    def _expected_wait_s(self, entry: _Waiting) -> float:
+        """Predict the wait of a request by the places that come free, and by those that are wanted before it.
 
-    def _expected_wait_s(self, decision: Decision, ahead: int) -> float:
-        """Predict the wait of a request with so many before it: by how places freed lately, else by what runs."""
-        each = self._interval_s
-        if each is None:
-            each = decision.retry_after_s or UNKNOWN_RETRY_S
-        return each * (ahead + 1)
+        On whichever of its tiers, together, it comes soonest: who waits for one of them as well is before it there.
+        """
+        rates = {tier: rate for tier in entry.tiers if (rate := self._fleet.freed_per_s(tier)) > 0}
+        waits = [
+            self._lines.places_before(entry, tiers) / sum(rates[tier] for tier in tiers) for tiers in _subsets(rates)
+        ]
+        return min(waits, default=entry.decision.retry_after_s or UNKNOWN_RETRY_S)
 
     @staticmethod
     def _refusal(decision: Decision, why: str, wait_s: float) -> Decision:
@@ -210,52 +241,77 @@ class Admission:
 
     def _schedule(self) -> None:
         """Look at the queue soon: several places may free in one go."""
-        if self._waiting and not self._scheduled:
+        if self._lines and not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
         """Let in whom there is room for, in order."""
         self._scheduled = False
-        now, passed_over = time.monotonic(), set[_Waiting]()
-        while self._waiting and len(passed_over) < LOOKED_AT and self._fleet.has_room:
-            oldest = self._granted % self._options.oldest_every == self._options.oldest_every - 1
-            order: Callable[[_Waiting], Any] = _age if oldest else self._order
-            entry = min((e for e in self._waiting if e not in passed_over), key=order, default=None)
-            if entry is None:
-                break
-            decision = decide(entry.decision.query, self._fleet.snapshot(), self._policy.table)
-            if decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY:
-                self._waiting.remove(entry)
-                entry.turn.set_exception(Refused(decision))
-                continue
-            admitted = self._place(decision, entry.key_id, (now - entry.since) * 1000)
-            if admitted is None:
-                passed_over.add(entry)
-                continue
-            self._waiting.remove(entry)
-            self._granted += 1
-            self._note_place(now)
-            entry.turn.set_result(admitted)
+        reserved, passed_over = set[str](), set[_Waiting]()
+        while (entry := self._next(passed_over)) is not None:
+            ready = any(self._fleet.is_ready(tier) for tier in entry.tiers)
+            if not ready or self._fleet.has_room(entry.tiers, entry.demand, reserved):
+                decision = decide(entry.decision.query, self._fleet.snapshot(reserved), self._policy.table)
+                if self._settle(entry, decision, reserved):
+                    continue
+            passed_over.add(entry)
+            nearest = self._fleet.nearest(entry.tiers, entry.demand, reserved)
+            if nearest is not None:
+                reserved.add(nearest)
 
-    def _note_place(self, now: float) -> None:
-        gap = now - max(self._last_at, self._busy_since)
-        self._last_at = now
-        self._interval_s = gap if self._interval_s is None else MEMORY * self._interval_s + (1 - MEMORY) * gap
+    def _next(self, passed_over: Collection[_Waiting]) -> _Waiting | None:
+        """Return who is to be looked at next: where it is a tier's turn to serve the oldest, that one first."""
+        for tier in TierName:
+            if self._for_the_oldest(tier):
+                oldest = self._lines.oldest(tier)
+                if oldest is not None and oldest not in passed_over:
+                    return oldest
+        return self._lines.first(passed_over)
 
-    def _place(self, decision: Decision, key_id: str, waited_ms: float) -> Admitted | None:
+    def _for_the_oldest(self, tier: TierName) -> bool:
+        """Tell whether a tier's next place goes to whoever has waited longest for it; until it is taken, it stays so."""
+        return self._granted[tier] % self._options.oldest_every == self._options.oldest_every - 1
+
+    def _settle(self, entry: _Waiting, decision: Decision, reserved: Collection[str]) -> bool:
+        """Let a request in or refuse it, as was decided; False: it has to wait on."""
+        if decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY:
+            self._lines.remove(entry)
+            entry.turn.set_exception(Refused(decision))
+            return True
+        waited_ms = 0.0 if not entry.waits else (time.monotonic() - entry.since) * 1000
+        admitted = self._place(decision, entry.key_id, waited_ms, reserved)
+        if admitted is None:
+            return False
+        tier = admitted.lease.replica.spec.name
+        if not self._for_the_oldest(tier) or self._lines.oldest(tier) is entry:
+            self._granted[tier] += 1
+        self._lines.remove(entry)
+        entry.turn.set_result(admitted)
+        return True
+
+    def _place(
+        self, decision: Decision, key_id: str, waited_ms: float, reserved: Collection[str] = ()
+    ) -> Admitted | None:
         if decision.tier is None:
             return None
         query = decision.query
-        lease = self._fleet.lease(decision.tier, prompt_tokens=query.prompt_tokens, max_tokens=query.max_tokens)
+        lease = self._fleet.lease(
+            decision.tier,
+            prompt_tokens=query.tokens_to_read,
+            max_tokens=query.max_tokens,
+            sequences=query.sequences,
+            exclude=reserved,
+        )
         if lease is None:
             return None
-        self._in_flight[key_id] += 1
+        self._held[key_id] += lease.sequences
         return Admitted(decision, lease, waited_ms)
 
 
-def _age(entry: _Waiting) -> float:
-    return entry.since
+def _subsets(tiers: Collection[TierName]) -> Iterator[tuple[TierName, ...]]:
+    """Yield every choice of some of the tiers."""
+    return (some for count in range(1, len(tiers) + 1) for some in combinations(tiers, count))
 
 
 def _quickest_s(decision: Decision) -> float:

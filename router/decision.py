@@ -84,12 +84,14 @@ class Query:
 
     Attributes:
         features: Of the prompt.
-        prompt_tokens: With system prompt and chat template.
-        max_tokens: Output tokens at most.
+        prompt_tokens: With system prompt and chat template; of several prompts, of the longest.
+        max_tokens: Output tokens of each answer at most.
         hint: The tier asked for; None: any.
         require: Hint and SLA are conditions, not preferences.
         sla: Bounds.
         allowed: The tiers that the caller's key may use.
+        sequences: Answers that are computed at the same time: prompts times choices.
+        all_prompt_tokens: Of all prompts together; 0: there is one.
     """
 
     features: PromptFeatures
@@ -99,6 +101,18 @@ class Query:
     require: bool = False
     sla: Sla = Sla()
     allowed: frozenset[TierName] = frozenset(TierName)
+    sequences: int = 1
+    all_prompt_tokens: int = 0
+
+    @property
+    def tokens_to_read(self) -> int:
+        """Return the tokens of all prompts together."""
+        return max(self.prompt_tokens, self.all_prompt_tokens)
+
+    @property
+    def tokens_in_all(self) -> int:
+        """Return the tokens of all prompts, and of all answers at most."""
+        return self.tokens_to_read + self.max_tokens * self.sequences
 
 
 class Basis(StrEnum):

@@ -32,7 +32,7 @@ from router.services import (
     served,
 )
 from router.upstream import UpstreamError
-from router.wire import GenerateBody, make_query, parse_generate, render_decision
+from router.wire import Amount, GenerateBody, make_query, parse_generate, render_decision
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -168,7 +168,7 @@ def decision_for(
         if body.system_prompt is not None:
             tokens = features.tokens + fleet.template.with_system + services.counter.count(body.system_prompt)
         max_tokens = body.max_tokens or services.limits.default_max_tokens
-        return make_query(body, features, tokens, max_tokens, context.caller.tiers)
+        return make_query(body, features, Amount(tokens, max_tokens), context.caller.tiers)
 
     return choose(services, body.prompt, lambda: extract(body.prompt, services.counter), ask, request_id)
 

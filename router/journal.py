@@ -209,7 +209,7 @@ class Journal:
         outcome, cause = self._outcome(answer, error)
         queue_ms = admitted.waited_ms if admitted is not None else 0.0
         spec = self._fleet.spec(answer.tier) if answer is not None else None
-        prompt_tokens, sent = decision.query.prompt_tokens, request.sent - context.arrived
+        prompt_tokens, sent = decision.query.tokens_to_read, request.sent - context.arrived
         ttft_ms = answer.ttft_ms if answer is not None else None
         tpot_ms = answer.tpot_ms if answer is not None else None
         if ttft_ms is not None and answer is not None:  # a tier counts it from when the request was first sent

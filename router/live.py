@@ -235,7 +235,7 @@ def _render_open(request: OpenRequest, now: float) -> dict[str, Any]:
         "replica": replica,
         "state": request.state,
         "age_ms": round((now - request.context.arrived) * 1000, 1),
-        "prompt_tokens": decision.query.prompt_tokens,
+        "prompt_tokens": decision.query.tokens_to_read,
         "output_tokens": answer.output_tokens if answer is not None else 0,
     }
 

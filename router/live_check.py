@@ -171,7 +171,7 @@ class LiveCheck:
         )  # fmt: skip
 
     async def _ask(self, sample: Sample, tier: TierName, request: CheckRequest) -> Any:
-        query = replace(sample.decision.query, max_tokens=ANSWER_TOKENS)
+        query = replace(sample.decision.query, max_tokens=ANSWER_TOKENS, sequences=1)
         there = replace(sample.decision, tier=tier, fallbacks=(), query=query)
         answer = await self._upstream.open(there, request, WholeRelay)
         answer.usage = {}  # its length says nothing of what callers' answers will have

@@ -221,6 +221,7 @@ class Load(Collector):
         labels = ["tier", "replica"]
         state = GaugeMetricFamily("qarr_replica_state", "1 for a replica's present state.", labels=[*labels, "state"])
         in_flight = GaugeMetricFamily("qarr_requests_in_flight", "Requests on a replica.", labels=labels)
+        taken = GaugeMetricFamily("qarr_places_taken", "Places taken: one for each answer of a request.", labels=labels)
         limit = GaugeMetricFamily("qarr_requests_limit", "Requests that a replica is given at once.", labels=labels)
         opened = CounterMetricFamily("qarr_breaker_opened", "Times that a replica's breaker has opened.", labels=labels)
         is_open = GaugeMetricFamily("qarr_breaker_open", "1 while a replica is spared after failures.", labels=labels)
@@ -230,12 +231,13 @@ class Load(Collector):
             values = [replica.spec.name.value, replica.id]
             state.add_metric([*values, replica.state.value], 1)
             in_flight.add_metric(values, replica.in_flight)
+            taken.add_metric(values, replica.places)
             limit.add_metric(values, replica.limit)
             opened.add_metric(values, replica.breaker.opened)
             is_open.add_metric(values, replica.breaker.state(now) is not BreakerState.CLOSED)
             if replica.gauges is not None:
                 usage.add_metric(values, replica.gauges.kv_cache_usage)
-        return state, in_flight, limit, opened, is_open, usage
+        return state, in_flight, taken, limit, opened, is_open, usage
 
 
 class Metrics:

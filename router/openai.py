@@ -33,7 +33,7 @@ from router.services import (
     served,
 )
 from router.upstream import EngineFailed, EngineRefused, EngineUnreachable, NoEngineAnswered, NoPlace, UpstreamError
-from router.wire import FieldProblem, InvalidBody, Wishes, make_query
+from router.wire import Amount, FieldProblem, InvalidBody, Wishes, make_query
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Completions:
         self, call: Call, decision: Decision, request: RelayRequest, context: RequestContext, send: Send
     ) -> None:
         services = self.services
-        tokens = min(call.reading.all_tokens + call.max_tokens * call.choices, MAX_COUNT)
+        tokens = min(decision.query.tokens_in_all, MAX_COUNT)
         relay = partial(
             EventRelay,
             report_usage=request.report_usage,
@@ -339,7 +339,6 @@ def read_call(document: JsonObject, headers: Headers, services: Services, *, cha
     reading = (read_chat if chat else read_completion)(document, services.counter)
     limit = as_integer(document.get("max_completion_tokens")) if chat else None
     limit = limit or as_integer(document.get("max_tokens")) or services.limits.default_max_tokens
-    choices = (as_integer(document.get("n")) or 1) * reading.prompts
     return Call(
         document=document,
         reading=reading,
@@ -347,8 +346,29 @@ def read_call(document: JsonObject, headers: Headers, services: Services, *, cha
         hint_field=hint_field,
         streamed=as_boolean(document.get("stream")),
         max_tokens=min(max(limit, 1), MAX_COUNT),
-        choices=min(max(choices, 1), MAX_COUNT),
+        choices=_choices(document, reading, services.limits.max_sequences, chat=chat),
     )
+
+
+def _choices(document: JsonObject, reading: Reading, most: int, *, chat: bool) -> int:
+    """Return the answers that a request asks for: its prompts times the choices for each.
+
+    Raises:
+        InvalidBody: They are too many.
+    """
+    field, each = "n", as_integer(document.get("n")) or 1
+    if not chat and (best_of := as_integer(document.get("best_of")) or 1) > each:  # what older engines compute
+        field, each = "best_of", best_of
+    choices = max(each, 1) * reading.prompts
+    if choices <= most:
+        return choices
+    if reading.prompts > most:
+        problem = FieldProblem("prompt", f"has {reading.prompts} prompts", f"at most {most} prompts in one request")
+    else:
+        prompts = f" for each of {reading.prompts} prompts" if reading.prompts > 1 else ""
+        asked = f"asks for {each} answers{prompts}"
+        problem = FieldProblem(field, asked, f"an integer from 1 to {most // reading.prompts}")
+    raise InvalidBody((problem,))
 
 
 def decision_for(call: Call, context: RequestContext, services: Services) -> Decision:
@@ -357,7 +377,8 @@ def decision_for(call: Call, context: RequestContext, services: Services) -> Dec
 
     def ask(features: PromptFeatures, fleet: FleetSnapshot) -> Query:
         tokens = call.reading.with_template(fleet.template)
-        return make_query(call.wishes, features, tokens, call.max_tokens, context.caller.tiers)
+        amount = Amount(tokens, call.max_tokens, call.choices, min(call.reading.all_tokens, MAX_COUNT))
+        return make_query(call.wishes, features, amount, context.caller.tiers)
 
     return choose(
         services, call.reading.text, lambda: classify(call.reading, services.counter), ask, context.request_id

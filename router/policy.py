@@ -13,6 +13,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from router.decision import CHOSEN, Basis, Decision, Refusal, Verdict
+from tiers.fleet import has_places
 from tiers.spec import ReplicaState, TierName
 from tiers.speed import HALF_LIFE_S, IDLE
 
@@ -73,7 +74,7 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyTable) -> Decision:
     confidence = table.sla_confidence if query.sla.confidence is None else query.sla.confidence
     z = _NORMAL.inv_cdf(confidence)
     need = _need(query, table)
-    in_flight = fleet.in_flight
+    in_flight = fleet.sequences
     share, long = fleet.output_share, fleet.long_prompt_tokens
     outlooks = [_look(tier, query, share, in_flight, long, table, z, need) for tier in fleet.tiers]
     asked = [o for o in outlooks if not (query.require and query.hint) or o.name is query.hint]
@@ -137,15 +138,15 @@ def _look(  # noqa: PLR0917  called here alone
     need: _Need,
 ) -> _Outlook:
     """Find out what can be expected of one tier."""
-    spec, expected = tier.spec, output_share * query.max_tokens
-    free = tier.next(query.prompt_tokens, expected, long_prompt_tokens)
+    spec, expected, prompt_tokens = tier.spec, output_share * query.max_tokens * query.sequences, query.tokens_to_read
+    free = tier.next(prompt_tokens, expected, long_prompt_tokens, query.sequences)
     replica = free or next(iter(tier.ready), None)
     times = cost = None
     if replica is not None and replica.speed is not None:
-        times = replica.expect(query.prompt_tokens, spec.max_num_seqs, output_share)
+        times = replica.expect(prompt_tokens, spec.max_num_seqs, output_share, query.sequences)
         output = max(expected, 1.0)
-        batch = min(in_flight + 1, spec.max_num_seqs)
-        engine_ms = replica.speed.engine_ms(query.prompt_tokens, output, batch)
+        batch = min(in_flight + query.sequences, spec.max_num_seqs)
+        engine_ms = replica.speed.engine_ms(prompt_tokens, output, batch)
         cost = engine_ms / 1000 * table.prices.get(spec.name, 1.0)
     loss = table.loss(spec.name, query.features)
     sure = query.features.confidence >= table.min_confidence
@@ -176,19 +177,21 @@ def _obstacle(tier: TierSnapshot, query: Query, *, full: bool) -> tuple[Refusal,
         )
     if tier.state is not ReplicaState.READY:
         return Refusal.NOT_READY, f"is {tier.state.value}"
-    return (Refusal.AT_CAPACITY, _full(tier)) if full else None
+    return (Refusal.AT_CAPACITY, _full(tier, query.sequences)) if full else None
 
 
-def _full(tier: TierSnapshot) -> str:
+def _full(tier: TierSnapshot, sequences: int) -> str:
     """Return why no ready replica of a tier takes the request now."""
     admitting = [r for r in tier.ready if r.admits]
     if not admitting:
         wait_s = min(r.admits_in_s for r in tier.ready)
         return f"failed too often lately, and is tried again in {wait_s:.1f} s"
-    free = [r for r in admitting if r.in_flight < min(r.limit, tier.spec.max_in_flight)]
+    limits = [min(r.limit, tier.spec.max_in_flight) for r in admitting]
+    free = [r for r, limit in zip(admitting, limits, strict=True) if r.taken < limit]
     if not free:
-        places = sum(min(r.limit, tier.spec.max_in_flight) for r in admitting)
-        return f"has all of its {places} places taken"
+        return f"has all of its {sum(limits)} places taken"
+    if not any(has_places(sequences, r.taken, limit) for r, limit in zip(admitting, limits, strict=True)):
+        return f"has too few of its {sum(limits)} places free for {sequences} answers at the same time"
     if all(r.kv_pressure for r in free):
         usage = max(r.gauges.kv_cache_usage if r.gauges else 0.0 for r in free)
         return f"has {usage:.0%} of its KV cache in use, too much for a long prompt"
@@ -379,16 +382,17 @@ def _possible_in_s(outlook: _Outlook, query: Query, output_share: float, z: floa
         if speed is None:
             waits.append(UNKNOWN_RETRY_S)
             continue
-        idle = speed.times(query.prompt_tokens, IDLE, spec.max_num_seqs, output_share)
+        idle = speed.times(query.tokens_to_read, IDLE, spec.max_num_seqs, output_share, query.sequences)
         surely = math.exp(z * speed.tpot_spread)
         if (ttft_ms is not None and idle.ttft_ms * math.exp(z * speed.ttft_spread) > ttft_ms) or (
             tpot_ms is not None and idle.tpot_ms * surely > tpot_ms
         ):
             continue
-        ending = max(replica.in_flight + 1 - min(spec.max_in_flight, replica.limit), 1)
+        limit = min(spec.max_in_flight, replica.limit)
+        ending = max(replica.taken + min(query.sequences, limit) - limit, 1)
         if tpot_ms is not None:
             fitting = max(n for n in range(1, spec.max_num_seqs + 1) if speed.step_ms(n) * surely <= tpot_ms)
-            ending = max(ending, replica.load.sequences + 1 - fitting)
+            ending = max(ending, replica.load.sequences + query.sequences - fitting)
         wait_s = ending * speed.relief_ms(replica.load, spec.max_num_seqs, output_share) / 1000
         waits.append(max(wait_s, replica.admits_in_s) or HALF_LIFE_S)
     return min(waits, default=None)

@@ -196,11 +196,16 @@ def simulate(
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One request in the simulation."""
+    """One request in the simulation.
+
+    Attributes:
+        output_tokens: Of each of its sequences.
+        tokens_left: The same.
+    """
 
     query: Query
     tier: TierName
-    output_tokens: int
+    output_tokens: float
     loss: float | None
     came: float
     prefill_left: float = 0.0
@@ -235,15 +240,31 @@ class _Replica:
         return self.prefill_rate * math.exp((self.prefill_at - now) / PREFILL_MEMORY_MS)
 
     @property
-    def jobs(self) -> int:
-        return len(self.waiting) + len(self.decoding) + (self.prefilling is not None)
+    def jobs(self) -> list[_Job]:
+        return [*self.waiting, *self.decoding, *([self.prefilling] if self.prefilling else [])]
+
+    @property
+    def sequences(self) -> int:
+        """Return the sequences that it has."""
+        return sum(job.query.sequences for job in self.jobs)
+
+    @property
+    def batch(self) -> int:
+        """Return the sequences that are to be decoded."""
+        return sum(job.query.sequences for job in self.decoding)
+
+    @property
+    def step_ms(self) -> float:
+        """Return the time in which each sequence gets a token; those beyond the largest batch take their turns."""
+        batch, most = self.batch, self.spec.max_num_seqs
+        return self.speed.step_ms(min(batch, most)) * max(batch / most, 1.0)
 
     def begin(self) -> None:
         """Begin with the next prompt, if a sequence is free."""
-        if self.prefilling is None and self.waiting and len(self.decoding) < self.spec.max_num_seqs:
+        if self.prefilling is None and self.waiting and self.batch < self.spec.max_num_seqs:
             job = self.waiting.pop(0)
-            speed, others = self.speed, len(self.decoding)
-            job.prefill_left = speed.ttft_base_ms + speed.prefill_ms_per_token * job.query.prompt_tokens
+            speed, others = self.speed, self.batch
+            job.prefill_left = speed.ttft_base_ms + speed.prefill_ms_per_token * job.query.tokens_to_read
             if others:
                 job.prefill_left += speed.ttft_steps * speed.step_ms(others)
             self.prefilling = job
@@ -253,7 +274,7 @@ class _Replica:
         if self.prefilling is not None:
             return self.prefilling.prefill_left
         if self.decoding:
-            return min(job.tokens_left for job in self.decoding) * self.speed.step_ms(len(self.decoding))
+            return min(job.tokens_left for job in self.decoding) * self.step_ms
         return math.inf
 
     def advance(self, own_ms: float, now: float) -> None:
@@ -269,10 +290,10 @@ class _Replica:
                 if job.tokens_left > 0:
                     self.decoding.append(job)
         elif self.decoding:
-            tokens = own_ms / self.speed.step_ms(len(self.decoding))
+            tokens, batch = own_ms / self.step_ms, self.batch
             for job in self.decoding:
                 job.tokens_left -= tokens
-                job.engine_ms += own_ms / len(self.decoding)
+                job.engine_ms += own_ms * job.query.sequences / batch
                 job.last = now
             self.decoding = [job for job in self.decoding if job.tokens_left > 1e-6]  # noqa: PLR2004
         self.begin()
@@ -315,10 +336,11 @@ class _World:
         """Give a request to the tier's least loaded replica."""
         outcome = self._outcomes.get(record.request_id)
         output = outcome.output_tokens if outcome is not None and outcome.output_tokens else None
-        expected = max(round(record.query.max_tokens * record.fleet.output_share), 1)
-        job = _Job(record.query, tier, output or expected, loss, self._now)
-        replica = min((r for r in self.replicas if r.spec.name is tier), key=lambda r: r.jobs)
-        replica.prefill_rate = replica.rate(self._now) + record.query.prompt_tokens / PREFILL_MEMORY_MS
+        query = record.query
+        expected = max(round(query.max_tokens * record.fleet.output_share), 1)
+        job = _Job(query, tier, output / query.sequences if output else expected, loss, self._now)
+        replica = min((r for r in self.replicas if r.spec.name is tier), key=lambda r: r.sequences)
+        replica.prefill_rate = replica.rate(self._now) + query.tokens_to_read / PREFILL_MEMORY_MS
         replica.prefill_at = self._now
         replica.waiting.append(job)
         replica.begin()
@@ -334,9 +356,12 @@ class _World:
 
     def _replica(self, replica: _Replica) -> ReplicaSnapshot:
         queued = [*replica.waiting, *([replica.prefilling] if replica.prefilling else [])]
-        prompts = sum(job.query.prompt_tokens for job in queued)
-        output = sum(job.query.max_tokens for job in queued) + int(
-            sum(job.query.max_tokens - job.output_tokens + job.tokens_left for job in replica.decoding)
+        prompts = sum(job.query.tokens_to_read for job in queued)
+        output = sum(job.query.max_tokens * job.query.sequences for job in queued) + int(
+            sum(
+                (job.query.max_tokens - job.output_tokens + job.tokens_left) * job.query.sequences
+                for job in replica.decoding
+            )
         )
         speed = replica.speed
         return ReplicaSnapshot(
@@ -345,17 +370,18 @@ class _World:
             pid=None,
             state=ReplicaState.READY,
             detail=None,
-            in_flight=replica.jobs,
+            in_flight=len(replica.jobs),
             prompt_tokens_outstanding=prompts,
             output_tokens_outstanding=output,
             served=0,
             failed=0,
-            load=Load(replica.jobs, prompts, output, self._neighbours(replica), replica.rate(self._now)),
+            load=Load(replica.sequences, prompts, output, self._neighbours(replica), replica.rate(self._now)),
             speed=speed,
             ttft_trend=Trend(0.0, speed.ttft_spread**2, 0.0),
             tpot_trend=Trend(0.0, speed.tpot_spread**2, 0.0),
+            places=replica.sequences,
         )
 
     def _neighbours(self, replica: _Replica) -> float:
         others = len(self.replicas) - 1
-        return sum(r.jobs > 0 for r in self.replicas if r is not replica) / others if others else 0.0
+        return sum(r.sequences > 0 for r in self.replicas if r is not replica) / others if others else 0.0

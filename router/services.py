@@ -193,7 +193,7 @@ async def _served(
             entry.let_in(await services.admission.enter(decision, key_id, request.priority or 0))
             answer = entry.answer = await _opened(services, entry, request, kind, opened)
         except (asyncio.CancelledError, EngineTooSlow):
-            used = decision.query.prompt_tokens  # the engine has worked for it
+            used = decision.query.tokens_to_read  # the engine has worked for it
             raise
         error: BaseException | None = None
         try:
@@ -210,7 +210,7 @@ async def _served(
             await answer.aclose(error or answer.error)
     finally:
         if entry.admitted is not None:
-            services.admission.leave(key_id)
+            services.admission.leave(key_id, entry.admitted)
         if grant is not None:
             await grant.settle(used)
 
@@ -235,7 +235,7 @@ def _outcome(
     return OutcomeRecord(
         request_id=context.request_id,
         tier=answer.tier,
-        prompt_tokens=answer.usage.get("prompt_tokens", decision.query.prompt_tokens),
+        prompt_tokens=answer.usage.get("prompt_tokens", decision.query.tokens_to_read),
         output_tokens=answer.output_tokens,
         ttft_ms=round(answer.ttft_ms, 2) if answer.ttft_ms is not None else None,
         tpot_ms=round(tpot_ms, 3) if tpot_ms is not None else None,
@@ -244,7 +244,7 @@ def _outcome(
 
 
 def _tokens_used(answer: Exchange, decision: Decision) -> int:
-    return answer.usage.get("prompt_tokens", decision.query.prompt_tokens) + answer.output_tokens
+    return answer.usage.get("prompt_tokens", decision.query.tokens_to_read) + answer.output_tokens
 
 
 def answer_headers(context: RequestContext, admitted: Admitted, answer: Exchange, services: Services) -> dict[str, str]:

@@ -112,6 +112,9 @@ class LimitSettings(Section):
     max_tokens: int = Field(4_096, ge=1, description="Highest `max_tokens` of a request.")
     default_max_tokens: int = Field(256, ge=1, description="`max_tokens` of a request that gives none.")
     default_temperature: float = Field(0.7, ge=0, le=2, description="Temperature of a request that gives none.")
+    max_sequences: int = Field(
+        1024, ge=1, description="Answers that one request may ask for: its prompts times `n`, on OpenAI's endpoints."
+    )
 
 
 class TierSettings(Section):
@@ -119,7 +122,12 @@ class TierSettings(Section):
 
     max_model_len: int = Field(ge=16, description="Context: prompt plus output, in tokens.")
     max_num_seqs: int = Field(16, ge=1, description="Sequences the engine runs at once.")
-    max_in_flight: int = Field(32, ge=1, description="Requests let into one replica; beyond: elsewhere, or 503.")
+    max_in_flight: int = Field(
+        32,
+        ge=1,
+        description="Requests let into one replica; beyond: elsewhere, or 503. One that asks for several answers "
+        "counts as that many.",
+    )
     urls: tuple[str, ...] = Field((), description="Engines that run elsewhere; empty: one is started here.")
     checkpoint: Path | None = Field(None, description="Model folder for this tier instead of the prepared one.")
 

@@ -92,7 +92,7 @@ class SharedState:
         found = {}
         for replica in self._fleet.replicas:
             wait_s = replica.breaker.wait_s(now)
-            held = [replica.in_flight, replica.prompt_tokens, replica.output_tokens, replica.kv_tokens_held]
+            held = [replica.places, replica.prompt_tokens, replica.output_tokens, replica.kv_tokens_held]
             found[replica.url] = [*held, today + wait_s if wait_s else 0.0]
         return found
 

@@ -177,7 +177,7 @@ def _tier_cells(tier: Mapping[str, Any], bar: int, kv_bar: int, view: View) -> l
     return [
         Text(tier["tier"], style=f"bold {TIERS.get(tier['tier'], '')}"),
         state,
-        _load(sum(r["in_flight"] for r in replicas), sum(_limit(r, tier) for r in replicas), bar, view),
+        _load(sum(map(_taken, replicas)), sum(_limit(r, tier) for r in replicas), bar, view),
         _usage(max(usage, default=None), kv_bar, view),
         Text(f"{tier['tokens_per_s']:.0f}"),
         Text(_pair(tier["ttft_ms"])),
@@ -194,7 +194,7 @@ def _replica_cells(
     return [
         Text(f" {replica['id']}", style="dim"),
         Text(replica["state"], style=STATES.get(replica["state"], "")),
-        _load(replica["in_flight"], _limit(replica, tier), bar, view),
+        _load(_taken(replica), _limit(replica, tier), bar, view),
         _usage(replica["kv_cache_usage"], kv_bar, view),
         Text(f"{replica.get('tokens_per_s') or 0:.0f}", style="dim"),
         *(Text() for _ in range(5)),
@@ -429,6 +429,11 @@ def _bar(share: float, width: int, view: View) -> Text:
 
 def _fullness(share: float) -> str:
     return "red" if share >= NEARLY_FULL else "yellow" if share >= FILLING else "green"
+
+
+def _taken(replica: Mapping[str, Any]) -> int:
+    """Return the places that are taken: one for each answer, of which a request may ask for several."""
+    return int(replica.get("places_taken", replica["in_flight"]))
 
 
 def _limit(replica: Mapping[str, Any], tier: Mapping[str, Any]) -> int:

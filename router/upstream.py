@@ -250,8 +250,11 @@ class Exchange(ABC):
 
     @property
     def tpot_ms(self) -> float | None:
-        """Return the mean time between tokens so far, from the engine's token count; None below two tokens."""
-        tokens = self.usage.get("completion_tokens", 0)
+        """Return the mean time between tokens so far, from the engine's token count; None below two tokens.
+
+        Of several sequences, which an engine computes at the same time, as if they were equally long.
+        """
+        tokens = self.usage.get("completion_tokens", 0) / self._attempt.lease.sequences
         if self.ttft_ms is None or tokens < 2:  # noqa: PLR2004
             return None
         return (self._last_at - self._first_at) * 1000 / (tokens - 1)
@@ -494,8 +497,9 @@ class Upstream:
         query = decision.query
         return self._fleet.lease(
             tier,
-            prompt_tokens=query.prompt_tokens,
+            prompt_tokens=query.tokens_to_read,
             max_tokens=query.max_tokens,
+            sequences=query.sequences,
             exclude=exclude,
             over_limit=over_limit,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -159,13 +159,30 @@ def _problem(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem:
     return FieldProblem(field, message[:1].lower() + message[1:], allowed.get(field, ""))
 
 
-def make_query(
-    wishes: Wishes, features: PromptFeatures, prompt_tokens: int, max_tokens: int, allowed: frozenset[TierName]
-) -> Query:
+class Amount(NamedTuple):
+    """How much a request asks for; the parts are those of ``Query``."""
+
+    prompt_tokens: int
+    max_tokens: int
+    sequences: int = 1
+    all_prompt_tokens: int = 0
+
+
+def make_query(wishes: Wishes, features: PromptFeatures, amount: Amount, allowed: frozenset[TierName]) -> Query:
     """Return the request as the policy sees it."""
     sla = Sla(wishes.sla.ttft_ms, wishes.sla.tpot_ms, wishes.sla.max_quality_loss, wishes.sla.confidence)
     require = wishes.tier_policy == "require"
-    return Query(features, prompt_tokens, max_tokens, hint=wishes.hint, require=require, sla=sla, allowed=allowed)
+    return Query(
+        features,
+        amount.prompt_tokens,
+        amount.max_tokens,
+        hint=wishes.hint,
+        require=require,
+        sla=sla,
+        allowed=allowed,
+        sequences=amount.sequences,
+        all_prompt_tokens=amount.all_prompt_tokens,
+    )
 
 
 def render_features(features: PromptFeatures) -> dict[str, Any]:
@@ -250,6 +267,7 @@ def _render_replica(replica: ReplicaSnapshot) -> dict[str, Any]:
         "state": replica.state.value,
         "detail": replica.detail,
         "in_flight": replica.in_flight,
+        "places_taken": replica.taken,
         "limit": replica.limit,
         "breaker": replica.breaker.value,
         "prompt_tokens_outstanding": replica.prompt_tokens_outstanding,

@@ -144,4 +144,4 @@ class Breaker:
     def _pause_s(self) -> float:
         """Return how long the replica is spared if it fails now."""
         doublings = min(self._pauses, MOST_DOUBLINGS)
-        return min(self.options.pause_s * 2**doublings, self.options.longest_pause_s)
+        return min(self.options.pause_s * 2.0**doublings, self.options.longest_pause_s)

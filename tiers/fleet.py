@@ -17,11 +17,14 @@ from tiers.breaker import Breaker, BreakerOptions, BreakerState
 from tiers.limit import ConcurrencyLimit
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import IDLE, PREFILL_MEMORY_MS, STEADY, Load, SpeedModel, Times, Trend
+from tiers.turnover import Turnover
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
 OUTPUT_MEMORY = 0.95  # weight of the past in the share of the asked output tokens that come: about the last twenty
+SHORTEST_HOLD_S = 1e-3  # of a place
+UNKNOWN_RELIEF_S = 1.0  # until a place comes free, of a replica whose speed is not known
 FOREIGN_POLLS = 8  # readings in a row, 4 s, that must show requests of others: gauges lag by seconds
 
 
@@ -43,7 +46,7 @@ class Gauges:
 
 
 class Others(NamedTuple):
-    """What other routers have on a replica: requests, prompt tokens to compute, output tokens to come, cache tokens."""
+    """What other routers have on a replica: places, prompt tokens to compute, output tokens to come, cache tokens."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -52,6 +55,20 @@ class Others(NamedTuple):
 
 
 NO_OTHERS = Others()
+
+
+class Demand(NamedTuple):
+    """What a request takes of a replica.
+
+    Attributes:
+        prompt_tokens: Of all its prompts, with the chat template.
+        max_tokens: Output tokens of each sequence at most.
+        sequences: Answers that are computed at the same time: prompts times choices. Choices share their prompt.
+    """
+
+    prompt_tokens: int
+    max_tokens: int
+    sequences: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +101,12 @@ class Expectation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSnapshot:
-    """One replica at one moment."""
+    """One replica at one moment.
+
+    Attributes:
+        in_flight: Requests that the router has on it.
+        places: That those take, one for each of their sequences; None: as many as they are.
+    """
 
     id: str
     url: str
@@ -108,18 +130,31 @@ class ReplicaSnapshot:
     kv_tokens: int = 0
     kv_tokens_held: int = 0
     kv_pressure: bool = False
+    places: int | None = None
 
-    def expect(self, prompt_tokens: int, max_num_seqs: int, output_share: float) -> Expectation | None:
+    @property
+    def taken(self) -> int:
+        """Return the places that are taken."""
+        return self.in_flight if self.places is None else self.places
+
+    def expect(
+        self, prompt_tokens: int, max_num_seqs: int, output_share: float, sequences: int = 1
+    ) -> Expectation | None:
         """Predict the times of one more request; None before any speed was measured."""
         if self.speed is None:
             return None
-        times = self.speed.times(prompt_tokens, self.load, max_num_seqs, output_share)
+        times = self.speed.times(prompt_tokens, self.load, max_num_seqs, output_share, sequences)
         return Expectation(
             times.ttft_ms * math.exp(self.ttft_trend.mean),
             times.tpot_ms * math.exp(self.tpot_trend.mean),
             math.sqrt(self.ttft_trend.variance),
             math.sqrt(self.tpot_trend.variance),
         )
+
+
+def has_places(sequences: int, taken: int, limit: int) -> bool:
+    """Tell whether so many sequences are let in where so many places are taken; more than there are, where none is."""
+    return limit > 0 and taken + min(sequences, limit) <= limit
 
 
 def fits(tokens: float, held: int, size: int) -> bool:
@@ -146,13 +181,16 @@ class TierSnapshot:
             return ReplicaState.READY
         return min((r.state for r in self.replicas), key=_BEST_FIRST.index, default=ReplicaState.STOPPED)
 
-    def next(self, prompt_tokens: int, output_tokens: float, long_prompt_tokens: int) -> ReplicaSnapshot | None:
+    def next(
+        self, prompt_tokens: int, output_tokens: float, long_prompt_tokens: int, sequences: int = 1
+    ) -> ReplicaSnapshot | None:
         """Return the replica that a request would be leased on; None where none takes it now.
 
         Args:
-            prompt_tokens: Of its prompt.
-            output_tokens: That are expected.
+            prompt_tokens: Of its prompts.
+            output_tokens: That are expected, of all its sequences.
             long_prompt_tokens: What a replica whose KV cache is nearly full does not take.
+            sequences: That it is computed as.
         """
         most, tokens, long = self.spec.max_in_flight, prompt_tokens + output_tokens, prompt_tokens > long_prompt_tokens
         free = [
@@ -160,8 +198,7 @@ class TierSnapshot:
             for r in self.replicas
             if r.state is ReplicaState.READY
             and r.admits
-            and r.in_flight < r.limit
-            and r.in_flight < most
+            and has_places(sequences, r.taken, min(r.limit, most))
             and fits(tokens, r.kv_tokens_held, r.kv_tokens)
             and not (long and r.kv_pressure)
         ]
@@ -224,9 +261,9 @@ class FleetSnapshot:
     long_prompt_tokens: int = 512
 
     @property
-    def in_flight(self) -> int:
-        """Return the requests that the router has on all replicas together."""
-        return sum(replica.in_flight for tier in self.tiers for replica in tier.replicas)
+    def sequences(self) -> int:
+        """Return the sequences that the router has on all replicas together."""
+        return sum(replica.taken for tier in self.tiers for replica in tier.replicas)
 
     def tier(self, name: TierName) -> TierSnapshot:
         """Return one tier.
@@ -242,7 +279,12 @@ class FleetSnapshot:
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """The fleet's own record of a replica. Outside ``tiers`` it is only held through a lease."""
+    """The fleet's own record of a replica. Outside ``tiers`` it is only held through a lease.
+
+    Attributes:
+        in_flight: Requests that the router has on it.
+        places: That those take: one for each sequence, so several for a request of several.
+    """
 
     id: str
     spec: TierSpec
@@ -255,6 +297,7 @@ class Replica:
     state: ReplicaState = ReplicaState.STARTING
     detail: str | None = None
     in_flight: int = 0
+    places: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     kv_tokens_held: int = 0
@@ -270,6 +313,7 @@ class Replica:
     tpot_trend: Trend = STEADY
     options: FleetOptions = field(default_factory=FleetOptions)
     breaker: Breaker = field(init=False)
+    turnover: Turnover = field(default_factory=Turnover)
     _limit: ConcurrencyLimit = field(init=False)
     _prefill_rate: float = 0.0  # prompt tokens a millisecond, as of ``_prefill_at``
     _prefill_at: float = 0.0
@@ -287,19 +331,20 @@ class Replica:
 
     @property
     def limit(self) -> int:
-        """Return the requests that may be in flight at once: what other routers leave."""
+        """Return the places that there are: what other routers leave."""
         adapting = self.options.adaptive_limit and self.speed is not None and self.speed.profiled
         limit = min(self._limit.value, self.spec.max_in_flight) if adapting else self.spec.max_in_flight
         return max(limit - self.others.requests, 0)
 
-    def has_room(self, tokens: int, *, long: bool) -> bool:
+    def has_room(self, tokens: int, *, long: bool, sequences: int = 1) -> bool:
         """Tell whether one more request is let in.
 
         Args:
-            tokens: Of its prompt and its expected output.
-            long: Whether its prompt is long.
+            tokens: Of its prompts and its expected output.
+            long: Whether its prompts are long.
+            sequences: That it is computed as; of more than there are places, it is let in while no other is there.
         """
-        if self.in_flight >= self.limit or (long and self.kv_pressure):
+        if not has_places(sequences, self.places, self.limit) or (long and self.kv_pressure):
             return False
         return fits(tokens, self.kv_tokens_held + self.others.kv_tokens, self.kv_tokens)
 
@@ -312,6 +357,7 @@ class Replica:
         if state not in {ReplicaState.READY, ReplicaState.DRAINING}:
             self.gauges = self.speed = None
             self.kv_pressure, self.others = False, NO_OTHERS
+            self.turnover = Turnover()
             self.breaker.reset()
             self._surplus.clear()
 
@@ -323,16 +369,33 @@ class Replica:
         """Note that the engine has computed something."""
         self._silence_s, self._silent_from = 0.0, now
 
-    def took(self, change: int, now: float) -> None:
-        """Count a request that came (1) or ended (-1)."""
+    def took(self, places: int, now: float) -> None:
+        """Count a request that came, by the places that it takes."""
         self._silence_s, self._silent_from = self.silence_s(now), now
-        self.in_flight += change
+        self.turnover.note(now, self.places)
+        self.in_flight += 1
+        self.places += places
+
+    def gave_back(self, places: int, now: float) -> None:
+        """Count a request that ended."""
+        self._silence_s, self._silent_from = self.silence_s(now), now
+        self.turnover.note(now, self.places, places)
+        self.in_flight -= 1
+        self.places -= places
+
+    def freed_per_s(self, now: float, neighbours: float, output_share: float) -> float:
+        """Predict how many places come free in a second: by how long they are held, else by the speed model."""
+        load, relief_s = self.load(now, neighbours), 0.0
+        if self.speed is not None:
+            relief_s = self.speed.relief_ms(load, self.spec.max_num_seqs, output_share) / 1000
+        predicted_s = max(load.sequences, 1) * (relief_s or UNKNOWN_RELIEF_S)
+        return max(self.places, 1) / max(self.turnover.hold_s(now, self.places, predicted_s), SHORTEST_HOLD_S)
 
     @property
     def sequences(self) -> int:
-        """Return the requests on the replica: the routers' own, exactly, and those that only the gauges tell of."""
+        """Return the sequences on the replica: the routers' own, exactly, and those that only the gauges tell of."""
         full = len(self._surplus) == FOREIGN_POLLS
-        return self.in_flight + self.others.requests + (max(min(self._surplus), 0) if full else 0)
+        return self.places + self.others.requests + (max(min(self._surplus), 0) if full else 0)
 
     def note_gauges(self, gauges: Gauges) -> None:
         """Note what the engine says of itself."""
@@ -341,7 +404,7 @@ class Replica:
         # Apart, so that it does not flutter about one value.
         bound = self.options.kv_close if self.kv_pressure else self.options.kv_open
         self.kv_pressure = gauges.kv_cache_usage >= bound
-        self._surplus.append(gauges.running + gauges.waiting - self.in_flight - self.others.requests)
+        self._surplus.append(gauges.running + gauges.waiting - self.places - self.others.requests)
 
     def measured(self, speed: SpeedModel) -> None:
         """Take a speed, and forget how far the last one was off."""
@@ -360,8 +423,8 @@ class Replica:
         past = self._prefill_rate * math.exp((self._prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
         self._prefill_rate, self._prefill_at = past + prompt_tokens / PREFILL_MEMORY_MS, now
 
-    def snapshot(self, now: float, neighbours: float) -> ReplicaSnapshot:
-        """Return a frozen copy."""
+    def snapshot(self, now: float, neighbours: float, *, reserved: bool = False) -> ReplicaSnapshot:
+        """Return a frozen copy; of a reserved one without free places."""
         speed = self.speed
         return ReplicaSnapshot(
             id=self.id,
@@ -382,10 +445,11 @@ class Replica:
             breaker=self.breaker.state(now),
             admits=self.breaker.admits(now),
             admits_in_s=self.breaker.admits_in_s(now),
-            limit=self.limit,
+            limit=min(self.limit, self.places) if reserved else self.limit,
             kv_tokens=self.kv_tokens,
             kv_tokens_held=self.kv_tokens_held + self.others.kv_tokens,
             kv_pressure=self.kv_pressure,
+            places=self.places,
         )
 
     def learn_limit(self, unqueued_ms: float, ttft_ms: float, in_flight: int) -> None:
@@ -403,16 +467,18 @@ class Lease:
 
     Attributes:
         predicted: The model's times for it, as things stood when it was taken; None where the speed is not known.
+        sequences: That the request is computed as: its places.
     """
 
     replica: Replica
     predicted: Times | None
+    sequences: int
     _fleet: Fleet
     _prompt_tokens: int
     _output_tokens: int
     _asked_tokens: int
     _kv_tokens: int
-    _in_flight: int
+    _places: int
     _unqueued_ms: float | None
     _probe: int
     _judged: bool = False
@@ -423,16 +489,19 @@ class Lease:
         """Note that the prompt is computed: its tokens are no longer outstanding.
 
         Args:
-            ttft_ms: When; None leaves what is known of the speed as it is.
+            ttft_ms: When; None leaves what is known of the speed as it is. So does a request of several sequences: its
+                first token is the first of any.
         """
         replica, speed = self.replica, self.replica.speed
         replica.progressed(time.monotonic())
         replica.prompt_tokens -= self._prompt_tokens
         self._prompt_tokens = 0
         self._answered()
-        if ttft_ms is not None and self._unqueued_ms is not None:
-            replica.learn_limit(self._unqueued_ms, ttft_ms, self._in_flight)
-        if ttft_ms is not None and self.predicted is not None and speed is not None:
+        if ttft_ms is None or self.sequences > 1:
+            return
+        if self._unqueued_ms is not None:
+            replica.learn_limit(self._unqueued_ms, ttft_ms, self._places)
+        if self.predicted is not None and speed is not None:
             replica.ttft_trend = replica.ttft_trend.after(
                 self.predicted.ttft_ms, ttft_ms, time.monotonic(), speed.ttft_spread
             )
@@ -452,7 +521,8 @@ class Lease:
         """Note a completed answer.
 
         Args:
-            tpot_ms: Mean time between its tokens; None for fewer than two, and for one that was not streamed.
+            tpot_ms: Mean time between its tokens; None for fewer than two, and for one that was not streamed. Nothing is
+                learned from that of several sequences, which end at different times.
             output_tokens: That it has; 0 where the engine did not say.
         """
         replica, speed = self.replica, self.replica.speed
@@ -460,7 +530,7 @@ class Lease:
         replica.generated += max(output_tokens - self._generated, 0)  # of an answer that was not streamed
         replica.progressed(time.monotonic())
         self._answered()
-        if tpot_ms is not None and self.predicted is not None and speed is not None:
+        if tpot_ms is not None and self.sequences == 1 and self.predicted is not None and speed is not None:
             replica.tpot_trend = replica.tpot_trend.after(
                 self.predicted.tpot_ms, tpot_ms, time.monotonic(), speed.tpot_spread
             )
@@ -486,7 +556,7 @@ class Lease:
         if self._released:
             return
         self._released = True
-        self.replica.took(-1, time.monotonic())
+        self.replica.gave_back(self.sequences, time.monotonic())
         self.replica.prompt_tokens -= self._prompt_tokens
         self.replica.output_tokens -= self._output_tokens
         self.replica.kv_tokens_held -= self._kv_tokens
@@ -553,64 +623,107 @@ class Fleet:
         *,
         prompt_tokens: int,
         max_tokens: int,
+        sequences: int = 1,
         exclude: Collection[str] = (),
         over_limit: bool = False,
     ) -> Lease | None:
-        """Take a place on the tier's least loaded ready replica, or return None if there is none.
+        """Take the places of a request on the tier's least loaded ready replica, or return None if none has them.
 
         Args:
             tier: Where.
-            prompt_tokens: Prompt length with the chat template, in tokens.
-            max_tokens: Output tokens at most.
+            prompt_tokens: Length of all its prompts with the chat template, in tokens.
+            max_tokens: Output tokens of each sequence at most.
+            sequences: Answers that are computed at the same time: prompts times choices. They share their prompt.
             exclude: Replica ids that were tried already.
             over_limit: Take a place beyond what the replica is to have: for a request that was let in before, elsewhere.
         """
-        now = time.monotonic()
-        kv_tokens = prompt_tokens + math.ceil(self.output_share * max_tokens)
-        long = prompt_tokens > self.options.long_prompt_tokens
-        able = (
-            r
-            for r in self.replicas
-            if r.spec.name is tier
-            and r.state is ReplicaState.READY
-            and r.breaker.admits(now)
-            and r.id not in exclude
-            and (over_limit or r.has_room(kv_tokens, long=long))
-        )
-        replica = min(able, key=_load, default=None)
+        now, output_tokens = time.monotonic(), max_tokens * sequences
+        demand = Demand(prompt_tokens, max_tokens, sequences)
+        replica = min(self._able((tier,), None if over_limit else demand, exclude, now), key=_load, default=None)
         if replica is None:
             return None
+        kv_tokens = self._kv_tokens(demand)
         predicted, unqueued_ms, most = None, None, replica.spec.max_num_seqs
         if replica.speed is not None:
             load = replica.load(now, self._neighbours(replica))
-            predicted = replica.speed.times(prompt_tokens, load, most, self.output_share)
+            predicted = replica.speed.times(prompt_tokens, load, most, self.output_share, sequences)
             taken_up = replace(load, sequences=min(load.sequences, most - 1))
             unqueued_ms = replica.speed.times(prompt_tokens, taken_up, most, self.output_share).ttft_ms
         probe = replica.breaker.begin(now)
         replica.came(prompt_tokens, now)
-        replica.took(1, now)
+        replica.took(sequences, now)
         replica.prompt_tokens += prompt_tokens
-        replica.output_tokens += max_tokens
+        replica.output_tokens += output_tokens
         replica.kv_tokens_held += kv_tokens
         return Lease(
             replica=replica,
             predicted=predicted,
+            sequences=sequences,
             _fleet=self,
             _prompt_tokens=prompt_tokens,
-            _output_tokens=max_tokens,
-            _asked_tokens=max_tokens,
+            _output_tokens=output_tokens,
+            _asked_tokens=output_tokens,
             _kv_tokens=kv_tokens,
-            _in_flight=replica.in_flight,
+            _places=replica.places,
             _unqueued_ms=unqueued_ms,
             _probe=probe,
         )
 
-    @property
-    def has_room(self) -> bool:
-        """Tell whether any replica has a place."""
+    def has_room(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> bool:
+        """Tell whether a request could be leased on one of several tiers, but for the replicas that are left out."""
+        return next(self._able(tiers, demand, exclude, time.monotonic()), None) is not None
+
+    def is_ready(self, tier: TierName) -> bool:
+        """Tell whether a tier has a replica that may get requests."""
+        return any(r.spec.name is tier and r.state is ReplicaState.READY for r in self.replicas)
+
+    def nearest(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> str | None:
+        """Return the replica with free places that lacks least of what a request needs; None where there is none."""
+        tokens, long = self._kv_tokens(demand), self._is_long(demand)
+
+        def lacking(replica: Replica) -> tuple[int, int]:
+            places = replica.places + demand.sequences - replica.limit
+            return max(places, 0), replica.kv_tokens_held + replica.others.kv_tokens + tokens - replica.kv_tokens
+
+        partly = (
+            r
+            for r in self._able(tiers, None, exclude, time.monotonic())
+            if r.places < r.limit and not (long and r.kv_pressure)
+        )
+        found = min(partly, key=lacking, default=None)
+        return found.id if found is not None else None
+
+    def _able(
+        self, tiers: Collection[TierName], demand: Demand | None, exclude: Collection[str], now: float
+    ) -> Iterator[Replica]:
+        """Yield the replicas that take a request; None: one that takes no account of their limits."""
+        tokens, long, sequences = 0, False, 1
+        if demand is not None:
+            tokens, long, sequences = self._kv_tokens(demand), self._is_long(demand), demand.sequences
+        for r in self.replicas:
+            if (
+                r.spec.name in tiers
+                and r.state is ReplicaState.READY
+                and r.breaker.admits(now)
+                and r.id not in exclude
+                and (demand is None or r.has_room(tokens, long=long, sequences=sequences))
+            ):
+                yield r
+
+    def _kv_tokens(self, demand: Demand) -> int:
+        return demand.prompt_tokens + math.ceil(self.output_share * demand.max_tokens * demand.sequences)
+
+    def _is_long(self, demand: Demand) -> bool:
+        return demand.prompt_tokens > self.options.long_prompt_tokens
+
+    def freed_per_s(self, tier: TierName) -> float:
+        """Predict how many places of a tier come free in a second; 0 where no replica takes requests."""
         now = time.monotonic()
-        ready = (r for r in self.replicas if r.state is ReplicaState.READY)
-        return any(r.in_flight < r.limit and r.breaker.admits(now) for r in ready)
+        return sum(
+            r.freed_per_s(now, self._neighbours(r), self.output_share)
+            for r in self.replicas
+            if r.spec.name is tier and r.state is ReplicaState.READY and r.breaker.admits(now)
+        )
 
     def _neighbours(self, replica: Replica) -> float:
         """Return the share of the other replicas that have requests."""
@@ -621,8 +734,8 @@ class Fleet:
         """Note what an engine's chat template adds."""
         self.template = self.template.most(template)
 
-    def snapshot(self) -> FleetSnapshot:
-        """Return a frozen copy of the whole fleet."""
+    def snapshot(self, reserved: Collection[str] = ()) -> FleetSnapshot:
+        """Return a frozen copy of the whole fleet, in which some replicas have no place free: they are kept for others."""
         now = time.monotonic()
         busy = sum(r.sequences > 0 for r in self.replicas)
         others = max(len(self.replicas) - 1, 1)
@@ -631,7 +744,7 @@ class Fleet:
                 TierSnapshot(
                     spec,
                     tuple(
-                        r.snapshot(now, (busy - (r.sequences > 0)) / others)
+                        r.snapshot(now, (busy - (r.sequences > 0)) / others, reserved=r.id in reserved)
                         for r in self.replicas
                         if r.spec.name is spec.name
                     ),

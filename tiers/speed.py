@@ -30,7 +30,7 @@ class Load:
     """What a replica has to do, before one more request.
 
     Attributes:
-        sequences: Requests it has.
+        sequences: It has: one for each request, several for one that asks for several answers.
         prompt_tokens: Of prompts that are not computed yet.
         output_tokens: Most that may still come.
         neighbours: Share of the other replicas of the fleet that have requests, 0..1.
@@ -98,16 +98,19 @@ class SpeedModel:
         beyond = self.step_ms_beyond_knee * (sequences - self.step_knee) if sequences > self.step_knee else 0.0
         return self.step_base_ms + self.step_ms_per_sequence * sequences + beyond
 
-    def times(self, prompt_tokens: int, load: Load, max_num_seqs: int, output_share: float) -> Times:
+    def times(
+        self, prompt_tokens: int, load: Load, max_num_seqs: int, output_share: float, sequences: int = 1
+    ) -> Times:
         """Predict the times of one more request.
 
         Args:
-            prompt_tokens: Of its prompt.
+            prompt_tokens: Of its prompts.
             load: What is there already.
             max_num_seqs: Sequences that the replica decodes at once; more wait.
             output_share: Of the output tokens asked for, how many come, 0..1.
+            sequences: That the request is computed as.
         """
-        batch = min(load.sequences + 1, max_num_seqs)
+        batch = min(load.sequences + sequences, max_num_seqs)
         step = self.step_ms(batch)
         ttft = self.ttft_base_ms + self.prefill_ms_per_token * (prompt_tokens + load.prompt_tokens)
         if load.sequences > 0:
@@ -123,9 +126,9 @@ class SpeedModel:
         """Return the engine time that a request takes: its prefill, and its share of the steps that decode it.
 
         Args:
-            prompt_tokens: Of its prompt.
-            output_tokens: That are expected.
-            batch: Sequences decoded together with it, itself included.
+            prompt_tokens: Of its prompts.
+            output_tokens: That are expected, of all its sequences.
+            batch: Sequences decoded together, its own included.
         """
         return self.prefill_ms_per_token * prompt_tokens + output_tokens * self.step_ms(batch) / batch
 

@@ -115,7 +115,7 @@ class TierRow {
     const { load, speed, ttft, tpot, sla, kv, requests } = this.figures;
     put(this.precision, tier.precision);
     putState(this.state, tier.state);
-    const inFlight = sum(tier.replicas, (r) => r.in_flight);
+    const inFlight = sum(tier.replicas, placesTaken);
     const limit = sum(tier.replicas, (r) => r.limit ?? tier.max_in_flight);
     put(load.value, count(inFlight));
     put(load.more, ` of ${count(limit)}`);
@@ -164,10 +164,15 @@ function makeReplica(replica) {
     el("span", { class: "address" }), el("div", { class: "operate" }));
 }
 
+/** One for each answer that is computed: a request may ask for several. */
+function placesTaken(replica) {
+  return replica.places_taken ?? replica.in_flight;
+}
+
 function updateReplica(node, r) {
   const [, state, numbers, breaker, address, controls] = node.children;
   putState(state, r.state);
-  const parts = [`${count(r.in_flight)} of ${count(r.limit)} in flight`, `${rate(r.tokens_per_s)} tokens/s`];
+  const parts = [`${count(placesTaken(r))} of ${count(r.limit)} in flight`, `${rate(r.tokens_per_s)} tokens/s`];
   if (known(r.kv_cache_usage)) parts.push(`KV cache ${percent(r.kv_cache_usage)}`);
   parts.push(`${count(r.served)} served`);
   if (r.failed) parts.push(`${count(r.failed)} failed`);
