@@ -366,7 +366,7 @@ def _choices(document: JsonObject, reading: Reading, most: int, *, chat: bool) -
         problem = FieldProblem("prompt", f"has {reading.prompts} prompts", f"at most {most} prompts in one request")
     else:
         prompts = f" for each of {reading.prompts} prompts" if reading.prompts > 1 else ""
-        asked = f"asks for {each} answers{prompts}"
+        asked = f"asks for {str(each)[:20]} answers{prompts}"
         problem = FieldProblem(field, asked, f"an integer from 1 to {most // reading.prompts}")
     raise InvalidBody((problem,))
 

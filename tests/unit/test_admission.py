@@ -143,6 +143,23 @@ async def test_a_wait_has_an_end(tmp_path: Path) -> None:
         first.cancel()
 
 
+async def test_slow_moments_do_not_close_the_queue_for_good(tmp_path: Path) -> None:
+    """After answers that took long, who would have waited too long is refused; once they are quick again, it is not."""
+    async with router_stack(tmp_path, narrow(max_wait_s={"interactive": 1.0, "standard": 60})) as stack:
+        stack.engines[FAST].delay_s = 0.3
+        for _ in range(2):  # 2 s each
+            slow = [asyncio.create_task(stack.generate(stream=False)) for _ in range(2)]
+            assert {answer.status_code for answer in await asyncio.gather(*slow)} == {200}
+        stack.engines[FAST].delay_s = 0.01
+        for _ in range(60):
+            pair = [stack.generate(stream=False, priority="interactive") for _ in range(2)]
+            statuses = {answer.status_code for answer in await asyncio.gather(*pair)}
+            if statuses == {200}:
+                break
+            assert statuses <= {200, 503}
+        assert statuses == {200}
+
+
 async def test_a_full_queue_sheds_the_least_urgent(tmp_path: Path) -> None:
     """With one place in the queue, an interactive request takes it from a batch one, and not the other way round."""
     async with router_stack(tmp_path, narrow(max_waiting=1, max_wait_s={"batch": 60})) as stack:
@@ -189,6 +206,28 @@ async def test_a_replica_that_fails_is_left_alone_and_tried_again(tmp_path: Path
         assert (await stack.generate(tier="fast")).headers["x-qarr-tier"] == "fast"
         tiers = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"]
         assert tiers[0]["replicas"][0]["breaker"] == "closed"
+
+
+async def test_a_probe_that_takes_long_does_not_keep_a_replica_idle(tmp_path: Path) -> None:
+    """The probe is not streamed, so its first token is not seen: after a bounded time other requests go as well."""
+    overrides = narrow(max_wait_s={"standard": 60}) | {"upstream": {"breaker_pause_s": 0.2, "retry_reserve": 50}}
+    overrides["tiers"]["fast"] = {"max_in_flight": 8}
+    async with router_stack(tmp_path, overrides) as stack:
+        engine, breaker = stack.engines[FAST], stack.fleet.replicas[0].breaker
+        engine.status = 500
+        for _ in range(3):
+            await stack.generate(stream=False)
+        assert breaker.state(time.monotonic()) is BreakerState.OPEN
+        engine.status, engine.delay_s = 200, 3600
+        chat = {"model": "fast", "messages": [{"role": "user", "content": "hi"}]}
+        probe = asyncio.create_task(stack.client.post(f"{stack.url}/v1/chat/completions", json=chat))
+        while not engine.running:
+            await asyncio.sleep(0.005)
+        engine.delay_s = 0
+        assert (await stack.generate(stream=False)).status_code == 200
+        assert breaker.state(time.monotonic()) is BreakerState.CLOSED
+        assert not probe.done()
+        probe.cancel()
 
 
 async def test_retries_are_bounded(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiers.fleet import FOREIGN_POLLS, Fleet, Gauges, Replica
+from tiers.fleet import FOREIGN_POLLS, Demand, Fleet, Gauges, Others, Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import HALF_LIFE_S, SpeedModel, Trend
 
@@ -143,3 +143,81 @@ def test_neighbours_are_the_other_busy_replicas() -> None:
     fleet = make_fleet(replicas=3)
     fleet.lease(FAST, prompt_tokens=9, max_tokens=9)
     assert [r.load.neighbours for r in fleet.snapshot().tiers[0].replicas] == [0.0, 0.5, 0.5]
+
+
+def test_several_sequences_take_their_places_and_tokens() -> None:
+    """A request of several answers counts as that many: places, output and cache; its prompt once; it is one request."""
+    fleet = make_fleet(replicas=1, places=8)
+    lease = fleet.lease(FAST, prompt_tokens=50, max_tokens=100, sequences=6)
+    assert lease is not None
+    replica = fleet.replicas[0]
+    assert (replica.in_flight, replica.places, replica.prompt_tokens) == (1, 6, 50)
+    assert (replica.output_tokens, replica.kv_tokens_held) == (600, 650)
+    assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=3) is None
+    assert fleet.snapshot().tiers[0].next(1, 3, 512, 3) is None
+    assert fleet.snapshot().tiers[0].next(1, 2, 512, 2) is not None
+    assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=2) is not None
+    lease.release()
+    assert (replica.in_flight, replica.places, replica.output_tokens, replica.kv_tokens_held) == (1, 2, 2, 3)
+
+
+def test_more_sequences_than_places_need_an_idle_replica() -> None:
+    """They are let in alone; a replica without any place, because other routers have them all, takes none."""
+    fleet = make_fleet(replicas=1, places=4)
+    one = fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
+    assert one is not None
+    assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=64) is None
+    one.release()
+    many = fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=64)
+    assert many is not None
+    assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
+    many.release()
+    fleet.replicas[0].others = Others(requests=4)
+    assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=64) is None
+
+
+def test_an_engine_that_computes_several_answers_has_no_strangers() -> None:
+    """Engines count each answer: what a request of several asks for is not taken for somebody else's requests."""
+    fleet = make_fleet(replicas=1, places=8)
+    assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=5) is not None
+    for _ in range(FOREIGN_POLLS):
+        fleet.replicas[0].note_gauges(Gauges(running=5, waiting=0, kv_cache_usage=0.1))
+    assert fleet.replicas[0].sequences == 5
+
+
+def test_several_sequences_are_predicted_and_teach_nothing() -> None:
+    """They slow one another down as that many requests would; times of theirs are not held against the model."""
+    fleet = make_fleet(replicas=1, places=16)
+    replica = fleet.replicas[0]
+    replica.measured(_profiled())
+    one = fleet.lease(FAST, prompt_tokens=100, max_tokens=10)
+    assert one is not None
+    one.release()
+    lease = fleet.lease(FAST, prompt_tokens=100, max_tokens=10, sequences=8)
+    assert lease is not None
+    assert lease.predicted is not None
+    assert one.predicted is not None
+    assert lease.predicted.tpot_ms == pytest.approx(one.predicted.tpot_ms + 7, rel=0.02)
+    lease.first_token(10 * lease.predicted.ttft_ms)
+    lease.finished(10 * lease.predicted.tpot_ms, 80)
+    lease.release()
+    assert (replica.ttft_trend.mean, replica.tpot_trend.mean) == (0, 0)
+    assert replica.limit == 16
+
+
+def test_a_reserved_replica_has_no_place_for_others() -> None:
+    """In a snapshot made for them, and by the lease; the one that lacks least of what is wanted is the one to reserve."""
+    fleet = make_fleet(replicas=3, places=4)
+    for number, taken in enumerate((3, 2, 4)):
+        rest = {f"fast-{n}" for n in range(3) if n != number}
+        for _ in range(taken):
+            fleet.lease(FAST, prompt_tokens=1, max_tokens=1, exclude=rest)
+    wanted = Demand(1, 1, sequences=3)
+    assert not fleet.has_room({FAST}, wanted)
+    assert fleet.nearest({FAST}, wanted) == "fast-1"
+    assert fleet.nearest({FAST}, wanted, {"fast-1"}) == "fast-0"
+    assert fleet.nearest({FAST}, wanted, {"fast-1", "fast-0"}) is None
+    free = fleet.snapshot({"fast-1"}).tiers[0].next(1, 1, 512)
+    assert free is not None
+    assert free.id == "fast-0"
+    assert fleet.snapshot({"fast-1", "fast-0"}).tiers[0].next(1, 1, 512) is None

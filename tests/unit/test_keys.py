@@ -279,3 +279,26 @@ async def test_a_priority_is_bounded_however_it_is_written(tmp_path: Path, keys_
         ours = {"authorization": f"Bearer {key}"}
         plain = await stack.client.post(f"{stack.url}/generate", json={"prompt": "hi", "tier": "fast"}, headers=ours)
         assert plain.status_code == 200
+
+
+@pytest.mark.anyio
+async def test_each_answer_takes_its_tokens(tmp_path: Path, keys_file: Path) -> None:
+    """Several choices take the prompt once and ``max_tokens`` each; several prompts each take both."""
+    key, _ = add_key(keys_file, "ci", tokens_per_minute=1000)
+    headers = {"authorization": f"Bearer {key}"}
+    async with router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack:
+
+        async def left(path: str, body: dict[str, Any]) -> int:
+            url = f"{stack.url}/v1/{path}"
+            answer = await stack.client.post(url, json={"model": "fast", **body}, headers=headers)
+            return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+        full = await left("completions", {"prompt": [1, 2], "max_tokens": 10})
+        assert full == 1000 - 12
+        used = 17  # of that answer, by the fake
+        assert await left("completions", {"prompt": [1, 2], "max_tokens": 10, "n": 4}) == 1000 - used - 42
+        assert await left("completions", {"prompt": [[1, 2]] * 3, "max_tokens": 10}) == 1000 - 2 * used - 36
+        denied = await stack.client.post(
+            f"{stack.url}/v1/completions", json={"prompt": [[1, 2]] * 30, "max_tokens": 90}, headers=headers
+        )
+        assert denied.json()["error"]["code"] == "over_token_quota"

@@ -373,3 +373,66 @@ async def test_odd_bodies_are_read_as_vllm_reads_them(tmp_path: Path, body: dict
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"].startswith("text/event-stream") is bool(body.get("stream"))
         assert stack.leases() == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "places", "prompt_tokens", "output_tokens"),
+    [
+        (CHAT, {"messages": HI, "n": 3}, 3, None, 300),
+        ("/v1/completions", {"prompt": ["hello there"] * 5}, 5, 5 * 4, 500),
+        ("/v1/completions", {"prompt": ["hello there"] * 2, "n": 2}, 4, 2 * 4, 400),
+        ("/v1/completions", {"prompt": [[1, 2, 3], [4, 5]]}, 2, 5, 200),
+        ("/v1/completions", {"prompt": "hello there", "best_of": 4}, 4, 4, 400),
+        ("/v1/completions", {"prompt": [1, 2, 3]}, 1, 3, 100),
+    ],
+)
+async def test_a_request_counts_by_its_answers(  # noqa: PLR0917
+    tmp_path: Path, path: str, body: dict[str, Any], places: int, prompt_tokens: int | None, output_tokens: int
+) -> None:
+    """Choices and prompts take a place each, and their tokens; shown as one request; all of it comes back."""
+    async with router_stack(tmp_path) as stack:
+        stack.engines[TierName.FAST].delay_s = 3600
+        asked = {"model": "fast", "max_tokens": 100, **body}
+        request = asyncio.create_task(stack.client.post(stack.url + path, json=asked))
+        replica = stack.fleet.replicas[0]
+        while not replica.in_flight:
+            await asyncio.sleep(0.005)
+        assert (replica.in_flight, replica.places, replica.output_tokens) == (1, places, output_tokens)
+        assert replica.prompt_tokens == prompt_tokens or prompt_tokens is None
+        shown = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"][0]["replicas"][0]
+        assert (shown["in_flight"], shown["places_taken"]) == (1, places)
+        page = (await stack.client.get(f"{stack.url}/metrics")).text
+        assert f'qarr_requests_in_flight{{replica="{replica.id}",tier="fast"}} 1.0' in page
+        assert f'qarr_places_taken{{replica="{replica.id}",tier="fast"}} {places}.0' in page
+        request.cancel()
+        async with asyncio.timeout(10):
+            while replica.in_flight:
+                await asyncio.sleep(0.01)
+        assert (replica.places, stack.leases(), replica.kv_tokens_held) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        (CHAT, {"messages": HI, "n": 10**30}, "n", "an integer from 1 to 10"),
+        (CHAT, {"messages": HI, "n": 11}, "n", "asks for 11 answers"),
+        ("/v1/completions", {"prompt": "hi", "best_of": 11}, "best_of", "asks for 11 answers"),
+        (
+            "/v1/completions",
+            {"prompt": ["hi"] * 4, "n": 3},
+            "n",
+            "for each of 4 prompts (allowed: an integer from 1 to 2)",
+        ),
+        ("/v1/completions", {"prompt": ["hi"] * 11}, "prompt", "at most 10 prompts in one request"),
+    ],
+)
+async def test_too_many_answers_are_refused_by_the_fields_name(
+    tmp_path: Path, path: str, body: dict[str, Any], param: str, words: str
+) -> None:
+    """What no replica is to be kept idle for is refused at once, and the error says which field, and what it may be."""
+    async with router_stack(tmp_path, {"limits": {"max_sequences": 10}}) as stack:
+        answer = await stack.client.post(stack.url + path, json={"model": "fast", **body})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param)
+        assert words in error["message"]
+        assert not stack.engines[TierName.FAST].requests

@@ -317,3 +317,21 @@ def test_promoted_class_gets_the_next_precision() -> None:
     decision = decide(query(), fleet(speeds=MEASURED), table)
     assert decision.tier is PRECISE  # cheaper than balanced
     assert "loses too much in live answers" in decision.verdict(FAST).verdict
+
+
+def test_several_answers_cost_and_take_as_much() -> None:
+    """Engine time of each answer, prompts read once; TPOT of the batch that they make; room for all of them at once."""
+    one = decide(query(), fleet(speeds=MEASURED), PROFILED).verdict(FAST)
+    several = decide(query(sequences=4), fleet(speeds=MEASURED), PROFILED).verdict(FAST)
+    prompts = decide(query(sequences=4, all_prompt_tokens=80), fleet(speeds=MEASURED), PROFILED).verdict(FAST)
+    assert one.cost is not None
+    assert several.cost is not None
+    assert prompts.cost is not None
+    assert one.cost < several.cost < prompts.cost < 4 * one.cost  # a batch shares its steps
+    assert (several.predicted_tpot_ms or 0) > (one.predicted_tpot_ms or 0)
+    nearly = {name: Load(sequences=30, output_tokens=300) for name in TierName}
+    assert decide(query(sequences=2), fleet(loads=nearly), TABLE).tier is not None
+    refused = decide(query(sequences=3), fleet(loads=nearly), TABLE)
+    assert refused.refusal is Refusal.AT_CAPACITY
+    assert "too few of its 32 places free for 3 answers at the same time" in refused.reason
+    assert decide(query(sequences=300), fleet(), TABLE).tier is not None  # alone on a replica

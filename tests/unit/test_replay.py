@@ -190,3 +190,41 @@ def read_log_of(text: str, folder: Path) -> list[object]:
     path = folder / "text"
     path.write_text(text)
     return list(read_log(path))
+
+
+def test_logs_without_several_answers_are_read(tmp_path: Path) -> None:
+    """A log of a router that did not count answers: each request is one, and takes one place."""
+    path = tmp_path / "decisions.jsonl"
+    log = DecisionLog(path)
+    snapshot = fleet(speeds=MEASURED, busy=31)
+    log.decided("r-1", decide(query(), snapshot, PROFILED), snapshot, PROFILED)
+    log.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "decision":
+            assert (line["query"].pop("sequences"), line["query"].pop("all_prompt_tokens")) == (1, 0)
+            for tier in line["fleet"]["tiers"]:
+                for replica in tier["replicas"]:
+                    replica.pop("places")
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    recording = read_recording(path)
+    assert recording.decisions[0].query.sequences == 1
+    assert recording.decisions[0].fleet.sequences == 93
+    assert not differing(recording)
+
+
+def test_several_answers_are_simulated_as_several() -> None:
+    """Four answers of a request take an engine about as long as four requests, and more than one."""
+    record = DecisionRecord(
+        at=0.0, request_id="r", policy="p", query=query(), fleet=fleet(speeds=MEASURED), tier=FAST, refusal=None,
+        reason="", predicted_ttft_ms=None, predicted_tpot_ms=None,
+    )  # fmt: skip
+
+    def engine_ms(*records: DecisionRecord) -> float:
+        results = simulate(Recording({"p": PROFILED}, records, {}))
+        assert all(result.tpot_ms is not None for result in results)
+        return sum(result.engine_ms or 0 for result in results)
+
+    several = engine_ms(replace(record, query=query(sequences=4, all_prompt_tokens=80)))
+    assert engine_ms(record) < several
+    assert several == pytest.approx(engine_ms(*(replace(record, request_id=str(n)) for n in range(4))), rel=0.3)
