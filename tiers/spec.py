@@ -57,7 +57,8 @@ class TierSpec:
     Attributes:
         max_model_len: Prompt plus output tokens that the engine accepts.
         max_num_seqs: Sequences that the engine runs at the same time.
-        max_in_flight: Requests that the router lets into one replica; more are sent elsewhere or refused.
+        max_in_flight: Places of one replica: requests that the router lets in, each counted by its answers; more are sent
+            elsewhere or refused.
         urls: Engines that run elsewhere. Empty: this tier's engine is started here.
         checkpoint: Folder that the engine is started from; None for a tier given by URL.
         digest: The checkpoint's weights digest; None where unknown.

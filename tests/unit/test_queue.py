@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -256,3 +257,36 @@ async def test_who_is_refused_or_gives_up_leaves_nothing(tmp_path: Path) -> None
     with pytest.raises(Refused):
         urgent.result()
     assert at.admission.waiting == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_comes_and_goes_all_of_it_comes_back(tmp_path: Path, seed: int) -> None:
+    """Requests of all kinds come, end and leave at any moment: limits hold, nobody is left waiting, nothing is left held."""
+    source = random.Random(seed)
+    at = door(tmp_path, {FAST: 3, BALANCED: 2, PRECISE: 4}, replicas=2, max_waiting=30)
+    running: list[tuple[str, asyncio.Task[Admitted]]] = []
+    for _ in range(600):
+        if source.random() < 0.55:
+            key = source.choice("abc")
+            only = {"hint": source.choice((FAST, BALANCED, PRECISE)), "require": source.random() < 0.5}
+            sequences = source.choice((1, 1, 1, 2, 3, 9))
+            priority = source.choice(list(PRIORITIES.values()))
+            running.append((key, at.ask(key=key, priority=priority, sequences=sequences, **only)))
+        elif running:
+            key, task = running.pop(source.randrange(len(running)))
+            for _ in range(source.randrange(4)):
+                await asyncio.sleep(0)
+            if not task.done():
+                task.cancel()
+            elif task.exception() is None:
+                await at.end(task.result(), key)
+        for replica in at.fleet.replicas:
+            assert replica.places <= replica.limit or replica.in_flight == 1
+    while running:
+        await at.seen()
+        key, task = next(each for each in running if each[1].done())  # none would mean that somebody waits for nothing
+        running.remove((key, task))
+        if not task.cancelled() and task.exception() is None:
+            await at.end(task.result(), key)
+    assert at.admission.waiting == 0
+    assert not any(r.in_flight or r.places or r.prompt_tokens or r.output_tokens for r in at.fleet.replicas)
