@@ -224,7 +224,7 @@ class Load(Collector):
         taken = GaugeMetricFamily("qarr_places_taken", "Places taken: one for each answer of a request.", labels=labels)
         limit = GaugeMetricFamily(
             "qarr_requests_limit",
-            "Places of a replica: requests that it is given at once, by their answers.",
+            "Places of a replica.",
             labels=labels,
         )
         opened = CounterMetricFamily("qarr_breaker_opened", "Times that a replica's breaker has opened.", labels=labels)
