@@ -222,11 +222,7 @@ class Load(Collector):
         state = GaugeMetricFamily("qarr_replica_state", "1 for a replica's present state.", labels=[*labels, "state"])
         in_flight = GaugeMetricFamily("qarr_requests_in_flight", "Requests on a replica.", labels=labels)
         taken = GaugeMetricFamily("qarr_places_taken", "Places taken: one for each answer of a request.", labels=labels)
-        limit = GaugeMetricFamily(
-            "qarr_requests_limit",
-            "Places of a replica.",
-            labels=labels,
-        )
+        limit = GaugeMetricFamily("qarr_requests_limit", "Places of a replica.", labels=labels)
         opened = CounterMetricFamily("qarr_breaker_opened", "Times that a replica's breaker has opened.", labels=labels)
         is_open = GaugeMetricFamily("qarr_breaker_open", "1 while a replica is spared after failures.", labels=labels)
         usage = GaugeMetricFamily("qarr_kv_cache_usage_ratio", "Share of a replica's KV cache in use.", labels=labels)

@@ -369,19 +369,12 @@ class Replica:
         """Note that the engine has computed something."""
         self._silence_s, self._silent_from = 0.0, now
 
-    def took(self, places: int, now: float) -> None:
-        """Count a request that came, by the places that it takes."""
+    def took(self, change: int, now: float, places: int = 1) -> None:
+        """Count a request that came (1) or ended (-1), and the places that it takes."""
         self._silence_s, self._silent_from = self.silence_s(now), now
-        self.turnover.note(now, self.places)
-        self.in_flight += 1
-        self.places += places
-
-    def gave_back(self, places: int, now: float) -> None:
-        """Count a request that ended."""
-        self._silence_s, self._silent_from = self.silence_s(now), now
-        self.turnover.note(now, self.places, places)
-        self.in_flight -= 1
-        self.places -= places
+        self.turnover.note(now, self.places, places if change < 0 else 0)
+        self.in_flight += change
+        self.places += change * places
 
     def freed_per_s(self, now: float, neighbours: float, output_share: float) -> float:
         """Predict how many places come free in a second: by how long they are held, else by the speed model."""
@@ -556,7 +549,7 @@ class Lease:
         if self._released:
             return
         self._released = True
-        self.replica.gave_back(self.sequences, time.monotonic())
+        self.replica.took(-1, time.monotonic(), self.sequences)
         self.replica.prompt_tokens -= self._prompt_tokens
         self.replica.output_tokens -= self._output_tokens
         self.replica.kv_tokens_held -= self._kv_tokens
@@ -651,7 +644,7 @@ class Fleet:
             unqueued_ms = replica.speed.times(prompt_tokens, taken_up, most, self.output_share).ttft_ms
         probe = replica.breaker.begin(now)
         replica.came(prompt_tokens, now)
-        replica.took(sequences, now)
+        replica.took(1, now, sequences)
         replica.prompt_tokens += prompt_tokens
         replica.output_tokens += output_tokens
         replica.kv_tokens_held += kv_tokens
