@@ -20,7 +20,7 @@ class Turnover:
 
     _held_s: float = 0.0  # places times seconds
     _freed: float = 0.0  # places
-    _at: float = 0.0
+    _at: float | None = None  # when that was so
 
     def note(self, now: float, held: int, freed: int = 0) -> None:
         """Note that so many places were held since the last call, and that some of them come free now."""
@@ -43,6 +43,6 @@ class Turnover:
         return (held_s + weight * predicted_s) / (freed + weight)
 
     def _faded(self, now: float, held: int) -> tuple[float, float]:
-        past_s = max(now - self._at, 0.0)
+        past_s = 0.0 if self._at is None else max(now - self._at, 0.0)
         left = 0.5 ** (past_s / HALF_LIFE_S)
         return self._held_s * left + held * past_s, self._freed * left

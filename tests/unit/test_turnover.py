@@ -21,6 +21,14 @@ def test_without_evidence_the_prediction_counts() -> None:
     assert Turnover().hold_s(5.0, 0, 3.0) == 3.0
 
 
+def test_what_was_held_before_the_first_note_is_not_known() -> None:
+    """A replica that has just been marked as failed still has requests: they do not count from the clock's zero."""
+    turnover = Turnover()
+    assert turnover.hold_s(5000.0, 3, 1.0) == 1.0
+    turnover.note(5000.0, 3, 1)
+    assert turnover.hold_s(5000.0, 2, 1.0) < 1
+
+
 def test_slow_moments_are_forgotten_while_nobody_waits() -> None:
     """A few quick ends are enough, though they are seconds apart and no request was ever let in from the queue."""
     turnover = Turnover()
