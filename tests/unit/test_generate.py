@@ -133,7 +133,7 @@ async def test_disconnect_aborts_the_engines_request(tmp_path: Path, stream: boo
         engine.delay_s, engine.answer = 0.05, ("x",) * 400
         reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rsplit(":", 1)[1]))
         body = json.dumps({"prompt": "hi", "tier": "fast", "stream": stream, "max_tokens": 400}).encode()
-        head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
         writer.write(head + body)
         await writer.drain()
         while engine.running == 0:

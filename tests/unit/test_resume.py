@@ -254,7 +254,7 @@ async def test_a_caller_that_leaves_before_the_first_token_frees_the_engine(tmp_
         engine.answer, engine.delay_s = ("w ",) * 400, 1.0
         reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rsplit(":", 1)[1]))
         body = json.dumps(ASKED).encode()
-        writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        writer.write(b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         await until(lambda: engine.running)
         writer.close()
         await until(lambda: engine.running == 0 and stack.leases() == 0)
