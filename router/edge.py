@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from router.settings import ServerSettings
 
 log = logging.getLogger("qarr.router")
-# What a refused client still sends is taken in, for closing on it would destroy the answer: many read it only once they have
-# sent everything. Until it is silent for so long, for at most as long as a body may take, and up to so many bytes.
+# What a refused client still sends is taken in, for closing on it would destroy the answer: many clients read it only
+# after they have sent everything. It ends with so much silence, after so many bytes, or when a body's time is up.
 LINGER_S = 5.0
 LINGER_BYTES = 64 << 20
 PIPELINED = 16  # requests that may wait on one connection
@@ -213,7 +213,7 @@ class EdgeProtocol(HttpToolsProtocol):
         """Say nothing: a request to go on in another protocol is answered in this one, as it may be."""
 
     def _names_one_host(self) -> bool:
-        """Tell whether it is clear which host a request is for; where its path names one, that goes before the header."""
+        """Tell whether it is clear which host a request is for. One that its path names goes before the header."""
         at = [number for number, (name, _) in enumerate(self.headers) if name == b"host"]
         if len(at) > 1 or (not at and self.parser.get_http_version() == "1.1"):
             return False
@@ -289,7 +289,7 @@ class EdgeProtocol(HttpToolsProtocol):
             self._close()
 
     def _leave(self, limit_s: float) -> None:
-        """End a connection whose client may still be sending: take that in, for so long, so that it reads its answer."""
+        """End a connection whose client may still be sending: take that in for a while, so that it reads its answer."""
         if self._leaving or self.transport.is_closing():
             return
         self._leaving = True
@@ -338,7 +338,7 @@ class EdgeProtocol(HttpToolsProtocol):
 
 
 class _Unchunked:
-    """An application for one request of HTTP/1.0, which knows no chunks: without a length, an answer ends as it closes."""
+    """An application for one request of HTTP/1.0, which has no chunks: the connection's end is the answer's end."""
 
     __slots__ = ("_app", "_cycle")
 

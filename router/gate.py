@@ -145,8 +145,8 @@ class Gate:
 def _check_origin(headers: Headers) -> None:
     """Refuse what a web page of another origin makes a browser send, where no key shows who sends it.
 
-    Browsers say where a request comes from in ``Sec-Fetch-Site``; those that do not, and all of them towards a plain http
-    address of another machine, in ``Origin``, with every POST. Programs that are no browsers send neither.
+    Browsers say in ``Sec-Fetch-Site`` where a request comes from. Old ones do not, and none does towards a plain http
+    address of another machine; but all of them send ``Origin`` with every POST. Other programs send neither.
 
     Raises:
         ForeignPage: It comes from such a page.

@@ -148,7 +148,7 @@ class Route:
     services: Services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. A refusal is a decision too: 200, with ``tier`` null. It counts as a request, of no tokens."""
+        """Answer one request, which counts as one of no tokens. A refusal is a decision too: 200, with ``tier`` null."""
         services, context = self.services, context_of(scope)
         services.telemetry.name_server_span(scope, "/route")
         body = parse_generate(await read_body(scope, receive, services.max_body_bytes), services.limits)

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("qarr.router")
 REMEMBERED = 1000  # ids of ended streams, to tell them from ids that never were
 BATCH_EVENTS = 256  # replayed in one piece
-# A key gets one more stream as long as it has fewer than so many times what is free. So it leaves others some, however many
-# it asks for, and one alone gets four in five (dynamic thresholds: Choudhury and Hahne, 1998, doi 10.1109/90.664262).
+# A key gets one more stream as long as it has fewer than so many times what is free. So it leaves others some, however
+# many it asks for, and one alone gets four in five (dynamic thresholds: Choudhury and Hahne, 1998,
+# doi 10.1109/90.664262).
 SHARE = 4
 
 

@@ -83,7 +83,7 @@ class Caller:
 
     @property
     def sees_all(self) -> bool:
-        """Tell whether it may look at everybody's requests, and at where engines are: an operator, or all without keys."""
+        """Tell whether it may see everybody's requests, and where engines are: operators, and all where no key is needed."""
         return self.admin or not self.key_id
 
     def sees(self, key_id: str) -> bool:

@@ -103,8 +103,8 @@ class Reader:
 class Live:
     """The picture, and who looks at it. One event loop owns it.
 
-    A key sees its own requests, and figures of all. Who looks is sent away when the router leaves, and when the key is no
-    longer in force: those streams have no end of their own.
+    A key sees its own requests, and figures of all. Who looks is sent away when the router leaves, and when the key is
+    no longer in force: those streams have no end of their own.
     """
 
     def __init__(self, services: Services, doors: Doors, keys: KeyStore, version: str) -> None:

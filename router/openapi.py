@@ -50,7 +50,7 @@ _PASSED = (*_GENERATING, 404, 501)
 _MEANINGS = {
     400: "The request is not valid",
     401: "No key, or not one in force",
-    403: "The key does not allow it",
+    403: "The key does not allow it, or a web page of another origin sent it",
     404: "There is no such model or stream, or nothing that serves this",
     408: "The request did not come in time",
     409: "It cannot be done to this replica, or not now",
@@ -183,7 +183,7 @@ def _route() -> Schema:
                 "description": "The decision; tier is null where it is a refusal",
                 "content": _content(_ref("Decision")),
             },
-            **_errors((*_ALWAYS, 403), openai=False),
+            **_errors((*_ALWAYS, 403, 429), openai=False),
         },
     }
 

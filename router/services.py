@@ -132,7 +132,7 @@ def default_priority(caller: Caller) -> int:
 def lowered_priority(caller: Caller, value: int, field: str, asked: str) -> int:
     """Return a priority in vLLM's numbers (lower is sooner), lowered to what the caller's key allows.
 
-    No number is higher than the highest class that it may have: callers choose among classes, and not against each other.
+    No number is higher than the highest class that it may have.
 
     Raises:
         BeyondKey: It is higher, and the key refuses what is.

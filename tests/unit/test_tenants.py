@@ -1,4 +1,4 @@
-"""What a key sees of the others': nothing but figures of all; an operator's key, and everybody where no keys are needed, all."""
+"""A key sees figures of others, not their requests. An operator sees all, as does everybody where no key is needed."""
 
 from __future__ import annotations
 
