@@ -268,7 +268,7 @@ class EdgeProtocol(HttpToolsProtocol):
         head = STATUS_LINE[response.status_code] + b"\r\n".join(lines) + b"\r\n\r\n"
         self.transport.write(head + bytes(response.body))
         # Who has been slow, or is one too many, gets no further time.
-        self._leave(LINGER_S if isinstance(error, TooSlow | TooManyConnections) else self.bounds.body_timeout_s)
+        self._leave(LINGER_S if self._crowded or isinstance(error, TooSlow) else self.bounds.body_timeout_s)
 
     def _abandon(self) -> bool:
         """Tell every unanswered request that its client is gone; return whether an answer had begun."""

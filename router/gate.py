@@ -56,7 +56,7 @@ class Gate:
     ) -> None:
         self._app, self._keys, self._telemetry, self._doors = app, keys, telemetry, doors
         self._answered = answered
-        self._local, self._names = local_names is not None, frozenset(local_names or ())
+        self._local, self._names = local_names is not None, {name.lower() for name in local_names or ()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or answer 401, or 503 while the router drains, with its body unread."""

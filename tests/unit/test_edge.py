@@ -423,7 +423,7 @@ async def test_tiny_chunks_and_trailers_are_bounded(tmp_path: Path) -> None:
 
 async def test_without_keys_a_foreign_name_is_not_served(tmp_path: Path) -> None:
     """A web page could reach a router on this machine by a name of its own, and read what it answers."""
-    async with router_stack(tmp_path, {"server": {"allowed_hosts": ("qarr.example.com",)}}) as stack:
+    async with router_stack(tmp_path, {"server": {"allowed_hosts": ("Qarr.example.com",)}}) as stack:
         port = stack.url.rpartition(":")[2]
         for host, status in (
             (f"rebound.example.com:{port}", 421), ("rebound.example.com", 421), ("127.0.0.1.example.com", 421),
