@@ -59,7 +59,7 @@ def wait_for(port: int, path: str = "", limit_s: float = 60, *, process: subproc
             with socket.create_connection(("127.0.0.1", port), 1) as sock:
                 if not path:
                     return
-                sock.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+                sock.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
                 if b" 200 " in sock.recv(64):
                     return
         except OSError:
@@ -88,7 +88,7 @@ async def load(
 ) -> Result:
     """Send requests over kept-alive connections as fast as they are answered; time first body byte and whole answer."""
     raw = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
     request = head.encode() + raw
     firsts: list[float] = []
     totals: list[float] = []

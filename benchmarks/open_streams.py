@@ -60,7 +60,8 @@ class Clients:
     def __init__(self, port: int, path: str, body: dict[str, object]) -> None:
         raw = json.dumps(body).encode()
         head = (
-            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
+            f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(raw)}\r\n\r\n"
         )
         self._port, self._request = port, head.encode() + raw
         self._tasks: list[asyncio.Task[None]] = []

@@ -73,7 +73,7 @@ async def send(
         for name in names:
             sent = time.monotonic()
             writer.write(
-                f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {keys[name]}\r\n"
+                f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {keys[name]}\r\n"
                 f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
             )
             head = await reader.readuntil(b"\r\n\r\n")

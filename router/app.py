@@ -108,7 +108,7 @@ def create_app(
     doors = doors or Doors()
     services = _services(settings, fleet, counter, telemetry, model, doors=doors)
     running = version("qarr")
-    live, metrics = Live(services, doors, running), Metrics(services, running)
+    live, metrics = Live(services, doors, keys, running), Metrics(services, running)
     admin = Admin(operations, keys).routes() if operations is not None else []
     status, streams = Status(services, doors), KeptStreams(settings.server)
     handlers = dict.fromkeys(HANDLED, status.problem)
@@ -116,6 +116,7 @@ def create_app(
     page = Endpoint(PAGE, Page(settings.server, keys).answer)
     routes = [page, *_routes(services, status, streams), *pages, *admin]
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(services, streams, live))
+    app.router.redirect_slashes = False  # it would send callers to wherever their Host header says
     local_names = settings.server.allowed_hosts if is_loopback(settings.server.host) else None
     return telemetry.instrument(Gate(app, keys, telemetry, doors, answered=metrics.answered, local_names=local_names))
 
@@ -229,9 +230,10 @@ class Status:
         body = {"ready": ready, "tiers": {name: state.value for name, state in states.items()}}
         return _json(body, 200 if ready else 503)
 
-    async def tiers(self, _request: Request) -> Response:
-        """Answer with the whole fleet as it is now."""
-        return _json(render_fleet(self._services.fleet.snapshot(), self._services.model, self._services.fleet.machine))
+    async def tiers(self, request: Request) -> Response:
+        """Answer with the whole fleet as it is now; where its engines are, to operators only."""
+        fleet, inside = self._services.fleet, context_of(request.scope).caller.sees_all
+        return _json(render_fleet(fleet.snapshot(), self._services.model, fleet.machine, inside=inside))
 
     async def openapi(self, _request: Request) -> Response:
         """Answer with the document of everything that is served."""

@@ -129,6 +129,8 @@ def _state_of(fleet: dict[str, Any], replica_id: str) -> str:
 
 def _print_fleet(fleet: dict[str, Any]) -> None:
     typer.echo(f"{fleet['model']} on {fleet['machine']}")
+    if fleet.get("scope") == "own":
+        typer.echo("where engines are and why one is not ready is shown to operators' keys only")
     columns = (
         "tier",
         "replica",
@@ -163,6 +165,6 @@ def _row(replica: dict[str, Any]) -> list[str]:
         "-" if usage is None else f"{usage:.0%}",
         "-" if pace is None else f"{pace:.1f}",
         str(replica["pid"] or "-"),
-        replica["url"],
+        replica["url"] or "-",
         detail[:DETAIL_CHARS],
     ]

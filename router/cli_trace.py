@@ -13,7 +13,7 @@ from rich.text import Text
 
 from router.cli_client import URL, KeyOption, NotKept, Router, UrlOption
 from router.logs import shown_ms
-from router.top_screen import OUTCOMES, TIERS
+from router.top_screen import OUTCOMES, OWN_ONLY, TIERS
 from tiers.errors import OperationError
 from tiers.spec import TierName
 
@@ -65,11 +65,7 @@ def trace(
     if as_json:
         typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
         return
-    lines = (
-        waterfall(found, console.width, everything=everything)
-        if trace_id
-        else _listed(found["traces"], everything=everything)
-    )
+    lines = waterfall(found, console.width, everything=everything) if trace_id else listed(found, everything=everything)
     for line in lines:
         line.rstrip()
         console.print(line, soft_wrap=True)
@@ -88,7 +84,8 @@ def _find(router: Router, given: str) -> dict[str, Any]:
             pass  # a request's id may look the same
     if len(given) < SHORTEST_ID:
         raise OperationError(f"{given!r}: give at least the first {SHORTEST_ID} characters of the id")
-    kept = [t["trace_id"] for t in router.get("/traces")["traces"]]
+    answered = router.get("/traces")
+    kept = [t["trace_id"] for t in answered["traces"]]
     records = router.get(f"/requests?limit={MOST_REQUESTS}")["requests"]
     meant = {t for t in kept if t.startswith(given)}
     meant |= {r["trace_id"] for r in records if given in {r["request_id"][: len(given)], r["trace_id"][: len(given)]}}
@@ -97,6 +94,7 @@ def _find(router: Router, given: str) -> dict[str, Any]:
     if not meant:
         raise OperationError(
             f"no trace or request {given!r} is kept any more (telemetry.recent_traces); 'qarr trace' lists those that are"
+            + (f"; {OWN_ONLY}" if answered.get("scope") == "own" else "")
         )
     (one,) = meant
     try:
@@ -109,15 +107,24 @@ def _find(router: Router, given: str) -> dict[str, Any]:
         ) from error
 
 
-def _listed(traces: Sequence[Mapping[str, Any]], *, everything: bool) -> Iterator[Text]:
+def listed(found: Mapping[str, Any], *, everything: bool) -> Iterator[Text]:
+    """Yield the lines of a list of traces.
+
+    Args:
+        found: As ``GET /traces`` gives it.
+        everything: All of them.
+    """
+    traces = found["traces"]
+    if found.get("scope") == "own":
+        yield Text(OWN_ONLY, style="yellow")
     yield Text(f"{'AT':8} {'TOOK':>8} {'SPANS':>5} {'KEPT FOR':9} {'TRACE':32} NAME", style="bold")
-    for found in traces if everything else traces[:LISTED]:
-        clock = time.strftime("%H:%M:%S", time.localtime(found["at"]))
+    for one in traces if everything else traces[:LISTED]:
+        clock = time.strftime("%H:%M:%S", time.localtime(one["at"]))
         yield Text.assemble(
             (f"{clock} ", "dim"),
-            f"{shown_ms(found['duration_ms']):>8} {found['spans']:5} ",
-            (f"{found['kept_for']:9} ", WORTH.get(found["kept_for"], "")),
-            f"{found['trace_id']} {found['name']}",
+            f"{shown_ms(one['duration_ms']):>8} {one['spans']:5} ",
+            (f"{one['kept_for']:9} ", WORTH.get(one["kept_for"], "")),
+            f"{one['trace_id']} {one['name']}",
         )
     if len(traces) > LISTED and not everything:
         yield Text(f"... and {len(traces) - LISTED} more (--all)", style="dim")

@@ -37,6 +37,10 @@ class ForeignHost(Exception):
     """A request to a name that is not known to be this router's."""
 
 
+class ForeignPage(Exception):
+    """A request that a web page of another origin made its reader's browser send."""
+
+
 class HeadTooLarge(Exception):
     """A request whose path and headers are too many or too long."""
 

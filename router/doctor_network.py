@@ -307,7 +307,7 @@ def _running_ports(question: Question) -> set[int]:
         return set()
     with contextlib.suppress(ValueError, KeyError, TypeError):
         replicas: Iterable[dict[str, Any]] = (r for tier in fleet.json()["tiers"] for r in tier["replicas"])
-        return {urlsplit(replica["url"]).port or 0 for replica in replicas}
+        return {urlsplit(replica["url"] or "").port or 0 for replica in replicas}
     return set()
 
 

@@ -24,14 +24,16 @@ if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable
 
-    from uvicorn._types import ASGI3Application
+    from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
     from router.settings import ServerSettings
 
 log = logging.getLogger("qarr.router")
-LINGER_S = 2.0  # a refused client's remaining bytes are taken for so long: closing on them would destroy the answer
-LINGER_BYTES = 4 << 20
+# What a refused client still sends is taken in, for closing on it would destroy the answer: many clients read it only
+# after they have sent everything. It ends with so much silence, after so many bytes, or when a body's time is up.
+LINGER_S = 5.0
+LINGER_BYTES = 64 << 20
 PIPELINED = 16  # requests that may wait on one connection
 SPARE_CONNECTIONS = 64  # beyond the bound: these are told why, any more are dropped
 FRAMING = 8  # bytes on the wire for each byte of a body: a chunk of one byte takes six
@@ -87,6 +89,7 @@ class EdgeProtocol(HttpToolsProtocol):
     _crowded = False
     _leaving = False
     _discarded = 0
+    _heard = 0.0  # when a refused client last sent something, by the loop's clock
     _fault: Exception | None = None
     _running: RequestResponseCycle | None = None  # the request that is answered; ``cycle`` is the last one read
     _deadline: asyncio.TimerHandle | None = None  # for what the client has to send
@@ -115,9 +118,7 @@ class EdgeProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Read what came, within the bounds."""
         if self._leaving:
-            self._discarded += len(data)
-            if self._discarded > LINGER_BYTES:
-                self.transport.abort()
+            self._discard(len(data))
             return
         part = self._part
         super().data_received(data)
@@ -125,10 +126,12 @@ class EdgeProtocol(HttpToolsProtocol):
             return
         self._fed = self._fed + len(data) if part == self._part else 0
         if self._in_body:
-            if self._fed > FRAMING * self.bounds.max_body_bytes + self.bounds.max_header_bytes:
-                self._refuse(BodyTooLarge(self.bounds.max_body_bytes))
-            else:
+            if self._fed <= FRAMING * self.bounds.max_body_bytes + self.bounds.max_header_bytes:
                 self._expect()
+            elif self.cycle.response_complete:  # it has its answer: a second one would be taken for the next request's
+                self._leave(self.bounds.body_timeout_s)
+            else:
+                self._refuse(BodyTooLarge(self.bounds.max_body_bytes))
         elif self._fed > self.bounds.max_header_bytes:
             self._refuse(HeadTooLarge(self.bounds.max_header_bytes, self.bounds.max_headers))
         elif self.cycle is None or self.cycle.response_complete:
@@ -153,6 +156,8 @@ class EdgeProtocol(HttpToolsProtocol):
             self._fault = HeadTooLarge(bounds.max_header_bytes, bounds.max_headers)
         elif self.parser.get_http_version() not in {"1.0", "1.1"}:
             self._fault = NotHttp("only HTTP/1.0 and HTTP/1.1 are spoken here")
+        elif not self._names_one_host():
+            self._fault = NotHttp("a request needs one Host header, and not more than one (RFC 9112, section 3.2)")
         elif self._crowded:
             self._fault = TooManyConnections(bounds.max_connections)
         elif len(self.pipeline) >= PIPELINED:
@@ -202,7 +207,22 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, _Unchunked(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: a request to go on in another protocol is answered in this one, as it may be."""
+
+    def _names_one_host(self) -> bool:
+        """Tell whether it is clear which host a request is for. One that its path names goes before the header."""
+        at = [number for number, (name, _) in enumerate(self.headers) if name == b"host"]
+        if len(at) > 1 or (not at and self.parser.get_http_version() == "1.1"):
+            return False
+        if not self.url.startswith(b"/") and b"://" in self.url:
+            authority = self.url.partition(b"://")[2].partition(b"/")[0].partition(b"?")[0]
+            for number in at:
+                del self.headers[number]
+            self.headers.append((b"host", authority.rpartition(b"@")[2]))
+        return True
 
     @property
     def _in_body(self) -> bool:
@@ -226,7 +246,7 @@ class EdgeProtocol(HttpToolsProtocol):
         if self.pipeline:  # reading is held back: it is not the client that is slow
             self._expect()
         elif self._in_body and self.cycle.response_complete:
-            self._leave()
+            self._leave(LINGER_S)
         elif self._in_body:
             self._refuse(TooSlow("body", self.bounds.body_timeout_s))
         elif self._fed:
@@ -247,7 +267,8 @@ class EdgeProtocol(HttpToolsProtocol):
         lines = [name + b": " + value for name, value in [*self.server_state.default_headers, *response.raw_headers]]
         head = STATUS_LINE[response.status_code] + b"\r\n".join(lines) + b"\r\n\r\n"
         self.transport.write(head + bytes(response.body))
-        self._leave()
+        # Who has been slow, or is one too many, gets no further time.
+        self._leave(LINGER_S if self._crowded or isinstance(error, TooSlow) else self.bounds.body_timeout_s)
 
     def _abandon(self) -> bool:
         """Tell every unanswered request that its client is gone; return whether an answer had begun."""
@@ -263,12 +284,12 @@ class EdgeProtocol(HttpToolsProtocol):
     def _end(self) -> None:
         """Close as an answer's end asks for it."""
         if self._in_body:
-            self._leave()
+            self._leave(self.bounds.body_timeout_s)
         else:
             self._close()
 
-    def _leave(self) -> None:
-        """End a connection whose client may still be sending: take that in, so that it reads its answer."""
+    def _leave(self, limit_s: float) -> None:
+        """End a connection whose client may still be sending: take that in for a while, so that it reads its answer."""
         if self._leaving or self.transport.is_closing():
             return
         self._leaving = True
@@ -277,7 +298,23 @@ class EdgeProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         with contextlib.suppress(OSError):  # it is gone already
             self.transport.write_eof()
-        self._deadline = self.loop.call_later(LINGER_S, self.transport.abort)
+        self._heard = self.loop.time()
+        self._deadline = self.loop.call_later(min(LINGER_S, limit_s), self._linger, self._heard + limit_s)
+
+    def _linger(self, until: float) -> None:
+        """Close on a client that has gone silent, or has sent for too long; otherwise look again."""
+        end = min(self._heard + LINGER_S, until)
+        if self.loop.time() >= end:
+            self.transport.abort()
+        else:
+            self._deadline = self.loop.call_at(end, self._linger, until)
+
+    def _discard(self, size: int) -> None:
+        """Take in what a refused client still sends."""
+        self._discarded += size
+        self._heard = self.loop.time()
+        if self._discarded > LINGER_BYTES:
+            self.transport.abort()
 
     def _close(self) -> None:
         """Close, once what is written is taken."""
@@ -298,6 +335,31 @@ class EdgeProtocol(HttpToolsProtocol):
     def _cut(self) -> None:
         log.info("a client did not take its answer for %g s: cut", self.bounds.write_timeout_s)
         self.transport.abort()
+
+
+class _Unchunked:
+    """An application for one request of HTTP/1.0, which has no chunks: the connection's end is the answer's end."""
+
+    __slots__ = ("_app", "_cycle")
+
+    def __init__(self, app: ASGI3Application, cycle: RequestResponseCycle) -> None:
+        self._app, self._cycle = app, cycle
+
+    async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        cycle, endless = self._cycle, False
+
+        async def plain(message: ASGISendEvent) -> None:
+            nonlocal endless
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message.get("headers", ())}
+                endless = b"content-length" not in names
+                if endless:
+                    cycle.chunked_encoding = False
+            elif message["type"] == "http.response.body" and endless:
+                cycle.expected_content_length = len(message.get("body", b""))  # what comes is what is expected
+            await send(message)
+
+        await self._app(scope, receive, plain)
 
 
 class _Line(list[Any]):

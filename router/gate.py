@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic_core import to_json
 from starlette.datastructures import Headers
 
-from router.context import ForeignHost, RequestContext, body_message, context_of, keep
+from router.context import ForeignHost, ForeignPage, RequestContext, body_message, context_of, keep
 from router.doors import Door, Parting
 from router.keys import ANONYMOUS, Caller, KeyStore, Unauthorized
 from router.logs import begin_request, log_failure
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # For load balancers, which have no keys, and for browsers, which ask for one on the page.
 OPEN_PATHS = {"/healthz", "/readyz", PAGE}
+SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}  # they change nothing, and a page of another origin cannot read their answers
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 class Gate:
@@ -54,7 +56,7 @@ class Gate:
     ) -> None:
         self._app, self._keys, self._telemetry, self._doors = app, keys, telemetry, doors
         self._answered = answered
-        self._local, self._names = local_names is not None, frozenset(local_names or ())
+        self._local, self._names = local_names is not None, {name.lower() for name in local_names or ()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or answer 401, or 503 while the router drains, with its body unread."""
@@ -95,7 +97,7 @@ class Gate:
         keep(scope, context)
         try:
             caller = self._caller(scope, headers)
-        except (Unauthorized, Draining, ForeignHost) as error:
+        except (Unauthorized, Draining, ForeignHost, ForeignPage) as error:
             response = describe(error).response(context, openai=speaks_openai(scope["path"]))
             response.headers["connection"] = "close"  # its body is not going to be read
             await response(scope, receive, send)
@@ -108,12 +110,13 @@ class Gate:
         """Refuse requests to names that come from the DNS, where there are no keys.
 
         Whoever owns a name may let it point at this machine, and so let a web page read what a local router answers.
+        Names without a dot come from there as well: a network's search domain, or its owner, says what they are.
 
         Raises:
             ForeignHost: It is such a name.
         """
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
-        if "." not in name or name in self._names or name.endswith(".localhost"):
+        name = (host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host).lower()
+        if not name or name == "localhost" or name in self._names or name.endswith(".localhost"):
             return
         try:
             ip_address(name.strip("[]"))
@@ -130,11 +133,37 @@ class Gate:
         if not self._keys.required or scope["path"] in OPEN_PATHS:
             if self._local and scope["path"] not in OPEN_PATHS:
                 self._check_host(headers.get("host", ""))
+            if scope["method"] not in SAFE_METHODS:
+                _check_origin(headers)
             return ANONYMOUS
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthorized("send a key as 'Authorization: Bearer KEY'")
         return self._keys.find(key.strip())
+
+
+def _check_origin(headers: Headers) -> None:
+    """Refuse what a web page of another origin makes a browser send, where no key shows who sends it.
+
+    Browsers say in ``Sec-Fetch-Site`` where a request comes from. Old ones do not, and none does towards a plain http
+    address of another machine; but all of them send ``Origin`` with every POST. Other programs send neither.
+
+    Raises:
+        ForeignPage: It comes from such a page.
+    """
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site in {"same-origin", "none"} or (site is None and origin is None):
+        return
+    if site is None and origin is not None:
+        scheme, _, authority = origin.lower().partition("://")
+        port = DEFAULT_PORTS.get(scheme, "")
+        if authority and authority.removesuffix(port) == headers.get("host", "").lower().removesuffix(port):
+            return
+    raise ForeignPage(
+        "without keys this router takes requests from programs and from its own page, and a browser says (Sec-Fetch-Site, "
+        "Origin) that a page of another origin sent this one: serve that page and the router at one address, or make keys "
+        "('qarr keys add')"
+    )
 
 
 def _goes_on(scope: Scope, headers: Headers) -> bool:

@@ -148,11 +148,18 @@ class Route:
     services: Services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. A refusal is a decision too: 200, with ``tier`` null."""
+        """Answer one request, which counts as one of no tokens. A refusal is a decision too: 200, with ``tier`` null."""
         services, context = self.services, context_of(scope)
         services.telemetry.name_server_span(scope, "/route")
         body = parse_generate(await read_body(scope, receive, services.max_body_bytes), services.limits)
-        rendered = render_decision(decision_for(body, context, services))
+        grant = await services.quotas.enter(context.caller, 0, context.limits)
+        counted: int | None = None
+        try:
+            rendered = render_decision(decision_for(body, context, services))
+            counted = 0
+        finally:
+            if grant is not None:
+                await grant.settle(counted)
         response = Response(to_json(rendered), media_type="application/json", headers=context.headers)
         await response(scope, receive, send)
 
@@ -233,8 +240,9 @@ async def send_answer(answer: Answer, headers: dict[str, str], context: RequestC
     """Collect an answer and send it as one JSON object."""
     text = "".join([delta.text async for deltas in answer.batches() for delta in deltas])
     rendered = {"text": text, **closing(answer), **context.ids}
-    await send(start_message(headers, "application/json", {}))
-    await send(body_message(to_json(rendered), more=False))
+    content = to_json(rendered)
+    await send(start_message(headers, "application/json", {"content-length": str(len(content))}))
+    await send(body_message(content, more=False))
 
 
 def closing(answer: Answer) -> dict[str, Any]:

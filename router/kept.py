@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("qarr.router")
 REMEMBERED = 1000  # ids of ended streams, to tell them from ids that never were
 BATCH_EVENTS = 256  # replayed in one piece
+# A key gets one more stream as long as it has fewer than so many times what is free. So it leaves others some, however
+# many it asks for, and one alone gets four in five (dynamic thresholds: Choudhury and Hahne, 1998,
+# doi 10.1109/90.664262).
+SHARE = 4
 
 
 class UnknownStream(Exception):
@@ -192,14 +196,14 @@ class KeptStreams:
     def open(
         self, owner: str, work: Callable[[KeptStream], Coroutine[Any, Any, None]], request_id: str
     ) -> KeptStream | None:
-        """Start a stream, or return None where as many are kept as may be.
+        """Start a stream, or return None where as many are kept as may be, or as the key may have.
 
         Args:
             owner: Id of the caller's key; who resumes it must show the same.
             work: Makes the stream.
             request_id: For the log.
         """
-        if len(self._streams) >= self._bounds.resume_streams and not self._make_room():
+        if not self._has_room(owner):
             return None
         stream = KeptStream(owner, self._bounds.resume_bytes)
         self._streams[stream.id] = stream
@@ -280,9 +284,17 @@ class KeptStreams:
             self.drop(stream)
         await asyncio.gather(*self._ending, return_exceptions=True)
 
-    def _make_room(self) -> bool:
-        """Drop the oldest stream that is over and that nobody reads."""
-        for stream in self._streams.values():
+    def _has_room(self, owner: str) -> bool:
+        """Tell whether a key gets one more stream; where it needs another one's place, that one is dropped."""
+        own = [stream for stream in self._streams.values() if stream.owner == owner]
+        free = self._bounds.resume_streams - len(self._streams)
+        if owner and len(own) >= SHARE * max(free, 1):
+            return self._make_room(own)
+        return free > 0 or self._make_room(list(self._streams.values()))
+
+    def _make_room(self, streams: Sequence[KeptStream]) -> bool:
+        """Drop the oldest of some streams that is over and that nobody reads."""
+        for stream in streams:
             if stream.over and not stream.read:
                 self.drop(stream)
                 return True

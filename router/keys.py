@@ -70,7 +70,7 @@ class Caller:
         over: What happens to a hint or priority beyond what is allowed: taken down and disclosed, or refused.
         max_priority: Highest priority.
         quota: Limits by the minute, and at once.
-        admin: May operate on replicas.
+        admin: May operate on replicas, and look at everybody's requests.
     """
 
     key_id: str
@@ -80,6 +80,15 @@ class Caller:
     max_priority: Priority = "interactive"
     quota: Quota = _UNLIMITED
     admin: bool = False
+
+    @property
+    def sees_all(self) -> bool:
+        """Tell whether it may see everybody's requests, and where engines are: operators, and all where no key is needed."""
+        return self.admin or not self.key_id
+
+    def sees(self, key_id: str) -> bool:
+        """Tell whether it may look at the requests of a key."""
+        return self.sees_all or key_id == self.key_id
 
 
 ANONYMOUS = Caller("", "anonymous")
@@ -161,6 +170,12 @@ class KeyStore:
         if not hmac.compare_digest(known, digest):
             raise Unauthorized("the key is not known here, or was revoked")
         return caller
+
+    def holds(self, caller: Caller) -> bool:
+        """Tell whether a caller would still be let in, with the same rights."""
+        if not self.required:
+            return caller == ANONYMOUS
+        return any(known == caller for _, known in self._callers.values())
 
     def _refresh(self) -> None:
         now = time.monotonic()

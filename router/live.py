@@ -10,6 +10,7 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
@@ -20,7 +21,7 @@ from starlette.routing import Route as Endpoint
 from router.context import body_message, context_of, start_message, while_connected
 from router.journal import Outcome, render_record
 from router.traces import UnknownTrace, render_listed, render_trace
-from router.wire import render_fleet
+from router.wire import render_fleet, scope_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 
     from router.doors import Doors
     from router.journal import OpenRequest, RequestRecord
+    from router.keys import Caller, KeyStore
     from router.services import Services
+    from router.traces import Trace
     from tiers.spec import TierName
 
 WINDOW_S = 60.0
@@ -57,9 +60,14 @@ class _Ended:
 
 
 class Reader:
-    """One who watches: the events that are still to be sent."""
+    """One who watches: the events that are still to be sent.
 
-    def __init__(self) -> None:
+    Attributes:
+        caller: Who it is.
+    """
+
+    def __init__(self, caller: Caller) -> None:
+        self.caller = caller
         self._events: deque[bytes] = deque(maxlen=MOST_BEHIND)
         self._news = asyncio.Event()
         self._over = False
@@ -95,11 +103,12 @@ class Reader:
 class Live:
     """The picture, and who looks at it. One event loop owns it.
 
-    Who looks is sent away when the router leaves: those streams have no end of their own.
+    A key sees its own requests, and figures of all. Who looks is sent away when the router leaves, and when the key is
+    no longer in force: those streams have no end of their own.
     """
 
-    def __init__(self, services: Services, doors: Doors, version: str) -> None:
-        self._services, self._doors, self._version = services, doors, version
+    def __init__(self, services: Services, doors: Doors, keys: KeyStore, version: str) -> None:
+        self._services, self._doors, self._keys, self._version = services, doors, keys, version
         self._window: deque[_Ended] = deque(maxlen=WINDOW_RECORDS)
         self._generated: dict[str, int] = {}
         self._rates: dict[str, float] = {}
@@ -108,13 +117,13 @@ class Live:
         services.journal.observers.append(self._observe)
 
     @contextmanager
-    def watching(self) -> Iterator[Reader]:
+    def watching(self, caller: Caller) -> Iterator[Reader]:
         """Return a reader that starts with the last records and the fleet as it is."""
-        reader = Reader()
-        recent = self._services.journal.recent
-        for record in list(recent)[-FIRST_RECORDS:]:
+        reader = Reader(caller)
+        seen = [record for record in self._services.journal.recent if caller.sees(record.key_id)]
+        for record in seen[-FIRST_RECORDS:]:
             reader.put(_event(b"request", render_record(record)))
-        reader.put(_event(b"fleet", self.fleet()))
+        reader.put(_event(b"fleet", self.fleet(caller)))
         self._readers.add(reader)
         self._wanted.set()
         try:
@@ -135,17 +144,28 @@ class Live:
                 now = time.monotonic()
                 self._count(now - since)
                 since = now
-                event = _event(b"fleet", self.fleet())
-                for reader in self._readers:
-                    reader.put(event)
-                    if not self._doors.open:
-                        reader.end()
+                self._tell()
 
-    def fleet(self) -> dict[str, Any]:
-        """Return the picture, as JSON values."""
+    def _tell(self) -> None:
+        """Give each reader the picture as it may see it, and send away who may no longer be here."""
+        events: dict[Caller, bytes] = {}
+        for reader in self._readers:
+            caller = reader.caller
+            if not self._keys.holds(caller):
+                reader.end()
+                continue
+            if caller not in events:
+                events[caller] = _event(b"fleet", self.fleet(caller))
+            reader.put(events[caller])
+            if not self._doors.open:
+                reader.end()
+
+    def fleet(self, caller: Caller) -> dict[str, Any]:
+        """Return the picture as a caller may see it, as JSON values."""
         services, now = self._services, time.monotonic()
         self._forget(now)
-        rendered = render_fleet(services.fleet.snapshot(), services.model, services.fleet.machine)
+        snapshot = services.fleet.snapshot()
+        rendered = render_fleet(snapshot, services.model, services.fleet.machine, inside=caller.sees_all)
         for tier in rendered["tiers"]:
             for replica in tier["replicas"]:
                 replica["tokens_per_s"] = round(self._rates.get(replica["id"], 0.0), 1)
@@ -153,6 +173,7 @@ class Live:
             tier.update(_summary([ended for ended in self._window if ended.tier is tier["tier"]]))
         journal = services.journal
         served = journal.open
+        shown = [request for request in served if caller.sees(request.context.caller.key_id)][:MOST_SHOWN]
         return {
             "at": round(time.time(), 3),
             "version": self._version,
@@ -160,7 +181,7 @@ class Live:
             "trace_url": services.trace_url or None,
             **rendered,
             "waiting": services.admission.waiting,
-            "in_flight": [_render_open(request, now) for request in served[:MOST_SHOWN]],
+            "in_flight": [_render_open(request, now) for request in shown],
             "in_flight_total": len(served),
             "totals": {shown: journal.totals[name] for shown, name in TOTALS.items()},
         }
@@ -178,7 +199,8 @@ class Live:
         if self._readers:
             event = _event(b"request", render_record(record))
             for reader in self._readers:
-                reader.put(event)
+                if reader.caller.sees(record.key_id):
+                    reader.put(event)
 
     def _count(self, elapsed_s: float | None) -> None:
         """Note the tokens that replicas have generated; None: there is nothing yet to compare with."""
@@ -261,27 +283,33 @@ class LiveEndpoints:
         ]
 
     async def _requests(self, request: Request) -> Response:
-        """Answer with the last requests that have ended, the newest first."""
-        limit = _limit(request)
-        recent = list(self._services.journal.recent)[::-1][:limit]
-        return _json({"requests": [render_record(record) for record in recent]})
+        """Answer with the last requests that have ended, the newest first: those of the key, or an operator's all."""
+        limit, caller = _limit(request), context_of(request.scope).caller
+        seen = (record for record in reversed(self._services.journal.recent) if caller.sees(record.key_id))
+        shown = [render_record(record) for record in islice(seen, limit)]
+        return _json({"scope": scope_of(everything=caller.sees_all), "requests": shown})
 
     async def _traces(self, request: Request) -> Response:
-        """Answer with the traces that are kept, the newest first."""
+        """Answer with the traces that are kept, the newest first: those of the key's requests, or an operator's all."""
         limit, traces = _limit(request), self._services.telemetry.traces
-        found = traces.recent()[:limit] if traces is not None else []
-        return _json({"traces": [render_listed(trace) for trace in found]})
+        caller = context_of(request.scope).caller
+        kept = traces.recent() if traces is not None else []
+        seen = (own for own in (_seen(trace, caller) for trace in kept) if own is not None)
+        shown = [render_listed(trace) for trace in islice(seen, limit)]
+        return _json({"scope": scope_of(everything=caller.sees_all), "traces": shown})
 
     async def _trace(self, request: Request) -> Response:
-        """Answer with one trace."""
+        """Answer with one trace; another key's is not there."""
         trace_id, traces = request.path_params["trace_id"], self._services.telemetry.traces
-        trace = traces.find(trace_id) if traces is not None else None
+        caller = context_of(request.scope).caller
+        kept = traces.find(trace_id) if traces is not None else None
+        trace = _seen(kept, caller) if kept is not None else None
         if trace is None:
             raise UnknownTrace(
                 "a router keeps as many of its own last traces as telemetry.recent_traces says, and of a busy router's not "
                 "every one: ask the router that served the request, or look in the trace viewer"
             )
-        rendered = render_trace(trace)
+        rendered = render_trace(trace, inside=caller.sees_all)
         return _json({**rendered, "trace_url": self._services.trace_address(rendered["trace_id"])})
 
     async def _policy(self, _request: Request) -> Response:
@@ -318,13 +346,18 @@ class LiveStream:
         """Send events until the client goes away."""
 
         async def work(send: Send) -> None:
-            with self.live.watching() as reader:
+            with self.live.watching(context_of(scope).caller) as reader:
                 await send(start_message(context_of(scope).headers, "text/event-stream; charset=utf-8", STREAM_HEADERS))
                 async for events in reader.events():
                     await send(body_message(events, more=True))
                 await send(body_message(b"", more=False))
 
         await while_connected(context_of(scope), work, receive, send)
+
+
+def _seen(trace: Trace, caller: Caller) -> Trace | None:
+    """Return what a caller may see of a trace."""
+    return trace if caller.sees_all else trace.seen_by(caller.key_id)
 
 
 def _limit(request: Request) -> int:

@@ -28,6 +28,11 @@ _TIER: Schema = {"type": "string", "enum": [tier.value for tier in TierName]}
 _NUMBER_OR_NULL: Schema = {"type": ["number", "null"]}
 _WHOLE_OR_NULL: Schema = {"type": ["integer", "null"]}
 _TEXT: Schema = {"type": "string"}
+_SCOPE: Schema = {
+    "type": "string",
+    "enum": ["all", "own"],
+    "description": "all: everything; own: the key's own requests, figures of all, and nothing about where engines are",
+}
 _USAGE: Schema = {
     "type": "object",
     "properties": {name: {"type": "integer"} for name in ("prompt_tokens", "completion_tokens", "total_tokens")},
@@ -45,7 +50,7 @@ _PASSED = (*_GENERATING, 404, 501)
 _MEANINGS = {
     400: "The request is not valid",
     401: "No key, or not one in force",
-    403: "The key does not allow it",
+    403: "The key does not allow it, or a web page of another origin sent it",
     404: "There is no such model or stream, or nothing that serves this",
     408: "The request did not come in time",
     409: "It cannot be done to this replica, or not now",
@@ -178,7 +183,7 @@ def _route() -> Schema:
                 "description": "The decision; tier is null where it is a refusal",
                 "content": _content(_ref("Decision")),
             },
-            **_errors((*_ALWAYS, 403), openai=False),
+            **_errors((*_ALWAYS, 403, 429), openai=False),
         },
     }
 
@@ -296,7 +301,7 @@ def _seen() -> dict[str, Schema]:
 
 
 def _list_of(name: str, schema: str) -> Schema:
-    return _object(**{name: {"type": "array", "items": _ref(schema)}})
+    return _object(scope=_SCOPE, **{name: {"type": "array", "items": _ref(schema)}})
 
 
 def _admin() -> dict[str, Schema]:
@@ -362,14 +367,19 @@ def _schemas(limits: LimitSettings) -> Schema:
 
 
 def _answers() -> Schema:
-    replica = {"type": "object", "required": ["id", "url", "state", "in_flight"]}
+    nullable: Schema = {"type": ["string", "null"], "description": "For operators; null to other keys"}
+    replica = {
+        "type": "object",
+        "required": ["id", "url", "state", "in_flight"],
+        "properties": {"id": _TEXT, "url": nullable},
+    }
     states = [state.value for state in ReplicaState]
     tier = _object(
         tier=_TIER,
         precision={"type": "string", "enum": [p.value for p in Precision]},
         state={"type": "string", "enum": states},
         checkpoint_digest={"type": ["string", "null"]},
-        identity={"type": ["string", "null"]},
+        identity=nullable,
         max_num_seqs={"type": "integer"},
         max_model_len={"type": "integer"},
         max_in_flight={"type": "integer"},
@@ -409,7 +419,7 @@ def _answers() -> Schema:
             began={"type": "number"},
             ended=_NUMBER_OR_NULL,
         ),
-        "Fleet": _object(model=_TEXT, machine=_TEXT, tiers={"type": "array", "items": tier}),
+        "Fleet": _object(model=_TEXT, machine=_TEXT, scope=_SCOPE, tiers={"type": "array", "items": tier}),
         "Model": _object(id=_TEXT, object={"const": "model"}, owned_by=_TEXT, max_model_len={"type": "integer"}),
         "ModelList": _object(object={"const": "list"}, data={"type": "array", "items": _ref("Model")}),
     }

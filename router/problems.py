@@ -11,7 +11,15 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from router.context import BodyTooLarge, ForeignHost, HeadTooLarge, NotHttp, TooManyConnections, TooSlow
+from router.context import (
+    BodyTooLarge,
+    ForeignHost,
+    ForeignPage,
+    HeadTooLarge,
+    NotHttp,
+    TooManyConnections,
+    TooSlow,
+)
 from router.decision import Decision, Refusal
 from router.kept import ResumedElsewhere, StreamGone, UnknownStream
 from router.keys import Unauthorized
@@ -206,6 +214,7 @@ def describe(error: Exception) -> Problem:  # noqa: C901, PLR0911, PLR0912  a ta
 _CONNECTION_PROBLEMS: dict[type[Exception], tuple[int, str, str]] = {
     NotHttp: (400, "not-http", "The request is not valid HTTP"),
     ForeignHost: (421, "foreign-host", "This name is not known to be this router's"),
+    ForeignPage: (403, "foreign-page", "A web page of another origin sent this"),
     HeadTooLarge: (431, "head-too-large", "The request's path and headers are too large"),
     TooSlow: (408, "too-slow", "The request did not come in time"),
     TooManyConnections: (503, "too-many-connections", "Too many connections are open"),

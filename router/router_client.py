@@ -72,7 +72,7 @@ class RouterClient:
         """Return how the fleet is now.
 
         Raises:
-            ProfileError: The router does not answer, or needs a key.
+            ProfileError: The router does not answer, or needs a key, or another one.
         """
         try:
             response = await self._client.get("/tiers")
@@ -83,6 +83,11 @@ class RouterClient:
         if response.status_code == httpx.codes.UNAUTHORIZED:
             raise ProfileError("the router needs a key: give one in the variable QARR_KEY")
         found = response.json()
+        if found.get("scope") == "own" and any(t["identity"] is None for t in found["tiers"]):
+            raise ProfileError(
+                "what its engines serve is known by their addresses alone, which the router shows to operators: give a key "
+                "made with --admin in the variable QARR_KEY"
+            )
         ready = {TierName(t["tier"]): t for t in found["tiers"] if t["state"] == "ready"}
         replicas = [r for t in found["tiers"] for r in t["replicas"]]
         return FleetState(

@@ -132,13 +132,15 @@ def default_priority(caller: Caller) -> int:
 def lowered_priority(caller: Caller, value: int, field: str, asked: str) -> int:
     """Return a priority in vLLM's numbers (lower is sooner), lowered to what the caller's key allows.
 
+    No number is higher than the highest class that it may have.
+
     Raises:
         BeyondKey: It is higher, and the key refuses what is.
     """
     highest = PRIORITIES[caller.max_priority]
     if value < highest and caller.over == "refuse":
         raise BeyondKey(field, asked, f"{caller.max_priority} or lower")
-    return max(value, highest) if caller.max_priority != "interactive" else value
+    return max(value, highest)
 
 
 def engine_request_id(context: RequestContext) -> str:

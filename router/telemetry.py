@@ -27,7 +27,7 @@ from opentelemetry.trace import Status, StatusCode
 from starlette.datastructures import Headers
 
 from router.journal import Outcome
-from router.traces import Allowance, KeptFor, RecordAll, TraceStore
+from router.traces import KEY_ID, Allowance, KeptFor, RecordAll, TraceStore
 from tiers.spec import OtlpTarget
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class Telemetry:
     def record_caller(self, key_id: str) -> None:
         """Put the id of the caller's key, which is no secret, on the server span."""
         if key_id:
-            trace.get_current_span().set_attribute("qarr.key.id", key_id)
+            trace.get_current_span().set_attribute(KEY_ID, key_id)
 
     @contextmanager
     def classify(self) -> Iterator[Span]:

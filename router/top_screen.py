@@ -31,6 +31,7 @@ HEADER = "bold reverse"
 NEARLY_FULL, FILLING = 0.88, 0.6
 ONCE_LINES = 32
 MINUTE_S, HOUR_S = 60, 3600
+OWN_ONLY = "only this key's own requests are shown: a key made with --admin sees all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,8 @@ def _head(shown: Picture, picture: Picture, view: View, width: int) -> list[Text
     right = Text.assemble(("PAUSED ", "bold yellow") if view.frozen else "", (clock + " ", "dim"))
     left.truncate(max(width - len(right) - 1, 0), overflow="ellipsis" if view.unicode else "crop")
     first = Text.assemble(left, " " * max(width - len(left) - len(right), 0), right)
-    return [first, _summary(fleet, width, view), *_trouble(picture)]
+    own = [Text(f" {OWN_ONLY}", style="yellow")] if fleet.get("scope") == "own" else []
+    return [first, _summary(fleet, width, view), *own, *_trouble(picture)]
 
 
 def _summary(fleet: Mapping[str, Any], width: int, view: View) -> Text:

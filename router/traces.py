@@ -26,7 +26,7 @@ from opentelemetry.trace import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import Span
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 MOST_OPEN = 20_000  # traces whose server span has not ended; beyond, the oldest is forgotten
 MOST_SPANS = 64  # of one trace
+KEY_ID = "qarr.key.id"  # on a server span: whose request it is
+# Where engines are and what the router's files are called is for operators.
+INSIDE = {"server.address", "server.port", "exception.stacktrace"}
 
 
 class UnknownTrace(Exception):
@@ -60,6 +63,20 @@ class Trace:
     def root(self) -> ReadableSpan:
         """Return the span that all others lie below."""
         return next((span for span in self.spans if _is_root(span)), self.spans[0])
+
+    def seen_by(self, key_id: str) -> Trace | None:
+        """Return what a key may see of it: its own requests' spans. None: it has no request in it.
+
+        Several requests may share a trace, for callers choose its id; so it is each span's own request that counts.
+        """
+        below: dict[int, list[ReadableSpan]] = {}
+        for span in self.spans:
+            if span.parent is not None and not _is_root(span):
+                below.setdefault(span.parent.span_id, []).append(span)
+        seen = [span for span in self.spans if _is_root(span) and (span.attributes or {}).get(KEY_ID) == key_id]
+        for span in seen:  # grows as it is walked
+            seen.extend(below.get(span.context.span_id, ()) if span.context is not None else ())
+        return Trace([span for span in self.spans if span in seen], self.kept_for) if seen else None
 
 
 class Allowance:
@@ -260,8 +277,13 @@ def render_listed(trace: Trace) -> dict[str, Any]:
     }
 
 
-def render_trace(trace: Trace) -> dict[str, Any]:
-    """Return a trace with its spans in the order of their starts, as JSON values; times in milliseconds from its start."""
+def render_trace(trace: Trace, *, inside: bool) -> dict[str, Any]:
+    """Return a trace with its spans in the order of their starts, as JSON values; times in milliseconds from its start.
+
+    Args:
+        trace: Which.
+        inside: With where engines are.
+    """
     root = trace.root
     assert root.context is not None
     start = root.start_time or 0
@@ -270,11 +292,11 @@ def render_trace(trace: Trace) -> dict[str, Any]:
         "trace_id": format_trace_id(root.context.trace_id),
         "at": _ms(root.start_time) / 1000,
         "duration_ms": _ms(root.end_time) - _ms(root.start_time),
-        "spans": [_render_span(span, start) for span in spans],
+        "spans": [_render_span(span, start, set() if inside else INSIDE) for span in spans],
     }
 
 
-def _render_span(span: ReadableSpan, start: int) -> dict[str, Any]:
+def _render_span(span: ReadableSpan, start: int, hidden: Collection[str]) -> dict[str, Any]:
     assert span.context is not None
     failed = span.status.status_code is StatusCode.ERROR
     cause = (span.attributes or {}).get("error.type")
@@ -285,17 +307,21 @@ def _render_span(span: ReadableSpan, start: int) -> dict[str, Any]:
         "kind": _KINDS.get(span.kind, "internal"),
         "start_ms": _ms((span.start_time or start) - start),
         "duration_ms": _ms((span.end_time or start) - (span.start_time or start)),
-        "attributes": {name: _plain(value) for name, value in (span.attributes or {}).items()},
+        "attributes": _render_attributes(span.attributes, hidden),
         "events": [
             {
                 "name": event.name,
                 "at_ms": _ms(event.timestamp - start),
-                "attributes": {name: _plain(value) for name, value in (event.attributes or {}).items()},
+                "attributes": _render_attributes(event.attributes, hidden),
             }
             for event in span.events
         ],
         "error": span.status.description or str(cause or "error") if failed or cause else None,
     }
+
+
+def _render_attributes(attributes: Attributes, hidden: Collection[str]) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in (attributes or {}).items() if name not in hidden}
 
 
 _KINDS = {SpanKind.SERVER: "server", SpanKind.CLIENT: "client"}

@@ -235,37 +235,50 @@ def render_verdict(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def render_fleet(fleet: FleetSnapshot, model: str, machine: str) -> dict[str, Any]:
-    """Return the fleet as the answer of ``GET /tiers``."""
+def render_fleet(fleet: FleetSnapshot, model: str, machine: str, *, inside: bool) -> dict[str, Any]:
+    """Return the fleet as the answer of ``GET /tiers``.
+
+    Args:
+        fleet: As it is.
+        model: The served model's name.
+        machine: What the router runs on.
+        inside: With where engines and checkpoints are, and why a replica is not ready, which quotes such places.
+    """
     return {
         "model": model,
         "machine": machine,
+        "scope": scope_of(everything=inside),
         "tiers": [
             {
                 "tier": tier.spec.name,
                 "precision": tier.spec.precision,
                 "state": tier.state.value,
-                "checkpoint": str(tier.spec.checkpoint) if tier.spec.checkpoint else None,
+                "checkpoint": str(tier.spec.checkpoint) if tier.spec.checkpoint and inside else None,
                 "checkpoint_digest": tier.spec.digest,
-                "identity": tier.spec.identity,
+                "identity": tier.spec.identity if inside else tier.spec.digest,
                 "max_num_seqs": tier.spec.max_num_seqs,
                 "max_model_len": tier.spec.max_model_len,
                 "max_in_flight": tier.spec.max_in_flight,
-                "replicas": [_render_replica(r) for r in tier.replicas],
+                "replicas": [_render_replica(r, inside=inside) for r in tier.replicas],
             }
             for tier in fleet.tiers
         ],
     }
 
 
-def _render_replica(replica: ReplicaSnapshot) -> dict[str, Any]:
+def scope_of(*, everything: bool) -> Literal["all", "own"]:
+    """Return how answers name what they show: everything, or what is the key's own and figures of all."""
+    return "all" if everything else "own"
+
+
+def _render_replica(replica: ReplicaSnapshot, *, inside: bool) -> dict[str, Any]:
     gauges, speed = replica.gauges, replica.speed
     return {
         "id": replica.id,
-        "url": replica.url,
-        "pid": replica.pid,
+        "url": replica.url if inside else None,
+        "pid": replica.pid if inside else None,
         "state": replica.state.value,
-        "detail": replica.detail,
+        "detail": replica.detail if inside else "",
         "in_flight": replica.in_flight,
         "places_taken": replica.taken,
         "limit": replica.limit,

@@ -14,8 +14,8 @@ from running import PATIENCE_S, Wire, generation, post
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-GET = b"GET /healthz HTTP/1.1\r\nhost: x\r\n"
-POST = b"POST /route HTTP/1.1\r\nhost: x\r\n"
+GET = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n"
+POST = b"POST /route HTTP/1.1\r\nhost: localhost\r\n"
 BODY = b'{"prompt": "hi"}'
 REFUSED, CLOSED = frozenset({400, 408, 413, 431}), frozenset({0})
 LONG = {"tier": "precise", "max_tokens": 500}
@@ -128,7 +128,7 @@ LENGTH = b"content-length: %d" % len(BODY)
 
 def framings() -> list[Attack]:
     """Return requests whose length could be read in two ways, or in none. None may be taken for two requests."""
-    hidden = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
+    hidden = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
     bad: dict[str, bytes] = {
         "content-length twice, alike": framed(LENGTH, LENGTH),
         "content-length twice, unlike": framed(LENGTH, b"content-length: 3"),
@@ -159,11 +159,13 @@ def framings() -> list[Attack]:
         "chunk size empty": framed(TE, body=b"\r\n" + BODY + b"\r\n0\r\n\r\n"),
         "chunk longer than its size": framed(TE, body=b"3\r\n" + BODY + b"\r\n0\r\n\r\n"),
         "chunk without its end": framed(TE, body=b"10\r\n" + BODY + b"0\r\n\r\n"),
+        "no host": b"GET /healthz HTTP/1.1\r\nconnection: close\r\n\r\n",
+        "host twice": GET + b"host: y\r\nconnection: close\r\n\r\n",
         "no version": b"GET /healthz\r\n\r\n",
         "HTTP/2 preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         "TLS hello": bytes.fromhex("16030100c8010000c40303") + b"\x5a" * 190,
         "version of its own": GET.replace(b"1.1", b"9.9") + b"\r\n",
-        "CONNECT": b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n",
+        "CONNECT": b"CONNECT x:443 HTTP/1.1\r\nhost: localhost\r\n\r\n",
         "noise": bytes(range(256)) * 8,
     }
     attacks = [Attack(name, sends(data), REFUSED | CLOSED) for name, data in bad.items()]
@@ -175,8 +177,6 @@ def framings() -> list[Attack]:
         "chunk size with zeros": framed(TE, body=b"0" * 50 + CHUNKED),
         "chunk extension": framed(TE, body=b"10;a=b;c\r\n" + BODY + b"\r\n0\r\n\r\n"),
         "trailers": framed(TE, body=b"10\r\n" + BODY + b"\r\n0\r\nauthorization: x\r\nx: y\r\n\r\n"),
-        "no host": b"GET /healthz HTTP/1.1\r\nconnection: close\r\n\r\n",
-        "host twice": GET + b"host: y\r\nconnection: close\r\n\r\n",
         "HTTP/1.0": b"GET /healthz HTTP/1.0\r\n\r\n",
         "blank lines first": b"\r\n\r\n" + GET + b"connection: close\r\n\r\n",
         "upgrade": GET + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n",

@@ -98,7 +98,7 @@ async def _all(router: Running, requests: int, seed: int) -> tuple[Report, dict[
 
 async def _operations(port: int) -> list[tuple[str, str]]:
     """Return every (method, path) of the router's own document; those with a body more often."""
-    document = json.loads((await fetch(port, b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n")).body)
+    document = json.loads((await fetch(port, b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n")).body)
     found = [(method, path) for path, methods in document["paths"].items() for method in methods]
     assert {path for _, path in found} >= set(BODIES)
     return [operation for operation in found for _ in range(3 if operation[1] in BODIES else 1)]
@@ -152,10 +152,10 @@ async def _still_serves(router: Running, report: Report, when: str) -> None:
 
 async def held(router: Running) -> Held:
     """Return what the router holds now."""
-    fleet = json.loads((await fetch(router.port, b"GET /tiers HTTP/1.1\r\nhost: x\r\n\r\n")).body)
+    fleet = json.loads((await fetch(router.port, b"GET /tiers HTTP/1.1\r\nhost: localhost\r\n\r\n")).body)
     replicas = [replica for tier in fleet["tiers"] for replica in tier["replicas"]]
     kinds = ("in_flight", "prompt_tokens_outstanding", "output_tokens_outstanding")
-    metrics = (await fetch(router.port, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")).body.decode()
+    metrics = (await fetch(router.port, b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n")).body.decode()
     tasks = float(metrics.partition("\nqarr_tasks ")[2].partition("\n")[0])
     connections = router.process.net_connections(kind="tcp")
     clients = sum(c.laddr.port == router.port and c.status != psutil.CONN_LISTEN for c in connections)

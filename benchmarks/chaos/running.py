@@ -118,7 +118,7 @@ def _wait_until_ready(port: int, router: subprocess.Popen[bytes], log: Path) -> 
         assert router.poll() is None, log.read_text()[-2000:]
         try:
             with socket.create_connection(("127.0.0.1", port), 1) as sock:
-                sock.sendall(b"GET /readyz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                sock.sendall(b"GET /readyz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
                 answer = b""
                 while part := sock.recv(65536):
                     answer += part
@@ -214,7 +214,7 @@ def generation(**body: object) -> bytes:
 def post(path: str, body: object, *headers: str) -> bytes:
     """Return a request as bytes."""
     raw = json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(raw)}", *headers]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(raw)}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + raw
 
 

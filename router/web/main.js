@@ -80,6 +80,7 @@ setUpRequests();
 setUpDetails();
 setUpAsk();
 setUpKeys(() => {
+  forgetRecords(); // the next key may see others
   live.restart();
   refresh();
 });

@@ -52,7 +52,7 @@ function tellEnds(found) {
 const RIGHTS = {
   unknown: "",
   cli: "This router needs no keys, so replicas are operated on from its machine's command line, and not from web pages. To do it here, make a key with: qarr keys add NAME --admin",
-  look: "This key may look, but not operate on replicas.",
+  look: "This key sees its own requests, and may not operate on replicas.",
   admin: "This key may operate on replicas.",
   none: "Replicas are not operated on by this router.",
 };

@@ -25,6 +25,13 @@ function addRecords(added) {
   showRequests();
 }
 
+/** Forget what was listed. */
+function forgetRecords() {
+  records = [];
+  held = null;
+  showRequests();
+}
+
 const ended = (r) => r.at + (r.duration_ms ?? 0) / 1000;
 
 /** Hold the list as it is, so that nothing moves away from under a pointer or a reading eye. */

@@ -14,6 +14,7 @@ function showFleet(next) {
   put(byId("version"), next.version);
   put(byId("window"), `last ${next.window_s} s`);
   byId("live-empty").hidden = next.tiers.length > 0;
+  byId("scope").hidden = next.scope !== "own";
   sync(byId("tiers"), next.tiers, (tier) => tier.tier, makeTier, (_, tier) => rows.get(tier.tier).update(tier, next));
   showSums(next);
   showTitle(next);

@@ -242,9 +242,10 @@ async def test_a_lost_connection_shows_and_mends(tmp_path: Path, opened: Opened)
 
 
 async def test_keys_are_asked_for_and_kept_in_the_tab(tmp_path: Path, opened: Opened) -> None:
-    """Without a key nothing shows; a wrong one is refused; a good one shows all and may not operate; nothing is left on disk."""
+    """Without a key nothing shows; a wrong one is refused; a good one shows its own and may not operate; nothing is left on disk."""
     keys_file = tmp_path / "keys.json"
     key, _ = add_key(keys_file, "look")
+    other = {"authorization": f"Bearer {add_key(keys_file, 'other')[0]}"}
     async with (
         router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack,
         opened(stack.url, expected=("status of 40",)) as page,
@@ -260,10 +261,16 @@ async def test_keys_are_asked_for_and_kept_in_the_tab(tmp_path: Path, opened: Op
         await button(page, "Use this key").click()
         await live(page)
         await expect(asked).to_be_hidden()
-        await expect(page.locator("#rights")).to_have_text("This key may look, but not operate on replicas.")
+        await expect(page.locator("#rights")).to_have_text(
+            "This key sees its own requests, and may not operate on replicas."
+        )
+        await expect(page.locator("#scope")).to_be_visible()
+        await stack.client.post(f"{stack.url}/generate", json={"prompt": "hi"}, headers=other)
         await page.get_by_label("Prompt", exact=True).fill("hi")
         await button(page, "Send").click()
         await expect(page.locator("#answer")).to_contain_text("Paris")
+        await expect(page.locator("#requests tr")).to_have_count(1)
+        await expect(page.locator("#totals")).to_contain_text("2 requests")
         assert await page.evaluate("() => JSON.stringify(localStorage) + document.cookie") == "{}"
         assert key not in page.url
         await button(page, "Key ✓").click()
@@ -283,6 +290,7 @@ async def test_an_admin_drains_and_resumes(tmp_path: Path, opened: Opened) -> No
         await page.get_by_role("dialog").get_by_label("Key", exact=True).fill(key)
         await button(page, "Use this key").click()
         await expect(page.locator("#rights")).to_have_text("This key may operate on replicas.")
+        await expect(page.locator("#scope")).to_be_hidden()
         await tier(page, "fast").get_by_text("1 replica").click()
         await button(page, "drain fast-0").click()
         confirm = page.get_by_role("dialog")

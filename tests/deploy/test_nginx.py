@@ -167,6 +167,12 @@ async def let_through(found: Front) -> None:
     chat = {"model": "auto", "messages": [{"role": "user", "content": "hi"}]}
     assert (await found.client.post(f"{found.url}/v1/chat/completions", json=chat)).status_code == 200
     assert (await found.client.post(f"{found.url}/route", json={"prompt": "hi"})).status_code == 200
+    for origin, status in (
+        (found.url, 200),
+        ("https://evil.example", 403),
+    ):  # of a page that is served here, or elsewhere
+        sent = await found.client.post(f"{found.url}/route", json={"prompt": "hi"}, headers={"origin": origin})
+        assert sent.status_code == status, origin
 
 
 async def raw(url: str, method: str, path: str) -> bytes:

@@ -104,7 +104,7 @@ def test_client_that_leaves_frees_the_engine_within_a_second(up: Up, stream: boo
     body = json.dumps(
         {"prompt": LONG, "tier": "precise", "max_tokens": 2000, "temperature": 0, "stream": stream}
     ).encode()
-    head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", int(up.url.rsplit(":", 1)[1]))) as client:
         client.sendall(head + body)
         _until(lambda: up.replica("precise")["in_flight"] == 1 and _engine(up).running == 1, 20)

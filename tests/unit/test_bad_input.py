@@ -102,7 +102,7 @@ async def test_announced_huge_body_is_refused_unread(tmp_path: Path) -> None:
     """A body over the limit is answered 413 before any of it is sent."""
     async with router_stack(tmp_path) as stack:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rsplit(":", 1)[1]))
-        writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
+        writer.write(b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000\r\n\r\n")
         await writer.drain()
         async with asyncio.timeout(5):
             head = await reader.readuntil(b"\r\n\r\n")

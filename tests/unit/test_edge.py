@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import urllib.error
+import urllib.request
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ import psutil
 import pytest
 
 from router.keys import add_key
-from tests.unit.router_stack import router_stack
+from tests.unit.router_stack import events, router_stack
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ PIECE = "x" * 100_000
 def request(path: str, body: dict[str, Any] | bytes, *headers: str) -> bytes:
     """Return a request as it goes over the wire."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(raw)}", *headers]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(raw)}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + raw
 
 
@@ -142,7 +144,7 @@ async def test_a_silent_connection_is_closed(tmp_path: Path) -> None:
         async with connected(stack) as (reader, writer):
             assert await asyncio.wait_for(reader.read(), 10) == b""
         async with connected(stack) as (reader, writer):
-            writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+            writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert await asyncio.wait_for(reader.readuntil(b"alive"), 10)
             reading = asyncio.create_task(reader.read())
             while not reading.done():
@@ -156,7 +158,7 @@ async def test_a_silent_connection_is_closed(tmp_path: Path) -> None:
 async def test_a_body_that_comes_too_slowly_is_408(tmp_path: Path, path: str, name: str) -> None:
     """A body that is begun and not ended is answered in the endpoint's own form, and the connection ends."""
     async with router_stack(tmp_path, {"server": SHORT}) as stack, connected(stack) as (reader, writer):
-        writer.write(f'POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{{"prompt"'.encode())
+        writer.write(f'POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{{"prompt"'.encode())
         status, headers, body = await answer_of(reader)
         assert (status, headers["connection"]) == (408, "close")
         assert name in json.loads(body)
@@ -166,7 +168,7 @@ async def test_a_body_that_comes_too_slowly_is_408(tmp_path: Path, path: str, na
 async def test_a_body_that_nobody_reads_ends_with_its_time(tmp_path: Path) -> None:
     """An endpoint without a body answers at once; a body that goes on after that keeps nothing open."""
     async with router_stack(tmp_path, {"server": SHORT}) as stack, connected(stack) as (reader, writer):
-        writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\nx")
+        writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000\r\n\r\nx")
         reading = asyncio.create_task(answer_of(reader))
         while not reading.done():
             writer.write(b"x")
@@ -178,7 +180,7 @@ async def test_a_body_that_nobody_reads_ends_with_its_time(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "head",
     [
-        b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
         b"GET / HTTP/1.1\r\nx: " + b"a" * 40_000 + b"\r\n\r\n",
         b"GET / HTTP/1.1\r\nx: " + b"a" * 40_000,
         b"GET / HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % n for n in range(101)) + b"\r\n",
@@ -210,11 +212,11 @@ async def test_too_many_connections_are_503(tmp_path: Path) -> None:
         async with connected(stack) as (first, one), connected(stack) as (_, _two):
             await until(lambda: open_at(port_of(stack)) == 2)
             async with connected(stack) as (reader, writer):
-                writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+                writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
                 status, headers, body = await answer_of(reader)
                 assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
                 assert json.loads(body)["type"] == "urn:qarr:problem:too-many-connections"
-            one.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+            one.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert b" 200 " in await first.readuntil(b"alive")
         await until(lambda: not open_at(port_of(stack)))
         assert (await stack.generate()).status_code == 200
@@ -225,8 +227,8 @@ async def test_too_many_connections_are_503(tmp_path: Path) -> None:
     [
         b"nonsense\r\n\r\n",
         b"GET /a b HTTP/1.1\r\n\r\n",
-        b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"CONNECT x:1 HTTP/1.1\r\nhost: localhost\r\n\r\n",
         b"POST /route HTTP/1.1\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\nabcd",
         b"POST /route HTTP/1.1\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
         b"POST /route HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n\r\n",
@@ -241,6 +243,44 @@ async def test_what_is_no_request_is_a_400_problem(tmp_path: Path, sent: bytes) 
         status, headers, body = await answer_of(reader)
         assert (status, headers["connection"]) == (400, "close")
         assert json.loads(body)["status"] == 400
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET /tiers HTTP/1.1\r\n\r\n", 400),
+        (b"GET /tiers HTTP/1.1\r\nhost: 127.0.0.1\r\nhost: evil.example\r\n\r\n", 400),
+        (b"GET /tiers HTTP/1.1\r\nhost: 127.0.0.1\r\nHost: 127.0.0.1\r\n\r\n", 400),
+        (b"GET /tiers HTTP/1.0\r\nhost: 127.0.0.1\r\nhost: 127.0.0.1\r\n\r\n", 400),
+        (b"GET http://evil.example/tiers HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n", 421),
+        (b"GET http://127.0.0.1/tiers HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n", 200),
+        (b"GET /tiers HTTP/1.0\r\n\r\n", 200),
+    ],
+)
+async def test_it_is_clear_which_host_is_meant(tmp_path: Path, sent: bytes, status: int) -> None:
+    """HTTP/1.1 needs one Host header, no more; a path that names a host goes before it (RFC 9112, 3.2)."""
+    async with router_stack(tmp_path) as stack, connected(stack) as (reader, writer):
+        writer.write(sent)
+        assert (await answer_of(reader))[0] == status
+
+
+@pytest.mark.parametrize("keep", [b"", b"connection: keep-alive\r\n"])
+async def test_http_1_0_gets_no_chunks(tmp_path: Path, keep: bytes) -> None:
+    """A client of HTTP/1.0 gets a stream as it is, and the connection's end as its end; what has a length keeps it."""
+    async with router_stack(tmp_path) as stack:
+        for streamed in (True, False):
+            body = json.dumps({"prompt": "hi", "stream": streamed}).encode()
+            async with connected(stack) as (reader, writer):
+                writer.write(b"POST /generate HTTP/1.0\r\n%scontent-length: %d\r\n\r\n" % (keep, len(body)) + body)
+                status, headers, answer = await answer_of(reader)
+            assert (status, headers["connection"]) == (200, "close")
+            assert "transfer-encoding" not in headers
+            assert headers.get("content-length") == (None if streamed else str(len(answer)))
+            text = answer.decode()
+            assert events(text)[-1][0] == "done" if streamed else json.loads(text)["finish_reason"] == "stop"
+        async with connected(stack) as (reader, writer):
+            writer.write(b"HEAD /tiers HTTP/1.0\r\n\r\n")
+            assert (await answer_of(reader))[0::2] == (200, b"")
 
 
 async def test_garbage_after_a_request_does_not_get_into_its_answer(tmp_path: Path) -> None:
@@ -271,7 +311,7 @@ async def test_a_client_that_leaves_with_requests_in_line_frees_the_engine(tmp_p
 async def test_requests_in_line_are_answered_in_order_and_bounded(tmp_path: Path) -> None:
     """A few requests sent at once are answered one by one; very many end the connection."""
     async with router_stack(tmp_path) as stack:
-        healthz = b"GET /healthz HTTP/1.1\r\nhost: x\r\n"
+        healthz = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n"
         async with connected(stack) as (reader, writer):
             writer.write((healthz + b"\r\n") * 9 + healthz + b"connection: close\r\n\r\n")
             everything = await asyncio.wait_for(reader.read(), 10)
@@ -286,7 +326,7 @@ async def test_an_early_refusal_reaches_a_client_that_still_sends(tmp_path: Path
     """A body over the limit is answered 413, and the answer can be read while the body is still being sent."""
     async with router_stack(tmp_path, {"server": {"max_body_bytes": 1024}}) as stack:
         async with connected(stack) as (reader, writer):
-            writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 2000000\r\n\r\n")
+            writer.write(b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2000000\r\n\r\n")
             for _ in range(20):
                 writer.write(b"x" * 100_000)
                 await writer.drain()
@@ -295,10 +335,80 @@ async def test_an_early_refusal_reaches_a_client_that_still_sends(tmp_path: Path
         await until(lambda: not open_at(port_of(stack)))
 
 
+def post_whole(url: str, size: int) -> tuple[int, bytes]:
+    """Post so many bytes as Python's standard library does, which reads the answer once all of them are sent."""
+    body = urllib.request.Request(url, b"x" * size, method="POST")  # noqa: S310  a loopback address
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(body, timeout=60) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+@pytest.mark.parametrize(("path", "status"), [("/generate", 413), ("/v1/completions", 413), ("/nowhere", 404)])
+async def test_a_client_that_sends_all_before_it_reads_gets_its_answer(tmp_path: Path, path: str, status: int) -> None:
+    """Twenty megabytes are taken in after the answer is made: closing on them would reset the connection."""
+    async with router_stack(tmp_path) as stack:
+        code, body = await asyncio.to_thread(post_whole, stack.url + path, 20_000_000)
+        assert (code, "problem:" in str(body) or "error" in json.loads(body)) == (status, True)
+        await until(lambda: not open_at(port_of(stack)))
+
+
+async def test_a_refused_client_is_heard_for_as_long_as_it_sends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow link may take many times longer than the silence after which a refused client is cut off."""
+    monkeypatch.setattr("router.edge.LINGER_S", 3.0)
+    size, pieces = 300_000, 30
+    async with (
+        router_stack(tmp_path, {"server": {"max_body_bytes": 1024}}) as stack,
+        connected(stack) as (reader, writer),
+    ):
+        writer.write(b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % size)
+        for _ in range(pieces):
+            writer.write(b"x" * (size // pieces))
+            await writer.drain()
+            await asyncio.sleep(0.15)
+        assert (await answer_of(reader))[0] == 413
+
+
+@pytest.mark.parametrize("endless", [True, False])
+async def test_a_refused_client_is_not_heard_for_ever(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    endless: bool,  # noqa: FBT001
+) -> None:
+    """What is taken in is bounded in bytes and in time: one that never ends, and one that falls silent, are cut off."""
+    monkeypatch.setattr("router.edge.LINGER_S", 0.3)
+    bounds = {"server": {"max_body_bytes": 1024, "body_timeout_s": 0.6}}
+    async with router_stack(tmp_path, bounds) as stack, connected(stack) as (reader, writer):
+        writer.write(b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2000000\r\n\r\n")
+        assert (await answer_of(reader))[0] == 413
+        async with asyncio.timeout(20):
+            while open_at(port_of(stack)):
+                if endless and not writer.is_closing():
+                    writer.write(b"x")
+                await asyncio.sleep(0.02)
+
+
+async def test_a_body_beyond_all_bounds_has_one_answer(tmp_path: Path) -> None:
+    """A body that nobody reads is not refused after its answer: a second one would be taken for the next request's."""
+    async with (
+        router_stack(tmp_path, {"server": {"max_body_bytes": 1024}}) as stack,
+        connected(stack) as (reader, writer),
+    ):
+        writer.write(b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2000000\r\n\r\n")
+        for _ in range(20):
+            writer.write(b"x" * 100_000)
+            await writer.drain()
+        status, _, body = await answer_of(reader)
+        assert (status, body.count(b"HTTP/1.1")) == (404, 0)
+
+
 async def test_tiny_chunks_and_trailers_are_bounded(tmp_path: Path) -> None:
     """A body that is nearly all framing, and trailers without an end, are refused."""
     async with router_stack(tmp_path, {"server": {"max_body_bytes": 1024, "max_header_bytes": 1024}}) as stack:
-        head = b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        head = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
         for endless in (b"1;" + b"e" * 500 + b"\r\nx\r\n", b"0\r\n" + b"t: " + b"y" * 500 + b"\r\n"):
             async with connected(stack) as (reader, writer):
                 writer.write(head)
@@ -313,12 +423,13 @@ async def test_tiny_chunks_and_trailers_are_bounded(tmp_path: Path) -> None:
 
 async def test_without_keys_a_foreign_name_is_not_served(tmp_path: Path) -> None:
     """A web page could reach a router on this machine by a name of its own, and read what it answers."""
-    async with router_stack(tmp_path, {"server": {"allowed_hosts": ("qarr.example.com",)}}) as stack:
+    async with router_stack(tmp_path, {"server": {"allowed_hosts": ("Qarr.example.com",)}}) as stack:
         port = stack.url.rpartition(":")[2]
         for host, status in (
             (f"rebound.example.com:{port}", 421), ("rebound.example.com", 421), ("127.0.0.1.example.com", 421),
             ("qarr.example.com", 200), (f"qarr.example.com:{port}", 200), ("localhost", 200), (f"localhost:{port}", 200),
-            ("app.localhost", 200), ("[::1]:80", 200), ("router", 200), ("10.0.0.7", 200),
+            ("app.localhost", 200), ("LOCALHOST", 200), ("[::1]:80", 200), ("10.0.0.7", 200), ("router", 421),
+            (f"router:{port}", 421), ("ai", 421), ("127.0.0.1:80@rebound.example.com", 421),
         ):  # fmt: skip
             answer = await stack.client.get(f"{stack.url}/tiers", headers={"host": host})
             assert answer.status_code == status, host
@@ -330,3 +441,75 @@ async def test_without_keys_a_foreign_name_is_not_served(tmp_path: Path) -> None
     async with router_stack(tmp_path / "more", {"auth": {"keys_file": str(keys)}}) as stack:
         headers = {"host": "rebound.example.com", "authorization": f"Bearer {secret}"}
         assert (await stack.client.get(f"{stack.url}/tiers", headers=headers)).status_code == 200
+
+
+PAGE_ELSEWHERE = {"sec-fetch-site": "cross-site", "origin": "https://evil.example"}
+PLAIN = {"content-type": "text/plain;charset=UTF-8"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"prompt": "hi"}),
+        ("/route", {"prompt": "hi"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "stream": True}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/embeddings", {"input": "hi"}),
+        ("/tokenize", {"prompt": "hi"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/admin/replicas/fast-0/drain", {}),
+        ("/nowhere", {}),
+    ],
+)
+async def test_a_web_page_of_another_origin_cannot_post_without_a_key(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    """A browser that such a page makes send a plain text, which needs no permission, is refused; no engine is asked."""
+    async with router_stack(tmp_path) as stack:
+        own = stack.url
+        for headers in (
+            PAGE_ELSEWHERE, {"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-site", "origin": own},
+            {"origin": "https://evil.example"}, {"origin": "null"}, {"origin": "http://127.0.0.1:1"},
+            {"origin": own.replace("127.0.0.1", "localhost")}, {"origin": ""},
+        ):  # fmt: skip
+            answer = await stack.client.post(own + path, content=json.dumps(body), headers={**PLAIN, **headers})
+            assert answer.status_code == 403, headers
+            assert answer.headers["connection"] == "close"
+            problem = answer.json()
+            known = problem.get("type") or problem["error"]["code"]
+            assert known in {"urn:qarr:problem:foreign-page", "foreign_page"}
+            assert "qarr keys add" in str(problem)
+        for engine in stack.engines.values():
+            assert not [asked for asked in engine.requests if asked.get("stream")]
+
+
+async def test_its_own_page_and_programs_may_post_without_a_key(tmp_path: Path) -> None:
+    """The page, whichever header its browser sends, curl with its form type, and whatever is no browser are served."""
+    async with router_stack(tmp_path, {"server": {"allowed_hosts": ("qarr.example",)}}) as stack:
+        port = stack.url.rpartition(":")[2]
+        for headers in (
+            {"origin": stack.url, "sec-fetch-site": "same-origin"},
+            {"origin": stack.url},
+            {"origin": f"http://localhost:{port}", "host": f"LOCALHOST:{port}"},
+            {"origin": "https://qarr.example", "host": "qarr.example"},
+            {"origin": "https://qarr.example", "host": "qarr.example:443"},
+            {"sec-fetch-site": "none", "origin": "chrome-extension://abc"},
+            {"content-type": "application/x-www-form-urlencoded"},
+            {},
+        ):
+            body = json.dumps({"prompt": "hi", "stream": False})
+            answer = await stack.client.post(f"{stack.url}/generate", content=body, headers=headers)
+            assert answer.status_code == 200, headers
+        seen = await stack.client.get(f"{stack.url}/tiers", headers=PAGE_ELSEWHERE)
+        assert seen.status_code == 200
+        assert "access-control-allow-origin" not in seen.headers  # so that no such page can read it
+
+
+async def test_a_key_says_enough_about_who_sends(tmp_path: Path) -> None:
+    """A page of another origin cannot have a browser add a key, so a request with one is its sender's own."""
+    secret = add_key(tmp_path / "keys.json", "one")[0]
+    async with router_stack(tmp_path, {"auth": {"keys_file": str(tmp_path / "keys.json")}}) as stack:
+        keyed = {**PAGE_ELSEWHERE, "authorization": f"Bearer {secret}"}
+        asked = {"prompt": "hi", "stream": False}
+        assert (await stack.client.post(f"{stack.url}/generate", json=asked, headers=keyed)).status_code == 200
+        assert (await stack.client.post(f"{stack.url}/generate", json=asked, headers=PAGE_ELSEWHERE)).status_code == 401

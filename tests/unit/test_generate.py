@@ -133,7 +133,7 @@ async def test_disconnect_aborts_the_engines_request(tmp_path: Path, stream: boo
         engine.delay_s, engine.answer = 0.05, ("x",) * 400
         reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rsplit(":", 1)[1]))
         body = json.dumps({"prompt": "hi", "tier": "fast", "stream": stream, "max_tokens": 400}).encode()
-        head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
         writer.write(head + body)
         await writer.drain()
         while engine.running == 0:
@@ -213,3 +213,24 @@ async def test_route_and_tiers_report_without_generating(tmp_path: Path) -> None
         replica = fleet["tiers"][0]["replicas"][0]
         assert (replica["state"], replica["pid"], replica["in_flight"]) == ("ready", None, 0)
         assert not any(e.requests for e in stack.engines.values())
+
+
+@pytest.mark.anyio
+async def test_a_whole_answer_has_its_length(tmp_path: Path) -> None:
+    """A JSON answer says how long it is, so that a client knows whether it has all of it."""
+    async with router_stack(tmp_path) as stack:
+        answer = await stack.generate(stream=False)
+        assert answer.headers["content-length"] == str(len(answer.content))
+        assert "transfer-encoding" not in answer.headers
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("path", ["/generate/", "/v1/chat/completions/", "/tiers/", "/admin/operations/", "//tiers"])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_no_one_is_sent_elsewhere(tmp_path: Path, path: str, method: str) -> None:
+    """A path with a slash too many is a 404: a redirect would go to whatever the Host header names."""
+    async with router_stack(tmp_path, {"server": {"allowed_hosts": ("gateway.example",)}}) as stack:
+        answer = await stack.client.request(method, stack.url + path, headers={"host": "gateway.example"})
+        assert answer.status_code == 404
+        assert "location" not in answer.headers
+        assert "gateway" not in answer.text

@@ -302,3 +302,46 @@ async def test_each_answer_takes_its_tokens(tmp_path: Path, keys_file: Path) -> 
             f"{stack.url}/v1/completions", json={"prompt": [[1, 2]] * 30, "max_tokens": 90}, headers=headers
         )
         assert denied.json()["error"]["code"] == "over_token_quota"
+
+
+@pytest.mark.anyio
+async def test_no_number_is_higher_than_the_highest_class(tmp_path: Path, keys_file: Path) -> None:
+    """A number of one's own is taken down to interactive, with a key or without: no request goes before all others."""
+    key, _ = add_key(keys_file, "default")
+    hard, _ = add_key(keys_file, "hard", over="refuse")
+    async with router_stack(tmp_path) as keyless:
+        engine = keyless.engines[TierName.FAST]
+        for own, sent in ((-2147483648, -1), (-2, -1), (-1, -1), (0, 0), (7, 7)):
+            assert (await ask(keyless, None, model="fast", priority=own)).status_code == 200
+            assert engine.requests[-1]["priority"] == sent
+    (tmp_path / "more").mkdir()
+    async with router_stack(tmp_path / "more", {"auth": {"keys_file": str(keys_file)}}) as stack:
+        engine = stack.engines[TierName.FAST]
+        assert (await ask(stack, key, model="fast", priority=-5)).status_code == 200
+        assert engine.requests[-1]["priority"] == -1
+        assert (await ask(stack, hard, model="fast", priority=-1)).status_code == 200
+        refused = await ask(stack, hard, model="fast", priority=-5)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (403, "priority")
+
+
+@pytest.mark.anyio
+async def test_a_decision_counts_as_a_request(tmp_path: Path, keys_file: Path) -> None:
+    """/route classifies as /generate does, so it takes a request of the quota, no tokens; what is not answered, none."""
+    key, _ = add_key(keys_file, "ci", requests_per_minute=3, tokens_per_minute=100, tiers=("fast",), over="refuse")
+    async with router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack:
+        ours = {"authorization": f"Bearer {key}"}
+
+        async def route(**body: Any) -> httpx.Response:
+            return await stack.client.post(f"{stack.url}/route", json={"prompt": "hi", **body}, headers=ours)
+
+        assert (await route(tier="precise")).status_code == 403
+        assert (await route(tier="none")).status_code == 400
+        for left in (2, 1, 0):
+            answer = await route()
+            assert answer.status_code == 200
+            assert answer.headers["x-ratelimit-remaining-requests"] == str(left)
+            assert answer.headers["x-ratelimit-remaining-tokens"] == "100"
+        over = await route()
+        assert (over.status_code, over.json()["type"]) == (429, "urn:qarr:problem:over-quota")
+        assert 1 <= int(over.headers["retry-after"]) <= 61
+        assert (await ask(stack, key, max_tokens=10)).status_code == 429

@@ -243,7 +243,7 @@ async def test_a_client_that_leaves_frees_the_engine(tmp_path: Path, stream: boo
         engine.delay_s, engine.answer = 0.05, ("x",) * 400
         _, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rsplit(":", 1)[1]))
         body = json.dumps({"model": "fast", "messages": HI, "stream": stream, "max_tokens": 400}).encode()
-        writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+        writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
         await writer.drain()
         while engine.running == 0:
             await asyncio.sleep(0.01)

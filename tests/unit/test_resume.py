@@ -254,7 +254,7 @@ async def test_a_caller_that_leaves_before_the_first_token_frees_the_engine(tmp_
         engine.answer, engine.delay_s = ("w ",) * 400, 1.0
         reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rsplit(":", 1)[1]))
         body = json.dumps(ASKED).encode()
-        writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        writer.write(b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         await until(lambda: engine.running)
         writer.close()
         await until(lambda: engine.running == 0 and stack.leases() == 0)
@@ -403,3 +403,32 @@ async def test_who_reads_a_stream_that_is_dropped_is_told() -> None:
     with pytest.raises(StreamGone):
         await reader
     await streams.aclose()
+
+
+async def test_one_key_leaves_others_room(tmp_path: Path) -> None:
+    """However many streams a key asks for, it gets a part of what may be kept, and takes no other key's place."""
+    keys_file = tmp_path / "keys.json"
+    greedy, other = ({"authorization": f"Bearer {add_key(keys_file, name)[0]}"} for name in ("greedy", "other"))
+    settings = {"auth": {"keys_file": str(keys_file)}, "server": {"resume_streams": 10, "resume_s": 600}}
+    async with router_stack(tmp_path, settings) as stack:
+        engine = stack.engines[TierName.PRECISE]
+
+        async def kept(headers: dict[str, str]) -> str | None:
+            """Ask for a stream and leave it; return its last event's id, or None where it is not kept."""
+            async with begun(stack, headers=headers) as (answer, parts):
+                await anext(parts)
+                name = answer.headers.get("x-qarr-stream-id")
+            return f"{name}.0" if name else None
+
+        first = await kept(other)
+        assert first
+        await until(lambda: engine.running == 0)
+        for _ in range(20):  # these end, and are not read to their ends
+            assert await kept(greedy)
+        assert (await resume(stack, first, **other)).status_code == 200
+        engine.answer, engine.stall_after = WORDS, 2
+        given = [await kept(greedy) for _ in range(10)]
+        assert 0 < sum(name is not None for name in given) < 10
+        mine = await kept(other)
+        assert mine
+        assert (await resume(stack, mine, **greedy)).status_code == 404

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from router.cli_trace import waterfall
+from router.cli_trace import listed, waterfall
 from router.top import Picture, View
-from router.top_screen import screen, shown_age, snapshot
+from router.top_screen import OWN_ONLY, screen, shown_age, snapshot
 from tests.fakes.engine import Behaviour
 from tests.unit.own_engines import until
 from tests.unit.own_router import QARR, own_router
@@ -117,6 +117,17 @@ def test_a_standard_terminal_has_what_matters() -> None:
     ):  # fmt: skip
         assert part in shown, part
     assert "more\n" not in shown
+
+
+def test_it_says_whose_requests_are_shown() -> None:
+    """A key that sees its own requests only is told so, live and in the list of traces; an operator's is not."""
+    own = Picture().told("fleet", {**FLEET, "scope": "own"})
+    assert OWN_ONLY in text(own, View(), 100, 30)
+    assert OWN_ONLY in "\n".join(line.plain for line in snapshot(own, 160, unicode=True))
+    assert OWN_ONLY not in text(full(), View(), 100, 30)
+    for scope, says in (("own", True), ("all", False)):
+        lines = [line.plain for line in listed({"scope": scope, "traces": []}, everything=False)]
+        assert (OWN_ONLY in lines) is says
 
 
 def test_keys() -> None:

@@ -1,0 +1,248 @@
+"""A key sees figures of others, not their requests. An operator sees all, as does everybody where no key is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFlags, set_span_in_context
+
+from router.keys import add_key, revoke_key
+from router.router_client import ProfileError, connect
+from router.top import Picture
+from router.traces import KEY_ID, TraceStore, render_trace
+from tests.unit.router_stack import Stack, router_stack
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    import httpx
+
+pytestmark = pytest.mark.anyio
+SECRET = "the merger of the two"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """A router with three keys, and one request of alice's, whose prompt is on its trace."""
+
+    stack: Stack
+    keys: Path
+    names: dict[str, dict[str, str]]
+    asked: httpx.Response
+
+    async def get(self, name: str, path: str) -> httpx.Response:
+        """Get something with a key."""
+        return await self.stack.client.get(self.stack.url + path, headers=self.names[name])
+
+    async def ask(self, name: str, prompt: str, **headers: str) -> httpx.Response:
+        """Generate with a key, to the end."""
+        asked = {"prompt": prompt, "tier": "fast"}
+        return await self.stack.client.post(
+            f"{self.stack.url}/generate", json=asked, headers={**self.names[name], **headers}
+        )
+
+    async def traced(self, name: str, count: int) -> list[dict[str, Any]]:
+        """Return the traces that a key sees, once there are as many; a span ends after its answer."""
+        async with asyncio.timeout(20):
+            while True:
+                found: list[dict[str, Any]] = (await self.get(name, "/traces")).json()["traces"]
+                if len(found) >= count:
+                    return found
+                await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def tenants(tmp_path: Path) -> AsyncIterator[Tenants]:
+    """Run a router with keys."""
+    keys = tmp_path / "keys.json"
+    rights: dict[str, dict[str, Any]] = {"alice": {}, "mallory": {}, "boss": {"admin": True}}
+    names = {name: {"authorization": f"Bearer {add_key(keys, name, **more)[0]}"} for name, more in rights.items()}
+    overrides = {"auth": {"keys_file": str(keys)}, "telemetry": {"record_prompts": True}}
+    async with router_stack(tmp_path, overrides) as stack:
+        asked = {"prompt": f"Tell me of {SECRET}", "tier": "fast"}
+        answer = await stack.client.post(f"{stack.url}/generate", json=asked, headers=names["alice"])
+        assert answer.status_code == 200
+        yield Tenants(stack, keys, names, answer)
+
+
+async def test_a_key_sees_its_own_requests(tmp_path: Path) -> None:
+    """Records are listed to their key and to operators; the bound on their number counts what is seen."""
+    async with tenants(tmp_path) as world:
+        mine = await world.ask("mallory", "hi")
+        await world.ask("alice", "hi")
+        seen = {name: (await world.get(name, "/requests")).json() for name in world.names}
+        assert [r["request_id"] for r in seen["mallory"]["requests"]] == [mine.headers["x-request-id"]]
+        assert len(seen["alice"]["requests"]) == 2
+        assert len({r["key"] for r in seen["alice"]["requests"]}) == 1
+        assert len(seen["boss"]["requests"]) == 3
+        assert [seen[name]["scope"] for name in ("alice", "mallory", "boss")] == ["own", "own", "all"]
+        last = (await world.get("mallory", "/requests?limit=1")).json()["requests"]
+        assert [r["request_id"] for r in last] == [mine.headers["x-request-id"]]
+
+
+async def test_a_key_sees_its_own_traces(tmp_path: Path) -> None:
+    """Another key's trace is as if it did not exist, for whoever does not operate here; prompts may be on it."""
+    async with tenants(tmp_path) as world:
+        trace_id = world.asked.headers["x-qarr-trace-id"]
+        for name, count in (("alice", 1), ("boss", 1), ("mallory", 0)):
+            assert [t["trace_id"] for t in await world.traced(name, count)] == [trace_id] * count
+        theirs = await world.get("mallory", f"/traces/{trace_id}")
+        never = await world.get("mallory", f"/traces/{'0' * 31}1")
+        ids = {"request_id", "trace_id"}
+        without = [{k: v for k, v in answer.json().items() if k not in ids} for answer in (theirs, never)]
+        assert (theirs.status_code, without[0]) == (404, without[1])
+        assert SECRET not in theirs.text
+        whole = (await world.get("boss", f"/traces/{trace_id}")).json()
+        own = (await world.get("alice", f"/traces/{trace_id}")).json()
+        assert SECRET in str(own)
+        assert len(own["spans"]) == len(whole["spans"]) > 3
+        port = int(world.stack.fleet.replicas[0].url.rsplit(":", 1)[1])
+        assert port in [span["attributes"].get("server.port") for span in whole["spans"]]
+        assert port not in [span["attributes"].get("server.port") for span in own["spans"]]
+
+
+async def test_a_shared_trace_shows_each_key_its_part() -> None:
+    """Callers choose trace ids: who takes another's, while that one is open, sees the spans of its own request only."""
+    store = TraceStore(10)
+    provider = TracerProvider()
+    provider.add_span_processor(store)
+    tracer = provider.get_tracer("test")
+    shared = SpanContext(0xAB, 0xAA, is_remote=True, trace_flags=TraceFlags(1))
+    caller = set_span_in_context(NonRecordingSpan(shared), Context())
+    alice = tracer.start_span("POST /generate", caller, SpanKind.SERVER, {KEY_ID: "alice"})
+    mallory = tracer.start_span("POST /generate", caller, SpanKind.SERVER, {KEY_ID: "mallory"})
+    for name, root in (("alice's", alice), ("mallory's", mallory)):
+        part = tracer.start_span(name, set_span_in_context(root, Context()), attributes={"prompt": SECRET})
+        tracer.start_span(f"below {name}", set_span_in_context(part, Context())).end()
+        part.end()
+    mallory.end()
+    kept = store.find(f"{0xAB:032x}")
+    assert kept is not None
+    assert {span.name for span in kept.spans} >= {"alice's", "mallory's"}
+    own = kept.seen_by("mallory")
+    assert own is not None
+    assert [span["name"] for span in render_trace(own, inside=False)["spans"]] == [
+        "POST /generate",
+        "mallory's",
+        "below mallory's",
+    ]
+    assert kept.seen_by("somebody") is kept.seen_by("") is None
+
+
+async def test_a_key_does_not_see_where_engines_are(tmp_path: Path) -> None:
+    """The fleet's shape, states and numbers are for every key; addresses, processes and what quotes them for operators."""
+    async with tenants(tmp_path) as world:
+        world.stack.fleet.replicas[0].detail = f"no answer from {world.stack.fleet.replicas[0].url}"
+        plain, whole = [(await world.get(name, "/tiers")).json() for name in ("alice", "boss")]
+        assert "127.0.0.1" not in json.dumps(plain)
+        assert json.dumps(whole).count("127.0.0.1") >= 6
+        assert (plain["scope"], whole["scope"]) == ("own", "all")
+        for ours, theirs in zip(plain["tiers"], whole["tiers"], strict=True):
+            assert ours.keys() == theirs.keys()
+            hidden = {name for name in ours if ours[name] != theirs[name]} - {"replicas"}
+            assert hidden == {"identity"}
+            for ours_replica, theirs_replica in zip(ours["replicas"], theirs["replicas"], strict=True):
+                assert ours_replica.keys() == theirs_replica.keys()
+                assert ours_replica["state"] == theirs_replica["state"]
+                assert (ours_replica["url"], ours_replica["pid"], ours_replica["detail"]) == (None, None, "")
+        for path in ("/live", "/metrics", "/policy", "/readyz", "/healthz", "/openapi.json", "/v1/models"):
+            headers = world.names["mallory"]
+            async with world.stack.client.stream("GET", world.stack.url + path, headers=headers) as answer:
+                assert answer.status_code == 200
+                part = await anext(answer.aiter_text())
+            assert not [r.url for r in world.stack.fleet.replicas if r.url in part], path
+            assert world.asked.headers["x-request-id"] not in part
+
+
+async def followed(world: Tenants, name: str, until: str) -> Picture:
+    """Follow /live with a key, and return the picture once a text has come."""
+    picture, event = Picture(), ""
+    async with (
+        asyncio.timeout(20),
+        world.stack.client.stream("GET", f"{world.stack.url}/live", headers=world.names[name]) as live,
+    ):
+        async for line in live.aiter_lines():
+            kind, _, value = line.partition(": ")
+            if kind == "event":
+                event = value
+            elif kind == "data":
+                picture = picture.told(event, json.loads(value))
+                if until in line and picture.fleet is not None:
+                    break
+    return picture
+
+
+async def test_who_watches_is_told_of_its_own(tmp_path: Path) -> None:
+    """The live stream has the key's own requests, those in flight and those that end, and figures of all."""
+    async with tenants(tmp_path) as world:
+        engine = world.stack.engines[TierName.FAST]
+        engine.delay_s = 0.3
+        open_ = asyncio.create_task(world.ask("alice", "hi", **{"x-request-id": "alice-open"}))
+        async with asyncio.timeout(20):
+            while not engine.running:
+                await asyncio.sleep(0.01)
+        pictures = {name: await followed(world, name, "in_flight") for name in world.names}
+        await open_
+        engine.delay_s = 0.0
+        flying = {n: [r["request_id"] for r in p.fleet["in_flight"]] for n, p in pictures.items() if p.fleet}
+        assert flying == {"alice": ["alice-open"], "mallory": [], "boss": ["alice-open"]}
+        assert all(p.fleet and p.fleet["in_flight_total"] == 1 for p in pictures.values())
+        assert {n: len(p.records) for n, p in pictures.items()} == {"alice": 1, "mallory": 0, "boss": 1}
+        watching = asyncio.create_task(followed(world, "mallory", "mallory-ended"))
+        async with asyncio.timeout(20):
+            while not watching.done():
+                await world.ask("alice", "hi")
+                await world.ask("mallory", "hi", **{"x-request-id": "mallory-ended"})
+        records = (await watching).records
+        assert {r["request_id"] for r in records} == {"mallory-ended"}
+
+
+async def test_who_watches_is_sent_away_with_its_key(tmp_path: Path) -> None:
+    """A live stream ends once its key is revoked, as it would not begin."""
+    async with tenants(tmp_path) as world:
+        url, headers = f"{world.stack.url}/live", world.names["boss"]
+        async with asyncio.timeout(20), world.stack.client.stream("GET", url, headers=headers) as live:
+            lines = live.aiter_lines()
+            await anext(lines)
+            revoke_key(world.keys, "boss")
+            async for _ in lines:
+                pass
+        assert (await world.get("boss", "/requests")).status_code == 401
+
+
+async def test_without_keys_everything_is_shown(tmp_path: Path) -> None:
+    """A router on this machine that needs no keys shows all to everybody, as to an operator; until keys are made."""
+    async with router_stack(tmp_path, {"auth": {"keys_file": str(tmp_path / "keys.json")}}) as stack:
+        await stack.generate()
+        requests = (await stack.client.get(f"{stack.url}/requests")).json()
+        assert (requests["scope"], len(requests["requests"])) == ("all", 1)
+        fleet = (await stack.client.get(f"{stack.url}/tiers")).json()
+        assert fleet["tiers"][0]["replicas"][0]["url"].startswith("http://127.0.0.1:")
+        async with asyncio.timeout(20), stack.client.stream("GET", f"{stack.url}/live") as live:
+            lines = live.aiter_lines()
+            await anext(lines)
+            secret = add_key(tmp_path / "keys.json", "one")[0]
+            async for _ in lines:
+                pass  # it ends: who watches has shown no key
+        keyed = {"authorization": f"Bearer {secret}"}
+        assert (await stack.client.get(f"{stack.url}/requests", headers=keyed)).json()["requests"] == []
+
+
+async def test_a_profile_of_engines_by_url_needs_an_operators_key(tmp_path: Path) -> None:
+    """A profile is tied to what engines serve; where that is their address alone, the command says which key it needs."""
+    async with tenants(tmp_path) as world:
+        secrets = {name: headers["authorization"].removeprefix("Bearer ") for name, headers in world.names.items()}
+        async with connect(world.stack.url, secrets["boss"]) as client:
+            assert all((await client.fleet()).identities.values())
+        async with connect(world.stack.url, secrets["alice"]) as client:
+            with pytest.raises(ProfileError, match="--admin"):
+                await client.fleet()
