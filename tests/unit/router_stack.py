@@ -71,8 +71,9 @@ async def router_stack(
         supervisor = Supervisor(fleet, SupervisorOptions(log_dir=tmp_path))
         supervisor.start([], specs)
         cleanup.push_async_callback(supervisor.stop)
-        while not all(r.state is ReplicaState.READY for r in fleet.replicas):
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while not all(r.state is ReplicaState.READY for r in fleet.replicas):
+                await asyncio.sleep(0.01)
         for behaviour in engines.values():
             behaviour.requests.clear()
             behaviour.headers.clear()
