@@ -18,7 +18,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
@@ -266,9 +266,11 @@ class Exchange(ABC):
 
     async def aclose(self, error: BaseException | None = None) -> None:
         """End all of it: the lease goes back, the connection is closed, which aborts what is unfinished, the span ends."""
-        for part in self.parts:
-            await part.aclose(error)
-        await self.abandon(error)
+        try:
+            for part in self.parts:
+                await part.aclose(error)
+        finally:  # also when this is cancelled
+            await self.abandon(error)
 
     async def abandon(self, error: BaseException | None) -> None:
         """End this engine's part of it. Only the first call counts."""
@@ -284,12 +286,13 @@ class Exchange(ABC):
         span.set_attributes(self._attributes())
         end_span(span, error)
         self._patience.close()
-        if self._pending is not None:
-            self._pending.cancel()
-            await asyncio.gather(self._pending, return_exceptions=True)
-        if self._source is not None:
-            await self._source.aclose()
-        await self._attempt.response.aclose()
+        async with AsyncExitStack() as closing:  # all of it, also when this is cancelled
+            closing.push_async_callback(self._attempt.response.aclose)
+            if self._source is not None:
+                closing.push_async_callback(self._source.aclose)
+            if self._pending is not None:
+                self._pending.cancel()
+                await asyncio.gather(self._pending, return_exceptions=True)
 
     def _began(self) -> None:
         """Note the first token."""

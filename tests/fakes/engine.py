@@ -65,7 +65,7 @@ class Behaviour:
         kv_cache_usage: That it reports, 0 to 1.
         hung: Paths whose requests are taken and never answered.
         held: Requests that are held so now.
-        instead: By path, what is answered with 200 instead of what belongs there.
+        by_path: What paths answer with instead of what belongs there, and 200.
     """
 
     answer: tuple[str, ...] = ANSWER
@@ -97,7 +97,7 @@ class Behaviour:
     headers: list[dict[str, str]] = field(default_factory=list)
     hung: Collection[str] = ()
     held: int = 0
-    instead: Mapping[str, str] = field(default_factory=dict)
+    by_path: Mapping[str, str] = field(default_factory=dict)
     raw: list[bytes] = field(default_factory=list)
     sent: list[bytes] = field(default_factory=list)
 
@@ -116,8 +116,8 @@ class _Faulty:
             while (await receive())["type"] != "http.disconnect":
                 pass
             b.held -= 1
-        elif path in b.instead:
-            await Response(b.instead[path], media_type="application/json")(scope, receive, send)
+        elif path in b.by_path:
+            await Response(b.by_path[path], media_type="application/json")(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
