@@ -41,7 +41,7 @@ from router.samples import PromptSamples
 from router.services import Services
 from router.shared_state import SharedState
 from router.traces import UnknownTrace
-from router.upstream import PASSED_AT_ONCE, Upstream, UpstreamError, make_transport
+from router.upstream import Upstream, UpstreamError, make_transport
 from router.wire import InvalidBody, render_fleet
 from tiers.errors import NotPossible, UnknownReplica
 from tiers.spec import ReplicaState
@@ -127,7 +127,7 @@ def _services(
     """Wire what the handlers work with."""
     journal = Journal(fleet, doors, settings.telemetry.recent_requests)
     journal.observers.extend((telemetry.record_outcome, log_request))
-    upstream = Upstream(fleet, make_transport(2 * _places(fleet) + PASSED_AT_ONCE), settings.upstream, telemetry)
+    upstream = Upstream(fleet, make_transport(2 * _places(fleet)), settings.upstream, telemetry)
     policy = LivePolicy(settings.policy, fleet)
     decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
     quotas = Quotas(settings.state.redis_url.get_secret_value())

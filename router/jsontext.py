@@ -8,15 +8,17 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 _SPACE = re.compile(r"[ \t\r\n]*")
+MOST_NESTED = 200  # lists and objects within one another, as the parser of our own bodies (jiter) and vLLM's allow
 
 
 def read_json(text: bytes | str) -> Any:
@@ -99,6 +101,8 @@ class JsonObject:
             raise
         except ValueError as error:  # a number of more digits than Python converts
             raise NotJson(str(error)) from None
+        if text.count("[") + text.count("{") > MOST_NESTED and _nested([m.value for m in members]) >= MOST_NESTED:
+            raise NotJson(f"nested more than {MOST_NESTED} deep")
         return JsonObject(members, {member.key: member.value for member in members})
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -118,6 +122,15 @@ class JsonObject:
             if v is not None
         ]
         return ("{" + ",".join([*kept, *new]) + "}").encode("utf-8", "surrogatepass")
+
+
+def _nested(values: Iterable[Any]) -> int:
+    """Return how many lists and objects lie within one another in some values, counted without recursion."""
+    depth = 0
+    while found := [value for value in values if isinstance(value, list | dict)]:
+        depth += 1
+        values = chain.from_iterable(value.values() if isinstance(value, dict) else value for value in found)
+    return depth
 
 
 def _members(text: str) -> list[Member]:

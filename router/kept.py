@@ -208,6 +208,7 @@ class KeptStreams:
         stream = KeptStream(owner, self._bounds.resume_bytes)
         self._streams[stream.id] = stream
         stream.task = asyncio.create_task(_made(stream, work, request_id))
+        self._wait_for_reader(stream)  # its request may end before it reads
         return stream
 
     def find(self, event_id: str, owner: str) -> tuple[KeptStream, int]:
@@ -260,8 +261,11 @@ class KeptStreams:
                 if stream.headers is None:
                     self.drop(stream)  # its caller does not know its id
                 else:
-                    loop = asyncio.get_running_loop()
-                    stream.wait_for_reader(loop.call_later(self._bounds.resume_s, self.drop, stream))
+                    self._wait_for_reader(stream)
+
+    def _wait_for_reader(self, stream: KeptStream) -> None:
+        """Drop a stream unless somebody comes to read it in time."""
+        stream.wait_for_reader(asyncio.get_running_loop().call_later(self._bounds.resume_s, self.drop, stream))
 
     def drop(self, stream: KeptStream) -> None:
         """Forget a stream, and abort what is still to be made of it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,16 +36,16 @@ from router.services import (
 )
 from router.upstream import EngineFailed, EngineRefused, EngineUnreachable, NoEngineAnswered, NoPlace, UpstreamError
 from router.wire import Amount, FieldProblem, InvalidBody, Wishes, make_query
-from tiers.spec import TierName
+from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from starlette.types import Receive, Scope, Send
 
     from classifier import PromptFeatures
     from router.decision import Decision, Query
-    from router.upstream import Exchange
+    from router.upstream import Exchange, Pool, Upstream
     from tiers.fleet import FleetSnapshot
 
 log = logging.getLogger("qarr.router")
@@ -213,43 +215,20 @@ class Tokens:
     path: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on."""
+        """Pass one request on. Work stops when the client goes away."""
         services, context = self.services, context_of(scope)
         services.telemetry.name_server_span(scope, self.path)
         document = read_document(await read_body(scope, receive, services.max_body_bytes))
         resolve(document, services)
-        grant = await services.quotas.enter(context.caller, 0, context.limits)
-        counted: int | None = None
-        try:
-            answer = await self._ask(document, context.caller.tiers)
-            counted = 0
-        finally:
-            if grant is not None:
-                await grant.settle(counted)
-        await _send_passed(answer, context, scope, receive, send)
+        small = SmallRequest(self.path, "tokens", tuple(self._engines(document, context.caller.tiers)), tokens=0)
+        await while_connected(context, partial(pass_on, services, context, small), receive, send)
 
-    async def _ask(self, document: JsonObject, allowed: frozenset[TierName]) -> tuple[int, str, bytes]:
-        """Ask the first engine that answers.
-
-        Raises:
-            NoEngineAnswered: Those that were asked failed.
-            NoPlace: None could be asked.
-        """
-        causes: list[str] = []
-        for tier in (tier for tier in TierName if tier in allowed):
-            lease = self.services.fleet.lease(tier, prompt_tokens=0, max_tokens=0)
-            if lease is None:
-                continue
-            with lease:
-                replica = lease.replica
-                body = document.edited({"model": replica.model})
-                try:
-                    return await self.services.upstream.pass_on(replica.url, replica.api_key, self.path, body)
-                except (EngineUnreachable, EngineFailed) as error:
-                    causes.append(str(error))
-        if causes:
-            raise NoEngineAnswered("; ".join(causes))
-        raise NoPlace("no tier is ready, or every place is taken")
+    def _engines(self, document: JsonObject, allowed: frozenset[TierName]) -> Iterator[AskedEngine]:
+        """Yield whom to ask: ready engines, without a place on them, for tokenizing takes nothing from generation."""
+        now = time.monotonic()
+        ready = [r for r in self.services.fleet.replicas if r.state is ReplicaState.READY and r.spec.name in allowed]
+        for replica in sorted(ready, key=lambda r: (not r.breaker.admits(now), r.spec.name.rank, r.in_flight)):
+            yield AskedEngine(replica.url, replica.api_key, document.edited({"model": replica.model}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +238,7 @@ class Embeddings:
     services: Services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on."""
+        """Pass one request on. Work stops when the client goes away."""
         services, context = self.services, context_of(scope)
         services.telemetry.name_server_span(scope, EMBEDDINGS)
         body = await read_body(scope, receive, services.max_body_bytes)
@@ -268,24 +247,69 @@ class Embeddings:
             raise NoEmbeddings(
                 "no engine here serves embeddings: the tiers generate text; set openai.embeddings_urls to one that does"
             )
-        tokens = count_input(document.get("input"))
-        grant = await services.quotas.enter(context.caller, tokens, context.limits)
-        causes: list[str] = []
-        served_tokens: int | None = None
+        engines = tuple(AskedEngine(url, services.engine_key, body) for url in services.openai.embeddings_urls)
+        small = SmallRequest(EMBEDDINGS, "embeddings", engines, tokens=count_input(document.get("input")))
+        await while_connected(context, partial(pass_on, services, context, small), receive, send)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedEngine:
+    """An engine that may answer a small request, and the request's body for it."""
+
+    url: str
+    api_key: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SmallRequest:
+    """A request that is passed on without a lease.
+
+    Attributes:
+        pool: Whose it waits for, where an engine has many of them.
+        engines: That may answer, in order.
+        tokens: For the quota.
+    """
+
+    path: str
+    pool: Pool
+    engines: tuple[AskedEngine, ...]
+    tokens: int
+
+
+async def pass_on(services: Services, context: RequestContext, small: SmallRequest, send: Send) -> None:
+    """Take the quota, pass a small request on, and send the answer as it is.
+
+    Raises:
+        OverQuota: The caller's quota is used up.
+        NoEngineAnswered: Those that were asked failed.
+        NoPlace: None could be asked.
+    """
+    grant = await services.quotas.enter(context.caller, small.tokens, context.limits)
+    used: int | None = None
+    try:
+        status, media_type, content = await _first_answer(services.upstream, small)
+        used = small.tokens
+    except asyncio.CancelledError:
+        used = small.tokens  # an engine may have worked for it
+        raise
+    finally:
+        if grant is not None:
+            await grant.settle(used)
+    await Response(content, status, context.headers, media_type)({"type": "http"}, _nothing, send)
+
+
+async def _first_answer(upstream: Upstream, small: SmallRequest) -> tuple[int, str, bytes]:
+    """Ask one engine after another, those that need no wait first."""
+    causes: list[str] = []
+    for engine in sorted(small.engines, key=lambda e: not upstream.passes_at_once(e.url, small.pool)):
         try:
-            for url in services.openai.embeddings_urls:
-                try:
-                    answer = await services.upstream.pass_on(url, services.engine_key, EMBEDDINGS, body)
-                except (EngineUnreachable, EngineFailed) as error:
-                    causes.append(str(error))
-                    continue
-                served_tokens = tokens
-                await _send_passed(answer, context, scope, receive, send)
-                return
-        finally:
-            if grant is not None:
-                await grant.settle(served_tokens)
+            return await upstream.pass_on(engine.url, engine.api_key, small.path, engine.body, small.pool)
+        except (EngineUnreachable, EngineFailed) as error:
+            causes.append(str(error))
+    if causes:
         raise NoEngineAnswered("; ".join(causes))
+    raise NoPlace("no tier that could answer this is ready")
 
 
 def read_document(body: bytes) -> JsonObject:
@@ -504,19 +528,16 @@ def _wants_usage(document: JsonObject) -> bool:
 
 
 def count_input(value: Any) -> int:
-    """Return about how many tokens an embedding's input has: ids exactly, text by its length."""
-    if isinstance(value, str):
-        return max(len(value) // 3, 1)
-    if not isinstance(value, list):
-        return 1
-    return sum(1 if isinstance(item, int) else count_input(item) for item in value)
+    """Return about how many tokens an embedding's input has: ids exactly, text by its length.
+
+    What is no input counts as one token: the engine says best what is wrong with it.
+    """
+    inputs = value if isinstance(value, list) else [value]
+    return sum(len(one) if isinstance(one, list) else _count_one(one) for one in inputs)
 
 
-async def _send_passed(
-    answer: tuple[int, str, bytes], context: RequestContext, scope: Scope, receive: Receive, send: Send
-) -> None:
-    status, media_type, content = answer
-    await Response(content, status, context.headers, media_type)(scope, receive, send)
+def _count_one(value: Any) -> int:
+    return max(len(value) // 3, 1) if isinstance(value, str) else 1
 
 
 async def _nothing() -> Any:

@@ -18,10 +18,11 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import aiohttp
 import httpx
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from tiers.spec import TierName
 
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
-PASSED_AT_ONCE = 16  # small requests without a lease; they must not use up the connections of those with one
+PASSED_AT_ONCE = 16  # small requests without a lease, of one pool at one engine
 READ_BUFFER_BYTES = 1 << 15  # of each answer: at twice that no more is read until the client has taken some
 MAX_ERROR_BYTES = 65536  # of an engine's error that are read; more of it helps nobody
 # What reading from an engine raises; httpx-aiohttp leaves aiohttp's word for an answer that is no HTTP as it is.
@@ -53,6 +54,8 @@ log = logging.getLogger("qarr.router")
 # Statuses of an engine that blame the router or the moment, not the request.
 _NOT_THE_REQUEST = {401, 403, 408, 425, 429}
 NOT_IMPLEMENTED = 501  # vLLM's word for an option that it does not have
+# Who sends a small request without a lease: the router itself, or a caller of one of these endpoints.
+Pool = Literal["own", "tokens", "embeddings"]
 
 
 class UpstreamError(Exception):
@@ -266,9 +269,11 @@ class Exchange(ABC):
 
     async def aclose(self, error: BaseException | None = None) -> None:
         """End all of it: the lease goes back, the connection is closed, which aborts what is unfinished, the span ends."""
-        for part in self.parts:
-            await part.aclose(error)
-        await self.abandon(error)
+        try:
+            for part in self.parts:
+                await part.aclose(error)
+        finally:  # also when this is cancelled
+            await self.abandon(error)
 
     async def abandon(self, error: BaseException | None) -> None:
         """End this engine's part of it. Only the first call counts."""
@@ -284,12 +289,13 @@ class Exchange(ABC):
         span.set_attributes(self._attributes())
         end_span(span, error)
         self._patience.close()
-        if self._pending is not None:
-            self._pending.cancel()
-            await asyncio.gather(self._pending, return_exceptions=True)
-        if self._source is not None:
-            await self._source.aclose()
-        await self._attempt.response.aclose()
+        async with AsyncExitStack() as closing:  # all of it, also when this is cancelled
+            closing.push_async_callback(self._attempt.response.aclose)
+            if self._source is not None:
+                closing.push_async_callback(self._source.aclose)
+            if self._pending is not None:
+                self._pending.cancel()
+                await asyncio.gather(self._pending, return_exceptions=True)
 
     def _began(self) -> None:
         """Note the first token."""
@@ -401,7 +407,7 @@ class RetryBudget:
 
 
 def make_transport(max_connections: int) -> httpx.AsyncBaseTransport:
-    """Return the pooled transport to the engines.
+    """Return a pooled transport to the engines; 0 connections: any number.
 
     httpx's interface over aiohttp's client: httpx's own transport costs several times the CPU time per request, and
     more with every open connection (``benchmarks/transport.py`` measures both in one run).
@@ -433,7 +439,9 @@ class Upstream:
         telemetry: Telemetry,
     ) -> None:
         self._fleet, self._transport, self._options, self._telemetry = fleet, transport, options, telemetry
-        self._passing = asyncio.Semaphore(PASSED_AT_ONCE)
+        # Small requests have connections of their own, bounded by their pools: those that hang take none from others.
+        self._passing_transport = make_transport(0)
+        self._passing: WeakValueDictionary[tuple[Pool, str], asyncio.Semaphore] = WeakValueDictionary()
         self.retries: Counter[TierName] = Counter()
         self._retries = RetryBudget(options.retry_share, options.retry_reserve)
         self._timeouts = {"connect": options.connect_timeout_s, "pool": options.connect_timeout_s}
@@ -504,10 +512,20 @@ class Upstream:
             over_limit=over_limit,
         )
 
-    async def pass_on(self, url: str, api_key: str, path: str, body: bytes) -> tuple[int, str, bytes]:
+    async def pass_on(
+        self, url: str, api_key: str, path: str, body: bytes, pool: Pool = "own"
+    ) -> tuple[int, str, bytes]:
         """Pass a small request on to an engine, without a lease, and return status, media type and body.
 
+        Args:
+            url: The engine's address.
+            api_key: The engine's key; empty: it has none.
+            path: At the engine.
+            body: JSON.
+            pool: An engine has at most ``PASSED_AT_ONCE`` requests of a pool; further ones wait for those, not for others'.
+
         Raises:
+            NoPlace: The engine has as many of the pool as it may have, and none ended in time.
             EngineUnreachable: There was no whole answer in time.
             EngineFailed: The answer is an error of the engine's own.
         """
@@ -517,14 +535,19 @@ class Upstream:
         request = httpx.Request(
             "POST", url + path, headers=headers, content=body, extensions={"timeout": self._timeouts}
         )
+        places = self._passing.setdefault((pool, url), asyncio.Semaphore(PASSED_AT_ONCE))
+        limit_s, sent = self._options.first_token_timeout_s, False
         try:
-            async with self._passing, asyncio.timeout(self._options.first_token_timeout_s):
-                response = await self._transport.handle_async_request(request)
+            async with asyncio.timeout(limit_s), places:
+                sent = True
+                response = await self._passing_transport.handle_async_request(request)
                 try:
                     content = await body_of(response)
                 finally:
                     await response.aclose()
         except (TimeoutError, *NO_ANSWER) as error:
+            if not sent:
+                raise NoPlace(f"{PASSED_AT_ONCE} such requests had no answer within {limit_s:g} s") from error
             log.warning("%s%s: no answer (%s)", url, path, type(error).__name__)
             raise EngineUnreachable(f"no answer ({type(error).__name__})") from error
         if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR or response.status_code in _NOT_THE_REQUEST:
@@ -532,9 +555,15 @@ class Upstream:
             raise EngineFailed(f"HTTP {response.status_code}")
         return response.status_code, response.headers.get("content-type", "application/json"), content
 
+    def passes_at_once(self, url: str, pool: Pool) -> bool:
+        """Tell whether an engine takes one more small request of a pool without a wait."""
+        places = self._passing.get((pool, url))
+        return places is None or not places.locked()
+
     async def aclose(self) -> None:
         """Close the pooled connections."""
         await self._transport.aclose()
+        await self._passing_transport.aclose()
 
     async def _attempt(  # noqa: PLR0917  called here alone
         self,

@@ -24,10 +24,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 
     from starlette.requests import Request
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 ANSWER = ("The", " capital", " of", " France", " is", " Paris", ".")
 TEMPLATE_TOKENS = 6
@@ -63,6 +63,9 @@ class Behaviour:
         exit_after_s: End the process, with status 7, so long after its start; None: stay.
         prompt_tokens: That it says every prompt has.
         kv_cache_usage: That it reports, 0 to 1.
+        hung: Paths whose requests are taken and never answered.
+        held: Requests that are held so now.
+        by_path: What paths answer with instead of what belongs there, and 200.
     """
 
     answer: tuple[str, ...] = ANSWER
@@ -92,8 +95,31 @@ class Behaviour:
     tokens: int = 0
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    hung: Collection[str] = ()
+    held: int = 0
+    by_path: Mapping[str, str] = field(default_factory=dict)
     raw: list[bytes] = field(default_factory=list)
     sent: list[bytes] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Faulty:
+    """An application with the faults by path of a behaviour."""
+
+    behaviour: Behaviour
+    app: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        b, path = self.behaviour, scope.get("path", "")
+        if path in b.hung:
+            b.held += 1
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            b.held -= 1
+        elif path in b.by_path:
+            await Response(b.by_path[path], media_type="application/json")(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
 
 
 class FakeEngine:
@@ -102,13 +128,17 @@ class FakeEngine:
     def __init__(self, behaviour: Behaviour | None = None, model: str = "fake") -> None:
         self.behaviour = behaviour or Behaviour()
         self._model = model
-        self.app: ASGIApp = Starlette(
+        self.app: ASGIApp = _Faulty(self.behaviour, self._routes())
+
+    def _routes(self) -> Starlette:
+        return Starlette(
             routes=[
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
                 Route("/v1/models", self._models),
                 Route("/tokenize", self._tokenize, methods=["POST"]),
                 Route("/detokenize", self._detokenize, methods=["POST"]),
+                Route("/v1/embeddings", self._embed, methods=["POST"]),
                 Route("/v1/completions", self._generate, methods=["POST"]),
                 Route("/v1/chat/completions", self._generate, methods=["POST"]),
                 Route("/fake", self._behave, methods=["POST"]),
@@ -155,6 +185,17 @@ class FakeEngine:
             return JSONResponse({"prompt": self._text(body["tokens"])})
         except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
             return _refused(str(error))
+
+    async def _embed(self, request: Request) -> Response:
+        try:
+            given = (await request.json())["input"]
+            inputs = given if isinstance(given, list) and not all(isinstance(one, int) for one in given) else [given]
+            if not all(isinstance(one, str | list) and one for one in inputs):
+                return _refused("input is neither text nor token ids")
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
+            return _refused(str(error))
+        vectors = [{"object": "embedding", "index": n, "embedding": [0.5]} for n in range(len(inputs))]
+        return JSONResponse({"object": "list", "data": vectors, "usage": {"prompt_tokens": 1, "total_tokens": 1}})
 
     def _text(self, ids: Sequence[int]) -> str:
         """Return the text of ids: the answer's pieces have ids of their own, of other words only the length is known."""

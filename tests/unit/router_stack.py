@@ -28,16 +28,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from opentelemetry.sdk.trace import TracerProvider
+    from starlette.types import ASGIApp
 
 
 @dataclass(slots=True)
 class Stack:
-    """A running router and its engines' behaviours."""
+    """A running router, its application, and its engines' behaviours."""
 
     url: str
     client: httpx.AsyncClient
     fleet: Fleet
     engines: dict[TierName, Behaviour]
+    app: ASGIApp
 
     async def generate(self, **body: Any) -> httpx.Response:
         """Post to /generate and read the whole answer."""
@@ -71,8 +73,9 @@ async def router_stack(
         supervisor = Supervisor(fleet, SupervisorOptions(log_dir=tmp_path))
         supervisor.start([], specs)
         cleanup.push_async_callback(supervisor.stop)
-        while not all(r.state is ReplicaState.READY for r in fleet.replicas):
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while not all(r.state is ReplicaState.READY for r in fleet.replicas):
+                await asyncio.sleep(0.01)
         for behaviour in engines.values():
             behaviour.requests.clear()
             behaviour.headers.clear()
@@ -88,7 +91,7 @@ async def router_stack(
         )
         url = await cleanup.enter_async_context(serving(app, http=protocol_for(settings.server)))
         client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
-        yield Stack(url, client, fleet, engines)
+        yield Stack(url, client, fleet, engines, app)
 
 
 def telemetry_of(tracing: TracerProvider | Telemetry | None, settings: Settings) -> Telemetry:

@@ -1,0 +1,390 @@
+"""Requests that are cut off at one of their awaits, one after another, and what a router still holds afterwards.
+
+A request's tasks are stepped: every time one of them waits, that is an await of the request, and at the chosen one the request
+ends in one of four ways. So what is cut off is the same in every run, whichever moment a client would have to leave at for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+
+from router.generate import Generate
+from router.keys import add_key
+from router.quality import profile_name
+from router.upstream import PASSED_AT_ONCE
+from tests.fakes.engine import Behaviour, FakeEngine, serving
+from tests.unit.router_stack import Stack, router_stack
+from tests.unit.test_escalation import profile
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+    from pathlib import Path
+
+    from starlette.types import ASGIApp, Message
+
+    from router.services import Services
+    from tiers.fleet import Lease
+
+# waits: the work is cancelled while it waits. served: it is cancelled when what it waits for is there, before it has it.
+# leaves: the client disconnects. stops: the server cancels the whole request.
+Way = Literal["waits", "served", "leaves", "stops"]
+WAYS: tuple[Way, ...] = get_args(Way)
+PATIENCE_S = 30.0
+OCCUPIED_S = 0.03  # until a place frees for those that queue
+FAST, BALANCED, PRECISE = TierName
+
+
+@dataclass(slots=True)
+class Cut:
+    """Ends a request at one of its awaits.
+
+    Attributes:
+        at: Number of the await, from 1.
+        awaits: So far.
+        request: The request's own task.
+        worker: The task that answers it, once there is one.
+        gone: Tells the request that its client left.
+    """
+
+    at: int
+    way: Way
+    awaits: int = 0
+    request: asyncio.Task[None] | None = None
+    worker: asyncio.Task[Any] | None = None
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def fired(self) -> bool:
+        """Tell whether the request had so many awaits."""
+        return self.awaits >= self.at
+
+    def note(self, awaited: Any) -> None:
+        """Note that a task of the request waits, and end the request if it is to end here."""
+        self.awaits += 1
+        if self.awaits != self.at:
+            return
+        if self.way == "leaves":
+            self.gone.set()
+        elif self.way == "served" and isinstance(awaited, asyncio.Future):
+            awaited.add_done_callback(
+                lambda _: self._cancel()
+            )  # comes before the task's own: it does not run in between
+        else:
+            self._cancel()
+
+    def _cancel(self) -> None:
+        working = self.worker is not None and not self.worker.done() and self.way != "stops"
+        task = self.worker if working else self.request
+        assert task is not None
+        task.cancel()
+
+
+_CUT: ContextVar[Cut | None] = ContextVar("cut", default=None)
+
+
+class _Stepped(Coroutine[Any, Any, Any]):
+    """A coroutine whose awaits are noted."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any], cut: Cut) -> None:
+        self._work, self._cut = work, cut
+        self.__qualname__ = work.__qualname__
+
+    def send(self, value: Any) -> Any:
+        awaited = self._work.send(value)
+        self._cut.note(awaited)
+        return awaited
+
+    def throw(self, *error: Any) -> Any:
+        awaited = self._work.throw(*error)
+        self._cut.note(awaited)
+        return awaited
+
+    def close(self) -> None:
+        self._work.close()
+
+    def __await__(self) -> Any:
+        return self._work.__await__()
+
+
+def _stepping(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+    """Make a task; one that belongs to a request that is to be cut off is stepped."""
+    cut = _CUT.get()
+    name = getattr(work, "__qualname__", "")  # a generator that is closed has none
+    if cut is None or name in {"", "_disconnected"}:  # who watches for the client does none of the work
+        return asyncio.Task(work, loop=loop, **options)
+    task = asyncio.Task(_Stepped(work, cut), loop=loop, **options)
+    if cut.request is None:
+        cut.request = task
+    elif cut.worker is None and asyncio.current_task() is cut.request and name != "_made":
+        cut.worker = task  # what makes a resumable stream goes on without its client
+    return task
+
+
+class OpenSpans(SpanProcessor):
+    """Counts the spans that have begun and not ended."""
+
+    def __init__(self) -> None:
+        self.begun = self.ended = 0
+
+    def on_start(self, span: Any, parent_context: Any = None) -> None:
+        self.begun += 1
+
+    def on_end(self, span: Any) -> None:
+        self.ended += 1
+
+    @property
+    def open(self) -> int:
+        """Return their number."""
+        return self.begun - self.ended
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A request, and how things stand when it comes.
+
+    Attributes:
+        engines: Fields of the engines' behaviours that are not as usual, by tier.
+        occupied: Whether every place is taken when it comes.
+    """
+
+    name: str
+    path: str
+    body: Mapping[str, Any]
+    engines: Mapping[TierName, Mapping[str, Any]] = field(default_factory=dict)
+    occupied: bool = False
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hello, how are you today?"}], "max_tokens": 7}
+PROMPT = {"prompt": "Hello, how are you today?", "max_tokens": 7}
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "generate, streamed": ("/generate", PROMPT),
+    "generate, whole": ("/generate", {**PROMPT, "stream": False}),
+    "generate, resumable": ("/generate", {**PROMPT, "resumable": True}),
+    "chat, streamed": ("/v1/chat/completions", {**CHAT, "stream": True}),
+    "chat, whole": ("/v1/chat/completions", CHAT),
+    "completion, whole": ("/v1/completions", {"prompt": "Hello", "max_tokens": 3}),
+    "tokenize": ("/tokenize", {"prompt": "a b"}),
+    "embeddings": ("/v1/embeddings", {"model": "e", "input": ["a", "b"]}),
+}
+STREAMS = ("generate, streamed", "generate, resumable", "chat, streamed")
+HEDGED = {"ttft_ms": 60_000}
+TROUBLES: dict[str, tuple[dict[TierName, dict[str, Any]], dict[str, Any]]] = {
+    "fails first": ({FAST: {"status": 500}}, {}),
+    "breaks midway": ({FAST: {"break_after": 3}}, {}),
+    "breaks twice": ({FAST: {"break_after": 2}, BALANCED: {"break_after": 5}}, {}),
+    "unsure": ({FAST: {"certainty": -3.0}}, {}),
+    "late": ({FAST: {"first_delay_s": 0.3}}, {"sla": HEDGED}),
+}
+
+
+def scenarios() -> list[Scenario]:
+    """Return every kind of request as usual, and with each trouble that it can have."""
+    found = [Scenario(name, path, body) for name, (path, body) in REQUESTS.items()]
+    for name in ("generate, streamed", "generate, resumable", "chat, whole"):
+        path, body = REQUESTS[name]
+        found.append(Scenario(f"{name}, queued", path, body, occupied=True))
+    for name in STREAMS:
+        path, body = REQUESTS[name]
+        for trouble, (engines, wishes) in TROUBLES.items():
+            asked = wishes if path == "/generate" else {"qarr": wishes} if wishes else {}
+            found.append(Scenario(f"{name}, {trouble}", path, {**body, **asked}, engines))
+    return found
+
+
+@dataclass(slots=True)
+class CutRouter:
+    """A router whose requests are cut off.
+
+    Attributes:
+        stack: The router and its engines.
+        engines: Every engine's behaviour, also of those for embeddings.
+        key: Has quotas.
+    """
+
+    stack: Stack
+    engines: dict[TierName | str, Behaviour]
+    spans: OpenSpans
+    key: str
+    services: Services
+    _generate: Generate
+    _usual: Counter[str] = field(default_factory=Counter)
+
+    async def cut_off(self, scenario: Scenario, way: Way, at: int) -> tuple[bool, list[str]]:
+        """Cut one request off, and wait until nothing is left of it.
+
+        Returns:
+            Whether it had so many awaits, and what was wrong.
+        """
+        cut = Cut(at, way)
+        self._prepare(scenario)
+        occupied = self._occupy() if scenario.occupied else []
+        asyncio.get_running_loop().call_later(OCCUPIED_S, _release, occupied)
+        context = copy_context()
+        context.run(_CUT.set, cut)
+        request = context.run(asyncio.create_task, self.request(scenario, cut))
+        done, _ = await asyncio.wait({request}, timeout=PATIENCE_S)
+        wrong = []
+        if not done:
+            request.cancel()
+            wrong.append("it has no end")
+        elif not request.cancelled() and request.exception() is not None:
+            wrong.append(f"it raised {request.exception()!r}")
+        self.well()
+        return cut.fired, [*wrong, *(f"{count} {what}" for what, count in (await self.left()).items())]
+
+    async def request(self, scenario: Scenario, cut: Cut) -> None:
+        """Send a request to the application, from a client that takes every part of the answer a moment later."""
+        asked = [{"type": "http.request", "body": json.dumps(scenario.body).encode(), "more_body": False}]
+        headers = {"host": "127.0.0.1", "content-type": "application/json", "authorization": f"Bearer {self.key}"}
+
+        async def receive() -> Message:
+            if asked:
+                return asked.pop()
+            await cut.gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(_message: Message) -> None:
+            await asyncio.sleep(0)
+
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+            "path": scenario.path, "raw_path": scenario.path.encode(), "query_string": b"", "root_path": "",
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
+        }  # fmt: skip
+        await self.stack.app(scope, receive, send)
+
+    async def left(self, patience_s: float = PATIENCE_S) -> dict[str, int]:
+        """Return what is still held, once nothing is or a while has passed."""
+        deadline = time.monotonic() + patience_s
+        while (held := self.held()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.002)
+        return held
+
+    def held(self) -> dict[str, int]:
+        """Return what is held now."""
+        services, replicas = self.services, self.stack.fleet.replicas
+        quotas, upstream = services.quotas, services.upstream
+        transports = (upstream._transport, upstream._passing_transport)
+        tasks = _tasks() - self._usual
+        found = {
+            "leases": sum(r.in_flight for r in replicas),
+            "tokens on replicas": sum(r.prompt_tokens + r.output_tokens + r.kv_tokens_held for r in replicas),
+            "probes": sum(r.breaker._probing for r in replicas),
+            "places of keys": services.admission._in_flight.total(),
+            "waiting": services.admission.waiting,
+            "open requests": len(services.journal.open),
+            "quota places": sum(map(len, quotas._places.values())),
+            "places in the ledger": sum(len(counts.places) for counts in quotas._local._keys.values()),
+            "connections": sum(len(t.client.connector._acquired) for t in transports if hasattr(t.client, "connector")),
+            "small requests": sum(PASSED_AT_ONCE - places._value for places in upstream._passing.values()),
+            "kept streams": len(self._generate.streams._streams),
+            "spans": self.spans.open,
+            "requests at engines": sum(b.running + b.held for b in self.engines.values()),
+        }
+        return {what: count for what, count in found.items() if count} | {
+            f"task {name}": n for name, n in tasks.items()
+        }
+
+    async def begin(self) -> None:
+        """Send one request of each kind, and note which tasks there are from then on."""
+        for scenario in scenarios()[: len(REQUESTS)]:
+            await self.request(scenario, Cut(0, "waits"))
+        self._usual = _tasks()
+        while await self.left(1):
+            self._usual = _tasks()
+
+    def _prepare(self, scenario: Scenario) -> None:
+        self.well()
+        for tier, fields in scenario.engines.items():
+            for name, value in fields.items():
+                setattr(self.engines[tier], name, value)
+
+    def well(self) -> None:
+        """Let all engines be well again, as the router sees them too."""
+        usual = Behaviour()
+        for engine in self.engines.values():
+            for name in ("status", "break_after", "certainty", "delay_s", "first_delay_s"):
+                setattr(engine, name, getattr(usual, name))
+        for replica in self.stack.fleet.replicas:
+            if not replica.breaker._probing:
+                replica.breaker.reset()
+
+    def _occupy(self) -> list[Lease]:
+        """Take every place."""
+        fleet = self.stack.fleet
+        taken = (fleet.lease(tier, prompt_tokens=0, max_tokens=0) for tier in TierName for _ in range(100))
+        return [lease for lease in taken if lease is not None]
+
+
+def _tasks() -> Counter[str]:
+    """Return how many tasks there are, by what they do."""
+    return Counter(getattr(task.get_coro(), "__qualname__", "generator") for task in asyncio.all_tasks())
+
+
+def _release(leases: list[Lease]) -> None:
+    for lease in leases:
+        lease.release()
+
+
+@asynccontextmanager
+async def cut_router(folder: Path, redis_url: str = "") -> AsyncIterator[CutRouter]:
+    """Run a router with quotas, a queue, hedging and the check of first tokens, all tiers profiled and warm."""
+    async with AsyncExitStack() as cleanup:
+        spans, tracing, embeddings = OpenSpans(), TracerProvider(), Behaviour()
+        tracing.add_span_processor(spans)
+        url = await cleanup.enter_async_context(serving(FakeEngine(embeddings).app))
+        keys, profiles = folder / "keys.json", folder / "profiles"
+        profiles.mkdir()
+        key, _ = add_key(keys, "cut", concurrent_requests=1000, requests_per_minute=10**6, tokens_per_minute=10**9)
+        settings = {
+            "auth": {"keys_file": str(keys)},
+            "openai": {"embeddings_urls": [url]},
+            "policy": {"profiles": str(profiles), "max_slowdown": 1e9, "check_share": 0.2, "check_wait_s": 1},
+            "server": {"resume_s": 0.05},
+            "state": {"redis_url": redis_url},
+            "tiers": {tier.value: {"max_in_flight": 4} for tier in TierName},
+            "upstream": {"hedge": True, "retry_reserve": 10**6, "breaker_failures": 10**6},
+        }
+        stack = await cleanup.enter_async_context(router_stack(folder, settings, tracing))
+        identities = {spec.name: spec.identity for spec in stack.fleet.specs}
+        (profiles / profile_name(identities)).write_text(profile(identities).model_dump_json())
+        generate = _endpoint(stack.app)
+        async with asyncio.timeout(60):
+            while any(r.speed is None for r in stack.fleet.replicas) or not generate.services.policy.check_enabled:
+                await asyncio.sleep(0.02)
+            while generate.services.policy.check_threshold(FAST) is None:
+                await asyncio.sleep(0.02)
+        engines: dict[TierName | str, Behaviour] = {**stack.engines, "embeddings": embeddings}
+        router = CutRouter(stack, engines, spans, key, generate.services, generate)
+        loop = asyncio.get_running_loop()
+        await router.begin()
+        loop.set_task_factory(_stepping)
+        try:
+            yield router
+        finally:
+            loop.set_task_factory(None)
+
+
+def _endpoint(app: ASGIApp) -> Generate:
+    """Return a router's endpoint for /generate, found through the layers around it."""
+    seen: list[Any] = [app]
+    for layer in seen:
+        if hasattr(layer, "routes"):
+            found = next(r.endpoint for r in layer.routes if r.path == "/generate")
+            assert isinstance(found, Generate)
+            return found
+        inner = [cell.cell_contents for cell in getattr(layer, "__closure__", None) or ()]
+        seen += [each for each in (*inner, getattr(layer, "_app", None)) if callable(each)]
+    raise LookupError("no application with routes")
