@@ -43,6 +43,7 @@ from router.shared_state import SharedState
 from router.traces import UnknownTrace
 from router.upstream import PASSED_AT_ONCE, Upstream, UpstreamError, make_transport
 from router.wire import InvalidBody, render_fleet
+from tiers.background import lasting
 from tiers.errors import NotPossible, UnknownReplica
 from tiers.spec import ReplicaState
 
@@ -172,15 +173,15 @@ def _lifespan(
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        work = (
-            services.policy.watch(),
-            services.live_check.run(),
-            services.admission.run(),
-            services.shared.run(),
-            live.run(),
-            keep_handing_back(),
-        )
-        tasks = [asyncio.create_task(each) for each in work]
+        work = {
+            "taking up profiles": services.policy.watch,
+            "the check of live answers": services.live_check.run,
+            "the queue": services.admission.run,
+            "what routers share": services.shared.run,
+            "the live picture": live.run,
+            "handing memory back": keep_handing_back,
+        }
+        tasks = [asyncio.create_task(lasting(each, name), name=name) for name, each in work.items()]
         yield
         await streams.aclose()
         await end_tasks(tasks)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Sequence
 
     from starlette.requests import Request
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 ANSWER = ("The", " capital", " of", " France", " is", " Paris", ".")
 TEMPLATE_TOKENS = 6
@@ -63,6 +63,7 @@ class Behaviour:
         exit_after_s: End the process, with status 7, so long after its start; None: stay.
         prompt_tokens: That it says every prompt has.
         kv_cache_usage: That it reports, 0 to 1.
+        instead: What it answers on some paths instead, with status 200, by path.
     """
 
     answer: tuple[str, ...] = ANSWER
@@ -88,6 +89,7 @@ class Behaviour:
     prompt_tokens: int = 10
     kv_cache_usage: float = 0.25
     priorities: bool = True
+    instead: dict[str, str] = field(default_factory=dict)
     running: int = 0
     tokens: int = 0
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -102,7 +104,7 @@ class FakeEngine:
     def __init__(self, behaviour: Behaviour | None = None, model: str = "fake") -> None:
         self.behaviour = behaviour or Behaviour()
         self._model = model
-        self.app: ASGIApp = Starlette(
+        self._usual = Starlette(
             routes=[
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
@@ -114,6 +116,12 @@ class FakeEngine:
                 Route("/fake", self._behave, methods=["POST"]),
             ]
         )
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            instead = self.behaviour.instead.get(scope.get("path", ""))
+            await (self._usual if instead is None else PlainTextResponse(instead))(scope, receive, send)
+
+        self.app: ASGIApp = app
 
     async def _behave(self, request: Request) -> Response:
         """Change the behaviour of a fake in another process."""
