@@ -188,7 +188,8 @@ def _lifespan(
         await services.shared.aclose()
         await services.quotas.aclose()
         await services.upstream.aclose()
-        services.decisions.close()
+        await asyncio.to_thread(services.decisions.close)
+        await asyncio.to_thread(services.samples.close)
 
     return lifespan
 
