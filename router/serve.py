@@ -18,7 +18,7 @@ from router.edge import allow_files, bound_unsent, protocol_for
 from router.keys import KeyStore
 from router.memory import set_aside
 from router.server import Server
-from router.takeover import TakeoverError, control_path, handing_over
+from router.takeover import TakenError, TakeoverError, control_path, handing_over
 from router.telemetry import engine_target, make_telemetry
 from tiers.breaker import BreakerOptions
 from tiers.canary import Canary
@@ -270,9 +270,8 @@ async def _serve(
         stack.push_async_callback(_ended, serving, server)
         await server.accepting(serving)
         set_aside()
-        if baton is not None:
-            await _take_over(baton)
-        if alone:
+        heir = baton is None or await _taken_over(baton, server)
+        if alone and heir:
             path = control_path(settings.server.runtime_dir, sock.getsockname()[1])
             try:
                 await stack.enter_async_context(handing_over(path, sock, version, server.hand_over))
@@ -297,11 +296,17 @@ async def _ended(serving: asyncio.Task[None], server: Server) -> None:
     await serving
 
 
-async def _take_over(baton: Baton) -> None:
+async def _taken_over(baton: Baton, server: Server) -> bool:
+    """Say that this router serves; tell whether it is to go on: of several that take over, only the first one is."""
     try:
         await asyncio.to_thread(baton.ready)
+    except TakenError as error:
+        log.warning("%s", error)
+        server.hand_over()
+        return False
     except TakeoverError as error:  # this router serves; the other one may have ended meanwhile
         log.warning("%s", error)
+    return True
 
 
 async def _one_ready(fleet: Fleet, server: Server) -> bool:
