@@ -72,6 +72,44 @@ def test_serve_without_engines_says_what_to_give() -> None:
     assert "--fast" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("args", "settings", "said"),
+    [
+        (("--fast", "notaurl"), {}, "tiers.fast.urls.0: this is no address"),
+        (("--fast", "http://h:1", "--tokenizer", "/nope"), {}, "--tokenizer: /nope is no folder"),
+        (("--fast", "http://h:1", "--tokenizer", "/proc"), {}, "--tokenizer: /proc has no tokenizer.json"),
+        (
+            ("--fast", "http://h:1"),
+            {"QARR_TELEMETRY__DECISION_LOG": "/proc/none/log"},
+            "telemetry.decision_log: /proc/none/log cannot be written",
+        ),
+        (
+            ("--fast", "http://h:1"),
+            {"QARR_TELEMETRY__SAMPLED_PROMPTS": "/proc/none/log"},
+            "telemetry.sampled_prompts: /proc/none/log cannot be written",
+        ),
+        (
+            ("--fast", "http://h:1"),
+            {"QARR_POLICY__PROFILES": "/proc/version"},
+            "policy.profiles: /proc/version is not a folder",
+        ),
+    ],
+)
+def test_serve_refuses_what_would_fail_later(args: tuple[str, ...], settings: dict[str, str], said: str) -> None:
+    """Status 2 at the start, with what is wrong and by which name it was given."""
+    done = qarr("serve", "--port", "0", *args, **settings)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_classify_refuses_a_folder_without_a_tokenizer() -> None:
+    """A folder that was named is not passed over for an estimate."""
+    done = qarr("classify", "hi", "--tokenizer", "/nope")
+    assert done.returncode == 2
+    assert "--tokenizer: /nope is no folder" in done.stderr
+
+
 def test_taken_port_ends_before_anything_starts() -> None:
     """The router's own port is checked first."""
     with socket.socket() as taken:

@@ -201,9 +201,13 @@ def test_redis(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> No
     assert one("Redis")[0] is OK
     monkeypatch.setenv("QARR_STATE__REDIS_URL", redis_server.url)
     assert "answers in" in one("Redis")[1]
-    for wrong in (f"redis://:{SECRET}@127.0.0.1:1/0", f"user:{SECRET}@127.0.0.1", f"redis://{SECRET}:x@[/"):
+    for check, wrong in (
+        ("Redis", f"redis://:{SECRET}@127.0.0.1:1/0"),
+        ("settings", f"user:{SECRET}@127.0.0.1"),
+        ("settings", f"redis://{SECRET}:x@[/"),
+    ):
         monkeypatch.setenv("QARR_STATE__REDIS_URL", wrong)
-        health, text, then = one("Redis")
+        health, text, then = one(check)
         assert health is PROBLEM
         assert SECRET not in text + then
 
