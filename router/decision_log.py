@@ -66,6 +66,7 @@ class OutcomeRecord:
     """How a request ended. Times in milliseconds; None where there were none.
 
     Attributes:
+        ttft_ms: From the request's arrival, the queue included.
         tier: That served it; not always the one that was decided on.
         error: The kind of error that it ended with.
     """
