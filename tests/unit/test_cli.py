@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 QARR = Path(sys.executable).with_name("qarr")
@@ -108,6 +111,27 @@ def test_classify_refuses_a_folder_without_a_tokenizer() -> None:
     done = qarr("classify", "hi", "--tokenizer", "/nope")
     assert done.returncode == 2
     assert "--tokenizer: /nope is no folder" in done.stderr
+
+
+@pytest.mark.anyio
+async def test_any_free_port_is_printed(tmp_path: Path) -> None:
+    """With port 0 the address is on standard error before any engine is ready, and serves; both by option and setting."""
+    for args, more in ((["--port", "0"], {}), ([], {"QARR_SERVER__PORT": "0"})):
+        env = {**os.environ, **more, "QARR_ENGINE__LOG_DIR": str(tmp_path), "QARR_SERVER__RUNTIME_DIR": str(tmp_path)}
+        process = await asyncio.create_subprocess_exec(
+            QARR, "serve", "--fast", "http://127.0.0.1:9", *args, env=env, stderr=asyncio.subprocess.PIPE
+        )
+        assert process.stderr is not None
+        seen = ""
+        try:
+            async with asyncio.timeout(60), httpx.AsyncClient(trust_env=False) as client:
+                while (named := re.search(r"listening on (http://127\.0\.0\.1:\d+);", seen)) is None:
+                    seen += (await process.stderr.readline()).decode()
+                # The port is taken before anything is served: a connection waits in the queue until the router accepts it.
+                assert (await client.get(f"{named[1]}/healthz")).status_code == 200
+        finally:
+            process.kill()
+            await process.communicate()
 
 
 def test_taken_port_ends_before_anything_starts() -> None:

@@ -20,7 +20,7 @@ from router.doctor_machine import judge_cpu, judge_gpu
 from router.doctor_network import judge_fleet
 from router.keys import add_key
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
-from tests.unit.own_engines import free_ports
+from tests.ports import reserved_ports
 from tests.unit.own_router import QARR, own_router
 from tiers.checkpoint import check_whole, read_checkpoint, seal
 from tiers.errors import CheckpointError
@@ -40,8 +40,8 @@ SECRET = "sesame-open-up"
 def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep what this machine has out of the checks."""
     monkeypatch.setenv("QARR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("QARR_SERVER__PORT", str(free_ports(1)[0]))
-    monkeypatch.setenv("QARR_ENGINE__BASE_PORT", str(free_ports(1)[0]))
+    monkeypatch.setenv("QARR_SERVER__PORT", str(reserved_ports()[0]))
+    monkeypatch.setenv("QARR_ENGINE__BASE_PORT", str(reserved_ports()[0]))
 
 
 def found(check: str, *, deep: bool = False, url: str | None = None) -> list[Finding]:

@@ -18,7 +18,8 @@ import pytest
 
 from router.takeover import HELLO, MOST_PEERS, TAKEN, control_path
 from tests.fakes.engine import ANSWER, Behaviour, FakeEngine, serving_all
-from tests.unit.own_engines import free_ports, until
+from tests.ports import reserved_ports
+from tests.unit.own_engines import until
 from tests.unit.router_stack import events
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Routers:
 async def routers(tmp_path: Path) -> AsyncIterator[Routers]:
     """Serve three fake engines, and stop whatever routers are started in front of them."""
     behaviours = {name: Behaviour() for name in NAMES}
-    (port,) = free_ports(1)
+    (port,) = reserved_ports()
     async with serving_all(*(FakeEngine(b).app for b in behaviours.values())) as urls:
         named = [part for name, url in zip(NAMES, urls, strict=True) for part in (f"--{name}", url)]
         environment = {
