@@ -43,6 +43,7 @@ from router.shared_state import SharedState
 from router.traces import UnknownTrace
 from router.upstream import Upstream, UpstreamError, make_transport
 from router.wire import InvalidBody, render_fleet
+from tiers.background import lasting
 from tiers.errors import NotPossible, UnknownReplica
 from tiers.spec import ReplicaState
 
@@ -173,22 +174,23 @@ def _lifespan(
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        work = (
-            services.policy.watch(),
-            services.live_check.run(),
-            services.admission.run(),
-            services.shared.run(),
-            live.run(),
-            keep_handing_back(),
-        )
-        tasks = [asyncio.create_task(each) for each in work]
+        work = {
+            "taking up profiles": services.policy.watch,
+            "the check of live answers": services.live_check.run,
+            "the queue": services.admission.run,
+            "what routers share": services.shared.run,
+            "the live picture": live.run,
+            "handing memory back": keep_handing_back,
+        }
+        tasks = [asyncio.create_task(lasting(each, name), name=name) for name, each in work.items()]
         yield
         await streams.aclose()
         await end_tasks(tasks)
         await services.shared.aclose()
         await services.quotas.aclose()
         await services.upstream.aclose()
-        services.decisions.close()
+        await asyncio.to_thread(services.decisions.close)
+        await asyncio.to_thread(services.samples.close)
 
     return lifespan
 

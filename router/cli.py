@@ -33,9 +33,11 @@ from router.router_client import ProfileError
 from router.serve import (
     ListenError,
     StartError,
+    check_files,
     listen,
     make_counter,
     make_deployment,
+    named_counter,
     open_keys,
     prepare_options,
     run,
@@ -137,7 +139,7 @@ def up(
     model: ModelOption = None,
     calibration: CalibrationOption = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one, which is printed.")] = None,
 ) -> None:
     """Start everything: make missing checkpoints, start and warm the engines, serve. Ctrl-C stops it all."""
     started = time.monotonic()
@@ -145,6 +147,7 @@ def up(
         config,
         {"server": {"host": host, "port": port}, "model": {"name": model, "calibration": calibration}},
     )
+    check_files(settings)
     logging = start_logging(settings.telemetry)
     keys = open_keys(settings)
     sock = listen(settings)
@@ -165,7 +168,7 @@ def serve(
         Path | None, typer.Option(help="The model's folder, for exact token counts.", metavar="DIR")
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one, which is printed.")] = None,
     takeover: Annotated[
         bool, typer.Option("--takeover", help="Take the place of the router that listens on the port: none is refused.")
     ] = False,
@@ -175,9 +178,11 @@ def serve(
     urls = {"fast": fast, "balanced": balanced, "precise": precise}
     overrides: dict[str, Any] = {name: {"urls": tuple(u) if u else None} for name, u in urls.items()}
     settings = load_settings(config, {"server": {"host": host, "port": port}, "tiers": overrides})
-    logging = start_logging(settings.telemetry)
     if not any(t.urls for t in _tier_settings(settings)):
         fail("no engine is given: name at least one with --fast, --balanced or --precise URL, or use 'qarr up'")
+    check_files(settings)
+    deployment = make_deployment(settings, (), start_engines=False, tokenizer=tokenizer)
+    logging = start_logging(settings.telemetry)
     baton = None
     if takeover:
         baton, sock = Baton.ask(control_path(settings.server.runtime_dir, settings.server.port))
@@ -185,7 +190,6 @@ def serve(
     else:
         keys = open_keys(settings)
         sock = listen(settings)
-    deployment = make_deployment(settings, (), start_engines=False, tokenizer=tokenizer)
     if not deployment.counter.exact:
         err.print("no tokenizer folder is given (--tokenizer DIR): prompt tokens are estimated")
     _run(deployment, sock, keys, started, logging, baton)
@@ -212,8 +216,7 @@ def classify(
 ) -> None:
     """Show what the classifier finds in a prompt, and the tier that an idle fleet would serve it with."""
     settings = load_settings(config)
-    folder = tokenizer or _prepared_folder(settings)
-    counter = make_counter(folder)
+    counter = named_counter(tokenizer) if tokenizer is not None else make_counter(_prepared_folder(settings))
     if not counter.exact:
         err.print("no tokenizer yet ('qarr model prepare' makes one): tokens are estimated")
     fleet, policy = idle_fleet(settings), policy_table(settings.policy)
@@ -346,6 +349,7 @@ def _run(
     def is_up(_fleet: Fleet) -> None:
         say(f"[bold green]up[/]: listening on http://{shown}:{port}, all tiers ready. Ctrl-C stops.")
 
+    say(f"listening on http://{shown}:{port}; requests are served as soon as a tier is ready")
     uvloop.run(run(deployment, sock, version(), changed, is_up, keys=keys, baton=baton))
     say("stopped")
     if not logging.stop():

@@ -8,15 +8,14 @@ how the request ended.
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from dataclasses import dataclass
-from logging.handlers import RotatingFileHandler
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from router.decision import PolicyTable, Query, Refusal
+from router.line_file import LineFile, LineWriter
 from router.router_client import ProfileError
 from tiers.fleet import FleetSnapshot  # noqa: TC001  pydantic reads these
 from tiers.spec import TierName  # noqa: TC001
@@ -67,6 +66,7 @@ class OutcomeRecord:
     """How a request ended. Times in milliseconds; None where there were none.
 
     Attributes:
+        ttft_ms: From the request's arrival, the queue included.
         tier: That served it; not always the one that was decided on.
         error: The kind of error that it ended with.
     """
@@ -87,20 +87,21 @@ _TABLE = TypeAdapter(PolicyTable)
 
 
 class DecisionLog:
-    """Writes records to a file that is rotated by size; without a file, nothing."""
+    """Writes records to a file that is rotated by size, beside the event loop; without a file, nothing."""
 
     def __init__(self, path: Path | None, max_bytes: int = 0) -> None:
-        self._file = _Rotating(path, max_bytes) if path is not None else None
+        file = LineFile(path, max_bytes, KEPT_FILES) if path is not None else None
+        self._writer = LineWriter(file, "the decision log") if file is not None else None
         self._table: PolicyTable | None = None
-        self._policy = ""
+        self._policy, self._head = "", b""
 
     def decided(self, request_id: str, decision: Decision, fleet: FleetSnapshot, table: PolicyTable) -> None:
         """Write a decision."""
-        if self._file is None:
+        if self._writer is None:
             return
         if table is not self._table:
             self._table, self._policy = table, digest_of(table)
-            self._file.begin_with(_line(PolicyRecord(self._policy, table)))
+            self._head = _line(PolicyRecord(self._policy, table))
         chosen = decision.verdict(decision.tier) if decision.tier is not None else None
         record = DecisionRecord(
             at=round(time.time(), 4),
@@ -114,39 +115,17 @@ class DecisionLog:
             predicted_ttft_ms=chosen.predicted_ttft_ms if chosen else None,
             predicted_tpot_ms=chosen.predicted_tpot_ms if chosen else None,
         )
-        self._file.write(_line(record))
+        self._writer.put(_line(record), self._head)
 
     def ended(self, outcome: OutcomeRecord) -> None:
         """Write how a request ended."""
-        if self._file is not None:
-            self._file.write(_line(outcome))
+        if self._writer is not None:
+            self._writer.put(_line(outcome), self._head)
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-
-
-class _Rotating(RotatingFileHandler):
-    """A file that starts with a certain line, also after it was rotated."""
-
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        super().__init__(path, maxBytes=max_bytes, backupCount=KEPT_FILES, encoding="utf-8")
-        self._first = ""
-
-    def begin_with(self, line: str) -> None:
-        self._first = line
-        self.write(line)
-
-    def write(self, line: str) -> None:
-        self.handle(logging.LogRecord("", logging.INFO, "", 0, line, None, None))
-
-    def doRollover(self) -> None:  # noqa: N802  the library's name
-        """Start a new file."""
-        super().doRollover()
-        if self.stream is not None:
-            self.stream.write(self._first + self.terminator)
+        """Write what is still to be written, and close the file. Waits for seconds at most."""
+        if self._writer is not None:
+            self._writer.close()
 
 
 def digest_of(table: PolicyTable) -> str:
@@ -177,5 +156,5 @@ def read_log(path: Path) -> Iterator[PolicyRecord | DecisionRecord | OutcomeReco
             raise ProfileError(f"{path} line {number} is no record of decisions: {where}: {first['msg']}") from None
 
 
-def _line(record: PolicyRecord | DecisionRecord | OutcomeRecord) -> str:
-    return _RECORD.dump_json(record).decode()
+def _line(record: PolicyRecord | DecisionRecord | OutcomeRecord) -> bytes:
+    return _RECORD.dump_json(record)

@@ -252,7 +252,7 @@ async def _engine(question: Question, name: TierName, probe: EngineProbe) -> tup
     try:
         model, context = await probe.model()
         digest = await tokens_digest(probe, model)
-    except (ProbeError, LookupError, TypeError) as error:
+    except ProbeError as error:
         return problem(
             RUNNING,
             check,

@@ -210,10 +210,8 @@ class Journal:
         queue_ms = admitted.waited_ms if admitted is not None else 0.0
         spec = self._fleet.spec(answer.tier) if answer is not None else None
         prompt_tokens, sent = decision.query.tokens_to_read, request.sent - context.arrived
-        ttft_ms = answer.ttft_ms if answer is not None else None
+        ttft_ms = ttft_from_arrival(context, answer) if answer is not None else None
         tpot_ms = answer.tpot_ms if answer is not None else None
-        if ttft_ms is not None and answer is not None:  # a tier counts it from when the request was first sent
-            ttft_ms += (answer.opened - context.arrived) * 1000
         return RequestRecord(
             at=time.time() - (now - context.arrived),
             request_id=context.request_id,
@@ -254,6 +252,14 @@ class Journal:
         if isinstance(failure, asyncio.CancelledError | OSError) and not self._doors.time_is_up:
             return Outcome.CLIENT_GONE, None
         return Outcome.ERROR, "Draining" if isinstance(failure, asyncio.CancelledError) else type(failure).__name__
+
+
+def ttft_from_arrival(context: RequestContext, answer: Exchange) -> float | None:
+    """Return the time from a request's arrival to its first token, in milliseconds; the queue is in it.
+
+    A tier counts it from when the request was first sent.
+    """
+    return answer.ttft_ms + (answer.opened - context.arrived) * 1000 if answer.ttft_ms is not None else None
 
 
 def _class_of(priority: int) -> Priority:

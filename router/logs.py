@@ -18,16 +18,16 @@ import time
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
+from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from router.journal import Outcome, render_summary
+from router.line_file import LineFile, Losses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from io import TextIOWrapper
     from pathlib import Path
 
     from starlette.types import Scope
@@ -210,7 +210,7 @@ def _level(telemetry: TelemetrySettings) -> int:
 
 
 def _stderr_handler(telemetry: TelemetrySettings) -> logging.Handler:
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stream()
     handler.setLevel(_level(telemetry))
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     handler.setFormatter(JsonFormatter() if telemetry.log_format == "json" else TextFormatter(colour=colour))
@@ -273,7 +273,7 @@ class _Writer(QueueListener):
         if isinstance(record, logging.LogRecord):
             super().handle(record)
         else:
-            with suppress(OSError):  # nobody reads it any more
+            with suppress(Exception):  # nobody reads it any more
                 record()
 
     def stop(self) -> None:
@@ -292,54 +292,53 @@ class _Writer(QueueListener):
         self.queue.put_nowait(None)
 
 
-class _File(RotatingFileHandler):
+class _File(logging.Handler):
     """A file rotated by size, which another router on the same port may rotate as well while one takes over."""
 
     def __init__(self, path: Path, max_bytes: int, kept: int) -> None:
-        self._path, self._full, self._broken = path, False, False
-        super().__init__(path, maxBytes=max_bytes, backupCount=kept, encoding="utf-8")
+        """Open the file.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        super().__init__()
+        self._file = LineFile(path, max_bytes, kept)
+        self._file.open()
+        self._losses = Losses(f"the log {path}")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line to the file that has the name now; whatever goes wrong, the thread goes on."""
-        self._full = False
+        """Write a line; whatever goes wrong, the thread goes on."""
         try:
-            self._look()
-        except OSError:
-            self.handleError(record)
-        super().emit(record)
-
-    def _look(self) -> None:
-        """See whether the open file is full, and still the one that has the name."""
-        if self.stream is None:
-            return  # it is opened with the next line
-        open_one = os.fstat(self.stream.fileno())
-        if self._has_the_name(open_one):
-            self._full = open_one.st_size >= self.maxBytes
+            self._file.write(self.format(record).encode("utf-8", "backslashreplace"))
+        except Exception as error:  # noqa: BLE001  a log must not end with one of its lines
+            self._losses.lost(f"cannot be written ({getattr(error, 'strerror', None) or error})")
         else:
-            self.stream.close()
-            self.stream = None
+            self._losses.written()
 
-    def _open(self) -> TextIOWrapper:
-        """Open the file, also where its folder was taken away meanwhile."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        return super()._open()
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
 
-    def shouldRollover(self, _record: logging.LogRecord) -> bool:  # noqa: N802  the library's name
-        """Tell whether the file is full; the library's own way formats every line twice."""
-        return self._full
 
-    def _has_the_name(self, open_one: os.stat_result) -> bool:
-        try:
-            return os.path.samestat(self._path.stat(), open_one)
-        except OSError:
-            return False
+class _Stream(logging.StreamHandler[Any]):
+    """Standard error, of which a full disk may keep lines, or whoever read it may have gone."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self._losses, self._broken = Losses("standard error"), False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line."""
+        self._broken = False
+        super().emit(record)
+        if not self._broken:
+            self._losses.written()
 
     def handleError(self, _record: logging.LogRecord) -> None:  # noqa: N802  the library's name
-        """Say once that the file cannot be written: a full disk is no reason for a traceback with every line."""
-        if not self._broken:
-            self._broken = True
-            with suppress(OSError):
-                sys.stderr.write(f"the log {self.baseFilename} cannot be written: {sys.exc_info()[1]}\n")
+        """Count the line instead of writing a traceback for each: the file's log says how many are lost."""
+        self._broken, error = True, sys.exc_info()[1]
+        self._losses.lost(f"cannot be written ({getattr(error, 'strerror', None) or error})")
 
 
 class JsonFormatter(logging.Formatter):

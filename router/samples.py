@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import random
+from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from router.line_file import LineFile, LineWriter
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from classifier import PromptFeatures
 
-log = logging.getLogger("qarr.router")
 MAX_PROMPTS = 2000
 
 
@@ -21,24 +21,27 @@ class PromptSamples:
     """Writes a share of all prompts to a file that only its owner can read; full, it takes no more."""
 
     def __init__(self, path: Path | None, share: float) -> None:
-        self._path, self._share = path, share
-        self._room = MAX_PROMPTS
+        self._share, self._room = share, 0
+        self._writer: LineWriter | None = None
         if path is not None and share:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists():
-                self._room -= sum(1 for _ in path.open("rb"))
+            self._writer = LineWriter(LineFile(path), "the file of sampled prompts")
+            self._room = MAX_PROMPTS - _count_lines(path)
 
     def offer(self, text: str, features: PromptFeatures) -> None:
         """Keep a prompt, by chance."""
-        if self._path is None or self._room <= 0 or random.random() >= self._share:  # noqa: S311  no secret
+        if self._writer is None or self._room <= 0 or random.random() >= self._share:  # noqa: S311  no secret
             return
         self._room -= 1
         row = {"class": features.prompt_class.value, "text": text}
-        try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
-                os.fchmod(descriptor, 0o600)
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        except OSError as error:
-            log.warning("no prompts are sampled any more: %s: %s", self._path, error.strerror)
-            self._room = 0
+        self._writer.put(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
+
+    def close(self) -> None:
+        """Write what is still to be written, and close the file. Waits for seconds at most."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _count_lines(path: Path) -> int:
+    with suppress(OSError), path.open("rb") as file:
+        return sum(1 for _ in file)
+    return 0

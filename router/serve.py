@@ -10,15 +10,17 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from classifier import EstimatingCounter, TokenCounter
+from classifier import EstimatingCounter, TokenCounter, TokenizerError
 from router.admin import is_loopback
 from router.app import create_app
 from router.doors import Doors
 from router.edge import allow_files, bound_unsent, protocol_for
 from router.keys import KeyStore
+from router.line_file import LineFile
 from router.memory import set_aside
 from router.server import Server
-from router.takeover import TakeoverError, control_path, handing_over
+from router.settings import SettingsError
+from router.takeover import TakenError, TakeoverError, control_path, handing_over
 from router.telemetry import engine_target, make_telemetry
 from tiers.breaker import BreakerOptions
 from tiers.canary import Canary
@@ -92,6 +94,7 @@ def make_deployment(
 
     Raises:
         TierError: Tiers differ in tokenizer, or the machine is too small.
+        TokenizerError: The tokenizer's folder has none.
     """
     prepared = {c.tier: c for c in checkpoints}
     specs = tuple(_spec(name, getattr(settings.tiers, name.value), prepared) for name in TierName)
@@ -102,8 +105,8 @@ def make_deployment(
     precise = prepared.get(TierName.PRECISE)
     model = precise.manifest.model if precise else settings.model.name
     launches = tuple(_launch(spec, plan, settings, model, number) for number, spec in enumerate(local))
-    folder = tokenizer or next(iter(folders.values()), None)
-    return Deployment(settings, specs, launches, plan, make_counter(folder), model)
+    counter = named_counter(tokenizer) if tokenizer is not None else make_counter(next(iter(folders.values()), None))
+    return Deployment(settings, specs, launches, plan, counter, model)
 
 
 def _launch(spec: TierSpec, plan: Plan, settings: Settings, model: str, number: int) -> EngineLaunch:
@@ -155,6 +158,43 @@ def open_keys(settings: Settings, host: str | None = None) -> KeyStore:
             f"'qarr keys add NAME', or say auth.allow_keyless = true to serve everyone"
         )
     return keys
+
+
+def check_files(settings: Settings) -> None:
+    """Check paths that would otherwise fail only when the first request needs them.
+
+    Raises:
+        SettingsError: One cannot be used; the text names the setting.
+    """
+    telemetry, profiles = settings.telemetry, settings.policy.profiles
+    written = {"telemetry.decision_log": telemetry.decision_log}
+    if telemetry.prompt_share:
+        written["telemetry.sampled_prompts"] = telemetry.sampled_prompts
+    for key, path in written.items():
+        if path is None or path.is_fifo():  # opening one waits for a reader
+            continue
+        file = LineFile(path)
+        try:
+            file.open()
+        except OSError as error:
+            raise SettingsError(f"{key}: {path} cannot be written ({error.strerror})") from error
+        file.close()
+    if profiles.exists() and not profiles.is_dir():
+        raise SettingsError(f"policy.profiles: {profiles} is not a folder")
+
+
+def named_counter(folder: Path) -> TokenCounter:
+    """Return a counter with the tokenizer of a model folder that a person has named.
+
+    Raises:
+        TokenizerError: There is none.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        what = "has no tokenizer.json" if folder.is_dir() else "is no folder"
+        raise TokenizerError(
+            f"--tokenizer: {folder} {what}: name the model's folder, or leave the option out and tokens are estimated"
+        )
+    return make_counter(folder)
 
 
 def make_counter(folder: Path | None) -> TokenCounter:
@@ -270,9 +310,8 @@ async def _serve(
         stack.push_async_callback(_ended, serving, server)
         await server.accepting(serving)
         set_aside()
-        if baton is not None:
-            await _take_over(baton)
-        if alone:
+        heir = baton is None or await _taken_over(baton, server)
+        if alone and heir:
             path = control_path(settings.server.runtime_dir, sock.getsockname()[1])
             try:
                 await stack.enter_async_context(handing_over(path, sock, version, server.hand_over))
@@ -297,11 +336,17 @@ async def _ended(serving: asyncio.Task[None], server: Server) -> None:
     await serving
 
 
-async def _take_over(baton: Baton) -> None:
+async def _taken_over(baton: Baton, server: Server) -> bool:
+    """Say that this router serves; tell whether it is to go on: of several that take over, only the first one is."""
     try:
         await asyncio.to_thread(baton.ready)
+    except TakenError as error:
+        log.warning("%s", error)
+        server.hand_over()
+        return False
     except TakeoverError as error:  # this router serves; the other one may have ended meanwhile
         log.warning("%s", error)
+    return True
 
 
 async def _one_ready(fleet: Fleet, server: Server) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from router.decision import Refusal
 from router.decision_log import OutcomeRecord
+from router.journal import ttft_from_arrival
 from router.keys import PRIORITIES
 from router.policy import decide
 from router.problems import BeyondKey, Refused
@@ -233,13 +234,13 @@ async def _opened(
 def _outcome(
     context: RequestContext, decision: Decision, answer: Exchange, error: BaseException | None
 ) -> OutcomeRecord:
-    tpot_ms = answer.tpot_ms
+    ttft_ms, tpot_ms = ttft_from_arrival(context, answer), answer.tpot_ms
     return OutcomeRecord(
         request_id=context.request_id,
         tier=answer.tier,
         prompt_tokens=answer.usage.get("prompt_tokens", decision.query.tokens_to_read),
         output_tokens=answer.output_tokens,
-        ttft_ms=round(answer.ttft_ms, 2) if answer.ttft_ms is not None else None,
+        ttft_ms=round(ttft_ms, 2) if ttft_ms is not None else None,
         tpot_ms=round(tpot_ms, 3) if tpot_ms is not None else None,
         error=type(error).__name__ if error is not None else None,
     )

@@ -6,12 +6,25 @@ Precedence, highest first: command line, environment (``QARR_SERVER__PORT=8081``
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+import httpx
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from redis.asyncio.connection import parse_url
 
 from classifier import PromptClass
 from tiers.prepare import DEFAULT_CALIBRATION, DEFAULT_MODEL
@@ -25,6 +38,8 @@ if TYPE_CHECKING:
 PREFIX = "QARR_"
 PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR", "QARR_KEY"}  # read here or by commands, but not keys of the tree
 TRACE_ID = "{trace_id}"  # its place in the address of a trace viewer
+SECRETS = {"state.redis_url", "engine.api_key"}  # never shown, also not where they are wrong
+_PASSWORD = re.compile(r"//[^/\s]*@")
 PROJECT = Path(__file__).resolve().parents[1]
 
 
@@ -117,6 +132,60 @@ class LimitSettings(Section):
     )
 
 
+def _engine_address(url: str) -> str:
+    """Check the address of an engine that runs elsewhere.
+
+    Raises:
+        ValueError: Nothing can be asked there.
+    """
+    if wrong := _wrong_with(url):
+        raise ValueError(f"{wrong}; an address like http://10.0.0.5:8000 is allowed")
+    return url
+
+
+def _wrong_with(url: str) -> str | None:
+    """Return why paths of vLLM's API cannot be put behind an address; None where they can."""
+    try:
+        httpx.URL(url)
+        parts = urlsplit(url)
+        port = parts.port
+    except (httpx.InvalidURL, ValueError):
+        return "this is no address"
+    if not url.isprintable() or " " in url or parts.scheme not in {"http", "https"} or not parts.hostname or port == 0:
+        return "this is no address that begins with http:// or https:// and names a host"
+    if parts.username is not None or parts.password is not None:
+        return (
+            "user and password do not belong here, where GET /tiers shows them: engine.api_key holds the engines' key"
+        )
+    if "?" in url or "#" in url:
+        return "a query or a fragment cannot stand before the paths of the engine's API"
+    if parts.path.rstrip("/").endswith("/v1"):
+        return "the address ends with /v1, which QARR adds itself"
+    return None
+
+
+def _once(urls: tuple[str, ...]) -> tuple[str, ...]:
+    """Check that no engine is named twice: what it has to do would be counted twice.
+
+    Raises:
+        ValueError: One is.
+    """
+    known = [_same(url) for url in urls]
+    if twice := [url for url, same in zip(urls, known, strict=True) if known.count(same) > 1]:
+        raise ValueError(f"{twice[0]} is named more than once")
+    return urls
+
+
+def _same(url: str) -> str:
+    """Return what is equal for addresses of the same engine."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.lower()}{parts.path.rstrip('/')}"
+
+
+EngineAddress = Annotated[str, AfterValidator(_engine_address)]  # as it is given: profiles of a tier are named by it
+BaseAddress = Annotated[EngineAddress, AfterValidator(lambda url: url.rstrip("/"))]
+
+
 class TierSettings(Section):
     """One tier."""
 
@@ -128,7 +197,9 @@ class TierSettings(Section):
         description="Requests let into one replica; beyond: elsewhere, or 503. One that asks for several answers "
         "counts as that many.",
     )
-    urls: tuple[str, ...] = Field((), description="Engines that run elsewhere; empty: one is started here.")
+    urls: Annotated[tuple[EngineAddress, ...], AfterValidator(_once)] = Field(
+        (), description="Engines that run elsewhere; empty: one is started here."
+    )
     checkpoint: Path | None = Field(None, description="Model folder for this tier instead of the prepared one.")
 
 
@@ -157,6 +228,19 @@ class TiersSettings(Section):
     balanced: TierSettings = Field(description="FP8.")
     precise: TierSettings = Field(description="BF16.")
 
+    @model_validator(mode="after")
+    def _engines_of_their_own(self) -> TiersSettings:
+        """Check that no engine is in two tiers: it serves at one precision."""
+        found: dict[str, str] = {}
+        for name in TierName:
+            for url in getattr(self, name.value).urls:
+                other = found.setdefault(_same(url), name.value)
+                if other != name.value:
+                    raise ValueError(
+                        f"tiers.{other}.urls and tiers.{name}.urls both name {url}: an engine serves at one precision"
+                    )
+        return self
+
 
 class ModelSettings(Section):
     """The model and how its checkpoints are made."""
@@ -167,6 +251,17 @@ class ModelSettings(Section):
     group_size: Literal[0, 32, 64, 128] = Field(0, description="AWQ weights a scale; 0 chooses.")
 
 
+def _header_value(key: str) -> str:
+    """Check a key that is sent in a header.
+
+    Raises:
+        ValueError: It cannot be.
+    """
+    if key and not (key.isascii() and key.isprintable() and " " not in key):
+        raise ValueError("a key of printable ASCII characters without spaces is allowed")
+    return key
+
+
 class EngineSettings(Section):
     """How engines are started, warmed and stopped."""
 
@@ -174,7 +269,9 @@ class EngineSettings(Section):
         default_factory=lambda: PROJECT / ".venv-engine/bin/python", description="Interpreter that has vLLM."
     )
     base_port: int = Field(9101, ge=1024, le=65000, description="First engine's port; the next ones follow.")
-    api_key: str = Field("", description="Key of engines given by URL. Engines started here get a random one.")
+    api_key: Annotated[str, AfterValidator(_header_value)] = Field(
+        "", description="Key of engines given by URL. Engines started here get a random one."
+    )
     extra_args: tuple[str, ...] = Field((), description="More vLLM arguments for every engine started here.")
     log_dir: Path = Field(default_factory=lambda: cache_dir() / "logs", description="Where engines log.")
     start_timeout_s: float = Field(600, gt=0, description="From engine start to its first healthy answer.")
@@ -399,7 +496,7 @@ class OpenAISettings(Section):
     aliases: dict[str, Literal["auto", "fast", "balanced", "precise"]] = Field(
         {}, description='More model names, as in `gpt-4o = "auto"`.'
     )
-    embeddings_urls: tuple[str, ...] = Field(
+    embeddings_urls: Annotated[tuple[BaseAddress, ...], AfterValidator(_once)] = Field(
         (), description="Engines that serve `/v1/embeddings`; the first that answers."
     )
 
@@ -416,10 +513,25 @@ class AuthSettings(Section):
     )
 
 
+def _redis_address(url: SecretStr) -> SecretStr:
+    """Check the address of Redis.
+
+    Raises:
+        ValueError: It is none.
+    """
+    text = url.get_secret_value()
+    try:
+        if text:
+            parse_url(text)
+    except ValueError:
+        raise ValueError("an address that begins with redis://, rediss:// or unix:// is allowed") from None
+    return url
+
+
 class StateSettings(Section):
     """What several routers share."""
 
-    redis_url: SecretStr = Field(
+    redis_url: Annotated[SecretStr, AfterValidator(_redis_address)] = Field(
         SecretStr(""),
         description="Redis, for routers that share quotas and what they know of their engines; empty: each its own.",
     )
@@ -580,7 +692,10 @@ def _explain(error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return f"{key}: there is no such setting ('qarr settings' lists all)"
-    return f"{key}: {error['msg'].removeprefix('Value error, ')} (got {error['input']!r})"
+    text = error["msg"].removeprefix("Value error, ")
+    if key in SECRETS or isinstance(error["input"], dict):
+        return f"{key}: {text}"
+    return f"{key}: {text} (got {_PASSWORD.sub('//***@', repr(error['input']))})"
 
 
 def _check_variables() -> None:

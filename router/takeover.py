@@ -3,10 +3,10 @@ r"""Hand the listening socket of a running router to another one, so that no con
 A router in front of engines given by URL listens on a Unix socket that only its user may open. Another router connects
 there, is given the listening socket (SCM_RIGHTS), gets its own engines ready, and says so. From then on both share one
 queue of connections; the old router stops taking from it, answers what it has, and leaves. If the new one ends before it
-says so, nothing has happened.
+says so, nothing has happened. Of several that ask, the first one that is ready takes over; the others are told and leave.
 
     new → "take over 1\n"     old → "qarr VERSION\n" with the socket
-    new → "ready\n"           old → "leaving\n"
+    new → "ready\n"           old → "leaving\n", or "taken\n" where another router was first
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ import struct
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from router.context import end_tasks
+from tiers.background import lasting
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
 log = logging.getLogger("qarr.router")
-HELLO, READY, LEAVING = b"take over 1\n", b"ready\n", b"leaving\n"
+HELLO, READY, LEAVING, TAKEN = b"take over 1\n", b"ready\n", b"leaving\n", b"taken\n"
+MOST_PEERS = 16  # routers that may ask at once
 ANSWER_S = 10.0  # the old router answers at once, or never
 LONGEST_LINE = 200
 _CREDENTIALS = struct.Struct("3i")  # <linux/socket.h> ucred: pid, uid, gid
@@ -33,6 +37,10 @@ _CREDENTIALS = struct.Struct("3i")  # <linux/socket.h> ucred: pid, uid, gid
 
 class TakeoverError(Exception):
     """There is nothing to take over, or it was not handed over."""
+
+
+class TakenError(TakeoverError):
+    """Another router has taken over meanwhile."""
 
 
 def control_path(folder: Path, port: int) -> Path:
@@ -76,15 +84,19 @@ class Baton:
         """Say that this router serves, and wait until the old one takes no more connections.
 
         Raises:
+            TakenError: Another router has taken over, so this one is not to serve.
             TakeoverError: The old one does not answer; it may still take connections.
         """
         try:
-            self._connection.sendall(READY)
+            with contextlib.suppress(BrokenPipeError):  # it may have told already, and gone
+                self._connection.sendall(READY)
             answer = self._connection.recv(LONGEST_LINE)
         except OSError as error:
             raise TakeoverError(f"the old router does not answer at {self._path}: end it") from error
         finally:
             self._connection.close()
+        if answer.startswith(TAKEN):
+            raise TakenError(f"another router has taken over at {self._path} meanwhile: this one leaves")
         if answer != LEAVING:
             raise TakeoverError(f"the old router did not leave when asked at {self._path}: end it")
 
@@ -103,12 +115,12 @@ async def handing_over(
     """
     door, ours = _bound(path)
     shared = listening.dup()
-    task = asyncio.create_task(_answer(door, shared, version, leave), name="hand over")
+    handover = _Handover(door, shared, version, leave)
+    task = asyncio.create_task(lasting(handover.accept, "handing over"), name="hand over")
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks([task, *handover.peers])
         door.close()
         shared.close()
         _unlink(path, ours)
@@ -122,7 +134,7 @@ def _bound(path: Path) -> tuple[socket.socket, int]:
     part.unlink(missing_ok=True)
     door.bind(str(part))
     part.chmod(0o600)
-    door.listen(1)
+    door.listen(MOST_PEERS)
     part.replace(path)
     return door, path.stat().st_ino
 
@@ -134,30 +146,65 @@ def _unlink(path: Path, ours: int) -> None:
             path.unlink()
 
 
-async def _answer(door: socket.socket, shared: socket.socket, version: str, leave: Callable[[], None]) -> None:
-    loop = asyncio.get_running_loop()
-    while True:
-        connection, _ = await loop.sock_accept(door)
+class _Handover:
+    """The old router's side. Each router that asks is answered by itself: one that says nothing keeps no other waiting.
+
+    Attributes:
+        peers: The tasks that answer, with their connections, the oldest first.
+    """
+
+    def __init__(self, door: socket.socket, shared: socket.socket, version: str, leave: Callable[[], None]) -> None:
+        self._door, self._shared, self._version, self._leave = door, shared, version, leave
+        self._taken = False
+        self.peers: dict[asyncio.Task[None], socket.socket] = {}
+
+    async def accept(self) -> None:
+        """Answer whoever connects, until cancelled; of too many at once the oldest is given up."""
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(self._door)
+            if len(self.peers) >= MOST_PEERS:
+                next(iter(self.peers)).cancel()
+            task = asyncio.create_task(self._answer(connection), name="hand over to one")
+            self.peers[task] = connection
+            task.add_done_callback(self.peers.pop)
+
+    async def _answer(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
         with connection:
             try:
-                if await _handed(connection, shared, version):
-                    leave()
-                    await loop.sock_sendall(connection, LEAVING)
+                if not await self._handed(connection):
                     return
-            except (OSError, TimeoutError) as error:
-                log.warning("a router that was to take over went away: %s", error)
+                if self._taken:
+                    await loop.sock_sendall(connection, TAKEN)
+                    return
+                self._taken = True
+                self._leave()
+                await loop.sock_sendall(connection, LEAVING)
+            except OSError as error:
+                log.warning("a router that was to take over went away: %s", str(error) or "it says nothing")
+            else:
+                self._tell_others(connection)
 
-
-async def _handed(connection: socket.socket, shared: socket.socket, version: str) -> bool:
-    """Hand over the socket; tell whether the other router serves now."""
-    loop = asyncio.get_running_loop()
-    connection.setblocking(False)
-    _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    if uid not in {os.getuid(), 0}:
-        log.warning("user %d may not take over this router", uid)
-        return False
-    async with asyncio.timeout(ANSWER_S):
-        if await loop.sock_recv(connection, LONGEST_LINE) != HELLO:
+    async def _handed(self, connection: socket.socket) -> bool:
+        """Hand over the socket; tell whether the other router serves now."""
+        loop = asyncio.get_running_loop()
+        connection.setblocking(False)
+        _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if uid not in {os.getuid(), 0}:
+            log.warning("user %d may not take over this router", uid)
             return False
-    socket.send_fds(connection, [f"qarr {version}\n".encode()], [shared.fileno()])
-    return await loop.sock_recv(connection, LONGEST_LINE) == READY  # it warms its engines first; or it ends
+        async with asyncio.timeout(ANSWER_S):
+            if await loop.sock_recv(connection, LONGEST_LINE) != HELLO:
+                return False
+        if self._taken:
+            return False
+        socket.send_fds(connection, [f"qarr {self._version}\n".encode()], [self._shared.fileno()])
+        return await loop.sock_recv(connection, LONGEST_LINE) == READY  # it warms its engines first; or it ends
+
+    def _tell_others(self, heir: socket.socket) -> None:
+        """Tell those who have the socket but do not serve yet that another router has taken over."""
+        for connection in self.peers.values():
+            if connection is not heir:
+                with contextlib.suppress(OSError):
+                    connection.send(TAKEN)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.ports import reserved_ports
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -55,9 +57,7 @@ def redis_server() -> Iterator[RedisServer]:
     """Start Redis on a free port."""
     program = shutil.which("redis-server")
     assert program, "redis-server is not installed: scripts/setup services, or apt-get install redis-server"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = reserved_ports()
     process = subprocess.Popen(
         [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
         stdout=subprocess.DEVNULL,

@@ -18,14 +18,14 @@ them apart.
 
 from __future__ import annotations
 
-import os
+import logging
 import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path  # noqa: TC003  pydantic reads it
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from tiers.errors import CanaryRefused, CheckpointError
 from tiers.spec import TierName  # noqa: TC001  pydantic reads it
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tiers.spec import TierSpec
     from tiers.speed import SpeedModel
 
+log = logging.getLogger("qarr.tiers")
 PROMPTS = (
     "The history of the lighthouse began when",
     "def is_prime(n):\n    ",
@@ -57,6 +58,12 @@ class Golden(BaseModel):
     recorded: datetime
     prompts: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...]
+
+    @model_validator(mode="after")
+    def _an_answer_each(self) -> Golden:
+        if len(self.tokens) != len(self.prompts):
+            raise ValueError("an answer for each prompt is needed")
+        return self
 
 
 class GoldenFile(BaseModel):
@@ -89,7 +96,7 @@ class Canary:
 
         Raises:
             CanaryRefused: They differ too much.
-            CheckpointError: The file cannot be used.
+            CheckpointError: The file cannot be read.
             ProbeError: The engine did not answer.
         """
         identity = spec.identity
@@ -106,7 +113,11 @@ class Canary:
                 prompts=PROMPTS,
                 tokens=given,
             )
-            self._write((*(r for r in read_golden(self.path) if not self._same(r, spec.name, identity)), record))
+            others = (r for r in read_golden(self.path) if not self._same(r, spec.name, identity))
+            try:
+                self._write((*others, record))
+            except CheckpointError as error:
+                log.warning("the answers of %s are compared with nothing: %s", spec.name, error)
             return
         found = agreement(known.tokens, given)
         if found < self.min_agreement:
@@ -189,9 +200,19 @@ def read_golden(path: Path) -> tuple[Golden, ...]:
 
 
 def write_golden(path: Path, records: Sequence[Golden]) -> None:
-    """Replace the file as a whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w") as file:
-        file.write(GoldenFile(records=tuple(records)).model_dump_json(indent=2) + "\n")
-    os.replace(name, path)  # noqa: PTH105  both are plain strings or paths
+    """Replace the file as a whole.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+    part = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+            part = Path(file.name)
+            file.write(GoldenFile(records=tuple(records)).model_dump_json(indent=2) + "\n")
+        part.replace(path)
+    except OSError as error:
+        if part is not None:
+            part.unlink(missing_ok=True)
+        raise CheckpointError(f"the recorded answers cannot be written to {path}: {error.strerror}") from error

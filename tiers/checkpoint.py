@@ -107,8 +107,15 @@ def identity(path: Path) -> Identity:
     The tokenizer is digested as JSON with sorted keys: libraries write the same definition in different ways.
 
     Raises:
-        CheckpointError: The folder has no tokenizer.
+        CheckpointError: The folder has no tokenizer, or one that cannot be read.
     """
+    try:
+        return _identity(path)
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"the tokenizer in {path} cannot be read ({error}): not a model folder") from error
+
+
+def _identity(path: Path) -> Identity:
     definition, model = path / "tokenizer.json", path / "tokenizer.model"
     if definition.is_file():
         canonical = json.dumps(json.loads(definition.read_bytes()), sort_keys=True).encode()

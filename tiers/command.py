@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from tiers.spec import EngineLaunch
 
 ENGINE_MAIN = Path(__file__).with_name("engine_main.py")
+OURS = "QARR_"  # settings and keys: addresses with passwords of Redis, keys of callers and of other engines
 # Set by the parent for itself, harmful in an engine: bytecode caching halves an engine's start-up CPU, and the parent's
-# virtual environment and trace exporter are not the engine's.
+# virtual environment and trace exporter are not the engine's. Tokens of the Hugging Face hub: an engine reads local files.
 DROPPED = frozenset(
     {
         "PYTHONDONTWRITEBYTECODE",
@@ -24,8 +25,12 @@ DROPPED = frozenset(
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
         "OTEL_TRACES_EXPORTER",
         "OTEL_EXPORTER_OTLP_PROTOCOL",
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
     }
 )
+# Keys of the traces' destination: for an engine that sends its own spans there, and for no other.
+EXPORTER_KEYS = frozenset({"OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"})
 
 
 def engine_argv(launch: EngineLaunch) -> list[str]:
@@ -50,10 +55,16 @@ def engine_argv(launch: EngineLaunch) -> list[str]:
     return [*argv, *launch.extra_args]
 
 
+def without_ours(parent: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without QARR's own variables, for a process that is not QARR."""
+    return {name: value for name, value in parent.items() if not name.startswith(OURS)}
+
+
 def engine_environment(launch: EngineLaunch, parent: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of an engine, made from the parent's."""
+    """Return the environment of an engine, made from the parent's: all of it but what is ours, and our secrets."""
     place = launch.placement
-    env = {name: value for name, value in parent.items() if name not in DROPPED}
+    dropped = DROPPED if launch.otlp else DROPPED | EXPORTER_KEYS
+    env = {name: value for name, value in without_ours(parent).items() if name not in dropped}
     env |= {
         "VLLM_API_KEY": launch.api_key,  # in the environment, not on the command line that every user can list
         "VLLM_NO_USAGE_STATS": "1",

@@ -4,7 +4,7 @@ A program of its own, started as ``python -I -S guard.py LOGFILE COMMAND...`` wi
 supervisor. When that pipe closes, however the supervisor ended (kill -9 included), the guard kills the engine and every
 process below it. Only the standard library, so that it starts in milliseconds and stays small.
 
-Standard output: one line with the engine's process id. Exit status: the engine's.
+Standard output: one line with the engine's process id, or why it could not be started. Exit status: the engine's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 PR_SET_CHILD_SUBREAPER = 36
+CANNOT_RUN = 126  # as shells have it
 
 
 def _prctl(option: int, value: int) -> None:
@@ -45,15 +46,19 @@ def main() -> int:
     log_path, argv = sys.argv[1], sys.argv[2:]
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor signals the engine itself
-    with Path(log_path).open("ab", buffering=0) as log:
-        engine = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509  one thread here
-        )
+    try:
+        with Path(log_path).open("ab", buffering=0) as log:
+            engine = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509  one thread here
+            )
+    except OSError as error:
+        sys.stdout.write(f"{error}\n")
+        return CANNOT_RUN
     sys.stdout.write(f"{engine.pid}\n")
     sys.stdout.flush()
     poller = select.poll()

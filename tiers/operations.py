@@ -217,6 +217,9 @@ class Operations:
         except asyncio.CancelledError:
             operation.end("failed", "broken off")
             raise
+        except Exception as error:
+            operation.end("failed", f"{type(error).__name__}: {error}; the router's log has where it came from")
+            log.exception("%s of %s failed", operation.kind, operation.replica)
         finally:
             if (known := self._running.get(operation.replica)) is not None and known[0] is operation:
                 del self._running[operation.replica]
@@ -243,9 +246,10 @@ class Operations:
         operation.detail = "starting" + (f"; {left} requests were broken off" if left else "")
         before = engine.started_at
         engine.again.set()
-        while engine.started_at == before:  # noqa: ASYNC110
+        while engine.started_at == before:
+            _check_watched(engine)
             await asyncio.sleep(POLL_S)
-        await _settled(replica)
+        await _settled(engine)
         operation.detail = f"is {replica.state.value}"
 
     async def _recycle(self, operation: Operation, engine: Engine) -> None:
@@ -265,7 +269,7 @@ class Operations:
         operation.successor = new.replica.id
         operation.detail = f"{new.replica.id} starts beside it"
         try:
-            await _settled(new.replica)
+            await _settled(new)
         except BaseException:
             await self._crew.retire(new)
             raise
@@ -298,13 +302,25 @@ class Operations:
             )
 
 
-async def _settled(replica: Replica) -> None:
-    """Wait until a replica that starts is ready.
+async def _settled(engine: Engine) -> None:
+    """Wait until an engine that starts is ready.
 
     Raises:
-        NotPossible: It has failed.
+        NotPossible: It has failed, or is not watched any more.
     """
-    while replica.state in {ReplicaState.STARTING, ReplicaState.WARMING}:  # noqa: ASYNC110
+    replica = engine.replica
+    while replica.state in {ReplicaState.STARTING, ReplicaState.WARMING}:
+        _check_watched(engine)
         await asyncio.sleep(POLL_S)
     if replica.state not in {ReplicaState.READY, ReplicaState.DRAINING}:
         raise NotPossible(f"{replica.id} did not become ready: {replica.detail}")
+
+
+def _check_watched(engine: Engine) -> None:
+    """Check that an engine's state can still change.
+
+    Raises:
+        NotPossible: The task that watches it has ended, as it does when the engine is retired.
+    """
+    if engine.task is None or engine.task.done():
+        raise NotPossible(f"{engine.replica.id} is not watched any more: it was stopped")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from tiers.checkpoint import (
     recipe_digest,
     seal,
 )
+from tiers.command import without_ours
 from tiers.errors import CheckpointError
 from tiers.spec import TierName
 
@@ -324,6 +326,7 @@ def _run(options: PrepareOptions, command: str, argv: Sequence[str], progress: P
             stdout=subprocess.PIPE,
             stderr=log,
             stdin=subprocess.DEVNULL,
+            env=without_ours(os.environ),
             text=True,
         )
         try:

@@ -1,21 +1,28 @@
-"""Ask an engine about itself. The only file that knows vLLM's paths, fields and metric names."""
+"""Ask an engine about itself. The only file that knows vLLM's paths, fields and metric names.
+
+It is also the only place where an engine's answers are checked: whatever is not as vLLM answers, too long or too slow,
+is a ``ProbeError`` that says what was wrong.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 import re
 import time
+from contextlib import aclosing
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import httpx
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from tiers.errors import ProbeError, RefusedError
 from tiers.fleet import Gauges
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
 # vLLM 0.32; older releases call the last one gpu_cache_usage_perc.
 _GAUGE = re.compile(
@@ -31,6 +38,9 @@ _COUNTER = re.compile(
 _KV_TOKENS = re.compile(r'^vllm:cache_config_info\{[^}]*kv_cache_size_tokens="(\d+)"', re.MULTILINE)
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+ANSWER_S = 30.0  # to a whole answer that is no generation: the client's own timeouts begin anew with every byte
+MOST_BYTES = 16 << 20  # of one answer
+SHOWN_CHARS = 500  # of what an engine says, in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,61 @@ class Counters:
         return Counters(*(now - before for now, before in pairs))
 
 
+class _Answer(BaseModel):
+    """What is read of an answer; its other fields may be anything."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class _Models(_Answer):
+    data: Annotated[tuple[Any, ...], Field(min_length=1)]  # adapters may follow the model, without a context length
+
+
+class _Card(_Answer):
+    id: str
+    max_model_len: Annotated[int, Field(ge=1)]
+
+
+class _Tokens(_Answer):
+    tokens: tuple[int, ...]
+
+
+class _WithIds(_Answer):
+    index: int
+    token_ids: tuple[int, ...]
+
+
+class _Whole(_Answer):
+    choices: tuple[_WithIds, ...]
+
+
+class _Delta(_Answer):
+    content: str | None = None
+
+
+class _Choice(_Answer):
+    delta: _Delta | None = None
+    text: str | None = None
+
+
+class _Usage(_Answer):
+    prompt_tokens: Annotated[int, Field(ge=0)]
+    completion_tokens: Annotated[int, Field(ge=0)]
+
+
+class _Chunk(_Answer):
+    choices: tuple[_Choice, ...] = ()
+    usage: _Usage | None = None
+    system_fingerprint: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join((choice.delta.content if choice.delta else choice.text) or "" for choice in self.choices)
+
+
+_Read = TypeVar("_Read", bound=_Answer)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineProbe:
     """A client of one engine's probing surface.
@@ -88,27 +153,29 @@ class EngineProbe:
     async def alive(self) -> bool:
         """Tell whether ``/health`` answers 200. An alive engine need not be warm."""
         try:
-            return (await self._get("/health")).status_code == httpx.codes.OK
-        except httpx.HTTPError:
+            status, _ = await self._fetch("GET", "/health")
+        except ProbeError:
             return False
+        return status == httpx.codes.OK
 
     async def readings(self) -> tuple[Gauges, Counters]:
         """Read running, waiting and KV-cache use, and what the engine has counted, from ``/metrics``.
 
         Raises:
-            ProbeError: The engine does not answer, or without these metrics.
+            ProbeError: The engine does not answer, or without these metrics, or with values that are no numbers.
         """
-        try:
-            page = (await self._get("/metrics")).text
-        except httpx.HTTPError as error:
-            raise ProbeError(f"{self.url}/metrics: {type(error).__name__}") from error
-        found = {name: float(value) for name, value in _GAUGE.findall(page)}
+        path = "/metrics"
+        status, content = await self._fetch("GET", path)
+        page = content.decode(errors="replace")
+        if status != httpx.codes.OK:
+            raise ProbeError(f"{self.url}{path}: HTTP {status} {page[:SHOWN_CHARS]}".rstrip())
+        found = {name: self._number(name, value) for name, value in _GAUGE.findall(page)}
         usage = found.get("kv_cache_usage_perc", found.get("gpu_cache_usage_perc"))
         if usage is None or "num_requests_running" not in found:
-            raise ProbeError(f"{self.url}/metrics has no vLLM gauges")
+            raise ProbeError(f"{self.url}{path} has no vLLM gauges")
         counted: dict[str, float] = {}
         for name, value in _COUNTER.findall(page):
-            counted[name] = counted.get(name, 0.0) + float(value)
+            counted[name] = counted.get(name, 0.0) + self._number(name, value)
         size = _KV_TOKENS.search(page)
         gauges = Gauges(
             running=int(found["num_requests_running"]),
@@ -126,19 +193,31 @@ class EngineProbe:
         )
 
     async def model(self) -> tuple[str, int]:
-        """Return the served model's name and its context length in tokens."""
-        card = (await self._json("GET", "/v1/models", None))["data"][0]
-        return str(card["id"]), int(card["max_model_len"])
+        """Return the served model's name and its context length in tokens.
+
+        Raises:
+            ProbeError: The engine does not answer, or names no model.
+        """
+        path = "/v1/models"
+        listed = self._checked(_Models, path, await self._json("GET", path, None))
+        card = self._checked(_Card, path, listed.data[0])
+        return card.id, card.max_model_len
 
     async def chat_tokens(self, model: str, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the ids of messages rendered through the engine's chat template."""
-        answer = await self._json("POST", "/tokenize", {"model": model, "messages": list(messages)})
-        return list(answer["tokens"])
+        """Return the ids of messages rendered through the engine's chat template.
+
+        Raises:
+            ProbeError: The engine does not answer, or not with ids.
+        """
+        return await self._tokenized({"model": model, "messages": list(messages)})
 
     async def text_tokens(self, model: str, text: str) -> list[int]:
-        """Return the ids of plain text, without special tokens."""
-        body = {"model": model, "prompt": text, "add_special_tokens": False}
-        return list((await self._json("POST", "/tokenize", body))["tokens"])
+        """Return the ids of plain text, without special tokens.
+
+        Raises:
+            ProbeError: The engine does not answer, or not with ids.
+        """
+        return await self._tokenized({"model": model, "prompt": text, "add_special_tokens": False})
 
     async def greedy_tokens(
         self, model: str, prompts: Sequence[str], count: int, timeout_s: float
@@ -158,19 +237,18 @@ class EngineProbe:
         }
         answer = await self._json("POST", COMPLETIONS, body, timeout_s)
         try:
-            choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-            found = tuple(tuple(int(token) for token in choice["token_ids"]) for choice in choices)
-        except (KeyError, TypeError) as error:
-            raise ProbeError(f"{self.url}{COMPLETIONS} does not return token ids: it takes a newer vLLM") from error
-        if len(found) != len(prompts):
-            raise ProbeError(f"{self.url}{COMPLETIONS} answers {len(found)} of {len(prompts)} prompts")
-        return found
+            choices = sorted(self._checked(_Whole, COMPLETIONS, answer).choices, key=lambda choice: choice.index)
+        except ProbeError as error:
+            raise ProbeError(f"{error}. It must return token ids, which older releases of vLLM do not") from error
+        if len(choices) != len(prompts):
+            raise ProbeError(f"{self.url}{COMPLETIONS} answers {len(choices)} of {len(prompts)} prompts")
+        return tuple(choice.token_ids for choice in choices)
 
     async def generate(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Generation:
         """Stream one generation and time it.
 
         Raises:
-            ProbeError: The engine refused, or took longer than ``timeout_s``.
+            ProbeError: The engine refused, took longer than ``timeout_s``, or its stream is cut or no stream of chunks.
         """
         request = {**body, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
         try:
@@ -178,12 +256,12 @@ class EngineProbe:
                 return await self._stream(path, request)
         except TimeoutError as error:
             raise ProbeError(f"{self.url}{path}: no complete answer within {timeout_s:g} s") from error
-        except httpx.HTTPError as error:
-            raise ProbeError(f"{self.url}{path}: {type(error).__name__} {error}".rstrip()) from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._failed(path, error) from error
 
     async def _stream(self, path: str, body: Mapping[str, Any]) -> Generation:
         parts: list[str] = []
-        usage: Mapping[str, int] = {}
+        usage = _Usage(prompt_tokens=0, completion_tokens=0)
         fingerprint: str | None = None
         started = time.monotonic()
         first = last = 0.0
@@ -191,45 +269,129 @@ class EngineProbe:
             "POST", f"{self.url}{path}", json=body, headers=self._headers(), timeout=None
         ) as response:
             if response.status_code != httpx.codes.OK:
-                detail = (await response.aread()).decode(errors="replace")[:500]
+                detail = (await self._content(path, response)).decode(errors="replace")[:SHOWN_CHARS]
                 kind = RefusedError if response.status_code == httpx.codes.BAD_REQUEST else ProbeError
                 raise kind(f"{self.url}{path}: HTTP {response.status_code}: {detail}")
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line[6:])
-                usage = chunk.get("usage") or usage
-                fingerprint = chunk.get("system_fingerprint") or fingerprint
-                for choice in chunk.get("choices", ()):
-                    text = choice["delta"].get("content") if "delta" in choice else choice.get("text")
-                    if text:
+            async with aclosing(self._events(path, response)) as events:
+                async for data in events:
+                    chunk = self._checked(_Chunk, path, self._parsed(path, data))
+                    usage = chunk.usage or usage
+                    fingerprint = chunk.system_fingerprint or fingerprint
+                    if chunk.text:
                         last = time.monotonic()
                         first = first or last
-                        parts.append(text)
-        tokens = usage.get("completion_tokens", 0)
+                        parts.append(chunk.text)
+        ttft_ms = ((first or time.monotonic()) - started) * 1000
+        tokens = usage.completion_tokens
         tpot_ms = (last - first) * 1000 / (tokens - 1) if tokens > 1 else None
-        ttft_ms = (first - started) * 1000
-        return Generation("".join(parts), usage.get("prompt_tokens", 0), tokens, ttft_ms, tpot_ms, fingerprint)
+        return Generation("".join(parts), usage.prompt_tokens, tokens, ttft_ms, tpot_ms, fingerprint)
 
-    async def _get(self, path: str) -> httpx.Response:
-        """Ask what is asked every second. httpx ties an answer to its stream and back, which only the collector undoes."""
-        response = await self.client.get(f"{self.url}{path}")
-        response.stream = httpx.ByteStream(b"")  # it is read
-        return response
+    async def _events(self, path: str, response: httpx.Response) -> AsyncGenerator[bytes, None]:
+        """Yield the data of a stream's events up to ``[DONE]``, and read on to its end.
+
+        Raises:
+            ProbeError: The stream ends before, or is too long.
+        """
+        rest, size, done = b"", 0, False
+        async for piece in response.aiter_bytes():
+            size += len(piece)
+            if size > MOST_BYTES:
+                raise ProbeError(f"{self.url}{path} answers more than {MOST_BYTES} bytes")
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                name, _, data = line.partition(b":")
+                done = done or (name == b"data" and data.strip() == b"[DONE]")
+                if name == b"data" and not done:
+                    yield data.strip()
+        if not done:
+            raise ProbeError(f"{self.url}{path}: the stream ends without [DONE]")
+
+    async def _tokenized(self, body: Mapping[str, Any]) -> list[int]:
+        path = "/tokenize"
+        return list(self._checked(_Tokens, path, await self._json("POST", path, body)).tokens)
 
     async def _json(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None = None
-    ) -> dict[str, Any]:
-        limit = self.client.timeout if timeout_s is None else timeout_s
+    ) -> object:
+        status, content = await self._fetch(method, path, body, self._headers(), timeout_s)
+        if status != httpx.codes.OK:
+            raise ProbeError(f"{self.url}{path}: HTTP {status}: {content.decode(errors='replace')[:SHOWN_CHARS]}")
+        return self._parsed(path, content)
+
+    async def _fetch(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> tuple[int, bytes]:
+        """Return an answer's status and body.
+
+        Raises:
+            ProbeError: There is none, not in time, or it is too long.
+        """
+        limit_s = ANSWER_S if timeout_s is None else timeout_s
+        timeout = self.client.timeout if timeout_s is None else timeout_s
         try:
-            response = await self.client.request(
-                method, f"{self.url}{path}", json=body, headers=self._headers(), timeout=limit
-            )
-            response.raise_for_status()
-            answer: dict[str, Any] = response.json()
-        except (httpx.HTTPError, ValueError) as error:
-            raise ProbeError(f"{self.url}{path}: {type(error).__name__} {error}") from error
-        return answer
+            async with (
+                asyncio.timeout(limit_s),
+                self.client.stream(
+                    method, f"{self.url}{path}", json=body, headers=headers, timeout=timeout
+                ) as response,
+            ):
+                content = await self._content(path, response)
+        except TimeoutError as error:
+            raise ProbeError(f"{self.url}{path}: no complete answer within {limit_s:g} s") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._failed(path, error) from error
+        response.stream = httpx.ByteStream(
+            b""
+        )  # httpx ties an answer to its stream and back; only the collector undoes it
+        return response.status_code, content
+
+    async def _content(self, path: str, response: httpx.Response) -> bytes:
+        parts, size = [], 0
+        async for piece in response.aiter_bytes():
+            parts.append(piece)
+            size += len(piece)
+            if size > MOST_BYTES:
+                raise ProbeError(f"{self.url}{path} answers more than {MOST_BYTES} bytes")
+        return b"".join(parts)
+
+    def _parsed(self, path: str, content: bytes) -> object:
+        try:
+            return from_json(content, cache_strings="keys")
+        except ValueError as error:
+            raise ProbeError(f"{self.url}{path} does not answer JSON ({error}): {content[:SHOWN_CHARS]!r}") from None
+
+    def _checked(self, kind: type[_Read], path: str, answer: object) -> _Read:
+        """Return what is read of an answer.
+
+        Raises:
+            ProbeError: It reports an error, or is not as vLLM answers.
+        """
+        if isinstance(answer, dict) and (error := answer.get("error")):
+            said = error.get("message") if isinstance(error, dict) else error
+            raise ProbeError(f"{self.url}{path} answers with an error: {str(said)[:SHOWN_CHARS]}")
+        try:
+            return kind.model_validate(answer)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the answer"
+            raise ProbeError(f"{self.url}{path} does not answer as vLLM does: {where}: {first['msg']}") from None
+
+    def _number(self, name: str, text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value >= 0):
+            raise ProbeError(f"{self.url}/metrics: vllm:{name} is {text[:50]}, which is no number from 0 up")
+        return value
+
+    def _failed(self, path: str, error: Exception) -> ProbeError:
+        return ProbeError(f"{self.url}{path}: {type(error).__name__} {error}".rstrip())
 
     def _headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}

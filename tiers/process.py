@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiers.errors import EngineDied, PortInUse
+from tiers.private_files import make_private_folder, open_private
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,30 +35,41 @@ class EngineProcess:
     async def start(
         cls, argv: Sequence[str], env: Mapping[str, str], log_path: Path, cores: Sequence[int] = ()
     ) -> EngineProcess:
-        """Start an engine with its output going to ``log_path`` (written over) and its CPU affinity to ``cores``."""
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        log_path.write_bytes(b"")  # noqa: ASYNC240
+        """Start an engine with its CPU affinity to ``cores`` and its output to ``log_path``. The log before is kept.
+
+        Raises:
+            EngineDied: It could not be started.
+        """
         pinned = ["taskset", "-c", ",".join(map(str, cores)), *argv] if cores else list(argv)
-        guard = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-I",
-            "-S",
-            str(GUARD),
-            str(log_path),
-            *pinned,
-            env=dict(env),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        try:
+            _new_log(log_path)
+            guard = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-I",
+                "-S",
+                str(GUARD),
+                str(log_path),
+                *pinned,
+                env=dict(env),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EngineDied(f"could not be started: {error}") from error
         assert guard.stdout is not None
-        first_line = await guard.stdout.readline()
-        if not first_line:
-            assert guard.stdin is not None
+        assert guard.stdin is not None
+        try:
+            first_line = await guard.stdout.readline()
+        except BaseException:
+            guard.stdin.close()  # it kills what it has started
+            raise
+        if not first_line.rstrip().isdigit():
             guard.stdin.close()
             await guard.wait()
-            raise EngineDied(f"could not be started: {' '.join(argv[:3])} (is the engine's Python there?)")
+            why = first_line.decode(errors="replace").strip() or f"its guard exited with status {guard.returncode}"
+            raise EngineDied(f"could not be started: {' '.join(argv[:3])}: {why}")
         return cls(int(first_line), log_path, guard)
 
     @property
@@ -84,13 +96,25 @@ class EngineProcess:
     async def stop(self, grace_s: float) -> None:
         """Ask the engine to end (SIGTERM), wait up to ``grace_s`` seconds, then kill it and all below it."""
         if self.exit_status is None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._guard.wait(), grace_s)
         if self._guard.stdin is not None:
             self._guard.stdin.close()  # the guard kills what is left
         await self._guard.wait()
+
+
+def _new_log(path: Path) -> None:
+    """Make an engine's empty log, readable by its owner only, and keep the one before.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    make_private_folder(path.parent)
+    if path.exists():
+        path.replace(path.with_suffix(".log.1"))
+    os.close(open_private(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
 
 
 def check_port_free(host: str, port: int) -> None:

@@ -4,6 +4,9 @@ Each replica has one task that takes it through its life: starting, warming, rea
 only change the fleet's records; what is routed where is decided elsewhere, from snapshots. An engine that was started here
 and was ready once is started again when it exits, hangs or answers no more; one that never became ready, or that is not the
 engine that its checkpoint was before, is not.
+
+A task ends only when it is cancelled. What it could not read or do is the replica's detail, and it goes on: with a restart
+where the engine is ours, after a pause where it is not.
 """
 
 from __future__ import annotations
@@ -16,13 +19,24 @@ import secrets
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import httpx
 
+from tiers.background import Faults, lasting
 from tiers.command import engine_argv, engine_environment
 from tiers.engine import Engine, brief
-from tiers.errors import CanaryRefused, EngineDied, PortInUse, ProbeError, TierError, TokenizerMismatch, UnknownReplica
+from tiers.errors import (
+    CanaryRefused,
+    EngineDied,
+    EngineError,
+    PortInUse,
+    ProbeError,
+    TierError,
+    TokenizerMismatch,
+    UnknownReplica,
+)
 from tiers.fleet import Fleet, Replica
 from tiers.idle_speed import IdleSpeed
 from tiers.operations import OperationOptions, Operations
@@ -42,6 +56,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("qarr.tiers")
 POLL_S = 0.5
 MISSED_PROBES = 3  # health checks in a row that must fail before a living process counts as unreachable
+ELSEWHERE_PAUSE_S = 5.0  # until an engine that somebody else runs, and that was not usable, is tried again
 LAST_PORT = 65535
 WORN_S = 60.0  # an engine that was found to be too slow is recycled within it, or not for that
 
@@ -90,6 +105,7 @@ class Supervisor:
         self._made: Counter[str] = Counter()
         self._tasks: list[asyncio.Task[None]] = []
         self._tokens_digests: dict[str, str] = {}
+        self._faults = Faults()
         self._idle_speed = IdleSpeed(fleet, options.warmup, self._probe)
         self.operations = Operations(self, options.operations)
 
@@ -103,8 +119,8 @@ class Supervisor:
             check_port_free(launch.host, launch.port)
         for launch in launches:
             self._add(launch.tier, launch.url, launch)
-        self._tasks.append(asyncio.create_task(self._idle_speed.run(), name="measure speeds"))
-        self._tasks.append(asyncio.create_task(self.operations.run(), name="recycle"))
+        for work, name in ((self._idle_speed.run, "measuring speeds"), (self.operations.run, "recycling")):
+            self._tasks.append(asyncio.create_task(lasting(work, name), name=name))
         for spec in external:
             for url in spec.urls:
                 self._add(spec, url.rstrip("/"), None)
@@ -117,7 +133,10 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         processes = [e.process for e in self._engines.values() if e.process is not None]
-        await asyncio.gather(*(process.stop(self._options.stop_grace_s) for process in processes))
+        stopping = (process.stop(self._options.stop_grace_s) for process in processes)
+        for error in await asyncio.gather(*stopping, return_exceptions=True):
+            if error is not None:
+                log.error("an engine could not be stopped", exc_info=error)
         for replica in self.fleet.replicas:
             replica.mark(ReplicaState.STOPPED)
         await self._client.aclose()
@@ -198,8 +217,9 @@ class Supervisor:
         )
         engine = Engine(self.fleet.add(replica), launch, self._options.watchdog, note=note)
         self._engines[replica.id] = engine
-        life = self._run_here(engine, launch) if launch else self._run_elsewhere(engine)
-        engine.task = asyncio.create_task(life, name=f"watch {replica.id}")
+        life = partial(self._run_here, engine, launch) if launch else partial(self._run_elsewhere, engine)
+        name = f"watching {replica.id}"
+        engine.task = asyncio.create_task(lasting(life, name), name=name)
         return engine
 
     def _mark(self, replica: Replica, state: ReplicaState, detail: str | None = None) -> None:
@@ -210,9 +230,12 @@ class Supervisor:
         again = state is ReplicaState.STARTING and detail is not None
         level = logging.WARNING if wrong or again else logging.INFO
         log.log(level, "%s is %s%s", replica.id, state.value, f": {detail}" if detail else "")
-        self._on_change(replica)
-        if state is ReplicaState.READY:
-            self.fleet.on_room()
+        try:
+            self._on_change(replica)
+            if state is ReplicaState.READY:
+                self.fleet.on_room()
+        except Exception as error:  # noqa: BLE001  those who are told do not decide on the engine's life
+            self._faults.log(error, f"a change of {replica.id} was not told")
 
     async def _run_here(self, engine: Engine, launch: EngineLaunch) -> None:
         """Take an engine of our own through its life, and start it again after each end but a first that failed."""
@@ -222,8 +245,15 @@ class Supervisor:
                 await self._live(engine, launch)
                 engine.ended()
                 engine.note = "as asked for"
-            except TierError as error:
-                engine.note = await self._after(engine, error, engine.ended())
+            except Exception as error:  # noqa: BLE001  the watcher goes on, whatever it is
+                engine.note = await self._after(engine, self._explained(engine, error), engine.ended())
+
+    def _explained(self, engine: Engine, error: Exception) -> TierError:
+        """Return what ended a replica's life or kept it from being ready, in words for a person."""
+        if isinstance(error, TierError):
+            return error
+        self._faults.log(error, f"{engine.replica.id}: not foreseen")
+        return EngineError(f"{type(error).__name__}: {error}; the router's log has where it came from")
 
     async def _after(self, engine: Engine, error: TierError, ready_s: float) -> str | None:
         """Wait until an engine that has ended is to be started again; return why it is."""
@@ -258,10 +288,11 @@ class Supervisor:
         """
         replica, path = engine.replica, self.log_path(engine.replica)
         engine.begun()
+        if engine.process is not None:  # left over by what nobody expected
+            await engine.process.stop(self._options.stop_grace_s)
         if launch.placement.gpu is not None:
             await self._until_earlier_settled(replica)
-        if path.exists():
-            path.replace(path.with_suffix(".log.1"))
+        check_port_free(launch.host, launch.port)
         env = engine_environment(launch, os.environ)
         process = await EngineProcess.start(engine_argv(launch), env, path, launch.placement.cores)
         engine.process, replica.pid = process, process.pid
@@ -272,16 +303,16 @@ class Supervisor:
             await asyncio.wait({life, death, asked}, return_when=asyncio.FIRST_COMPLETED)
             if death.done():
                 raise process.died()
-            stopping, life_ended = process.stop(self._options.stop_grace_s), life.done()
+            error = life.exception() if life.done() else None
             life.cancel()
-            await stopping
-            if life_ended and (error := life.exception()) is not None:
+            await process.stop(self._options.stop_grace_s)
+            if error is not None:
                 raise error
         finally:
-            for task in (life, death, asked):
+            tasks = (life, death, asked)
+            for task in tasks:
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, TierError):
-                    await task
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, engine: Engine) -> None:
         """Warm the engine whenever it is (again) alive, and watch it, until cancelled.
@@ -315,20 +346,21 @@ class Supervisor:
         replica = engine.replica
         probe = self._probe(replica)
         while True:
-            if await probe.alive():
-                try:
+            try:
+                if await probe.alive():
                     await self._warm(engine, probe)
                     await self._poll(engine, probe)
-                except TierError as error:
-                    self._mark(replica, ReplicaState.FAILED, str(error))
-                    await asyncio.sleep(10 * POLL_S)
-            else:
-                self._mark(replica, ReplicaState.UNREACHABLE, f"{replica.url}/health does not answer")
+                else:
+                    self._mark(replica, ReplicaState.UNREACHABLE, f"{replica.url}/health does not answer 200")
+            except Exception as error:  # noqa: BLE001  the watcher goes on, whatever it is
+                self._mark(replica, ReplicaState.FAILED, str(self._explained(engine, error)))
+                await asyncio.sleep(ELSEWHERE_PAUSE_S)
             await asyncio.sleep(POLL_S)
 
     async def _warm(self, engine: Engine, probe: EngineProbe) -> None:
         replica = engine.replica
         self._mark(replica, ReplicaState.WARMING, engine.note)
+        await probe.readings()  # else it would be ready until the next look
         replica.model, length = await probe.model()
         if length < replica.spec.max_model_len:
             raise EngineDied(
@@ -370,22 +402,22 @@ class Supervisor:
         Raises:
             EngineDied: It was started here, and hangs.
         """
-        missed, known = 0, None
+        missed, known, why = 0, None, ""
         while missed < MISSED_PROBES:
             await asyncio.sleep(POLL_S)
             try:
                 gauges, counters = await probe.readings()
                 if not await probe.alive():
-                    raise ProbeError("/health does not answer 200")
-            except TierError:
-                missed += 1
+                    raise ProbeError(f"{engine.replica.url}/health does not answer 200")
+            except TierError as error:
+                missed, why = missed + 1, str(error)
                 continue
             missed = 0
             engine.replica.note_gauges(gauges)
             if engine.launch is not None:
                 await self._judge(engine, probe, counters, moved=known is not None and counters != known)
             known = counters
-        self._mark(engine.replica, ReplicaState.UNREACHABLE, f"{engine.replica.url} answers no probes")
+        self._mark(engine.replica, ReplicaState.UNREACHABLE, why)
 
     async def _judge(self, engine: Engine, probe: EngineProbe, counters: Counters, *, moved: bool) -> None:
         """Look whether an engine that was started here hangs, or has become too slow.

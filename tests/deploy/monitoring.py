@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from tests.deploy.services import DEPLOY, program, running
 from tests.fakes.engine import serving
-from tests.unit.own_engines import free_ports
+from tests.ports import reserved_ports
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -83,7 +83,7 @@ async def monitoring(tmp_path: Path, routers: Routers) -> AsyncIterator[Monitori
     """Scrape routers and their engines, and send alerts to a receiver."""
     folder = tmp_path / "monitoring"
     folder.mkdir()
-    (port,) = free_ports(1)
+    (port,) = reserved_ports()
     async with alertmanager(folder) as found:
         found.prometheus = f"http://127.0.0.1:{port}"
         write_prometheus(folder, routers, found.alertmanager.removeprefix("http://"))
@@ -98,7 +98,7 @@ async def monitoring(tmp_path: Path, routers: Routers) -> AsyncIterator[Monitori
 @asynccontextmanager
 async def alertmanager(folder: Path) -> AsyncIterator[Monitoring]:
     """Run Alertmanager alone, with the receiver."""
-    (port,) = free_ports(1)
+    (port,) = reserved_ports()
     found = Monitoring("", f"http://127.0.0.1:{port}", httpx.AsyncClient(timeout=20, trust_env=False))
     async with found.client, serving(_receiver(found)) as receiver:
         (folder / "alertmanager.yml").write_text(yaml.safe_dump(_alertmanager(receiver)))

@@ -17,7 +17,8 @@ import pytest
 from router.settings import load_settings
 from tests.deploy.services import DEPLOY, program, running
 from tests.fakes.engine import ANSWER, Behaviour
-from tests.unit.own_engines import free_ports, until
+from tests.ports import reserved_ports
+from tests.unit.own_engines import until
 from tests.unit.router_stack import events
 from tests.unit.test_leaving import Routers, routers
 
@@ -91,7 +92,7 @@ async def front(tmp_path: Path) -> AsyncIterator[Front]:
             (tmp_path / name).mkdir()
             found.append(await stack.enter_async_context(routers(tmp_path / name)))
         await asyncio.gather(*(each.start() for each in found))
-        (port,) = free_ports(1)
+        (port,) = reserved_ports()
         folder = tmp_path / "nginx"
         configure(folder, port, router_lines([each.port for each in found]))
         argv = [program("nginx"), "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", "stderr"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ import httpx
 import pytest
 
 from tests.engine.collector import Collector
+from tests.ports import reserved_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,19 +66,6 @@ class Up:
         return httpx.post(f"{self.url}/generate", json=body, timeout=300, trust_env=False)
 
 
-def free_ports(count: int) -> int:
-    """Return the first of ``count`` free consecutive ports."""
-    for first in range(20101, 30000, 10):
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return first
-    raise AssertionError("no free ports")
-
-
 @pytest.fixture(scope="session")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """Start three engines and the router with tracing on; stop them after the session."""
@@ -87,7 +74,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         return
     collector = Collector()
     endpoint = collector.start()
-    base, profiles = free_ports(4), tmp_path_factory.mktemp("profiles")
+    base, profiles = reserved_range(4), tmp_path_factory.mktemp("profiles")
     env = {
         **os.environ,
         "QARR_ENGINE__BASE_PORT": str(base),

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from router.settings import PROJECT
-from tests.engine.conftest import free_ports
+from tests.ports import reserved_ports
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Up
@@ -77,7 +77,7 @@ def test_the_viewer_shows_the_whole_trace(up: Up) -> None:
 
     import httpx
 
-    port = free_ports(1)
+    (port,) = reserved_ports()
     # What the script runs with the viewer ends when its standard input does.
     argv = ["scripts/traces", "sh", "-c", 'echo "$QARR_TELEMETRY__TRACE_URL"; cat']
     env = {**os.environ, "TRACES_PORT": str(port)}

@@ -19,7 +19,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
 from router.settings import load_settings
-from tests.engine.conftest import free_ports
+from tests.ports import reserved_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -221,7 +221,7 @@ def test_the_documents_commands(up: Up, tmp_path: Path) -> None:
 
 def test_embeddings_come_from_the_engine_named_for_them(up: Up, tmp_path: Path) -> None:
     """A vLLM that serves embeddings, started by hand, answers through a router that is told of it."""
-    port = free_ports(2)
+    port = reserved_range(2)
     settings = load_settings()
     log = (tmp_path / "engine.log").open("wb")
     engine = subprocess.Popen(

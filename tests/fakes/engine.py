@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 
     from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -65,7 +65,7 @@ class Behaviour:
         kv_cache_usage: That it reports, 0 to 1.
         hung: Paths whose requests are taken and never answered.
         held: Requests that are held so now.
-        by_path: What paths answer with instead of what belongs there, and 200.
+        instead: What it answers on some paths instead, with status 200, by path.
     """
 
     answer: tuple[str, ...] = ANSWER
@@ -91,13 +91,13 @@ class Behaviour:
     prompt_tokens: int = 10
     kv_cache_usage: float = 0.25
     priorities: bool = True
+    instead: dict[str, str] = field(default_factory=dict)
     running: int = 0
     tokens: int = 0
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     hung: Collection[str] = ()
     held: int = 0
-    by_path: Mapping[str, str] = field(default_factory=dict)
     raw: list[bytes] = field(default_factory=list)
     sent: list[bytes] = field(default_factory=list)
 
@@ -116,8 +116,8 @@ class _Faulty:
             while (await receive())["type"] != "http.disconnect":
                 pass
             b.held -= 1
-        elif path in b.by_path:
-            await Response(b.by_path[path], media_type="application/json")(scope, receive, send)
+        elif path in b.instead:
+            await Response(b.instead[path], media_type="application/json")(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 

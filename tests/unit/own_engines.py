@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-import socket
 import sys
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from tests.fakes import engine as fake
+from tests.ports import reserved_ports
 from tiers.fleet import Fleet, Replica
 from tiers.spec import EngineLaunch, Placement, ReplicaState, TierName, TierSpec
 from tiers.supervisor import Supervisor, SupervisorOptions
@@ -75,7 +75,7 @@ async def own_engines(
     for spec in specs:
         assert spec.checkpoint is not None
         spec.checkpoint.mkdir(exist_ok=True)
-    ports = free_ports(len(specs))
+    ports = reserved_ports(len(specs))
     launches = [
         EngineLaunch(spec, Placement(), python, "fake", "127.0.0.1", port, "key")
         for spec, port in zip(specs, ports, strict=True)
@@ -90,17 +90,6 @@ async def own_engines(
         yield own
     finally:
         await own.supervisor.stop()
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that nothing listens on."""
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
-from tests.unit.own_engines import free_ports, until
+from tests.ports import reserved_ports
+from tests.unit.own_engines import until
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ async def own_router(tmp_path: Path, behaviours: Sequence[Behaviour] = (), **set
         fakes = list(behaviours) or [Behaviour() for _ in TierName]
         engines = await cleanup.enter_async_context(serving_all(*(FakeEngine(b).app for b in fakes)))
         client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
-        (port,) = free_ports(1)
+        (port,) = reserved_ports()
         env = {
             **os.environ,
             "QARR_ENGINE__LOG_DIR": str(tmp_path / "logs"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 QARR = Path(sys.executable).with_name("qarr")
@@ -70,6 +73,65 @@ def test_serve_without_engines_says_what_to_give() -> None:
     done = qarr("serve")
     assert done.returncode == 2
     assert "--fast" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "settings", "said"),
+    [
+        (("--fast", "notaurl"), {}, "tiers.fast.urls.0: this is no address"),
+        (("--fast", "http://h:1", "--tokenizer", "/nope"), {}, "--tokenizer: /nope is no folder"),
+        (("--fast", "http://h:1", "--tokenizer", "/proc"), {}, "--tokenizer: /proc has no tokenizer.json"),
+        (
+            ("--fast", "http://h:1"),
+            {"QARR_TELEMETRY__DECISION_LOG": "/proc/none/log"},
+            "telemetry.decision_log: /proc/none/log cannot be written",
+        ),
+        (
+            ("--fast", "http://h:1"),
+            {"QARR_TELEMETRY__SAMPLED_PROMPTS": "/proc/none/log"},
+            "telemetry.sampled_prompts: /proc/none/log cannot be written",
+        ),
+        (
+            ("--fast", "http://h:1"),
+            {"QARR_POLICY__PROFILES": "/proc/version"},
+            "policy.profiles: /proc/version is not a folder",
+        ),
+    ],
+)
+def test_serve_refuses_what_would_fail_later(args: tuple[str, ...], settings: dict[str, str], said: str) -> None:
+    """Status 2 at the start, with what is wrong and by which name it was given."""
+    done = qarr("serve", "--port", "0", *args, **settings)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_classify_refuses_a_folder_without_a_tokenizer() -> None:
+    """A folder that was named is not passed over for an estimate."""
+    done = qarr("classify", "hi", "--tokenizer", "/nope")
+    assert done.returncode == 2
+    assert "--tokenizer: /nope is no folder" in done.stderr
+
+
+@pytest.mark.anyio
+async def test_any_free_port_is_printed(tmp_path: Path) -> None:
+    """With port 0 the address is on standard error before any engine is ready, and serves; both by option and setting."""
+    for args, more in ((["--port", "0"], {}), ([], {"QARR_SERVER__PORT": "0"})):
+        env = {**os.environ, **more, "QARR_ENGINE__LOG_DIR": str(tmp_path), "QARR_SERVER__RUNTIME_DIR": str(tmp_path)}
+        process = await asyncio.create_subprocess_exec(
+            QARR, "serve", "--fast", "http://127.0.0.1:9", *args, env=env, stderr=asyncio.subprocess.PIPE
+        )
+        assert process.stderr is not None
+        seen = ""
+        try:
+            async with asyncio.timeout(60), httpx.AsyncClient(trust_env=False) as client:
+                while (named := re.search(r"listening on (http://127\.0\.0\.1:\d+);", seen)) is None:
+                    seen += (await process.stderr.readline()).decode()
+                # The port is taken before anything is served: a connection waits in the queue until the router accepts it.
+                assert (await client.get(f"{named[1]}/healthz")).status_code == 200
+        finally:
+            process.kill()
+            await process.communicate()
 
 
 def test_taken_port_ends_before_anything_starts() -> None:

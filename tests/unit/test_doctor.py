@@ -20,7 +20,7 @@ from router.doctor_machine import judge_cpu, judge_gpu
 from router.doctor_network import judge_fleet
 from router.keys import add_key
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
-from tests.unit.own_engines import free_ports
+from tests.ports import reserved_ports
 from tests.unit.own_router import QARR, own_router
 from tiers.checkpoint import check_whole, read_checkpoint, seal
 from tiers.errors import CheckpointError
@@ -40,8 +40,8 @@ SECRET = "sesame-open-up"
 def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep what this machine has out of the checks."""
     monkeypatch.setenv("QARR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("QARR_SERVER__PORT", str(free_ports(1)[0]))
-    monkeypatch.setenv("QARR_ENGINE__BASE_PORT", str(free_ports(1)[0]))
+    monkeypatch.setenv("QARR_SERVER__PORT", str(reserved_ports()[0]))
+    monkeypatch.setenv("QARR_ENGINE__BASE_PORT", str(reserved_ports()[0]))
 
 
 def found(check: str, *, deep: bool = False, url: str | None = None) -> list[Finding]:
@@ -201,9 +201,13 @@ def test_redis(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> No
     assert one("Redis")[0] is OK
     monkeypatch.setenv("QARR_STATE__REDIS_URL", redis_server.url)
     assert "answers in" in one("Redis")[1]
-    for wrong in (f"redis://:{SECRET}@127.0.0.1:1/0", f"user:{SECRET}@127.0.0.1", f"redis://{SECRET}:x@[/"):
+    for check, wrong in (
+        ("Redis", f"redis://:{SECRET}@127.0.0.1:1/0"),
+        ("settings", f"user:{SECRET}@127.0.0.1"),
+        ("settings", f"redis://{SECRET}:x@[/"),
+    ):
         monkeypatch.setenv("QARR_STATE__REDIS_URL", wrong)
-        health, text, then = one("Redis")
+        health, text, then = one(check)
         assert health is PROBLEM
         assert SECRET not in text + then
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving
+from tests.unit.own_engines import own_engines
 from tiers.command import engine_argv, engine_environment
 from tiers.errors import EngineDied, PortInUse, WarmupFailed
 from tiers.fleet import Fleet, Replica
@@ -73,6 +75,48 @@ def test_parents_environment_is_cleaned() -> None:
     assert (env["OTEL_SERVICE_NAME"], env["HOME"]) == ("vllm-fast", "/root")
     assert not {"OTEL_EXPORTER_OTLP_ENDPOINT", "PYTHONPATH"} & set(env)
     assert env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
+
+
+def test_the_routers_secrets_do_not_reach_an_engine() -> None:
+    """No variable of QARR's own, no token of the hub; keys of the traces' destination only where spans are sent there."""
+    parent = {
+        "QARR_STATE__REDIS_URL": "redis://:secret@r",
+        "QARR_KEY": "secret",
+        "QARR_ENGINE__API_KEY": "secret",
+        "HF_TOKEN": "secret",
+        "OTEL_EXPORTER_OTLP_HEADERS": "authorization=secret",
+        "LD_LIBRARY_PATH": "/cuda",
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+    }
+    env = engine_environment(launch(api_key="own"), parent)
+    assert "secret" not in "".join(env.values())
+    assert (env["LD_LIBRARY_PATH"], env["VLLM_LOGGING_LEVEL"]) == ("/cuda", "DEBUG")
+    traced = engine_environment(launch(api_key="own", otlp=OtlpTarget("http://c:4317", "grpc")), parent)
+    assert [name for name, value in traced.items() if "secret" in value] == ["OTEL_EXPORTER_OTLP_HEADERS"]
+
+
+async def test_an_engine_that_runs_has_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the engine's process nor its guard: their environments are read from the system."""
+    monkeypatch.setenv("QARR_STATE__REDIS_URL", "redis://:secret@127.0.0.1:1")
+    async with own_engines(tmp_path, monkeypatch) as own:
+        assert own.first.pid is not None
+        engine = psutil.Process(own.first.pid)
+        guard = engine.parent()
+        assert guard is not None
+        assert "FAKE_BEHAVIOUR" in engine.environ()
+        assert not [name for process in (engine, guard) for name in process.environ() if name.startswith("QARR_")]
+
+
+async def test_logs_of_engines_are_private(tmp_path: Path) -> None:
+    """The log, the one before, and the folder that is made for them: for their owner only."""
+    path = tmp_path / "logs/e.log"
+    for _ in range(2):
+        process = await EngineProcess.start([sys.executable, "-c", "print('loading')"], os.environ, path)
+        await process.wait()
+        await process.stop(0)
+    assert {stat.S_IMODE(p.stat().st_mode) for p in path.parent.iterdir()} == {0o600}
+    assert sorted(p.name for p in path.parent.iterdir()) == ["e.log", "e.log.1"]
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
 def test_taken_port_is_named() -> None:

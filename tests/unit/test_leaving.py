@@ -8,7 +8,7 @@ import signal
 import socket
 import stat
 import sys
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from router.takeover import HELLO, control_path
+from router.takeover import HELLO, MOST_PEERS, TAKEN, control_path
 from tests.fakes.engine import ANSWER, Behaviour, FakeEngine, serving_all
-from tests.unit.own_engines import free_ports, until
+from tests.ports import reserved_ports
+from tests.unit.own_engines import until
 from tests.unit.router_stack import events
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Routers:
 async def routers(tmp_path: Path) -> AsyncIterator[Routers]:
     """Serve three fake engines, and stop whatever routers are started in front of them."""
     behaviours = {name: Behaviour() for name in NAMES}
-    (port,) = free_ports(1)
+    (port,) = reserved_ports()
     async with serving_all(*(FakeEngine(b).app for b in behaviours.values())) as urls:
         named = [part for name, url in zip(NAMES, urls, strict=True) for part in (f"--{name}", url)]
         environment = {
@@ -282,6 +283,54 @@ async def test_the_control_socket_is_private(tmp_path: Path) -> None:
                 for fd in fds:
                     os.close(fd)
         assert (await client.post(f"{found.url}/generate", json={"prompt": "hi"})).status_code == 200
+
+
+async def test_a_router_that_says_nothing_keeps_no_other_from_taking_over(tmp_path: Path) -> None:
+    """Neither those that only connect nor one that has the socket and hangs; the latter is told that it is too late."""
+    async with routers(tmp_path) as found:
+        old = await found.start()
+        path = str(control_path(found.runtime, found.port))
+        with ExitStack() as held:
+            silent = [held.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(MOST_PEERS - 2)]
+            for peer in silent:
+                peer.connect(path)
+            hung = held.enter_context(socket.socket(socket.AF_UNIX))
+            hung.settimeout(30)
+            hung.connect(path)
+            hung.sendall(HELLO)
+            _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, hung, 100, 1)
+            for fd in fds:
+                os.close(fd)
+            new = await found.start("--takeover")
+            assert await asyncio.to_thread(hung.recv, 100) == TAKEN
+            assert await asyncio.wait_for(old.wait(), 60) == 0
+        assert (await a_stream(found.url)).status_code == 200
+        assert new.returncode is None
+
+
+async def test_of_two_that_take_over_the_first_one_ready_does(tmp_path: Path) -> None:
+    """The other one leaves by itself, and the router that serves can still be taken over."""
+    async with routers(tmp_path) as found:
+        old = await found.start()
+        for behaviour in found.behaviours.values():
+            behaviour.instead["/v1/models"] = "[]"  # the new one waits for its engines
+        late = await found.begin("--takeover")
+        assert late.stderr is not None
+        async with asyncio.timeout(60):
+            while b"failed" not in await late.stderr.readline():
+                pass
+        late.send_signal(signal.SIGSTOP)
+        for behaviour in found.behaviours.values():
+            behaviour.instead.clear()
+        new = await found.start("--takeover")
+        assert await asyncio.wait_for(old.wait(), 60) == 0
+        late.send_signal(signal.SIGCONT)
+        _, said = await asyncio.wait_for(late.communicate(), 60)
+        assert b"another router has taken over" in said
+        assert late.returncode == 0
+        assert (await a_stream(found.url)).status_code == 200
+        await found.start("--takeover")
+        assert await asyncio.wait_for(new.wait(), 60) == 0
 
 
 async def test_nothing_to_take_over(tmp_path: Path) -> None:

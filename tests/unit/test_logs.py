@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -218,7 +219,7 @@ def test_files_rotate(tmp_path: Path) -> None:
     handler.setFormatter(JsonFormatter())
     for number in range(100):
         handler.handle(made("line %d", number))
-    os.rename(handler.baseFilename, tmp_path / "taken over")  # noqa: PTH104
+    os.rename(tmp_path / "deep/router-1.log", tmp_path / "taken over")  # noqa: PTH104
     handler.handle(made("line %d", 100))
     handler.close()
     files = sorted((tmp_path / "deep").iterdir())
@@ -231,7 +232,9 @@ def test_files_rotate(tmp_path: Path) -> None:
     assert kept == [f"line {n}" for n in range(101 - len(kept), 101)]
 
 
-def test_a_file_that_cannot_be_opened_costs_no_old_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_opened_costs_no_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nothing is renamed again and again while it lasts, and the next line goes to a new file."""
     path = tmp_path / "router-1.log"
     handler = _File(path, 2000, 2)
@@ -241,22 +244,22 @@ def test_a_file_that_cannot_be_opened_costs_no_old_one(tmp_path: Path, capsys: p
     while path.stat().st_size < 2000:
         handler.handle(made("before"))
     old = path.read_text()
-    broken = True
-
-    def refusing() -> Any:
-        if broken:
-            raise OSError("too many open files")
-        return _File._open(handler)
-
-    handler._open = refusing  # type: ignore[method-assign]
-    for _ in range(6):
-        handler.handle(made("lost"))
+    monkeypatch.setattr("router.line_file.CALM_S", 0.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        for _ in range(6):
+            handler.handle(made("lost"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert path.with_suffix(".log.1").read_text() == old
-    broken = False
     handler.handle(made("after"))
     handler.close()
     assert [json.loads(line)["message"] for line in path.read_text().splitlines()] == ["after"]
-    assert capsys.readouterr().err.count("cannot be written") == 1
+    assert [r.getMessage() for r in caplog.records] == [
+        f"the log {path} cannot be written (Too many open files): lines are lost until the log says how many",
+        f"the log {path} is written again; 6 lines are lost",
+    ]
 
 
 async def test_a_folder_that_is_taken_away_comes_again(tmp_path: Path) -> None:

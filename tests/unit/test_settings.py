@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -59,14 +60,62 @@ def test_a_class_can_be_changed_alone(tmp_path: Path) -> None:
         ("[policy]\nmin_confidence = 2", "policy.min_confidence"),
         ("[telemetry]\ntrace_url = 'http://viewer/trace/'", "telemetry.trace_url: an address that begins with http"),
         ("not toml", "is not TOML"),
+        ("[tiers.fast]\nurls = ['notaurl']", "tiers.fast.urls.0: this is no address that begins with http"),
+        ("[tiers.fast]\nurls = ['ftp://h']", "tiers.fast.urls.0: this is no address that begins with http"),
+        ("[tiers.fast]\nurls = ['http://h:99999']", "tiers.fast.urls.0: this is no address"),
+        ("[tiers.fast]\nurls = ['http://h:0']", "tiers.fast.urls.0: this is no address that begins with http"),
+        ("[tiers.fast]\nurls = ['http://h:8000/v1']", "tiers.fast.urls.0: the address ends with /v1"),
+        ("[tiers.fast]\nurls = ['http://h:8000/?x']", "tiers.fast.urls.0: a query or a fragment"),
+        ("[tiers.fast]\nurls = ['http://a b']", "tiers.fast.urls.0: this is no address"),
+        ("[tiers.fast]\nurls = ['http://h:1', 'http://H:1/']", "tiers.fast.urls: http://h:1 is named more than once"),
+        (
+            "[tiers.fast]\nurls = ['http://h:1']\n[tiers.precise]\nurls = ['http://h:1/']",
+            "tiers.fast.urls and tiers.precise.urls both name http://h:1/",
+        ),
+        ("[openai]\nembeddings_urls = ['h:1']", "openai.embeddings_urls.0: this is no address"),
+        ("[engine]\napi_key = 'a b'", "engine.api_key: a key of printable ASCII"),
+        ("[state]\nredis_url = 'http://h'", "state.redis_url: an address that begins with redis://"),
+        ("[state]\nredis_url = 'redis://h:port'", "state.redis_url: an address that begins with redis://"),
     ],
 )
 def test_mistakes_in_the_file_name_the_key(tmp_path: Path, text: str, named: str) -> None:
     """A wrong key or value ends the start with the key's name."""
     file = tmp_path / "qarr.toml"
     file.write_text(text)
-    with pytest.raises(SettingsError, match=named.replace(".", r"\.")):
+    with pytest.raises(SettingsError, match=re.escape(named)):
         load_settings(file)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[state]\nredis_url = 'http://user:se@cret@h'",
+        "[tiers.fast]\nurls = ['http://user:se@cret@h']",
+        "[openai]\nembeddings_urls = ['http://user:se@cret@h']",
+        "[engine]\napi_key = 'se cret'",
+    ],
+)
+def test_a_mistake_shows_no_secret(tmp_path: Path, text: str) -> None:
+    """What was given is in the error, but not a password or a key."""
+    file = tmp_path / "qarr.toml"
+    file.write_text(text)
+    with pytest.raises(SettingsError) as caught:
+        load_settings(file)
+    assert "cret" not in str(caught.value)
+
+
+def test_addresses_that_can_be_used(tmp_path: Path) -> None:
+    """With a path before the API's, by name, by IPv6; Redis with TLS, and over a Unix socket."""
+    file = tmp_path / "qarr.toml"
+    file.write_text(
+        "[tiers.fast]\nurls = ['http://gateway/fast', 'https://[::1]:8000/']\n"
+        "[openai]\nembeddings_urls = ['http://embedder:8000/']\n"
+        "[state]\nredis_url = 'unix:///run/redis.sock'\n"
+    )
+    settings = load_settings(file)
+    assert settings.tiers.fast.urls == ("http://gateway/fast", "https://[::1]:8000/")
+    assert settings.openai.embeddings_urls == ("http://embedder:8000",)
+    assert settings.state.redis_url.get_secret_value() == "unix:///run/redis.sock"
 
 
 def test_missing_file_is_an_error(tmp_path: Path) -> None:

@@ -1,0 +1,249 @@
+"""Those who watch engines go on, whatever an engine answers and whatever fails here; operations always end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.fakes.engine import Behaviour, FakeEngine, serving
+from tests.unit.own_engines import own_engines, until
+from tests.unit.test_probe import GAUGES
+from tiers.canary import Canary
+from tiers.engine import Engine
+from tiers.fleet import Fleet, Replica
+from tiers.operations import OperationOptions, Operations
+from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.supervisor import Supervisor, SupervisorOptions
+from tiers.watchdog import WatchdogOptions
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = pytest.mark.anyio
+READY, FAILED, UNREACHABLE, STARTING = (
+    ReplicaState.READY,
+    ReplicaState.FAILED,
+    ReplicaState.UNREACHABLE,
+    ReplicaState.STARTING,
+)
+NO_NUMBER = GAUGES.format("NaN", 0)
+
+
+@asynccontextmanager
+async def watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: Behaviour, fleet_type: type[Fleet] = Fleet
+) -> AsyncIterator[tuple[Replica, Supervisor]]:
+    """Watch an engine given by URL, at short intervals."""
+    monkeypatch.setattr("tiers.supervisor.POLL_S", 0.02)
+    monkeypatch.setattr("tiers.supervisor.ELSEWHERE_PAUSE_S", 0.02)
+    async with serving(FakeEngine(behaviour).app) as url:
+        fleet = fleet_type((TierSpec(TierName.FAST, 2048, 16, 32, urls=(url,)),))
+        supervisor = Supervisor(fleet, SupervisorOptions(tmp_path))
+        supervisor.start([], fleet.specs)
+        try:
+            yield fleet.replicas[0], supervisor
+        finally:
+            await supervisor.stop()
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "said"),
+    [
+        ("/v1/models", '{"object": "list", "data": []}', "/v1/models does not answer as vLLM does: data"),
+        ("/v1/models", '{"error": {"message": "loading"}}', "/v1/models answers with an error: loading"),
+        ("/v1/models", '{"data": [{"id": "m"}]}', "max_model_len: Field required"),
+        ("/tokenize", '{"error": "loading"}', "/tokenize answers with an error: loading"),
+        ("/v1/chat/completions", 'data: {"choi\n\n', "/v1/chat/completions does not answer JSON"),
+        ("/metrics", NO_NUMBER, "vllm:num_requests_running is NaN"),
+    ],
+)
+async def test_a_warm_up_with_odd_answers_is_tried_again(
+    path: str, content: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica has failed, for a reason that a person understands, and is ready once the engine is well again."""
+    behaviour = Behaviour(instead={path: content})
+    async with watched(tmp_path, monkeypatch, behaviour) as (replica, _):
+        await until(lambda: replica.state is FAILED)
+        assert said in (replica.detail or "")
+        behaviour.instead.clear()
+        await until(lambda: replica.state is READY)
+        assert replica.detail is None
+
+
+async def test_gauges_that_are_no_numbers_make_it_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ready replica of which nothing can be read gets no requests, with the reason, and is still watched."""
+    behaviour = Behaviour()
+    async with watched(tmp_path, monkeypatch, behaviour) as (replica, supervisor):
+        seen: list[tuple[ReplicaState, str | None]] = []
+        supervisor._on_change = lambda r: seen.append((r.state, r.detail))
+        await until(lambda: replica.state is READY)
+        behaviour.instead["/metrics"] = NO_NUMBER
+        await until(lambda: replica.state is FAILED)
+        assert any(state is UNREACHABLE and "is NaN" in (why or "") for state, why in seen)
+        behaviour.alive = False
+        await until(lambda: replica.state is UNREACHABLE)
+        behaviour.instead.clear()
+        behaviour.alive = True
+        await until(lambda: replica.state is READY)
+
+
+class FaultyFleet(Fleet):
+    """A fleet that fails in a way that nobody has foreseen, for a while."""
+
+    faults = 3
+
+    def note_template(self, template: Any) -> None:
+        if self.faults:
+            self.faults -= 1
+            raise ZeroDivisionError("not foreseen")
+        super().note_template(template)
+
+
+async def test_what_nobody_expected_is_logged_once_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The detail names the exception, the log has its trace a single time, and the replica is ready in the end."""
+    caplog.set_level(logging.INFO, "qarr.tiers")
+    async with watched(tmp_path, monkeypatch, Behaviour(), FaultyFleet) as (replica, _):
+        await until(lambda: replica.state is READY)
+    told = [r for r in caplog.records if "fast-0 is failed: ZeroDivisionError: not foreseen" in r.getMessage()]
+    assert len(told) == 3
+    assert len([r for r in caplog.records if r.exc_info]) == 1
+
+
+async def test_those_who_are_told_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception of what is called at a change of state changes nothing for the engine."""
+
+    def told(_replica: Replica) -> None:
+        raise RuntimeError("the terminal is gone")
+
+    async with own_engines(tmp_path, monkeypatch) as own:
+        pid = own.first.pid
+        own.supervisor._on_change = told
+        operation = own.supervisor.operations.begin("restart", "fast-0")
+        await until(lambda: operation.state == "done")
+        assert own.first.state is READY
+        assert own.first.pid != pid
+
+
+async def test_an_engine_that_cannot_be_started_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log cannot be made: the reason is told and counted as an end; it starts once that is mended."""
+    async with own_engines(tmp_path, monkeypatch) as own:
+        logs = tmp_path / "logs"
+        logs.rename(tmp_path / "away")
+        logs.write_text("in the way")
+        assert own.first.pid is not None
+        os.kill(own.first.pid, signal.SIGKILL)
+        await until(lambda: "restart 2 after: could not be started" in (own.first.detail or ""))
+        assert str(logs) in (own.first.detail or "")
+        assert own.first.state is STARTING
+        logs.unlink()
+        await until(lambda: own.first.state is READY)
+
+
+async def test_a_restart_ends_where_the_engine_cannot_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails with the reason instead of going on for ever, and the next one, after the cause is mended, is done."""
+    options = WatchdogOptions(max_restarts=1)
+    async with own_engines(tmp_path, monkeypatch, watchdog=options) as own:
+        logs = tmp_path / "logs"
+        logs.rename(tmp_path / "away")
+        logs.write_text("in the way")
+        operation = own.supervisor.operations.begin("restart", "fast-0")
+        await until(lambda: operation.state == "failed")
+        assert "fast-0 did not become ready: not started again" in operation.detail
+        assert "could not be started" in operation.detail
+        logs.unlink()
+        operation = own.supervisor.operations.begin("restart", "fast-0")
+        await until(lambda: operation.state == "done")
+        assert own.first.state is READY
+
+
+async def test_a_port_that_is_taken_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever listens there meanwhile is named as the reason and gets no request; freed, the port is used again."""
+    async with own_engines(tmp_path, monkeypatch) as own:
+        assert own.first.pid is not None
+        port = int(own.first.url.rpartition(":")[2])
+        os.kill(own.first.pid, signal.SIGKILL)
+        await until(lambda: own.first.state is STARTING)
+        with socket.create_server(("127.0.0.1", port)) as taken:
+            taken.setblocking(False)
+            await until(lambda: f"port {port} on 127.0.0.1 is in use" in (own.first.detail or ""))
+            with pytest.raises(BlockingIOError):
+                taken.accept()
+        await until(lambda: own.first.state is READY)
+
+
+async def test_a_canary_that_fails_unexpectedly_ends_the_start_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first start with what nobody expected is a failed one, with no process left; the next may do."""
+
+    class Faulty(Canary):
+        async def check_answers(self, *args: Any) -> None:
+            raise ZeroDivisionError("not foreseen")
+
+    canary = Faulty(tmp_path / "canary.json", "machine")
+    async with own_engines(tmp_path, monkeypatch, ready=False, canary=canary) as own:
+        assert "ZeroDivisionError: not foreseen" in (own.first.detail or "")
+        assert own.first.pid is None
+        own.supervisor._options = SupervisorOptions(tmp_path / "logs")
+        operation = own.supervisor.operations.begin("restart", "fast-0")
+        await until(lambda: operation.state == "done")
+
+
+async def test_answers_that_cannot_be_recorded_do_not_stop_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is compared with nothing then, and the log says so."""
+    canary = Canary(Path("/proc/qarr/canary.json"), "machine")  # where nobody may write
+    async with own_engines(tmp_path, monkeypatch, canary=canary) as own:
+        assert own.first.state is READY
+    assert "the recorded answers cannot be written" in caplog.text
+
+
+class FaultyCrew:
+    """A crew that fails in a way that nobody has foreseen."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self._engine = Engine(fleet.replicas[0], None, WatchdogOptions())
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        return (self._engine,)
+
+    def engine(self, _replica_id: str) -> Engine:
+        return self._engine
+
+    def hold(self, _engine: Engine, _why: str) -> None:
+        raise ZeroDivisionError("not foreseen")
+
+    def let_go(self, _engine: Engine) -> None:
+        pass
+
+    def start_beside(self, _engine: Engine) -> Engine:
+        raise AssertionError
+
+    async def retire(self, _engine: Engine) -> None:
+        raise AssertionError
+
+
+async def test_an_operation_that_fails_unexpectedly_ends() -> None:
+    """It is failed, with the exception, and the replica can be operated on again."""
+    fleet = Fleet((TierSpec(TierName.FAST, 2048, 16, 32),))
+    fleet.add(Replica("fast-0", fleet.specs[0], "u", "", "m", state=READY))
+    operations = Operations(FaultyCrew(fleet), OperationOptions())
+    operation = operations.begin("drain", "fast-0")
+    await until(lambda: operation.state == "failed")
+    assert "ZeroDivisionError: not foreseen" in operation.detail
+    resumed = operations.begin("resume", "fast-0")
+    await until(lambda: resumed.state == "done")

@@ -1,0 +1,60 @@
+"""Work that runs in the background for as long as the process does, whatever goes wrong in it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+log = logging.getLogger("qarr.background")
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0  # also: work that ran for so long starts at the first pause again
+
+
+async def lasting(work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+    """Run work that must not end by an exception: log it, pause, start the work again. Until it returns or is cancelled.
+
+    The pause doubles up to a minute. An exception that repeats is logged with its trace only the first time.
+
+    Args:
+        work: Makes the coroutine to run.
+        name: Of the work, for the log.
+    """
+    faults, pause_s = Faults(), FIRST_PAUSE_S
+    while True:
+        began = time.monotonic()
+        try:
+            await work()
+        except (Exception, asyncio.CancelledError) as error:
+            if _is_cancelled():
+                raise
+            if time.monotonic() - began >= LONGEST_PAUSE_S:
+                pause_s = FIRST_PAUSE_S
+            faults.log(error, f"{name} failed and starts again in {pause_s:g} s")
+        else:
+            return
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _is_cancelled() -> bool:
+    """Tell whether it is the running task that was cancelled, and not something that it waited for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+class Faults:
+    """Logs exceptions that nobody expected: each with its trace once, then without for as long as it repeats."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def log(self, error: BaseException, what: str) -> None:
+        """Log one."""
+        text = f"{type(error).__name__}: {error}"
+        log.error("%s: %s", what, text, exc_info=error if text != self._last else None)
+        self._last = text

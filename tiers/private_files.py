@@ -1,0 +1,35 @@
+"""Files that only their owner may read: logs name callers, engines and paths."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OWNER_ONLY = 0o600
+
+
+def make_private_folder(folder: Path) -> None:
+    """Make a folder that only its owner may enter; one that is there already stays as it is.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
+def open_private(path: str, flags: int) -> int:
+    """Open a file that only its owner may read, also where it is there already: an ``opener`` for ``open``.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    descriptor = os.open(path, flags, OWNER_ONLY)
+    with suppress(OSError):  # it is somebody else's
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):  # never /dev/null
+            os.fchmod(descriptor, OWNER_ONLY)
+    return descriptor
