@@ -1,15 +1,17 @@
-"""The 4-bit kernel for CPUs without AVX-512, in the engine's own environment."""
+"""The kernels for CPUs without AMX, in the engine's own environment."""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ENGINE_PYTHON = Path(__file__).resolve().parents[2] / ".venv-engine/bin/python"
-SCRIPT = """
+INT4 = """
 import torch
 from types import SimpleNamespace
-from qarr_vllm_int4 import _kernel_class
+from qarr_vllm_kernels import int4_kernel
 from vllm.scalar_type import scalar_types
 
 torch.manual_seed(0)
@@ -24,7 +26,7 @@ def pack(values, dim):
     shifts = torch.arange(0, 32, 4, dtype=torch.int32).view([-1] + [1] * (values.dim() - dim - 1))
     return (values.view(shape) << shifts).sum(dim + 1, dtype=torch.int32)
 
-kernel_class = _kernel_class()
+kernel_class = int4_kernel()
 for zero_points in (True, False):
     config = SimpleNamespace(
         full_weight_shape=(inputs, outputs), partition_weight_shape=(inputs, outputs), group_size=group,
@@ -37,22 +39,68 @@ for zero_points in (True, False):
     layer.z = torch.nn.Parameter(pack(zeros, 0), requires_grad=False) if zero_points else None
     kernel = kernel_class(config, "w", "s", "z")
     kernel.process_weights_after_loading(layer)
-    middle = zeros.float() if zero_points else torch.full_like(zeros, 8).float()
-    weight = ((codes.view(outputs, -1, group) - middle[..., None]) * scales.float()[..., None]).view(outputs, inputs)
-    for rows in (1, 3, 64):
+    middle = zeros.double() if zero_points else torch.full_like(zeros, 8).double()
+    weight = ((codes.view(outputs, -1, group) - middle[..., None]) * scales.double()[..., None]).view(outputs, inputs)
+    for rows in (1, 3, 16, 17, 64):  # by one path, and by the other
         x, bias = torch.randn(2, rows, inputs).bfloat16(), torch.randn(outputs).bfloat16()
-        got = kernel.apply_weights(layer, x, bias).float()
-        want = x.float() @ weight.T + bias.float()
+        got = kernel.apply_weights(layer, x, bias).double()
+        want = x.double() @ weight.T + bias.double()
         error = ((got - want).norm() / want.norm()).item()
         assert got.shape == want.shape and error < 0.01, (zero_points, rows, error)
+        print(f"int4 zero_points={zero_points} rows={2 * rows}: relative error {error:.5f}")
 bad = SimpleNamespace(**{**vars(config), "partition_weight_shape": (inputs, 20)})
 assert not kernel_class.can_implement(bad)[0]
-print("kernel agrees")
+"""
+FP8 = """
+import torch
+from qarr_vllm_kernels import fp8_kernel
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym, kFp8StaticChannelSym
+
+torch.manual_seed(0)
+NAMES = ("weight", "weight_scale", "input_scale", "input_scale_ub")
+for inputs, outputs in ((576, 1536), (1536, 576), (576, 960)):
+    config = FP8ScaledMMLinearLayerConfig(
+        weight_quant_key=kFp8StaticChannelSym, activation_quant_key=kFp8DynamicTokenSym,
+        weight_shape=(outputs, inputs), input_dtype=torch.bfloat16, out_dtype=torch.bfloat16,
+    )
+    real = torch.randn(outputs, inputs) * 0.05
+    scale = real.abs().amax(dim=1, keepdim=True) / 448
+    codes = (real / scale).to(torch.float8_e4m3fn)
+
+    def layer():
+        made = torch.nn.Module()
+        made.weight = torch.nn.Parameter(codes.clone().t(), requires_grad=False)  # [in, out], as vLLM hands it over
+        made.weight_scale = torch.nn.Parameter(scale.clone(), requires_grad=False)
+        made.input_scale = None
+        return made
+
+    with set_current_vllm_config(VllmConfig()):
+        ours, theirs = fp8_kernel()(config, NAMES), ChannelWiseTorchFP8ScaledMMLinearKernel(config, NAMES)
+    one, other = layer(), layer()
+    ours.process_weights_after_loading(one)
+    theirs.process_weights_after_loading(other)
+    for rows in (1, 8, 64):
+        x, bias = torch.randn(rows, inputs).bfloat16(), torch.randn(outputs).bfloat16()
+        x[0, 0] = 40.0  # an outlier, as real activations have
+        q, s = theirs.quant_fp8(x, None, None)
+        want = (q[:rows].double() * s[:rows].double()) @ (codes.double() * scale.double()).T + bias.double()
+        found = {}
+        for name, kernel, on in (("ours", ours, one), ("theirs", theirs, other)):
+            got = kernel.apply_weights(on, x, bias)
+            assert got.shape == want.shape and got.dtype == torch.bfloat16
+            found[name] = ((got.double() - want).abs().max() / want.abs().max()).item()
+        print(f"fp8 {inputs}x{outputs} rows={rows}: largest deviation from float64 "
+              f"{found['ours']:.5f}, torch._scaled_mm {found['theirs']:.5f}")
+        assert found["ours"] < 0.01, found
 """
 
 
-def test_kernel_computes_what_the_packed_weights_say() -> None:
-    """Packed as compressed-tensors packs, with and without zero points, the product is that of the dequantized weights."""
-    done = subprocess.run([ENGINE_PYTHON, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False)
+@pytest.mark.parametrize("script", [INT4, FP8], ids=["int4", "fp8"])
+def test_kernel_computes_what_the_quantized_weights_say(script: str) -> None:
+    """The product is that of the dequantized weights and the rounded activations in float64, by every path, within 1 %."""
+    done = subprocess.run([ENGINE_PYTHON, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "kernel agrees" in done.stdout
+    assert "rows=" in done.stdout
