@@ -51,6 +51,7 @@ class Breaker:
     options: BreakerOptions = field(default_factory=BreakerOptions)
     opened: int = 0
     _open_until: float | None = None
+    _own_until: float = 0.0  # of that, as far as it goes back to failures seen here
     _probing: bool = False
     _pauses: int = 0
     _failures: int = 0
@@ -69,6 +70,10 @@ class Breaker:
     def wait_s(self, now: float) -> float:
         """Return the time until it admits a request, as far as is known."""
         return 0.0 if self._open_until is None else max(self._open_until - now, 0.0)
+
+    def own_wait_s(self, now: float) -> float:
+        """Return the same of a pause for failures seen here: what other routers are told."""
+        return 0.0 if self._open_until is None else max(self._own_until - now, 0.0)
 
     def begin(self, now: float) -> bool:
         """Note that a request is sent; tell whether it is the probe."""
@@ -103,16 +108,19 @@ class Breaker:
         if probe:
             self._probing = False
 
-    def adopt(self, until: float) -> None:
-        """Stay open until then: another router has seen the replica fail."""
+    def adopt(self, now: float, wait_s: float) -> None:
+        """Stay open for so long, and no longer than a pause may be: another router has seen the replica fail."""
+        until = now + min(wait_s, self.options.longest_pause_s)
         if self._open_until is None:
-            self._open(until - self.options.pause_s)
-        if self._open_until is not None:
-            self._open_until = max(self._open_until, until)
+            self.opened += 1
+            self._pauses = max(self._pauses, 1)
+            self._last.clear()
+        self._open_until = max(self._open_until or until, until)
 
     def reset(self) -> None:
         """Close it, and forget failures in a row: the replica works, or it is a new process."""
         self._open_until, self._probing, self._pauses, self._failures = None, False, 0, 0
+        self._own_until = 0.0
 
     def _open(self, now: float) -> None:
         if self._open_until is None:
@@ -120,4 +128,4 @@ class Breaker:
             self._last.clear()
         pause = min(self.options.pause_s * 2**self._pauses, self.options.longest_pause_s)
         self._pauses += 1
-        self._open_until = now + pause
+        self._open_until = self._own_until = now + pause

@@ -54,6 +54,20 @@ class Others(NamedTuple):
 NO_OTHERS = Others()
 
 
+class Share(NamedTuple):
+    """What this router may have on a replica that it shares with others: places, and until when by the monotonic clock.
+
+    After that it may have one: whoever tells the routers apart may think that this one has gone.
+    """
+
+    places: int
+    until: float
+
+    def holds(self, now: float) -> int:
+        """Return the places that it stands for."""
+        return self.places if now < self.until else 0
+
+
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
     """When replicas are spared.
@@ -260,7 +274,7 @@ class Replica:
     kv_tokens_held: int = 0
     kv_tokens: int = 0
     kv_pressure: bool = False
-    others: Others = NO_OTHERS
+    share: Share | None = None  # None: it is not shared
     served: int = 0
     failed: int = 0
     generated: int = 0  # tokens
@@ -270,6 +284,8 @@ class Replica:
     tpot_trend: Trend = STEADY
     options: FleetOptions = field(default_factory=FleetOptions)
     breaker: Breaker = field(init=False)
+    _others: Others = NO_OTHERS
+    _others_until: float = 0.0  # what they told is old from then on
     _limit: ConcurrencyLimit = field(init=False)
     _prefill_rate: float = 0.0  # prompt tokens a millisecond, as of ``_prefill_at``
     _prefill_at: float = 0.0
@@ -286,11 +302,26 @@ class Replica:
         self._limit = ConcurrencyLimit.starting(self.spec.max_num_seqs, self.spec.max_in_flight)
 
     @property
-    def limit(self) -> int:
-        """Return the requests that may be in flight at once: what other routers leave."""
+    def whole_limit(self) -> int:
+        """Return the requests that may be in flight at once, of all routers together."""
         adapting = self.options.adaptive_limit and self.speed is not None and self.speed.profiled
-        limit = min(self._limit.value, self.spec.max_in_flight) if adapting else self.spec.max_in_flight
-        return max(limit - self.others.requests, 0)
+        return min(self._limit.value, self.spec.max_in_flight) if adapting else self.spec.max_in_flight
+
+    @property
+    def limit(self) -> int:
+        """Return the requests that this router may have in flight at once: its share, but always one."""
+        if self.share is None:
+            return self.whole_limit
+        return min(self.whole_limit, max(self.share.holds(time.monotonic()), 1))
+
+    @property
+    def others(self) -> Others:
+        """Return what other routers have on the replica, as long as that is not old."""
+        return self._others if time.monotonic() < self._others_until else NO_OTHERS
+
+    def note_others(self, others: Others, until: float) -> None:
+        """Note what other routers have, and until when that tells anything, by the monotonic clock."""
+        self._others, self._others_until = others, until
 
     def has_room(self, tokens: int, *, long: bool) -> bool:
         """Tell whether one more request is let in.
@@ -311,7 +342,7 @@ class Replica:
         self.state, self.detail = state, detail
         if state not in {ReplicaState.READY, ReplicaState.DRAINING}:
             self.gauges = self.speed = None
-            self.kv_pressure, self.others = False, NO_OTHERS
+            self.kv_pressure, self._others = False, NO_OTHERS
             self.breaker.reset()
             self._surplus.clear()
 
@@ -513,6 +544,7 @@ class Fleet:
         on_room: Called when a lease was given back.
         failures: Attempts that failed, by tier and kind of error.
         restarts: Engines that were started again by themselves, by tier.
+    first_share: What this router may have on a replica that is new to it; None: everything.
     """
 
     specs: tuple[TierSpec, ...]
@@ -525,10 +557,12 @@ class Fleet:
     on_room: Callable[[], None] = field(default=lambda: None)
     failures: Counter[tuple[TierName, str]] = field(default_factory=Counter)
     restarts: Counter[TierName] = field(default_factory=Counter)
+    first_share: Share | None = None
 
     def add(self, replica: Replica) -> Replica:
         """Add a replica; it gets traffic once it is marked ready."""
         replica.adopt(self.options)
+        replica.share = self.first_share
         self.replicas.append(replica)
         return replica
 
@@ -600,7 +634,7 @@ class Fleet:
             _output_tokens=max_tokens,
             _asked_tokens=max_tokens,
             _kv_tokens=kv_tokens,
-            _in_flight=replica.in_flight,
+            _in_flight=replica.in_flight + replica.others.requests,
             _unqueued_ms=unqueued_ms,
             _probe=probe,
         )
