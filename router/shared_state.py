@@ -107,8 +107,10 @@ for url, own in pairs(cjson.decode(ARGV[5])) do
     end
   end
   local share = part(wants, own[8])
-  if share > own[7] then
-    share = settled and math.max(own[7], math.min(share, own[8] - held)) or own[7]
+  if not settled then  -- nobody may rise, so nobody falls below an equal part, and is kept there
+    share = math.min(own[7], math.max(share, math.floor(own[8] / #wants)))
+  elseif share > own[7] then
+    share = math.max(own[7], math.min(share, own[8] - held))
   end
   kept[url] = {own[1], own[2], own[3], own[4], own[5] > 0 and now + own[5] or 0, own[6], math.max(own[1], own[7], share)}
   told[url] = {share, #wants, sums[1], sums[2], sums[3], sums[4], spared}

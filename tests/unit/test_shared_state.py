@@ -224,6 +224,27 @@ async def test_a_redis_that_was_emptied_knows_nobody_and_gives_nothing_away(redi
         assert len(await operator.hgetall(ROUTERS)) == 1 + 2
 
 
+async def test_a_router_without_need_keeps_its_part_of_an_emptied_redis(redis_server: RedisServer) -> None:
+    """What nobody else could take yet is not given up either: it would be missed when requests come a moment later."""
+    fleets, waiting = [make_fleet(1) for _ in range(2)], [9, 9]
+    shared = [SharedState(redis_server.url, f, lambda _t, n=n: waiting[n]) for n, f in enumerate(fleets)]
+    async with admin(redis_server.url) as operator:
+        try:
+            async with asyncio.timeout(20):
+                while any(fleet.replicas[0].limit != LIMIT // 2 for fleet in fleets):
+                    for each in shared:
+                        await each.exchange()
+                    await asyncio.sleep(0.05)
+            await operator.flushall()
+            waiting[0] = 0
+            for each in (*shared, *shared):
+                await each.exchange()
+            assert [fleet.replicas[0].limit for fleet in fleets] == [LIMIT // 2] * 2
+        finally:
+            for each in shared:
+                await each.aclose()
+
+
 async def test_what_nobody_foresaw_does_not_end_the_loop(
     redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
