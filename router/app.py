@@ -133,8 +133,8 @@ def _services(
     decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
     quotas = Quotas(settings.state.redis_url.get_secret_value())
     live_check = LiveCheck(settings.policy.live_check_share, fleet, upstream, policy, telemetry)
-    shared = SharedState(settings.state.redis_url.get_secret_value(), fleet)
     admission = Admission(fleet, policy, settings.admission, telemetry)
+    shared = SharedState(settings.state.redis_url.get_secret_value(), fleet, admission.waiting_for)
     return Services(
         fleet=fleet,
         upstream=upstream,

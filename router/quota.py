@@ -3,6 +3,9 @@
 The minute is a window that slides in steps of a second: what was counted in the present second and the 60 before it is
 within the quota, so no 60 seconds, wherever they start, ever hold more. A request takes one request and its prompt and
 highest output tokens in advance, all or nothing, and gives back what it did not use.
+
+While Redis does not answer, requests are counted by this process alone, and none of them waits for it: one task tries it
+again. Once it answers, it gets back what it may hold of requests that were not counted by it in the end.
 """
 
 from __future__ import annotations
@@ -16,12 +19,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from router.context import end_tasks
+from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, Faults, RedisClock, connect, outage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from router.keys import Caller, Quota
 
@@ -29,10 +31,9 @@ log = logging.getLogger("qarr.router")
 WINDOW_S = 60
 LEASE_S = 180  # a place of a router that died is given back after this
 RENEW_S = 60
-REDIS_TIMEOUT_S = 2.0  # longer than a busy event loop keeps an answer waiting
 REDIS_CONNECTIONS = 8
-REDIS_RETRY_S = 5  # after a failure, the local view holds for so long
-UNAVAILABLE = (RedisConnectionError, RedisTimeoutError, OSError, TimeoutError)  # other errors are faults, not outages
+REDIS_RETRY_S = 1  # after a failure, it is tried so often
+LATE = "late"  # what Redis answers to a take after its deadline
 Resource = Literal["requests", "tokens", "concurrent"]
 
 
@@ -76,7 +77,7 @@ class Usage:
 
 
 class Ledger(Protocol):
-    """Where use is counted. Amounts are integers, times Unix seconds."""
+    """Where use is counted. Amounts are integers, times seconds by the ledger's own clock."""
 
     async def take(self, key_id: str, quota: Quota, tokens: int, place: str) -> Usage:
         """Take a request, tokens and a place, all or nothing."""
@@ -84,8 +85,22 @@ class Ledger(Protocol):
     async def give_back(self, key_id: str, second: int, requests: int, tokens: int, place: str) -> None:
         """Give back a place, and of a second's counts what was not used."""
 
-    async def renew(self, places: dict[str, set[str]]) -> None:
-        """Keep places, by key id, from being taken for those of a dead router."""
+
+@dataclass(frozen=True, slots=True)
+class _Debt:
+    """What Redis is to get back once it answers, if it has it.
+
+    Attributes:
+        second: In which it was taken; None: not known, for Redis' answer did not come.
+        due: From when on it is certain whether it was taken, by the monotonic clock.
+    """
+
+    key_id: str
+    second: int | None
+    requests: int
+    tokens: int
+    place: str
+    due: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -110,19 +125,22 @@ class Grant:
             return
         self._settled = True
         requests, unused = (1, self._tokens) if tokens is None else (0, self._tokens - tokens)
-        settling = self._quotas.settle(self._ledger, self._key_id, self._second, requests, unused, self._place)
-        await asyncio.shield(asyncio.ensure_future(settling))
+        await self._quotas.settle(self._ledger, _Debt(self._key_id, self._second, requests, unused, self._place))
 
 
 class Quotas:
     """Lets requests in as their callers' quotas allow."""
 
-    def __init__(self, redis_url: str = "", now: Callable[[], float] = time.time) -> None:
+    def __init__(self, redis_url: str = "", now: Callable[[], float] = time.monotonic) -> None:
         self._local = LocalLedger(now)
         self._shared = RedisLedger(redis_url) if redis_url else None
-        self._shared_after = 0.0
+        self._lost = False
         self._places: dict[str, set[str]] = defaultdict(set)
-        self._renewing: asyncio.Task[None] | None = None
+        self._debts: dict[str, _Debt] = {}
+        self._patience: set[asyncio.Timeout] = set()
+        self._work: set[asyncio.Task[Any]] = set()
+        self._keeper: asyncio.Task[None] | None = None
+        self._renew_at = 0.0
 
     async def enter(self, caller: Caller, tokens: int, headers: dict[str, str]) -> Grant | None:
         """Let a request in; None for a caller without limits.
@@ -143,13 +161,11 @@ class Quotas:
             raise OverQuota("tokens", limit, tokens, None)
         place = secrets.token_hex(8)
         # A client that leaves meanwhile must not leave its place behind: taken to the end, then given back.
-        taking = asyncio.ensure_future(self._take(caller.key_id, quota, tokens, place))
+        taking = self._start(self._take(caller.key_id, quota, tokens, place))
         try:
             ledger, usage = await asyncio.shield(taking)
         except asyncio.CancelledError:
-            ledger, usage = await taking
-            if usage.denied is None:
-                await ledger.give_back(caller.key_id, usage.second, 1, tokens, place)
+            await asyncio.shield(self._start(self._undo(taking, caller.key_id, tokens, place)))
             raise
         headers.update(limit_headers(quota, usage))
         if usage.denied is not None:
@@ -160,50 +176,102 @@ class Quotas:
             }[usage.denied]
             raise OverQuota(usage.denied, allowed or 0, tokens, usage.wait_s)
         self._places[caller.key_id].add(place)
-        if self._shared is not None and self._renewing is None:
-            self._renewing = asyncio.create_task(self._renew())
         return Grant(self, ledger, caller.key_id, usage.second, tokens, place)
 
-    async def settle(  # noqa: PLR0917  called by Grant alone
-        self, ledger: Ledger, key_id: str, second: int, requests: int, tokens: int, place: str
-    ) -> None:
-        """Give back what a grant holds and did not use."""
-        self._places[key_id].discard(place)
-        if not self._places[key_id]:
-            del self._places[key_id]
-        try:
-            await ledger.give_back(key_id, second, requests, tokens, place)
-        except UNAVAILABLE as error:
-            self._lost(error)
+    async def settle(self, ledger: Ledger, debt: _Debt) -> None:
+        """Give back what a grant holds and did not use; to the end, even if the caller is cancelled."""
+        self._places[debt.key_id].discard(debt.place)
+        if not self._places[debt.key_id]:
+            del self._places[debt.key_id]
+        await asyncio.shield(self._start(self._give_back(ledger, debt)))
 
     async def aclose(self) -> None:
         """End the connection to Redis."""
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.wait({self._renewing})
+        if self._work:
+            await asyncio.wait(self._work)
+        if self._keeper is not None:
+            await end_tasks([self._keeper])
         if self._shared is not None:
             await self._shared.aclose()
 
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start what must be done to its end, whoever waits for it."""
+        task = asyncio.ensure_future(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return task
+
     async def _take(self, key_id: str, quota: Quota, tokens: int, place: str) -> tuple[Ledger, Usage]:
-        if self._shared is not None and time.monotonic() >= self._shared_after:
+        if self._shared is not None and self._keeper is None:
+            self._keeper = asyncio.create_task(self._keep(self._shared))
+        if self._shared is not None and not self._lost:
+            due, patience = time.monotonic() + REDIS_TIMEOUT_S, asyncio.timeout(REDIS_TIMEOUT_S)
             try:
-                return self._shared, await self._shared.take(key_id, quota, tokens, place)
+                async with patience:
+                    self._patience.add(patience)
+                    try:
+                        return self._shared, await self._shared.take(key_id, quota, tokens, place)
+                    finally:
+                        self._patience.discard(patience)
             except UNAVAILABLE as error:
-                self._lost(error)
+                self._debts[place] = _Debt(key_id, None, 1, tokens, place, due)
+                self._lose(error)
         return self._local, await self._local.take(key_id, quota, tokens, place)
 
-    def _lost(self, error: BaseException) -> None:
-        log.warning("Redis does not answer (%s): quotas are counted by this router alone", type(error).__name__)
-        self._shared_after = time.monotonic() + REDIS_RETRY_S
+    async def _undo(self, taking: asyncio.Task[tuple[Ledger, Usage]], key_id: str, tokens: int, place: str) -> None:
+        ledger, usage = await taking
+        if usage.denied is None:
+            await self._give_back(ledger, _Debt(key_id, usage.second, 1, tokens, place))
 
-    async def _renew(self) -> None:
+    async def _give_back(self, ledger: Ledger, debt: _Debt) -> None:
+        if ledger is self._local:
+            await self._local.give_back(debt.key_id, debt.second or 0, debt.requests, debt.tokens, debt.place)
+            return
         assert self._shared is not None
-        while True:
-            await asyncio.sleep(RENEW_S)
+        self._debts[debt.place] = debt
+        if not self._lost:
             try:
-                await self._shared.renew(self._places)
+                await self._pay(self._shared, debt)
             except UNAVAILABLE as error:
-                self._lost(error)
+                self._lose(error)
+
+    async def _pay(self, shared: RedisLedger, debt: _Debt) -> None:
+        async with asyncio.timeout(REDIS_TIMEOUT_S):
+            await shared.give_back(debt.key_id, debt.second, debt.requests, debt.tokens, debt.place)
+        self._debts.pop(debt.place, None)
+
+    def _lose(self, error: BaseException) -> None:
+        """Count alone from now on, and let nobody wait for Redis any longer."""
+        if not self._lost:
+            self._lost = True
+            log.warning("Redis does not serve (%s): quotas are counted by this router alone", outage(error))
+        for patience in self._patience:
+            if not patience.expired():
+                patience.reschedule(asyncio.get_running_loop().time())
+
+    async def _keep(self, shared: RedisLedger) -> None:
+        """Renew places, and try Redis while it does not answer; until cancelled."""
+        faults = Faults("keeping places in Redis")
+        while True:
+            await asyncio.sleep(min(REDIS_RETRY_S, RENEW_S))
+            try:
+                await self._look_after(shared)
+            except UNAVAILABLE as error:
+                self._lose(error)
+            except Exception as error:  # noqa: BLE001  whatever it is: places must go on being renewed
+                faults.note(error)
+
+    async def _look_after(self, shared: RedisLedger) -> None:
+        if self._lost:
+            await shared.try_out()
+        for debt in [debt for debt in self._debts.values() if debt.due <= time.monotonic()]:
+            await self._pay(shared, debt)
+        if self._lost:
+            self._lost, self._renew_at = False, 0.0
+            log.info("Redis serves again: quotas are counted there")
+        if time.monotonic() >= self._renew_at:
+            await shared.renew(self._places)
+            self._renew_at = time.monotonic() + RENEW_S
 
 
 @dataclass(slots=True)
@@ -217,7 +285,7 @@ class _Counts:
 class LocalLedger:
     """Counts in this process. Nothing awaits, so every change is whole."""
 
-    def __init__(self, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._keys: dict[str, _Counts] = defaultdict(_Counts)
 
@@ -227,6 +295,9 @@ class LocalLedger:
         counts = self._keys[key_id]
         for second in [s for s in counts.seconds if s < int(now) - WINDOW_S]:
             del counts.seconds[second]
+        for second in [s for s in counts.seconds if s > int(now)]:  # the clock was set back: as if used just now
+            present, moved = counts.seconds.setdefault(int(now), [0, 0]), counts.seconds.pop(second)
+            present[0], present[1] = present[0] + moved[0], present[1] + moved[1]
         seconds = sorted((s, r, t) for s, (r, t) in counts.seconds.items())
         usage = judge(quota, seconds, len(counts.places), tokens, now)
         if usage.denied is None:
@@ -246,9 +317,6 @@ class LocalLedger:
             own = counts.seconds[second]
             own[0], own[1] = own[0] - requests, own[1] - tokens
 
-    async def renew(self, places: dict[str, set[str]]) -> None:
-        """Do nothing: this process knows what it holds."""
-
 
 def judge(quota: Quota, seconds: list[tuple[int, int, int]], places: int, tokens: int, now: float) -> Usage:
     """Tell whether one more request is within a quota, and what will be used.
@@ -258,7 +326,7 @@ def judge(quota: Quota, seconds: list[tuple[int, int, int]], places: int, tokens
         seconds: (second, requests, tokens) of the window, in order.
         places: Taken.
         tokens: Asked for.
-        now: Unix time.
+        now: By the ledger's clock.
     """
     requests_used = sum(r for _, r, _ in seconds)
     tokens_used = sum(t for _, _, t in seconds)
@@ -287,11 +355,14 @@ def _wait(seconds: list[tuple[int, int]], excess: int, now: float) -> float:
     return float(WINDOW_S)
 
 
-# KEYS: counts, places. ARGV: requests, tokens and concurrent limit (-1: none), tokens asked, place, window, lease.
-# Redis' own clock counts, so that routers whose clocks differ agree. Answers the parts of Usage, and the second.
+# KEYS: counts, places. ARGV: requests, tokens and concurrent limit (-1: none), tokens asked, place, window, lease, and
+# until when whoever asks is waiting for the answer. Answers the parts of Usage, the second, and what Redis' clock shows.
+# That clock counts, so that routers whose clocks differ agree. If it was set back, what was counted in seconds that are
+# still to come counts as used just now, and a place ends with its lease.
 _TAKE = """
 local time = redis.call('TIME')
 local second, now = tonumber(time[1]), tonumber(time[1]) + tonumber(time[2]) / 1e6
+if now > tonumber(ARGV[8]) then return {'late', 0, 0, 0, '0', second, tostring(now)} end
 local limits = {tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])}
 local asked, window = tonumber(ARGV[4]), tonumber(ARGV[6])
 local flat = redis.call('HGETALL', KEYS[1])
@@ -303,12 +374,19 @@ for i = 1, #flat, 2 do
     old[#old + 1] = flat[i]
   else
     local which, amount = kind == 'r' and 1 or 2, tonumber(flat[i + 1])
+    if at > second then
+      redis.call('HINCRBY', KEYS[1], second .. kind, amount)
+      old[#old + 1], at = flat[i], second
+    end
     used[which] = used[which] + amount
     found[#found + 1] = {at, which, amount}
   end
 end
 if #old > 0 then redis.call('HDEL', KEYS[1], unpack(old)) end
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
+for _, place in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. now + tonumber(ARGV[7]), 'inf')) do
+  redis.call('ZADD', KEYS[2], now + tonumber(ARGV[7]), place)
+end
 local places = redis.call('ZCARD', KEYS[2])
 local denied, wait = '', second + window + 1 - now
 local function wait_for(which, excess)
@@ -335,19 +413,23 @@ else
   redis.call('EXPIRE', KEYS[2], tonumber(ARGV[7]))
   used, places = {used[1] + 1, used[2] + asked}, places + 1
 end
-return {denied, used[1], used[2], places, tostring(wait), second}
+return {denied, used[1], used[2], places, tostring(wait), second, tostring(now)}
 """
-# KEYS: counts, places. ARGV: second, requests, tokens (below 0: used beyond what was taken, just now), place, expiry.
+# KEYS: counts, places. ARGV: second ('': when its place was taken), requests, tokens (below 0: used beyond what was
+# taken, just now), place, expiry, lease. Whoever asks twice, not knowing whether the first time counted, gives back once.
 _GIVE_BACK = """
+local expires = redis.call('ZSCORE', KEYS[2], ARGV[4])
+if not expires then return end
 redis.call('ZREM', KEYS[2], ARGV[4])
+local second = ARGV[1] ~= '' and ARGV[1] or string.format('%d', math.floor(tonumber(expires) - tonumber(ARGV[6])))
 if tonumber(ARGV[3]) < 0 then
   redis.call('HINCRBY', KEYS[1], redis.call('TIME')[1] .. 't', -tonumber(ARGV[3]))
   redis.call('EXPIRE', KEYS[1], tonumber(ARGV[5]))
   return
 end
 for kind, amount in pairs({r = ARGV[2], t = ARGV[3]}) do
-  if tonumber(amount) ~= 0 and redis.call('HEXISTS', KEYS[1], ARGV[1] .. kind) == 1 then
-    redis.call('HINCRBY', KEYS[1], ARGV[1] .. kind, -tonumber(amount))
+  if tonumber(amount) ~= 0 and redis.call('HEXISTS', KEYS[1], second .. kind) == 1 then
+    redis.call('HINCRBY', KEYS[1], second .. kind, -tonumber(amount))
   end
 end
 """
@@ -357,33 +439,33 @@ class RedisLedger:
     """Counts in Redis, for several routers at once. Every change is one script, which Redis runs as a whole."""
 
     def __init__(self, url: str) -> None:
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=REDIS_CONNECTIONS,
-            timeout=REDIS_TIMEOUT_S,
-            socket_timeout=REDIS_TIMEOUT_S,
-            socket_connect_timeout=REDIS_TIMEOUT_S,
-            decode_responses=True,
-        )
-        self._redis: Any = Redis.from_pool(pool)
+        self._redis = connect(url, REDIS_CONNECTIONS)
+        self._clock = RedisClock()
         self._take = self._redis.register_script(_TAKE)
         self._give_back = self._redis.register_script(_GIVE_BACK)
 
     async def take(self, key_id: str, quota: Quota, tokens: int, place: str) -> Usage:
-        """Take a request, tokens and a place, all or nothing."""
+        """Take a request, tokens and a place, all or nothing; nothing once ``REDIS_TIMEOUT_S`` have passed."""
+        due = time.monotonic() + REDIS_TIMEOUT_S
         limits = (quota.requests_per_minute, quota.tokens_per_minute, quota.concurrent_requests)
         numbers = [-1 if limit is None else limit for limit in limits]
-        denied, requests, used, places, wait, second = await self._take(
-            keys=_names(key_id), args=[*numbers, tokens, place, WINDOW_S, LEASE_S]
-        )
-        return Usage(denied or None, requests, used, places, float(wait), second)
+        for _ in range(2):  # where Redis' clock was set ahead, the second time knows
+            until = await self._clock.when(self._redis, due)
+            denied, requests, used, places, wait, second, shown = await self._take(
+                keys=_names(key_id), args=[*numbers, tokens, place, WINDOW_S, LEASE_S, until]
+            )
+            self._clock.learn(float(shown))
+            if denied != LATE:
+                return Usage(denied or None, requests, used, places, float(wait), second)
+        raise TimeoutError
 
-    async def give_back(self, key_id: str, second: int, requests: int, tokens: int, place: str) -> None:
-        """Give back a place, and of a second's counts what was not used."""
-        await self._give_back(keys=_names(key_id), args=[second, requests, tokens, place, WINDOW_S + 2])
+    async def give_back(self, key_id: str, second: int | None, requests: int, tokens: int, place: str) -> None:
+        """Give back a place, and of a second's counts what was not used; None: of the second in which it was taken."""
+        numbers = ["" if second is None else second, requests, tokens, place, WINDOW_S + 2, LEASE_S]
+        await self._give_back(keys=_names(key_id), args=numbers)
 
     async def renew(self, places: dict[str, set[str]]) -> None:
-        """Keep places from being taken for those of a dead router."""
+        """Keep places, by key id, from being taken for those of a dead router."""
         seconds, microseconds = await self._redis.time()
         until = seconds + microseconds / 1e6 + LEASE_S
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -392,6 +474,10 @@ class RedisLedger:
                 pipe.zadd(name, dict.fromkeys(held, until), xx=True)
                 pipe.expire(name, LEASE_S)
             await pipe.execute()
+
+    async def try_out(self) -> None:
+        """Write something, as counting does: a Redis that only answers is not well."""
+        await self._redis.set("qarr:tried", "", px=1000)
 
     async def aclose(self) -> None:
         """Close the connections."""

@@ -1,123 +1,272 @@
-"""What several routers in front of the same engines tell one another, over Redis.
+"""What several routers in front of the same engines tell one another, over Redis, and how they share the engines' limits.
 
-Each router writes twice a second what it has on every replica, and which of them it spares; the others add that to their
-own. An entry lives for three seconds: a router that dies is forgotten by itself. Without Redis each router goes by its own
-view, and by the engines' gauges, as one alone does. Replicas are known by their URL.
+Twice a second each router tells what it has on every replica and how many requests wait for it, and gets back what the
+others have, which replicas they spare, and its share of each replica's limit. Redis does that in one script, so that no two
+routers are given the same place. Shares are max-min fair: whoever needs less than an equal part has what it needs, the
+others divide the rest evenly, and where that does not come out even the odd places go round. A share falls at once, and
+rises only by what the others have given up. Each router may always have one request on a replica. Requests do not wait for
+Redis. Replicas are known by their URL.
+
+A router that dies is forgotten after three seconds, and its share goes to the others. A Redis that knows nobody, new or
+emptied, or that nobody reached for a while, lets no share rise until every router had the time to tell. When it does not
+serve, each router goes by its own view and by the engines' gauges, and keeps at most an equal part of each limit; one that
+had less gets there place by place, as far as the gauges show room. All times between routers are by Redis' clock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
-from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic_core import to_json
-from redis.asyncio import Redis
 
 from router.jsontext import read_json
-from router.quota import REDIS_TIMEOUT_S, UNAVAILABLE
-from tiers.fleet import NO_OTHERS, Others
+from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, Faults, RedisClock, connect, outage
+from tiers.fleet import Others, Share
+from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable
 
-    from tiers.fleet import Fleet
+    from tiers.fleet import Fleet, Replica
 
 log = logging.getLogger("qarr.router")
 EVERY_S = 0.5
-LIFE_S = 3
-ROUTERS = "qarr:{fleet}:routers"
+LOOK_S = 0.1  # a request that begins to wait is told of that soon
+LIFE_S = 3  # what was told counts for so long
+RISE_S = 1.0  # without Redis, between two places more
+TURN_S = 5  # the odd places go on to the next routers
+ROUTERS = "qarr:{fleet}:routers:2"  # the number changes with what is in it
+
+# KEYS: a hash of what each router told, by its id; under '': since when routers are known, and when one told last.
+# ARGV: id, until when the router waits for the answer, LIFE_S, TURN_S, and what it tells, as JSON: by replica requests,
+# prompt, output and cache tokens, for how long it is spared, requests with those that wait, the share in force, the limit.
+# Kept of that: the same to the tokens, until when it is spared, requests with those that wait, and the places that are its
+# own: the most of its requests, the share that it had and the one that it gets. Answers what Redis' clock shows, and as
+# JSON whether every router is known, and by replica: share, routers, what the others have, for how long they spare it.
+_EXCHANGE = """
+local time = redis.call('TIME')
+local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
+if now > tonumber(ARGV[2]) then return {tostring(now), ''} end
+local me, life, turn = ARGV[1], tonumber(ARGV[3]), math.floor(now / tonumber(ARGV[4]))
+
+local since, last, others = now, now, {}
+local flat = redis.call('HGETALL', KEYS[1])
+for i = 1, #flat, 2 do
+  local id, entry = flat[i], cjson.decode(flat[i + 1])
+  if id == '' then
+    since, last = entry[1], entry[2]
+  elseif id ~= me then
+    if entry.at > now then  -- the clock was set back
+      entry.at = now
+      redis.call('HSET', KEYS[1], id, cjson.encode(entry))
+    end
+    if now - entry.at > life then redis.call('HDEL', KEYS[1], id) else others[id] = entry.replicas end
+  end
+end
+if last - now > 0.001 or now - last > life / 2 then since = now end
+local settled = now - since >= life
+
+local function part(wants, limit)
+  local wanted, left, given = 0, limit, {}
+  for _, want in ipairs(wants) do wanted = wanted + want[2] end
+  local short = wanted > limit
+  table.sort(wants, function(a, b)
+    if a[2] == b[2] then return a[1] < b[1] end
+    return (a[2] < b[2]) == short
+  end)
+  local i = 1
+  while i <= #wants do  -- those who need less than an equal part; where there is enough, those who need more
+    local even = left / (#wants - i + 1)
+    if (short and wants[i][2] > even) or (not short and wants[i][2] < even) then break end
+    given[wants[i][1]], left, i = wants[i][2], left - wants[i][2], i + 1
+  end
+  local rest = {}
+  for k = i, #wants do rest[#rest + 1] = wants[k][1] end
+  table.sort(rest)
+  for k, id in ipairs(rest) do
+    local odd = (k + turn) % #rest < left % #rest
+    given[id] = math.floor(left / #rest) + (odd and 1 or 0)
+  end
+  return given[me]
+end
+
+local kept, told = {}, {}
+for url, own in pairs(cjson.decode(ARGV[5])) do
+  local wants, sums, held, spared = {{me, own[6]}}, {0, 0, 0, 0}, 0, 0
+  for id, replicas in pairs(others) do
+    local theirs = replicas[url]
+    if theirs then
+      wants[#wants + 1] = {id, theirs[6]}
+      for k = 1, 4 do sums[k] = sums[k] + theirs[k] end
+      spared, held = math.max(spared, theirs[5] - now), held + theirs[7]
+    end
+  end
+  local share = part(wants, own[8])
+  if not settled then  -- nobody may rise, so nobody falls below an equal part, and is kept there
+    share = math.min(own[7], math.max(share, math.floor(own[8] / #wants)))
+  elseif share > own[7] then
+    share = math.max(own[7], math.min(share, own[8] - held))
+  end
+  kept[url] = {own[1], own[2], own[3], own[4], own[5] > 0 and now + own[5] or 0, own[6], math.max(own[1], own[7], share)}
+  told[url] = {share, #wants, sums[1], sums[2], sums[3], sums[4], spared}
+end
+redis.call('HSET', KEYS[1], me, cjson.encode({at = now, replicas = kept}), '', cjson.encode({since, now}))
+redis.call('EXPIRE', KEYS[1], 60)
+return {tostring(now), cjson.encode({settled, told})}
+"""
 
 
 class SharedState:
-    """One router's part in it. ``run`` until cancelled, then ``aclose``."""
+    """One router's part in it. ``run`` until cancelled, then ``aclose``.
 
-    def __init__(self, redis_url: str, fleet: Fleet) -> None:
-        self._fleet = fleet
+    Args:
+        redis_url: Empty: this router has its replicas for itself.
+        fleet: Whose replicas are shared.
+        waiting_for: Tells how many requests wait that a tier could serve.
+    """
+
+    def __init__(self, redis_url: str, fleet: Fleet, waiting_for: Callable[[TierName], int] = lambda _tier: 0) -> None:
+        self._fleet, self._waiting_for = fleet, waiting_for
         self._id = secrets.token_hex(8)
-        self._redis: Any = None
-        if redis_url:
-            self._redis = Redis.from_url(
-                redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
-            )
-        self._known_at = 0.0
-        self._alone = False
+        self._redis = connect(redis_url, 1) if redis_url else None
+        self._clock = RedisClock()
+        self._faults = Faults("telling other routers over Redis")
+        self._routers: dict[str, int] = {}  # by replica, this one among them
+        self._content: set[str] = set()  # replicas of which it had told no need beyond its share
+        self._known = False
+        self._lost_at: float | None = None
+        self._rise_at = 0.0
+        if self._redis is not None:
+            self._exchange = self._redis.register_script(_EXCHANGE)
+            self._give_all(Share(0, math.inf))
 
     async def run(self) -> None:
         """Tell and listen, until cancelled. Does nothing without Redis."""
         while self._redis is not None:
             try:
-                await self._exchange()
+                if await self.exchange():
+                    await self.exchange()  # what this router gives up, another one may be waiting for
             except UNAVAILABLE as error:
-                self._lost(error)
-            except (ValueError, TypeError) as error:  # a router of another release, say
-                log.warning("what another router tells over redis is not understood (%s)", type(error).__name__)
-            await asyncio.sleep(EVERY_S)
+                self._lose(outage(error))
+            except Exception as error:  # noqa: BLE001  whatever it is: it must not keep this router from sharing again
+                self._faults.note(error)
+                self._lose(type(error).__name__)
+            await self._pause()
 
     async def aclose(self) -> None:
         """Take this router's entry away, and close the connection."""
         if self._redis is None:
             return
         try:
-            await self._redis.delete(_name(self._id))
+            await self._redis.hdel(ROUTERS, self._id)
         except UNAVAILABLE:
             log.info("redis does not answer: this router's entry ends by itself")
         await self._redis.aclose()
 
-    async def _exchange(self) -> None:
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.set(_name(self._id), to_json(self._own()), ex=LIFE_S)
-            pipe.zadd(ROUTERS, {self._id: time.time()})
-            pipe.zremrangebyscore(ROUTERS, "-inf", time.time() - 100 * LIFE_S)
-            pipe.zrange(ROUTERS, 0, -1)
-            *_, routers = await pipe.execute()
-        names = [_name(router.decode()) for router in routers if router.decode() != self._id]
-        found = await self._redis.mget(names) if names else []
-        self._take(read_json(entry) for entry in found if entry is not None)
-        self._known_at = time.monotonic()
-        if self._alone:
-            self._alone = False
-            log.info("redis answers again: what other routers do counts again")
+    async def exchange(self) -> bool:
+        """Tell what this router has, and take up what it is told; return whether a share has fallen.
 
-    def _own(self) -> dict[str, list[float]]:
-        """Return what this router has on every replica: requests, prompt, output and cache tokens, until when it is spared.
-
-        The last as seconds since 1970: what is left of a pause is old once it is read, and routers that told one another
-        that would prolong it for ever.
+        Raises:
+            RedisError: Redis does not serve; as do OSError and TimeoutError.
         """
-        now, today = time.monotonic(), time.time()
-        found = {}
+        began = time.monotonic()
+        own = self._own(began)
+        async with asyncio.timeout(REDIS_TIMEOUT_S):
+            for _ in range(2):  # where Redis' clock was set ahead, the second time knows
+                until = await self._clock.when(self._redis, began + REDIS_TIMEOUT_S)
+                shown, told = await self._exchange([ROUTERS], [self._id, until, LIFE_S, TURN_S, to_json(own)])
+                self._clock.learn(float(shown))
+                if told:
+                    break
+            else:
+                raise TimeoutError
+        settled, replicas = read_json(told.encode())
+        self._known = True
+        if self._lost_at is not None:
+            self._lost_at = None
+            log.info("redis serves again: what other routers do counts again")
+        return self._take(own, replicas, began + LIFE_S, settled=settled)
+
+    def _own(self, now: float) -> dict[str, list[float]]:
+        """Return what is told of every replica, as the script has it. Pauses that others told of are theirs to tell."""
+        found: dict[str, list[float]] = {}
         for replica in self._fleet.replicas:
-            wait_s = replica.breaker.wait_s(now)
             held = [replica.places, replica.prompt_tokens, replica.output_tokens, replica.kv_tokens_held]
-            found[replica.url] = [*held, today + wait_s if wait_s else 0.0]
+            wanted = replica.places + self._waiting(replica, now)
+            shares = [replica.whole_limit if replica.share is None else replica.share.holds(now), replica.whole_limit]
+            found[replica.url] = [*held, replica.breaker.own_wait_s(now), wanted, *shares]
         return found
 
-    def _take(self, entries: Iterable[dict[str, list[float]]]) -> None:
-        sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-        until: dict[str, float] = defaultdict(float)
-        for entry in entries:
-            for url, (*counts, spared_until) in entry.items():
-                sums[url] = [a + int(b) for a, b in zip(sums[url], counts, strict=True)]
-                until[url] = max(until[url], spared_until)
-        now, today = time.monotonic(), time.time()
+    def _waiting(self, replica: Replica, now: float) -> int:
+        able = replica.state is ReplicaState.READY and replica.breaker.admits(now)
+        return self._waiting_for(replica.spec.name) if able else 0
+
+    def _take(
+        self, own: dict[str, list[float]], replicas: dict[str, list[float]], until: float, *, settled: bool
+    ) -> bool:
+        now, fallen, risen = time.monotonic(), False, False
+        self._content.clear()
         for replica in self._fleet.replicas:
-            replica.others = Others(*sums[replica.url]) if replica.url in sums else NO_OTHERS
-            if until[replica.url] > today:
-                replica.breaker.adopt(now + until[replica.url] - today)
+            if replica.url not in replicas:  # it was added meanwhile
+                continue
+            share, routers, *others, spared_s = replicas[replica.url]
+            *_, wanted, had, _limit = own[replica.url]
+            replica.share = Share(int(share), until)
+            replica.note_others(Others(*map(int, others)), until)
+            if spared_s > 0:
+                replica.breaker.adopt(now, spared_s)
+            self._routers[replica.url] = int(routers if settled else max(routers, self._routers.get(replica.url, 1)))
+            if wanted <= share:
+                self._content.add(replica.url)
+            fallen, risen = fallen or share < had, risen or share > had
+        self._fleet.first_share = Share(0, math.inf)
+        if risen:
+            self._fleet.on_room()
+        return fallen
 
-    def _lost(self, error: Exception) -> None:
-        """Forget the others once what is known of them is old."""
-        if not self._alone:
-            self._alone = True
-            log.warning("redis does not answer (%s): each router goes by its own view", type(error).__name__)
-        if time.monotonic() - self._known_at > LIFE_S:
-            for replica in self._fleet.replicas:
-                replica.others = NO_OTHERS
+    def _lose(self, why: str) -> None:
+        """Go by this router's own view."""
+        now = time.monotonic()
+        if self._lost_at is None:
+            self._lost_at, self._rise_at = now, now + LIFE_S
+            log.warning("redis does not serve (%s): each router goes by its own view", why)
+        if not self._known:  # nor is anybody else
+            self._give_all(None)
+            return
+        rises = now >= self._rise_at
+        if rises:
+            self._rise_at = now + RISE_S
+        most = max(self._routers.values(), default=1)
+        for replica in self._fleet.replicas:
+            if replica.share is None:
+                continue
+            routers, gauges = self._routers.get(replica.url, most), replica.gauges
+            part = max(replica.whole_limit // routers, 1)
+            room = gauges is None or gauges.running + gauges.waiting < replica.whole_limit
+            places = replica.share.places + (rises and room)
+            replica.share = Share(part if routers == 1 else min(places, part), now + LIFE_S)
 
+    def _give_all(self, share: Share | None) -> None:
+        """Set what this router may have on each replica, and on those to come."""
+        self._fleet.first_share = share
+        for replica in self._fleet.replicas:
+            replica.share = share
 
-def _name(router: str) -> str:
-    return f"qarr:{{fleet}}:router:{router}"
+    async def _pause(self) -> None:
+        """Wait until it is time to tell again: at once where requests have begun to wait for what others may have."""
+        until = time.monotonic() + EVERY_S
+        while time.monotonic() < until:
+            await asyncio.sleep(LOOK_S)
+            if self._lost_at is None and any(map(self._needs_more, self._fleet.replicas)):
+                return
+
+    def _needs_more(self, replica: Replica) -> bool:
+        """Tell whether requests wait for a replica, which was not so when this router told last."""
+        if replica.url not in self._content or not replica.limit <= replica.places < replica.whole_limit:
+            return False
+        return self._waiting(replica, time.monotonic()) > 0

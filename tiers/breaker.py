@@ -59,6 +59,7 @@ class Breaker:
     _open_until: float | None = None
     _held_until: float | None = None  # by a probe
     _probe: int = 0  # the last one's number
+    _own_until: float = 0.0  # of the pause, as far as it goes back to failures seen here
     _pauses: int = 0
     _failures: int = 0
     _last: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -83,6 +84,10 @@ class Breaker:
         """Return the time until it admits a request at the latest."""
         held = 0.0 if self._held_until is None else max(self._held_until - now, 0.0)
         return max(self.wait_s(now), held)
+
+    def own_wait_s(self, now: float) -> float:
+        """Return what is left of a pause for failures seen here: what other routers are told."""
+        return 0.0 if self._open_until is None else max(self._own_until - now, 0.0)
 
     def begin(self, now: float) -> int:
         """Note that a request is sent; return its number if it is a probe, else 0."""
@@ -123,22 +128,26 @@ class Breaker:
         if probe and probe == self._probe:
             self._held_until = None
 
-    def adopt(self, until: float) -> None:
-        """Stay open until then: another router has seen the replica fail."""
+    def adopt(self, now: float, wait_s: float) -> None:
+        """Stay open for so long, and no longer than a pause may be: another router has seen the replica fail."""
+        until = now + min(wait_s, self.options.longest_pause_s)
         if self._open_until is None:
-            self._open(until - self.options.pause_s)
-        if self._open_until is not None:
-            self._open_until = max(self._open_until, until)
+            self.opened += 1
+            self._pauses = max(self._pauses, 1)
+            self._last.clear()
+        self._open_until = max(self._open_until or until, until)
 
     def reset(self) -> None:
         """Close it, and forget failures in a row: the replica works, or it is a new process."""
         self._open_until, self._held_until, self._pauses, self._failures = None, None, 0, 0
+        self._own_until = 0.0
 
     def _open(self, now: float) -> None:
         if self._open_until is None:
             self.opened += 1
             self._last.clear()
-        self._open_until, self._held_until = now + self._pause_s(), None
+        self._open_until = self._own_until = now + self._pause_s()
+        self._held_until = None
         self._pauses += 1
 
     def _pause_s(self) -> float:

@@ -71,6 +71,20 @@ class Demand(NamedTuple):
     sequences: int = 1
 
 
+class Share(NamedTuple):
+    """What this router may have on a replica that it shares with others: places, and until when by the monotonic clock.
+
+    After that it may have one: whoever tells the routers apart may think that this one has gone.
+    """
+
+    places: int
+    until: float
+
+    def holds(self, now: float) -> int:
+        """Return the places that it stands for."""
+        return self.places if now < self.until else 0
+
+
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
     """When replicas are spared.
@@ -303,7 +317,7 @@ class Replica:
     kv_tokens_held: int = 0
     kv_tokens: int = 0
     kv_pressure: bool = False
-    others: Others = NO_OTHERS
+    share: Share | None = None  # None: it is not shared
     served: int = 0
     failed: int = 0
     generated: int = 0  # tokens
@@ -314,6 +328,8 @@ class Replica:
     options: FleetOptions = field(default_factory=FleetOptions)
     breaker: Breaker = field(init=False)
     turnover: Turnover = field(default_factory=Turnover)
+    _others: Others = NO_OTHERS
+    _others_until: float = 0.0  # what they told is old from then on
     _limit: ConcurrencyLimit = field(init=False)
     _prefill_rate: float = 0.0  # prompt tokens a millisecond, as of ``_prefill_at``
     _prefill_at: float = 0.0
@@ -330,11 +346,26 @@ class Replica:
         self._limit = ConcurrencyLimit.starting(self.spec.max_num_seqs, self.spec.max_in_flight)
 
     @property
-    def limit(self) -> int:
-        """Return the places that there are: what other routers leave."""
+    def whole_limit(self) -> int:
+        """Return the places that there are, for all routers together."""
         adapting = self.options.adaptive_limit and self.speed is not None and self.speed.profiled
-        limit = min(self._limit.value, self.spec.max_in_flight) if adapting else self.spec.max_in_flight
-        return max(limit - self.others.requests, 0)
+        return min(self._limit.value, self.spec.max_in_flight) if adapting else self.spec.max_in_flight
+
+    @property
+    def limit(self) -> int:
+        """Return the places that this router may take: its share, but always one."""
+        if self.share is None:
+            return self.whole_limit
+        return min(self.whole_limit, max(self.share.holds(time.monotonic()), 1))
+
+    @property
+    def others(self) -> Others:
+        """Return what other routers have on the replica, as long as that is not old."""
+        return self._others if time.monotonic() < self._others_until else NO_OTHERS
+
+    def note_others(self, others: Others, until: float) -> None:
+        """Note what other routers have, and until when that tells anything, by the monotonic clock."""
+        self._others, self._others_until = others, until
 
     def has_room(self, tokens: int, *, long: bool, sequences: int = 1) -> bool:
         """Tell whether one more request is let in.
@@ -356,7 +387,7 @@ class Replica:
         self.state, self.detail = state, detail
         if state not in {ReplicaState.READY, ReplicaState.DRAINING}:
             self.gauges = self.speed = None
-            self.kv_pressure, self.others = False, NO_OTHERS
+            self.kv_pressure, self._others = False, NO_OTHERS
             self.turnover = Turnover()
             self.breaker.reset()
             self._surplus.clear()
@@ -576,6 +607,7 @@ class Fleet:
         on_room: Called when a lease was given back.
         failures: Attempts that failed, by tier and kind of error.
         restarts: Engines that were started again by themselves, by tier.
+    first_share: What this router may have on a replica that is new to it; None: everything.
     """
 
     specs: tuple[TierSpec, ...]
@@ -588,10 +620,12 @@ class Fleet:
     on_room: Callable[[], None] = field(default=lambda: None)
     failures: Counter[tuple[TierName, str]] = field(default_factory=Counter)
     restarts: Counter[TierName] = field(default_factory=Counter)
+    first_share: Share | None = None
 
     def add(self, replica: Replica) -> Replica:
         """Add a replica; it gets traffic once it is marked ready."""
         replica.adopt(self.options)
+        replica.share = self.first_share
         self.replicas.append(replica)
         return replica
 
@@ -657,7 +691,7 @@ class Fleet:
             _output_tokens=output_tokens,
             _asked_tokens=output_tokens,
             _kv_tokens=kv_tokens,
-            _places=replica.places,
+            _places=replica.places + replica.others.requests,
             _unqueued_ms=unqueued_ms,
             _probe=probe,
         )

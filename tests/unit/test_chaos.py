@@ -1,4 +1,4 @@
-"""The attacks of benchmarks/chaos, and a few hundred of its requests, on a router process of their own."""
+"""Short runs of benchmarks/chaos, on router processes of their own."""
 
 from __future__ import annotations
 
@@ -25,3 +25,18 @@ async def test_malformed_requests_and_attacks_leave_no_trace() -> None:
     assert "faults         0" in shown
     for status in ("200:", "400:", "408:", "413:", "431:", "503:"):
         assert status in shown
+
+
+@pytest.mark.timeout(300)
+async def test_routers_share_and_none_is_wedged_while_redis_fails() -> None:
+    """Two routers keep to every engine's limit, get equal parts of it, and share again after each fault of Redis."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "benchmarks/chaos/routers.py", "--minutes", "0.5", "--routers", "2",
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, cwd=PROJECT,
+    )  # fmt: skip
+    output, _ = await process.communicate()
+    shown = output.decode()
+    assert process.returncode == 0, shown
+    assert "wedged routers: 0" in shown
+    for fault in ("paused", "read-only", "full", "emptied", "restarted"):
+        assert fault in shown

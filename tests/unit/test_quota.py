@@ -6,14 +6,18 @@ import asyncio
 import random
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from redis.asyncio import Redis
 
 from router.keys import Caller, Quota
-from router.quota import WINDOW_S, Grant, OverQuota, Quotas
+from router.quota import WINDOW_S, Grant, LocalLedger, OverQuota, Quotas, _names
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
     from tests.conftest import RedisServer
 
 pytestmark = pytest.mark.anyio
@@ -188,20 +192,184 @@ async def test_redis_counts_as_the_local_ledger_does(redis_server: RedisServer) 
         await shared.aclose()
 
 
+@asynccontextmanager
+async def sharing(redis_server: RedisServer) -> AsyncIterator[tuple[Quotas, Any]]:
+    """Yield a router's quotas in Redis, and its operator's connection to it."""
+    quotas, operator = Quotas(redis_server.url), Redis.from_url(redis_server.url, decode_responses=True)
+    try:
+        yield quotas, operator
+    finally:
+        await quotas.aclose()
+        await operator.aclose()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def held(operator: Any, who: Caller) -> tuple[int, int, int]:
+    """Return what Redis has of a key: places, requests, tokens."""
+    counts, places = _names(who.key_id)
+    found = await operator.hgetall(counts)
+    amounts = [sum(int(n) for field, n in found.items() if field.endswith(kind)) for kind in "rt"]
+    return await operator.zcard(places), amounts[0], amounts[1]
+
+
 async def test_a_router_without_redis_counts_alone(redis_server: RedisServer) -> None:
     """When Redis goes away requests are still let in and still counted; when it is back it counts again."""
     who = caller("away", requests=3)
-    quotas = Quotas(redis_server.url)
-    try:
+    async with sharing(redis_server) as (quotas, _):
         assert await enters(quotas, who)
         redis_server.pause()
         assert [await enters(quotas, who) is not None for _ in range(4)] == [True, True, True, False]
         redis_server.resume()
-        quotas._shared_after = 0.0
-        # Redis counted the one before its pause, and then the one that came during it.
-        assert [await enters(quotas, who) is not None for _ in range(2)] == [True, False]
-    finally:
-        await quotas.aclose()
+        await until(lambda: not quotas._lost)
+        # Redis counted the one before its pause, and none that came during it.
+        assert [await enters(quotas, who) is not None for _ in range(3)] == [True, True, False]
+
+
+BREAK = {
+    "readonly": (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),
+    "full": (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
+}
+
+
+@pytest.mark.parametrize("how", BREAK)
+async def test_an_error_reply_is_an_outage_and_no_more(redis_server: RedisServer, how: str) -> None:
+    """Whatever Redis says instead of counting, requests are let in, and later Redis has what was taken before, settled."""
+    who = caller(how, requests=50, tokens=1000, at_once=10)
+    async with sharing(redis_server) as (quotas, operator):
+        before = await quotas.enter(who, 100, {})
+        wrong, right = BREAK[how]
+        await operator.execute_command(*wrong)
+        try:
+            meanwhile = [await quotas.enter(who, 10, {}) for _ in range(3)]
+            for grant in (before, *meanwhile):
+                assert grant is not None
+                await grant.settle(None)
+        finally:
+            await operator.execute_command(*right)
+        await until(lambda: not quotas._lost and not quotas._debts)
+        assert await held(operator, who) == (0, 0, 0)
+        assert await quotas.enter(who, 10, {})
+        assert await held(operator, who) == (1, 1, 10)
+
+
+async def test_what_redis_did_not_answer_never_counts(redis_server: RedisServer) -> None:
+    """Requests that a hung Redis is asked to let in leave nothing behind when it gets to them: nobody waits for them."""
+    who = caller("ghosts", requests=100, at_once=4)
+    async with sharing(redis_server) as (quotas, operator):
+        healthy = [await quotas.enter(who, 1, {}) for _ in range(2)]
+        redis_server.pause()
+        hung = await asyncio.gather(*(quotas.enter(who, 1, {}) for _ in range(4)))
+        redis_server.resume()
+        assert (await held(operator, who))[:2] == (2, 2)  # the operator's question comes after theirs
+        for grant in (*healthy, *hung):
+            assert grant is not None
+            await grant.settle(1)
+        await until(lambda: not quotas._lost)
+        assert [await enters(quotas, who) is not None for _ in range(5)] == [True] * 4 + [False]
+
+
+async def test_what_redis_did_in_time_but_could_not_say_is_given_back(redis_server: RedisServer) -> None:
+    """A place that Redis gave, and whose answer came too late, is free again once Redis answers."""
+    who = caller("unheard", requests=100, tokens=1000, at_once=1)
+    async with sharing(redis_server) as (quotas, operator):
+        entering = asyncio.create_task(quotas.enter(who, 50, {}))
+        async with asyncio.timeout(10):
+            while await held(operator, who) == (0, 0, 0):
+                await asyncio.sleep(0)
+        await entering
+        assert quotas._shared is not None
+        (place,) = await operator.zrange(_names(who.key_id)[1], 0, -1)
+        await quotas._shared.give_back(who.key_id, None, 1, 50, place)
+        assert await held(operator, who) == (0, 0, 0)
+
+
+async def test_nobody_waits_for_a_redis_that_hangs(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many requests arrive while Redis hangs, and however long, one task tries it: it is asked for none of them."""
+    monkeypatch.setattr("router.quota.REDIS_RETRY_S", 0.05)
+    who = caller("crowd", requests=1000)
+    async with sharing(redis_server) as (quotas, operator):
+        assert await enters(quotas, who)
+        await operator.config_resetstat()
+        redis_server.pause()
+        assert await enters(quotas, who)
+        for _ in range(3):
+            await asyncio.sleep(0.2)
+            await asyncio.gather(*(enters(quotas, who) for _ in range(50)))
+        redis_server.resume()
+        await until(lambda: not quotas._lost)
+        asked = (await operator.info("commandstats"))["cmdstat_evalsha"]["calls"]
+        assert asked <= 2  # the one that found out, and giving back what it may have taken
+
+
+async def test_what_was_taken_before_an_outage_is_given_back_after_it(redis_server: RedisServer) -> None:
+    """Requests that end while Redis hangs do not wait for it, and their places and tokens are there once it is back."""
+    who = caller("spanning", tokens=1000, at_once=3)
+    async with sharing(redis_server) as (quotas, operator):
+        grants = [await quotas.enter(who, 100, {}) for _ in range(3)]
+        redis_server.pause()
+        for grant in grants:
+            assert grant is not None
+            await grant.settle(20)
+        redis_server.resume()
+        await until(lambda: not quotas._debts)
+        assert await held(operator, who) == (0, 3, 60)
+
+
+async def test_giving_back_twice_counts_once(redis_server: RedisServer) -> None:
+    """Whoever does not know whether Redis took something back says so again, and no more comes back."""
+    who = caller("twice", tokens=1000)
+    async with sharing(redis_server) as (quotas, operator):
+        grant = await quotas.enter(who, 100, {})
+        assert grant is not None
+        assert quotas._shared is not None
+        for _ in range(2):
+            await quotas._shared.give_back(who.key_id, grant._second, 0, 30, grant._place)
+        assert await held(operator, who) == (0, 1, 70)
+
+
+async def test_a_redis_whose_clock_was_set_ahead_is_asked_again(redis_server: RedisServer) -> None:
+    """A take that Redis finds too late, by a clock that is not the one it was, is repeated and counted once."""
+    who = caller("ahead", requests=10)
+    async with sharing(redis_server) as (quotas, operator):
+        assert quotas._shared is not None
+        quotas._shared._clock.learn(time.time() - 600)
+        assert await enters(quotas, who)
+        assert not quotas._lost
+        assert (await held(operator, who))[:2] == (1, 1)
+
+
+async def test_a_clock_that_is_set_back_keeps_nobody_out(redis_server: RedisServer) -> None:
+    """What was counted by a clock that was an hour ahead is used up for a minute, not for an hour and a minute."""
+    who, now = caller("back", requests=3, at_once=3), time.time()
+    clock = Clock()
+    ledger = LocalLedger(clock)
+    for place in range(3):
+        await ledger.take("k", who.quota, 1, str(place))
+        await ledger.give_back("k", int(clock.now), 0, 0, str(place))
+    clock.now -= 3600
+    usage = await ledger.take("k", who.quota, 1, "x")
+    assert (usage.denied, usage.wait_s <= WINDOW_S + 1) == ("requests", True)
+    async with sharing(redis_server) as (quotas, operator):
+        counts, places = _names(who.key_id)
+        await operator.hset(counts, mapping={f"{int(now) + 3600}r": 2, f"{int(now) + 3600}t": 2})
+        await operator.zadd(places, {"dead": now + 3600})
+        assert await enters(quotas, who)
+        with pytest.raises(OverQuota) as over:
+            await quotas.enter(who, 1, {})
+        assert over.value.resource == "requests"
+        assert (over.value.retry_after_s or 0) <= WINDOW_S + 1
+        assert await operator.zscore(places, "dead") < now + 600
+
+
+async def test_the_local_clock_is_one_that_nobody_sets() -> None:
+    """Without Redis quotas are counted by the monotonic clock."""
+    usage = await LocalLedger().take("k", Quota(requests_per_minute=1), 1, "p")
+    assert usage.second <= time.monotonic() < usage.second + WINDOW_S
 
 
 async def test_places_of_a_dead_router_come_back(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,8 +382,8 @@ async def test_places_of_a_dead_router_come_back(redis_server: RedisServer, monk
         assert await enters(dead, who)
         await asyncio.sleep(4)
         assert await enters(alive, who) is None  # still renewed
-        assert dead._renewing is not None
-        dead._renewing.cancel()
+        assert dead._keeper is not None
+        dead._keeper.cancel()
         async with asyncio.timeout(10):
             while not await enters(alive, who):
                 await asyncio.sleep(0.1)
@@ -260,3 +428,23 @@ async def test_a_client_that_leaves_at_the_door_leaves_no_place(redis_server: Re
         assert await quotas.enter(who, 1, {})
     finally:
         await quotas.aclose()
+
+
+async def test_a_client_that_is_cancelled_twice_leaves_no_place(redis_server: RedisServer) -> None:
+    """A request that is cancelled again while its place is given back leaves nothing either."""
+    who = caller("twice cancelled", requests=1000, at_once=1)
+    async with sharing(redis_server) as (quotas, operator):
+        for turn in range(100):
+            entering = asyncio.create_task(quotas.enter(who, 1, {}))
+            for pause in (turn % 12, turn % 7, turn % 5):
+                for _ in range(pause):
+                    await asyncio.sleep(0)
+                entering.cancel()
+            try:
+                grant = await entering
+            except asyncio.CancelledError:
+                grant = None
+            if grant is not None:
+                await grant.settle(None)
+            await until(lambda: not quotas._work)
+            assert await held(operator, who) == (0, 0, 0)

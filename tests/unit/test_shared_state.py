@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from redis.asyncio import Redis
 
 from router.context import end_tasks
-from router.shared_state import EVERY_S, SharedState
-from tiers.breaker import BreakerState
-from tiers.fleet import FOREIGN_POLLS, NO_OTHERS, Fleet, Gauges, Others, Replica
+from router.redis_link import UNAVAILABLE
+from router.shared_state import EVERY_S, ROUTERS, SharedState
+from tiers.breaker import Breaker, BreakerOptions, BreakerState
+from tiers.fleet import FOREIGN_POLLS, NO_OTHERS, Fleet, Gauges, Others, Replica, Share
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
@@ -21,28 +25,53 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 FAST = TierName.FAST
+LIMIT = 4
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let routers tell more often, and what they tell be old sooner."""
+    monkeypatch.setattr("router.shared_state.EVERY_S", 0.2)
+    monkeypatch.setattr("router.shared_state.LIFE_S", 2)
+
+
+def make_fleet(replicas: int = 2, limit: int = LIMIT) -> Fleet:
+    """Return one router's view of engines that others have as well."""
+    spec = TierSpec(FAST, 2048, 16, limit)
+    fleet = Fleet((spec,))
+    for number in range(replicas):
+        fleet.add(Replica(f"fast-{number}", spec, f"http://e{number}", "", "m", state=ReplicaState.READY))
+    return fleet
 
 
 @asynccontextmanager
-async def routers(url: str, count: int = 2) -> AsyncIterator[list[Fleet]]:
-    """Run the shared state of routers that have the same two engines."""
-    spec = TierSpec(FAST, 2048, 16, 4)
-    fleets = [Fleet((spec,)) for _ in range(count)]
-    for fleet in fleets:
-        for number in range(2):
-            fleet.add(Replica(f"fast-{number}", spec, f"http://e{number}", "", "m", state=ReplicaState.READY))
-    shared = [SharedState(url, fleet) for fleet in fleets]
+async def routers(url: str, count: int = 2, waiting: Callable[[], int] = lambda: 0) -> AsyncIterator[list[Fleet]]:
+    """Run the shared state of routers that have the same two engines, until they know of one another."""
+    fleets = [make_fleet() for _ in range(count)]
+    shared = [SharedState(url, fleet, lambda _tier: waiting()) for fleet in fleets]
     tasks = [asyncio.create_task(each.run()) for each in shared]
     try:
+        await until(lambda: all(r.share and r.share.places for fleet in fleets for r in fleet.replicas))
         yield fleets
+        assert not any(task.done() for task in tasks)
     finally:
         await end_tasks(tasks)
         for each in shared:
             await each.aclose()
 
 
+@asynccontextmanager
+async def admin(url: str) -> AsyncIterator[Any]:
+    """Connect to Redis as its operator does."""
+    client = Redis.from_url(url, decode_responses=True)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.05)
 
@@ -51,14 +80,10 @@ async def test_what_one_router_has_the_others_count(redis_server: RedisServer) -
     """Requests, tokens and places: together they stay within the limit, and a release is seen as well."""
     async with routers(redis_server.url) as (one, other):
         leases = [one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"}) for _ in range(3)]
-        await until(lambda: other.replicas[0].others == Others(3, 30, 15, 45))
-        assert other.replicas[0].sequences == 3
-        assert other.replicas[0].limit == 1
-        taken = other.lease(FAST, prompt_tokens=1, max_tokens=1)
-        assert taken is not None
-        assert taken.replica.id == "fast-1"  # the emptier one
-        assert other.lease(FAST, prompt_tokens=1, max_tokens=1, exclude={"fast-1"}) is not None
-        assert other.lease(FAST, prompt_tokens=1, max_tokens=1, exclude={"fast-1"}) is None
+        assert leases.pop() is None  # two routers have two places each
+        await until(lambda: other.replicas[0].others == Others(2, 20, 10, 30))
+        assert other.replicas[0].sequences == 2
+        assert other.replicas[0].limit == 2
         for lease in leases:
             assert lease is not None
             lease.release()
@@ -98,18 +123,47 @@ async def test_routers_do_not_prolong_a_pause_for_one_another(redis_server: Redi
     async with routers(redis_server.url, 1) as (one,):
         await asyncio.sleep(EVERY_S / 3)
         async with routers(redis_server.url, 1) as (two,):
-            await asyncio.sleep(EVERY_S / 3)
-            async with routers(redis_server.url, 1) as (three,):
-                everyone, now = (one, two, three), asyncio.get_running_loop().time
-                for _ in range(3):
-                    lease = one.lease(FAST, prompt_tokens=1, max_tokens=1, exclude={"fast-1"})
-                    assert lease is not None
-                    with lease:
-                        lease.failed("EngineFailed")
-                spared = [fleet.replicas[0].breaker for fleet in everyone]
-                await until(lambda: all(breaker.state(now()) is not BreakerState.CLOSED for breaker in spared))
-                await until(lambda: all(breaker.admits(now()) for breaker in spared))
-                assert all(not breaker.wait_s(now()) for breaker in spared)
+            now = asyncio.get_running_loop().time
+            for _ in range(3):
+                lease = one.lease(FAST, prompt_tokens=1, max_tokens=1, exclude={"fast-1"})
+                assert lease is not None
+                with lease:
+                    lease.failed("EngineFailed")
+            spared = [fleet.replicas[0].breaker for fleet in (one, two)]
+            await until(lambda: all(breaker.state(now()) is not BreakerState.CLOSED for breaker in spared))
+            await until(lambda: all(breaker.admits(now()) for breaker in spared))
+            assert all(not breaker.wait_s(now()) for breaker in spared)
+
+
+async def test_a_peer_with_another_clock_spares_no_longer(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router whose clock is ten minutes ahead tells of a pause of a second, and that is what the others take."""
+    one, other = make_fleet(), make_fleet()
+    shared = [SharedState(redis_server.url, fleet) for fleet in (one, other)]
+    for _ in range(3):
+        one.replicas[0].breaker.failed(time.monotonic(), probe=False)
+    right = time.time
+    try:
+        monkeypatch.setattr(time, "time", lambda: right() + 600)
+        await shared[0].exchange()
+        monkeypatch.setattr(time, "time", right)
+        await shared[1].exchange()
+        own, told = (fleet.replicas[0].breaker.wait_s(time.monotonic()) for fleet in (one, other))
+        assert 0 < told <= own + 0.5  # they are told one after the other
+    finally:
+        for each in shared:
+            await each.aclose()
+
+
+def test_a_peer_imposes_no_longer_pause_than_the_settings_have() -> None:
+    """Whatever another router tells, and its pause is not told on as this router's own."""
+    breaker = Breaker(BreakerOptions(longest_pause_s=30))
+    breaker.adopt(100.0, 600.0)
+    assert breaker.wait_s(100.0) == 30
+    assert breaker.own_wait_s(100.0) == 0
+    assert not breaker.admits(129.0)
+    assert breaker.admits(130.0)
 
 
 async def test_without_redis_each_goes_by_its_own_view(redis_server: RedisServer) -> None:
@@ -120,16 +174,220 @@ async def test_without_redis_each_goes_by_its_own_view(redis_server: RedisServer
         redis_server.pause()
         try:
             await until(lambda: other.replicas[0].others == NO_OTHERS)
+            await until(lambda: other.replicas[0].limit == LIMIT // 2)
             assert other.lease(FAST, prompt_tokens=1, max_tokens=1) is not None
         finally:
             redis_server.resume()
         await until(lambda: other.replicas[0].others.requests == 1)
 
 
+BREAK = {
+    "readonly": (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),
+    "full": (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
+    "garbage": (("HSET", ROUTERS, "someone", "}"), ("DEL", ROUTERS)),
+    "another type": (
+        ("EVAL", f"redis.call('DEL', '{ROUTERS}') redis.call('SET', '{ROUTERS}', 1)", "0"),
+        ("DEL", ROUTERS),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BREAK)
+async def test_an_error_reply_is_an_outage_and_no_more(redis_server: RedisServer, how: str) -> None:
+    """Whatever Redis says instead of serving, the others are forgotten, and count again once it serves."""
+    async with admin(redis_server.url) as operator, routers(redis_server.url) as (one, other):
+        lease = one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"})
+        assert lease is not None
+        await until(lambda: other.replicas[0].others.requests == 1)
+        wrong, right = BREAK[how]
+        await operator.execute_command(*wrong)
+        try:
+            await until(lambda: other.replicas[0].others == NO_OTHERS)
+            await until(lambda: other.replicas[0].limit == LIMIT // 2)
+        finally:
+            await operator.execute_command(*right)
+        await until(lambda: other.replicas[0].others.requests == 1)
+        lease.release()
+        await until(lambda: other.replicas[0].others == Others())
+
+
+async def test_a_redis_that_was_emptied_knows_nobody_and_gives_nothing_away(redis_server: RedisServer) -> None:
+    """The first router that tells a Redis without memory gets no more than it had, until the others had time to tell."""
+    async with admin(redis_server.url) as operator, routers(redis_server.url) as (one, other):
+        await operator.flushall()
+        await operator.script_flush()
+        seen = set()
+        for _ in range(100):
+            seen.update(r.limit for fleet in (one, other) for r in fleet.replicas)
+            await asyncio.sleep(0.02)
+        assert max(seen) <= LIMIT // 2
+        assert len(await operator.hgetall(ROUTERS)) == 1 + 2
+
+
+async def test_a_router_without_need_keeps_its_part_of_an_emptied_redis(redis_server: RedisServer) -> None:
+    """What nobody else could take yet is not given up either: it would be missed when requests come a moment later."""
+    fleets, waiting = [make_fleet(1) for _ in range(2)], [9, 9]
+    shared = [SharedState(redis_server.url, f, lambda _t, n=n: waiting[n]) for n, f in enumerate(fleets)]
+    async with admin(redis_server.url) as operator:
+        try:
+            async with asyncio.timeout(20):
+                while any(fleet.replicas[0].limit != LIMIT // 2 for fleet in fleets):
+                    for each in shared:
+                        await each.exchange()
+                    await asyncio.sleep(0.05)
+            await operator.flushall()
+            waiting[0] = 0
+            for each in (*shared, *shared):
+                await each.exchange()
+            assert [fleet.replicas[0].limit for fleet in fleets] == [LIMIT // 2] * 2
+        finally:
+            for each in shared:
+                await each.aclose()
+
+
+async def test_what_nobody_foresaw_does_not_end_the_loop(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An exception of any kind is logged once, and the router shares again when it is over."""
+    fleet, broken = make_fleet(), True
+
+    def waiting(_tier: TierName) -> int:
+        if broken:
+            raise ZeroDivisionError
+        return 0
+
+    shared = SharedState(redis_server.url, fleet, waiting)
+    task = asyncio.create_task(shared.run())
+    try:
+        await until(lambda: fleet.replicas[0].share is None)
+        await asyncio.sleep(3 * EVERY_S)
+        broken = False
+        await until(lambda: fleet.replicas[0].share is not None and fleet.replicas[0].limit == LIMIT)
+        assert [r.exc_info[0] for r in caplog.records if r.exc_info] == [ZeroDivisionError]
+    finally:
+        await end_tasks([task])
+        await shared.aclose()
+
+
+def test_what_others_told_expires_where_it_is_read() -> None:
+    """What is known of others, and the share that goes with it, end by themselves, whatever becomes of those who told."""
+    replica, now = make_fleet(1).replicas[0], time.monotonic()
+    replica.note_others(Others(3), now + 100)
+    replica.share = Share(2, now + 100)
+    assert (replica.others.requests, replica.limit) == (3, 2)
+    replica.note_others(Others(3), now)
+    replica.share = Share(2, now)
+    assert (replica.others, replica.limit) == (NO_OTHERS, 1)
+
+
+async def test_what_redis_ran_too_late_changes_nothing(redis_server: RedisServer) -> None:
+    """What a router told a Redis that hung is not true any more when Redis gets to it, and is left alone."""
+    fleet = make_fleet(1)
+    shared = SharedState(redis_server.url, fleet)
+    async with admin(redis_server.url) as operator:
+        try:
+            lease = fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
+            assert lease is not None
+            await shared.exchange()
+            before = (await operator.hgetall(ROUTERS))[shared._id]
+            lease.release()
+            redis_server.pause()
+            try:
+                with pytest.raises(UNAVAILABLE):
+                    await shared.exchange()
+            finally:
+                redis_server.resume()
+            assert (await operator.hgetall(ROUTERS))[shared._id] == before
+        finally:
+            await shared.aclose()
+
+
 async def test_a_router_that_leaves_is_forgotten(redis_server: RedisServer) -> None:
-    """Its entry goes with it."""
+    """Its entry goes with it, and its share to those that stay."""
     async with routers(redis_server.url) as (one, _):
         async with routers(redis_server.url, 1) as (third,):
             assert third.lease(FAST, prompt_tokens=10, max_tokens=5) is not None
             await until(lambda: sum(r.others.requests for r in one.replicas) == 1)
         await until(lambda: sum(r.others.requests for r in one.replicas) == 0)
+
+
+async def test_the_share_of_a_router_that_died_comes_back(redis_server: RedisServer) -> None:
+    """A router alone has the whole limit, with another one half of it, and once that has died the whole again."""
+    async with routers(redis_server.url, 1) as (one,):
+        await until(lambda: one.replicas[0].limit == LIMIT)
+        dead = SharedState(redis_server.url, make_fleet())
+        task = asyncio.create_task(dead.run())
+        await until(lambda: one.replicas[0].limit == LIMIT // 2)
+        await end_tasks([task])
+        await until(lambda: one.replicas[0].limit == LIMIT)
+        await dead.aclose()
+
+
+async def test_no_router_starves_another(redis_server: RedisServer) -> None:
+    """However many requests wait at one router, another one that needs its part of the limit gets it within moments."""
+    greedy, modest = make_fleet(1), make_fleet(1)
+    waiting = [12, 0]
+    shared = [SharedState(redis_server.url, f, lambda _t, n=n: waiting[n]) for n, f in enumerate((greedy, modest))]
+    work = [asyncio.create_task(each.run()) for each in shared]
+    work.append(asyncio.create_task(take_what_there_is(greedy)))
+    try:
+        await until(lambda: greedy.replicas[0].in_flight == LIMIT)
+        waiting[1] = 4
+        await until(lambda: greedy.replicas[0].limit == modest.replicas[0].limit == 2)
+        work.append(asyncio.create_task(take_what_there_is(modest)))
+        await until(lambda: greedy.replicas[0].in_flight == modest.replicas[0].in_flight == 2)
+    finally:
+        await end_tasks(work)
+        for each in shared:
+            await each.aclose()
+
+
+async def take_what_there_is(fleet: Fleet) -> None:
+    """Keep as many requests in flight as there are places, each for a moment."""
+    async with asyncio.TaskGroup() as requests:
+
+        async def serve(lease: Any) -> None:
+            with lease:
+                await asyncio.sleep(0.05)
+
+        while True:
+            while (lease := fleet.lease(FAST, prompt_tokens=1, max_tokens=1)) is not None:
+                requests.create_task(serve(lease))
+            await asyncio.sleep(0.01)
+
+
+async def test_the_odd_place_goes_round(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a limit does not divide evenly, each router in turn has the place that is left."""
+    monkeypatch.setattr("router.shared_state.TURN_S", 1)
+    async with routers(redis_server.url, 3, waiting=lambda: 9) as fleets:
+        for fleet in fleets:
+            await until(lambda fleet=fleet: fleet.replicas[0].limit == 2)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+async def test_together_they_keep_to_the_limit(redis_server: RedisServer, count: int) -> None:
+    """Whatever load comes and goes, and whenever Redis forgets all, never is there more than the limit and one a router."""
+    dice, limit = random.Random(count), 10
+    fleets = [make_fleet(1, limit) for _ in range(count)]
+    waiting, leases = [0] * count, [list[Any]() for _ in range(count)]
+    shared = [SharedState(redis_server.url, f, lambda _t, n=n: waiting[n]) for n, f in enumerate(fleets)]
+    most, emptied, began = 0, False, time.monotonic()
+    async with admin(redis_server.url) as operator:
+        try:
+            while time.monotonic() < began + 8:
+                n = dice.randrange(count)
+                waiting[n] = dice.choice((0, 0, 1, 5, 30))
+                for _ in range(dice.randrange(12)):
+                    if leases[n] and dice.random() < 0.5:
+                        leases[n].pop().release()
+                    elif (lease := fleets[n].lease(FAST, prompt_tokens=1, max_tokens=1)) is not None:
+                        leases[n].append(lease)
+                await shared[dice.randrange(count)].exchange()
+                if not emptied and time.monotonic() > began + 4:
+                    emptied = await operator.flushall()
+                most = max(most, sum(fleet.replicas[0].in_flight for fleet in fleets))
+                assert most <= limit + count
+            assert most >= limit
+        finally:
+            for each in shared:
+                await each.aclose()
