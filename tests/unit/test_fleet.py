@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiers.fleet import FOREIGN_POLLS, Demand, Fleet, Gauges, Others, Replica
+from tiers.fleet import FOREIGN_POLLS, Demand, Fleet, Gauges, Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import HALF_LIFE_S, SpeedModel, Trend
 
@@ -162,7 +162,7 @@ def test_several_sequences_take_their_places_and_tokens() -> None:
 
 
 def test_more_sequences_than_places_need_an_idle_replica() -> None:
-    """They are let in alone; a replica without any place, because other routers have them all, takes none."""
+    """They are let in alone, and nobody beside them."""
     fleet = make_fleet(replicas=1, places=4)
     one = fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
     assert one is not None
@@ -172,8 +172,7 @@ def test_more_sequences_than_places_need_an_idle_replica() -> None:
     assert many is not None
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
     many.release()
-    fleet.replicas[0].others = Others(requests=4)
-    assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=64) is None
+    assert fleet.replicas[0].places == 0
 
 
 def test_an_engine_that_computes_several_answers_has_no_strangers() -> None:

@@ -35,9 +35,9 @@ def test_imports_go_one_way(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_functions_are_short(path: Path) -> None:
-    """No function is longer than 60 lines; one that only holds a class for a plugin to register does not count."""
+    """No function is longer than 60 lines; those that only hold a class for the plugin do not count."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "_kernel_class":
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in {"int4_kernel", "fp8_kernel"}:
             assert (node.end_lineno or 0) - node.lineno < LONGEST_FUNCTION, f"{node.name} in {path.name}"
 
 
