@@ -1,7 +1,7 @@
 """Files of lines that grow for as long as the router runs: rotated by size, and written beside the event loop.
 
-A disk that is full, slow or gone costs lines, and nothing else. The log says once that a file cannot be written, and once
-that it can again, with how many lines are lost.
+A disk that is full, slow or gone costs lines, and nothing else. The log says once that a file cannot be written, and
+once that it can again, with how many lines are lost.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class LineWriter:
         self._thread: Thread | None = None
 
     def put(self, line: bytes, head: bytes = b"") -> None:
-        """Write a line soon, after a head where the file does not have it yet. Where too many lines wait, it is lost."""
+        """Write a line soon, after a head that the file does not have yet. Where too many lines wait, it is lost."""
         if self._thread is None:
             self._thread = Thread(target=self._run, name=f"writes {self._file.path.name}", daemon=True)
             self._thread.start()

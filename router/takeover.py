@@ -3,7 +3,8 @@ r"""Hand the listening socket of a running router to another one, so that no con
 A router in front of engines given by URL listens on a Unix socket that only its user may open. Another router connects
 there, is given the listening socket (SCM_RIGHTS), gets its own engines ready, and says so. From then on both share one
 queue of connections; the old router stops taking from it, answers what it has, and leaves. If the new one ends before it
-says so, nothing has happened. Of several that ask, the first one that is ready takes over; the others are told and leave.
+says so, nothing has happened. Of several that ask, the first one that is ready takes over; the others are told and
+leave.
 
     new → "take over 1\n"     old → "qarr VERSION\n" with the socket
     new → "ready\n"           old → "leaving\n", or "taken\n" where another router was first

@@ -1,4 +1,4 @@
-"""Ports for processes that must be told one before they start: kept for them, so that nobody else gets them meanwhile."""
+"""Ports for processes that must be told one before they start: kept for them, so that nobody else gets them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import socket
 from collections import deque
 
 KEPT = 500  # the first ones are given back then: their tests are over
-# Bound with SO_REUSEADDR and not listening: Linux gives such a port to nobody who asks for any (bind(0), connect), and lets
-# whoever names it bind there, with SO_REUSEADDR as servers do. Nobody is listening until that server is.
+# Bound with SO_REUSEADDR and not listening: Linux gives such a port to nobody who asks for any (bind(0), connect), and
+# lets whoever names it bind there, with SO_REUSEADDR as servers do. Nobody is listening until that server is.
 _held: deque[socket.socket] = deque()
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 ENGINE_MAIN = Path(__file__).with_name("engine_main.py")
 OURS = "QARR_"  # settings and keys: addresses with passwords of Redis, keys of callers and of other engines
 # Set by the parent for itself, harmful in an engine: bytecode caching halves an engine's start-up CPU, and the parent's
-# virtual environment and trace exporter are not the engine's. Tokens of the Hugging Face hub: an engine reads local files.
+# virtual environment and trace exporter are not the engine's. Tokens of the Hugging Face hub: engines read local files.
 DROPPED = frozenset(
     {
         "PYTHONDONTWRITEBYTECODE",

@@ -5,8 +5,8 @@ only change the fleet's records; what is routed where is decided elsewhere, from
 and was ready once is started again when it exits, hangs or answers no more; one that never became ready, or that is not the
 engine that its checkpoint was before, is not.
 
-A task ends only when it is cancelled. What it could not read or do is the replica's detail, and it goes on: with a restart
-where the engine is ours, after a pause where it is not.
+A task ends only when it is cancelled. What it could not read or do is the replica's detail, and it goes on: with a
+restart where the engine is ours, after a pause where it is not.
 """
 
 from __future__ import annotations

@@ -39,6 +39,13 @@ async def busy(stack: Stack) -> asyncio.Task[httpx.Response]:
     return task
 
 
+async def queued(stack: Stack, count: int) -> None:
+    """Wait until so many requests wait."""
+    async with asyncio.timeout(30):
+        while f"qarr_waiting_requests {count}.0" not in (await stack.client.get(f"{stack.url}/metrics")).text:
+            await asyncio.sleep(0.01)
+
+
 async def test_a_request_waits_for_a_place(tmp_path: Path) -> None:
     """It is served as soon as one frees, and told how long it has waited."""
     async with router_stack(tmp_path, narrow()) as stack:
@@ -54,6 +61,7 @@ async def test_places_go_by_priority_then_deadline(tmp_path: Path) -> None:
     """The order of arrival does not matter, the class and the deadline do."""
     async with router_stack(tmp_path, narrow(max_wait_s={"batch": 60})) as stack:
         first = await busy(stack)
+        stack.engines[FAST].delay_s = 0.5  # until all are there
         order: list[str] = []
 
         async def ask(name: str, **body: Any) -> None:
@@ -69,7 +77,8 @@ async def test_places_go_by_priority_then_deadline(tmp_path: Path) -> None:
             "interactive": {"priority": "interactive"},
         }.items():
             asked.append(asyncio.create_task(ask(name, **body)))
-            await asyncio.sleep(0.05)
+            await queued(stack, len(asked))
+        stack.engines[FAST].delay_s = 0.01
         await asyncio.gather(first, *asked)
         assert order == ["interactive", "soon", "late", "batch"]
 
@@ -82,9 +91,7 @@ async def test_those_who_wait_for_one_tier_do_not_keep_another_empty(tmp_path: P
         first = await busy(stack)
         wanted = {"stream": False, "tier_policy": "require"}
         waiting = asyncio.create_task(stack.generate(tier="fast", **wanted))
-        page = f"{stack.url}/metrics"
-        while "qarr_waiting_requests 1.0" not in (await stack.client.get(page)).text:
-            await asyncio.sleep(0.01)
+        await queued(stack, 1)
         other = await stack.generate(tier="precise", **wanted)
         assert (other.status_code, other.headers["x-qarr-tier"]) == (200, "precise")
         assert "x-qarr-queue-ms" not in other.headers
@@ -101,7 +108,7 @@ async def test_one_key_does_not_crowd_out_another(tmp_path: Path) -> None:
     }
     many, few = (add_key(tmp_path / "keys.json", name)[0] for name in ("many", "few"))
     async with router_stack(tmp_path, overrides) as stack:
-        stack.engines[FAST].delay_s = 0.05
+        stack.engines[FAST].delay_s = 0.5  # until all are there
         order: list[str] = []
 
         async def ask(name: str, secret: str) -> None:
@@ -111,9 +118,18 @@ async def test_one_key_does_not_crowd_out_another(tmp_path: Path) -> None:
             assert answer.status_code == 200, answer.text
             order.append(name)
 
+        async def waiting(count: int) -> None:
+            headers = {"authorization": f"Bearer {few}"}
+            async with asyncio.timeout(30):
+                page = ""
+                while f"qarr_waiting_requests {count}.0" not in page:
+                    page = (await stack.client.get(f"{stack.url}/metrics", headers=headers)).text
+
         asked = [asyncio.create_task(ask("many", many)) for _ in range(6)]
-        await asyncio.sleep(0.15)
+        await waiting(4)
         asked.append(asyncio.create_task(ask("few", few)))
+        await waiting(5)
+        stack.engines[FAST].delay_s = 0.01
         await asyncio.gather(*asked)
         assert order.index("few") < 5
 
@@ -164,11 +180,13 @@ async def test_a_full_queue_sheds_the_least_urgent(tmp_path: Path) -> None:
     """With one place in the queue, an interactive request takes it from a batch one, and not the other way round."""
     async with router_stack(tmp_path, narrow(max_waiting=1, max_wait_s={"batch": 60})) as stack:
         first = await busy(stack)
+        stack.engines[FAST].delay_s = 0.5  # until all are there
         batch = asyncio.create_task(stack.generate(stream=False, priority="batch"))
-        await asyncio.sleep(0.05)
+        await queued(stack, 1)
         urgent = asyncio.create_task(stack.generate(stream=False, priority="interactive"))
-        await asyncio.sleep(0.05)
+        assert (await batch).status_code == 503  # it made room
         last = await stack.generate(stream=False, priority="batch")
+        stack.engines[FAST].delay_s = 0.01
         assert (await batch).status_code == last.status_code == 503
         assert "retry-after" in (await batch).headers
         assert "are waiting already" in last.json()["detail"]
@@ -179,9 +197,12 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing(tmp_path: Path) -> 
     """Its turn goes to the next one."""
     async with router_stack(tmp_path, narrow()) as stack:
         first = await busy(stack)
+        stack.engines[FAST].delay_s = 0.5  # until the other one is there
         gone = asyncio.create_task(stack.generate(stream=False))
-        await asyncio.sleep(0.05)
+        await queued(stack, 1)
         gone.cancel()
+        await queued(stack, 0)
+        stack.engines[FAST].delay_s = 0.01
         assert (await stack.generate(stream=False)).status_code == 200
         await first
         assert stack.leases() == 0
@@ -202,7 +223,9 @@ async def test_a_replica_that_fails_is_left_alone_and_tried_again(tmp_path: Path
         assert "failed too often lately" in answer.headers["x-qarr-reason"]
         assert len(engine.requests) == attempts
         engine.status = 200
-        await asyncio.sleep(0.5)
+        async with asyncio.timeout(30):
+            while tiers[0]["replicas"][0]["breaker"] == "open":  # until it may be tried
+                tiers = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"]
         assert (await stack.generate(tier="fast")).headers["x-qarr-tier"] == "fast"
         tiers = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"]
         assert tiers[0]["replicas"][0]["breaker"] == "closed"

@@ -115,7 +115,7 @@ def test_classify_refuses_a_folder_without_a_tokenizer() -> None:
 
 @pytest.mark.anyio
 async def test_any_free_port_is_printed(tmp_path: Path) -> None:
-    """With port 0 the address is on standard error before any engine is ready, and serves; both by option and setting."""
+    """With port 0 the address is on standard error before any engine is ready, and serves."""
     for args, more in ((["--port", "0"], {}), ([], {"QARR_SERVER__PORT": "0"})):
         env = {**os.environ, **more, "QARR_ENGINE__LOG_DIR": str(tmp_path), "QARR_SERVER__RUNTIME_DIR": str(tmp_path)}
         process = await asyncio.create_subprocess_exec(
@@ -127,7 +127,7 @@ async def test_any_free_port_is_printed(tmp_path: Path) -> None:
             async with asyncio.timeout(60), httpx.AsyncClient(trust_env=False) as client:
                 while (named := re.search(r"listening on (http://127\.0\.0\.1:\d+);", seen)) is None:
                     seen += (await process.stderr.readline()).decode()
-                # The port is taken before anything is served: a connection waits in the queue until the router accepts it.
+                # The port is taken before anything is served: a connection waits until the router accepts it.
                 assert (await client.get(f"{named[1]}/healthz")).status_code == 200
         finally:
             process.kill()

@@ -78,7 +78,7 @@ def test_parents_environment_is_cleaned() -> None:
 
 
 def test_the_routers_secrets_do_not_reach_an_engine() -> None:
-    """No variable of QARR's own, no token of the hub; keys of the traces' destination only where spans are sent there."""
+    """No variable of QARR's own, no token of the hub; keys of the traces' destination only for spans sent there."""
     parent = {
         "QARR_STATE__REDIS_URL": "redis://:secret@r",
         "QARR_KEY": "secret",

@@ -194,7 +194,9 @@ async def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
         stream = a_stream(found.url, tier="fast")
         await until(lambda: found.behaviours["fast"].running)
         process.send_signal(signal.SIGINT)
-        await asyncio.sleep(0.3)
+        async with asyncio.timeout(30), httpx.AsyncClient(trust_env=False) as client:
+            while (await client.get(f"{found.url}/readyz")).status_code != 503:
+                pass
         process.send_signal(signal.SIGINT)
         await asyncio.wait_for(process.wait(), 30)
         await asyncio.gather(stream, return_exceptions=True)

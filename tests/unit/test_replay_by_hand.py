@@ -1,4 +1,4 @@
-"""Replay held to numbers that are worked out by hand from logs that are written by hand, and to a running router's own."""
+"""Replay held to numbers worked out by hand from logs written by hand, and to a running router's own."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def query(kind: str = "chat", prompt_tokens: int = 20, hint: str | None = None, 
 
 
 def fleet(*ready: str, max_num_seqs: int = 16, contention: float = 0.0) -> dict[str, Any]:
-    """Return an idle fleet of which some tiers are ready: TTFT of 10 ms and 1 ms a token, steps of 10 ms and 5 a sequence."""
+    """Return an idle fleet, some tiers ready: TTFT of 10 ms and 1 ms a token, steps of 10 ms and 5 a sequence."""
     speed = {
         "ttft_base_ms": 10.0, "prefill_ms_per_token": 1.0, "step_base_ms": 10.0, "step_ms_per_sequence": 5.0,
         "contention": contention, "profiled": True,
@@ -176,7 +176,7 @@ def test_a_request_waits_for_a_sequence(tmp_path: Path) -> None:
 
 
 def test_replicas_that_share_a_machine(tmp_path: Path) -> None:
-    """Everything takes twice as long while both compute: 30 ms of the one end at 60, when 20 of the other's 50 are left.
+    """All takes twice as long while both compute: 30 ms of the one end at 60, when 20 of the other's 50 are left.
 
     Those go at full speed, until 80. Engine time is the replica's own: 30 and 50 ms. Precise loses nothing.
     """

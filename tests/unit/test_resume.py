@@ -341,8 +341,7 @@ async def test_a_slow_reader_of_what_others_had_taken_misses_nothing() -> None:
     stream = streams.open("key", work, "request")
     assert stream is not None
     first = asyncio.create_task(streams.read(stream, 0, begin, nowhere))
-    await until(lambda: made == 700)
-    await asyncio.sleep(0.01)
+    await until(lambda: made == 700 and stream._taken == 699)
     await lose(first)
     after = stream.oldest + 5
     seen: list[int] = []
@@ -375,8 +374,9 @@ async def test_a_stream_that_is_read_is_not_ended_by_readers_before() -> None:
     assert stream is not None
     first = asyncio.create_task(streams.read(stream, 0, begin, stuck))
     await until(lambda: stream.newest > 2)
+    before = stream._reader
     second = asyncio.create_task(streams.read(stream, 0, begin, nowhere))
-    await asyncio.sleep(0.05)
+    await until(lambda: stream._reader is not before)
     await lose(second)
     await lose(first)
     third = asyncio.create_task(streams.read(stream, 0, begin, nowhere))
