@@ -48,6 +48,7 @@ USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 PASSED_AT_ONCE = 16  # small requests without a lease, of one pool at one engine
 READ_BUFFER_BYTES = 1 << 15  # of each answer: at twice that no more is read until the client has taken some
 MAX_ERROR_BYTES = 65536  # of an engine's error that are read; more of it helps nobody
+LARGE_BYTES = 1 << 18  # of an answer to a small request, which takes some milliseconds to read
 # What reading from an engine raises; httpx-aiohttp leaves aiohttp's word for an answer that is no HTTP as it is.
 NO_ANSWER = (httpx.HTTPError, aiohttp.ClientError)
 log = logging.getLogger("qarr.router")
@@ -553,6 +554,9 @@ class Upstream:
         if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR or response.status_code in _NOT_THE_REQUEST:
             log.warning("%s%s: HTTP %d", url, path, response.status_code)
             raise EngineFailed(f"HTTP {response.status_code}")
+        if response.status_code == httpx.codes.OK and not _holds_object(content):
+            log.warning("%s%s: an answer that is no JSON object", url, path)
+            raise EngineFailed("an answer that is no JSON object")
         return response.status_code, response.headers.get("content-type", "application/json"), content
 
     def passes_at_once(self, url: str, pool: Pool) -> bool:
@@ -651,6 +655,16 @@ async def body_of(response: httpx.Response, limit: int | None = None) -> bytes:
             if limit is not None and size > limit:
                 break
     return b"".join(parts)
+
+
+def _holds_object(content: bytes) -> bool:
+    """Tell whether an answer holds a JSON object; a large one is looked at from outside only, for the sake of others."""
+    if len(content) > LARGE_BYTES:
+        return content.lstrip()[:1] == b"{" and content.rstrip()[-1:] == b"}"
+    try:
+        return isinstance(read_json(content), dict)
+    except ValueError:
+        return False
 
 
 def end_span(span: Span, error: BaseException | None) -> None:

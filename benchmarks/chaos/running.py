@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 20.0  # an answer that takes longer is a hang: every timeout of the router is a second here
@@ -50,11 +50,16 @@ max_slowdown = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """The router that is attacked, on loopback."""
+    """The router that is attacked, on loopback.
+
+    Attributes:
+        engines: Ports of its engines, by tier.
+    """
 
     port: int
     process: psutil.Process
     log: Path
+    engines: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,43 +78,58 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[Running]:
-    """Run three fake engines and a router in front of them; stop them at the end."""
+def running(
+    folder: Path,
+    settings: str = SETTINGS,
+    shapes: Mapping[str, tuple[int, int, float]] = ENGINES,
+    router_environment: Mapping[str, str] | None = None,
+) -> Iterator[Running]:
+    """Run three fake engines and a router in front of them; stop them at the end.
+
+    Args:
+        folder: For their files.
+        settings: The router's, as TOML.
+        shapes: Of the engines' answers, as ``ENGINES``.
+        router_environment: Further variables of the router alone.
+    """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("QARR_", "OTEL_"))}
     environment |= {"XDG_CONFIG_HOME": str(folder), "QARR_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
     config, log = folder / "chaos.toml", folder / "router.log"
-    config.write_text(SETTINGS)
+    config.write_text(settings)
     argv = [sys.executable, "-m", "router.cli", "serve", "--config", str(config)]
+    ports: dict[str, int] = {}
     with ExitStack() as stack:
-        for tier, shape in ENGINES.items():
-            port = free_port()
+        for tier, shape in shapes.items():
+            port = ports[tier] = free_port()
             pieces, size, delay_s = shape
             answer = [chr(97 + n % 26) * (size - 1) + " " for n in range(pieces)]
             behaviour = folder / f"{tier}.json"
             behaviour.write_text(json.dumps({"answer": answer, "delay_s": delay_s}))
             engine = [sys.executable, "-m", "tests.fakes.engine", str(port)]
             shaped = {**environment, "FAKE_BEHAVIOUR": str(behaviour)}
-            stack.enter_context(_process(engine, shaped, subprocess.DEVNULL))
+            stack.enter_context(process(engine, shaped, subprocess.DEVNULL))
             argv += [f"--{tier}", f"http://127.0.0.1:{port}"]
         port = free_port()
         output = stack.enter_context(log.open("wb"))
-        router = stack.enter_context(_process([*argv, "--port", str(port)], environment, output))
+        own = {**environment, **(router_environment or {})}
+        router = stack.enter_context(process([*argv, "--port", str(port)], own, output))
         _wait_until_ready(port, router, log)
-        yield Running(port, psutil.Process(router.pid), log)
+        yield Running(port, psutil.Process(router.pid), log, ports)
 
 
 @contextmanager
-def _process(argv: list[str], environment: dict[str, str], output: object) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=output, stderr=output)  # type: ignore[call-overload]
+def process(argv: list[str], environment: dict[str, str], output: object) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process, and end it."""
+    started = subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=output, stderr=output)  # type: ignore[call-overload]
     try:
-        yield process
+        yield started
     finally:
-        process.terminate()
+        started.terminate()
         try:
-            process.wait(20)
+            started.wait(20)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            started.kill()
+            started.wait()
 
 
 def _wait_until_ready(port: int, router: subprocess.Popen[bytes], log: Path) -> None:

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from classifier import TokenCounter
 from tests.unit.router_stack import events
@@ -65,6 +68,21 @@ def test_prompt_tokens_are_exact(up: Up) -> None:
         assert decision["features"]["tokens_exact"] is True
         served = up.generate(prompt=prompt, tier="fast", stream=False, max_tokens=1).json()
         assert served["usage"]["prompt_tokens"] == decision["prompt_tokens"], prompt
+
+
+def test_every_text_has_the_models_own_tokens(up: Up) -> None:
+    """The served model's tokenizer, rebuilt for speed, gives the ids of its own library, whatever the text."""
+    path = Path(up.tiers()["fast"]["checkpoint"], "tokenizer.json")
+    counter, library = TokenCounter.from_file(path), Tokenizer.from_file(str(path))
+    assert counter.backend == "tiktoken"
+
+    @settings(deadline=None, max_examples=300)
+    @given(st.text(max_size=60) | st.text("aes'tTlLvV 019\n\r\t.,<|im_end>\u00e9\u0301\u0663\u3000", max_size=60))
+    def check(text: str) -> None:
+        clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        assert counter.encode(text) == library.encode(clean, add_special_tokens=False).ids
+
+    check()
 
 
 def test_checkpoints_are_real(up: Up) -> None:

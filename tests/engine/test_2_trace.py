@@ -88,7 +88,7 @@ def test_the_viewer_shows_the_whole_trace(up: Up) -> None:
         link = viewer.stdout.readline().strip()
         assert link == f"http://127.0.0.1:{port}/?trace={{trace_id}}"
         up.collector.viewer = f"http://127.0.0.1:{port}"
-        answer = up.generate(tier="fast")
+        answer = up.generate(tier="fast", prompt="What is the capital of France? Be secretive.")
         trace_id = answer.headers["x-qarr-trace-id"]
         up.collector.trace(trace_id, until=SPANS)
         shown = _viewed(f"http://127.0.0.1:{port}/api/traces/{trace_id}", SPANS)
@@ -103,7 +103,7 @@ def test_the_viewer_shows_the_whole_trace(up: Up) -> None:
     (root,) = (span for span, parent in parents.items() if parent is None)
     attempt = next(parent for parent in parents.values() if parent not in {None, root})
     assert parents[attempt] == root  # and vLLM's own span lies below the attempt
-    assert "Be secretive" not in json.dumps(shown)
+    assert "secretive" not in json.dumps(shown)
 
 
 def _viewed(url: str, spans: int) -> dict[str, Any]:

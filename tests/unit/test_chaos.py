@@ -1,4 +1,4 @@
-"""Short runs of benchmarks/chaos, on router processes of their own."""
+"""Short runs of benchmarks/chaos, on routers of their own."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from router.settings import PROJECT
 pytestmark = pytest.mark.anyio
 
 
+async def shown_by(*command: str) -> str:
+    """Run a benchmark, which must end with status 0; return what it prints."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, cwd=PROJECT
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode()
+    return output.decode()
+
+
 @pytest.mark.timeout(300)
 async def test_malformed_requests_and_attacks_leave_no_trace() -> None:
     """No 5xx, no hang, no traceback, good requests served throughout, and nothing held at the end."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "benchmarks/chaos/fuzz.py", "--requests", "500", "--seed", "3",
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, cwd=PROJECT,
-    )  # fmt: skip
-    output, _ = await process.communicate()
-    shown = output.decode()
-    assert process.returncode == 0, shown
+    shown = await shown_by("benchmarks/chaos/fuzz.py", "--requests", "500", "--seed", "3")
     assert "faults         0" in shown
     for status in ("200:", "400:", "408:", "413:", "431:", "503:"):
         assert status in shown
@@ -30,13 +34,27 @@ async def test_malformed_requests_and_attacks_leave_no_trace() -> None:
 @pytest.mark.timeout(300)
 async def test_routers_share_and_none_is_wedged_while_redis_fails() -> None:
     """Two routers keep to every engine's limit, get equal parts of it, and share again after each fault of Redis."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "benchmarks/chaos/routers.py", "--minutes", "0.5", "--routers", "2",
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, cwd=PROJECT,
-    )  # fmt: skip
-    output, _ = await process.communicate()
-    shown = output.decode()
-    assert process.returncode == 0, shown
+    shown = await shown_by("benchmarks/chaos/routers.py", "--minutes", "0.5", "--routers", "2")
     assert "wedged routers: 0" in shown
     for fault in ("paused", "read-only", "full", "emptied", "restarted"):
         assert fault in shown
+
+
+@pytest.mark.timeout(300)
+async def test_requests_that_are_cut_off_leave_nothing() -> None:
+    """At random awaits, and by clients that leave their sockets at random moments while engines fail."""
+    shown = await shown_by("benchmarks/chaos/cancellations.py", "--rounds", "60", "--clients", "60", "--seed", "3")
+    assert "left over             nothing" in shown
+    assert "'left'" in shown
+
+
+@pytest.mark.timeout(300)
+async def test_faults_of_engines_cost_no_chats() -> None:
+    """While an engine hangs, and while one answers nonsense, every request is answered well."""
+    faults = ("hung-embeddings", "hung-tokenize", "malformed-generation", "malformed-tokenize")
+    shown = await shown_by("benchmarks/chaos/faults.py", "--seconds", "2", "--faults", *faults)
+    for fault in faults:
+        (row,) = (line.split() for line in shown.splitlines() if line.startswith(fault))
+        requests, ok, *others = map(int, row[1:7])
+        assert (ok, others) == (requests, [0] * 4), shown
+        assert requests > 0

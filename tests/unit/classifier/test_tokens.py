@@ -1,6 +1,5 @@
 """Token counts: the same ids as the reference library's."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from classifier import EstimatingCounter, ModelTokenCounter, TokenCounter, TokenizerError
 
-GIVEN = os.environ.get("QARR_TEST_TOKENIZER")
 TRAINING = [
     "the quick brown fox jumps over the lazy dog and the fox runs again",
     "def add(first, second):\n    return first + second  # adds 1234 and 5678",
@@ -154,27 +152,6 @@ def test_any_mixture_of_boundaries_has_the_reference_ids(name: str, text: str) -
     """No mixture of contractions, digits, white space and special tokens is split otherwise."""
     tokenizer, counter = PAIRS[name]
     assert counter.encode(text) == reference(tokenizer, text)
-
-
-@settings(deadline=None)
-@given(st.text(max_size=60))
-def test_a_given_tokenizer_has_the_reference_ids(text: str) -> None:
-    """The tokenizer that QARR_TEST_TOKENIZER names is counted with as exactly as the small ones."""
-    if GIVEN is None:
-        pytest.skip("QARR_TEST_TOKENIZER names no file")
-    counter, tokenizer = _given(GIVEN)
-    clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    assert counter.encode(text) == reference(tokenizer, clean)
-
-
-_GIVEN: dict[str, tuple[ModelTokenCounter, Tokenizer]] = {}
-
-
-def _given(path: str) -> tuple[ModelTokenCounter, Tokenizer]:
-    """Return the given tokenizer, read once."""
-    if path not in _GIVEN:
-        _GIVEN[path] = TokenCounter.from_file(Path(path)), Tokenizer.from_file(path)
-    return _GIVEN[path]
 
 
 def test_lone_surrogates_count_as_replacement_characters() -> None:
