@@ -112,7 +112,7 @@ class Fault:
 
 def behaving(*tiers: str, **fields: Any) -> Callable[[Scene], AbstractAsyncContextManager[None]]:
     """Return a fault in which engines behave otherwise; no tiers: all of them."""
-    well = {"hung": (), "by_path": {}, "break_after": None, "stall_after": None, "alive": True, "status": 200}
+    well = {"hung": (), "instead": {}, "break_after": None, "stall_after": None, "alive": True, "status": 200}
 
     @asynccontextmanager
     async def during(scene: Scene) -> AsyncIterator[None]:
@@ -209,11 +209,11 @@ FAULTS = (
     # An answer that is not streamed and never comes is not asked for elsewhere: 504.
     Fault("hung-generation", behaving("fast", hung=GENERATIONS), frozenset({"failed"})),
     Fault("hung-health", behaving(hung=["/health", "/metrics", "/v1/models"]), frozenset({"refused"})),
-    Fault("malformed-generation", behaving("fast", by_path=dict.fromkeys(GENERATIONS, NONSENSE))),
-    Fault("malformed-tokenize", behaving("fast", by_path=dict.fromkeys(("/tokenize", "/detokenize"), NONSENSE))),
+    Fault("malformed-generation", behaving("fast", instead=dict.fromkeys(GENERATIONS, NONSENSE))),
+    Fault("malformed-tokenize", behaving("fast", instead=dict.fromkeys(("/tokenize", "/detokenize"), NONSENSE))),
     Fault(
         "malformed-health",
-        behaving(by_path={"/health": NONSENSE, "/metrics": "vllm:num_requests_running NaN\n{", "/v1/models": NONSENSE}),
+        behaving(instead={"/health": NONSENSE, "/metrics": "vllm:num_requests_running NaN\n{", "/v1/models": NONSENSE}),
         frozenset({"refused"}),
     ),
 )

@@ -131,9 +131,9 @@ async def test_the_next_engine_answers(tmp_path: Path) -> None:
 async def test_what_is_no_answer_is_passed_over(tmp_path: Path, nonsense: str) -> None:
     """An engine that answers 200 with what is no JSON object has failed: the next one is asked, or the caller is told."""
     async with with_embeddings(tmp_path) as (stack, engine):
-        stack.engines[TierName.FAST].by_path = {"/tokenize": nonsense}
+        stack.engines[TierName.FAST].instead = {"/tokenize": nonsense}
         assert (await post(stack, "/tokenize", prompt="a bc")).json()["tokens"] == [1, 2]
-        engine.by_path = {EMBEDDINGS: nonsense}
+        engine.instead = {EMBEDDINGS: nonsense}
         answer = await post(stack, EMBEDDINGS, model="e", input="x")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_engine_answered")
 
