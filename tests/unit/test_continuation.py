@@ -28,14 +28,14 @@ WORDS = ("The", " capital", " of", " France", " is", " Paris", ",", " on", " the
 TEXT = "".join(WORDS)
 SOON = {"upstream": {"token_timeout_s": 0.3}}
 # Two characters of which each takes two tokens.
-CUT = ("Paris", " caf", "", "\u00e9", " ", "", "\U0001f5fc", " end")
+CUT = (b"Paris", b" caf", b"\xc3", b"\xa9", b" ", b"\xf0\x9f", b"\x97\xbc", b" end")
 
 
 @asynccontextmanager
 async def faulty_stack(
     tmp_path: Path,
     faults: dict[str, dict[str, Any]],
-    answer: tuple[str, ...] = WORDS,
+    answer: tuple[str | bytes, ...] = WORDS,
     overrides: dict[str, Any] | None = None,
     tracing: TracerProvider | None = None,
 ) -> AsyncIterator[Stack]:
@@ -153,7 +153,7 @@ async def test_a_character_that_was_cut_in_two_comes_whole(tmp_path: Path, after
     """Wherever the engine dies: a token without text yet is computed again, and counted once."""
     async with faulty_stack(tmp_path, {"fast": {"break_after": after}}, CUT) as stack:
         found = events((await stack.generate(tier="fast", max_tokens=64)).text)
-        assert "".join(data["text"] for name, data in found if name == "message") == "".join(CUT)
+        assert "".join(data["text"] for name, data in found if name == "message") == b"".join(CUT).decode()
         assert found[-1][1]["usage"]["completion_tokens"] == len(CUT)
 
 

@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 
 
+def event(number: int) -> bytes:
+    """Return an event with a chunk."""
+    return b'data: {"choices":[],"n":%d}\n\n' % number
+
+
+def chunk(number: int) -> dict[str, object]:
+    """Return what that event holds."""
+    return {"choices": [], "n": number}
+
+
 class Parts(httpx.AsyncByteStream):
     """A body that comes in parts; knows whether it is being read."""
 
@@ -42,10 +52,10 @@ def stream_of(parts: Parts) -> EventStream[dict[str, object]]:
 
 
 async def test_what_came_together_is_returned_together() -> None:
-    parts = Parts(b'data: {"a":1}\n\ndata: {"a":2}\n\nda', b'ta: {"a":3}\n', b"\n: ping\n\n", DONE + b"\n\n")
+    parts = Parts(event(1) + event(2) + event(3)[:2], event(3)[2:-1], b"\n: ping\n\n", DONE + b"\n\n")
     stream = stream_of(parts)
-    assert await stream.next() == [{"a": 1}, {"a": 2}]
-    assert await stream.next() == [{"a": 3}]
+    assert await stream.next() == [chunk(1), chunk(2)]
+    assert await stream.next() == [chunk(3)]
     assert await stream.next() is None, "a comment and the end are no chunks"
     assert not parts.reading
     assert await stream.next() is None
@@ -60,16 +70,16 @@ async def test_nothing_after_the_end_is_read() -> None:
 @pytest.mark.parametrize(
     ("parts", "fault"),
     [
-        (Parts(b'data: {"a":1}\n\ndata: {"error":{}}\n\ndata: {"a":2}\n\n'), "reported an error"),
-        (Parts(b'data: {"a":1}\n\ndata: {"cut\n\n'), "not a chunk"),
-        (Parts(b'data: {"a":1}\n\n'), "ended early"),
-        (Parts(b'data: {"a":1}\n\n', b'data: {"a"'), "ended early"),
-        (Parts(b'data: {"a":1}\n\n', breaks=True), "broke off"),
+        (Parts(event(1) + b'data: {"error":{}}\n\n' + event(2)), "reported an error"),
+        (Parts(event(1) + b'data: {"cut\n\n'), "not a chunk"),
+        (Parts(event(1)), "ended early"),
+        (Parts(event(1), b'data: {"a"'), "ended early"),
+        (Parts(event(1), breaks=True), "broke off"),
     ],
 )
 async def test_what_came_before_a_fault_is_returned_before_it(parts: Parts, fault: str) -> None:
     stream = stream_of(parts)
-    assert await stream.next() == [{"a": 1}]
+    assert await stream.next() == [chunk(1)]
     with pytest.raises(EngineBroke, match=fault):
         await stream.next()
     assert not parts.reading
@@ -77,7 +87,7 @@ async def test_what_came_before_a_fault_is_returned_before_it(parts: Parts, faul
 
 
 async def test_a_fault_that_has_come_can_be_asked_for() -> None:
-    stream = stream_of(Parts(b'data: {"a":1}\n\n', b'data: {"a":2}\n\ndata: {"error":{}}\n\n'))
+    stream = stream_of(Parts(event(1), event(2) + b'data: {"error":{}}\n\n'))
     await stream.next()
     stream.check()
     await stream.next()
@@ -89,7 +99,7 @@ async def test_a_fault_leaves_nothing_for_the_collector() -> None:
     def parse(event: bytes) -> object:  # what the stream holds, a stream itself takes no weak reference
         return chunk_in(event)
 
-    response = httpx.Response(200, stream=Parts(b'data: {"a":1}\n\ndata: {"error":{}}\n\n'))
+    response = httpx.Response(200, stream=Parts(event(1) + b'data: {"error":{}}\n\n'))
     stream, held = EventStream(response, parse), weakref.ref(parse)
     gc.disable()
     try:
