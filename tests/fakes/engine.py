@@ -58,6 +58,7 @@ class Behaviour:
         error_with: Send an error chunk in the same bytes as that many pieces' last one.
         nonsense_with: Send what is no chunk in the same bytes as that many pieces' last one, and go on.
         instead: What every generation answers with instead, and 200.
+        tells_ids: Whether generations tell their tokens to those who ask.
         told: What /detokenize answers with instead; None: the text.
         detokenizes: Whether /detokenize answers at all, rather than with 500.
         pings: Send a comment in the same bytes as each piece, before it.
@@ -88,7 +89,8 @@ class Behaviour:
     error_after: int | None = None
     error_with: int | None = None
     nonsense_with: int | None = None
-    instead: str = ""
+    instead: bytes = b""
+    tells_ids: bool = True
     told: Any = None
     detokenizes: bool = True
     pings: bool = False
@@ -328,7 +330,7 @@ class FakeEngine:
         b.running += 1
         counted = bool((body.get("stream_options") or {}).get("include_usage"))
         last = {"system_fingerprint": FINGERPRINT}  # on the last chunk, whichever that is
-        wanted = bool(body.get("return_token_ids"))
+        wanted = bool(body.get("return_token_ids")) and b.tells_ids
         try:
             if chat:
                 yield self._chunk(
@@ -369,7 +371,9 @@ class FakeEngine:
                 yield (b": ping\n\n" if b.pings else b"") + event + nonsense
             if b.break_after == done + len(pieces):
                 raise ConnectionResetError
-            reason = "length" if written.stopped is None and number + 1 - done == self._most(body, chat=chat) else "stop"
+            reason = (
+                "length" if written.stopped is None and number + 1 - done == self._most(body, chat=chat) else "stop"
+            )
             yield self._chunk(
                 {"content": written.more(finished=True)}, reason, chat=chat, ids=ids if wanted and ids else None,
                 stop_reason=written.stopped, **({} if counted else last),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from router.event_stream import DONE, EventStream, chunk_in
+from router.event_stream import DONE, MAX_EVENT_BYTES, EventStream, chunk_in
 from router.upstream import EngineBroke
 
 if TYPE_CHECKING:
@@ -84,6 +84,23 @@ async def test_what_came_before_a_fault_is_returned_before_it(parts: Parts, faul
         await stream.next()
     assert not parts.reading
     assert await stream.next() is None, "a fault is raised once"
+
+
+async def test_an_event_without_an_end_is_not_kept_for_ever() -> None:
+    """Beyond a bound it is the engine's fault, and no more is read."""
+    endless = Parts(event(1), *([b"x" * (1 << 16)] * (MAX_EVENT_BYTES // (1 << 16) + 2)), b"\n\n", event(2))
+    stream = stream_of(endless)
+    assert await stream.next() == [chunk(1)]
+    with pytest.raises(EngineBroke, match="an event of over"):
+        await stream.next()
+    assert not endless.reading
+
+
+async def test_an_event_that_comes_in_many_parts_is_whole() -> None:
+    """Its end is found wherever the parts were cut."""
+    whole = event(1) + event(2) + DONE + b"\n\n"
+    stream = stream_of(Parts(*(whole[at : at + 1] for at in range(len(whole)))))
+    assert [await stream.next(), await stream.next(), await stream.next()] == [[chunk(1)], [chunk(2)], None]
 
 
 async def test_a_fault_that_has_come_can_be_asked_for() -> None:
