@@ -69,6 +69,9 @@ class Point(NamedTuple):
     characters: int
 
 
+BEGINNING = Point(0, 0)
+
+
 @dataclass(slots=True)
 class Progress:
     """How far an answer has come: what another engine needs to go on from there.
@@ -85,6 +88,7 @@ class Progress:
         finish_reason: Once it is known.
         resumable: Whether what came so far can be continued.
         counted: Whether the engine has told the tokens of all that came.
+        begun: Where the engine that computes has begun.
         silent: Tokens that came alone and without any text, by their number: parts of characters, and special ones.
     """
 
@@ -96,8 +100,9 @@ class Progress:
     resumable: bool = True
     counted: bool = True
     silent: list[int] = field(default_factory=list)
+    begun: Point = BEGINNING
     _parts: list[str] = field(default_factory=list)
-    _points: list[Point] = field(default_factory=lambda: [Point(0, 0)])
+    _points: list[Point] = field(default_factory=lambda: [BEGINNING])
     _spoken: bool = False  # the engine that computes has sent text
 
     @property
@@ -145,7 +150,8 @@ class Progress:
         """Go back, or on, to a place where the text of so many tokens is known; another engine begins there."""
         del self.output_ids[tokens:]
         self._parts, self.told = [text], len(text)
-        self._points, self.silent, self._spoken = [Point(tokens, len(text))], [], False
+        self.begun = Point(tokens, len(text))
+        self._points, self.silent, self._spoken = [self.begun], [], False
 
     def stop_at(self, characters: int) -> None:
         """End the answer with the token that completed a stop string; those after it were computed for nothing."""
@@ -511,21 +517,44 @@ class Continuation:
             return False
         if resumption.stops and resumption.min_tokens > len(progress.output_ids):
             return False  # which of the next engine's tokens is the first that may complete a stop string is not known
-        if progress.settled:
-            tokens, characters = progress.point
-            progress.rest_at(tokens, progress.text[:characters])
-            return True
-        others = [r for r in self.fleet.replicas if r.state is ReplicaState.READY and r.id != failed]
-        for replica in (*others, *(r for r in self.fleet.replicas if r.id == failed)):
+        replicas = [r for r in self.fleet.replicas if r.state is ReplicaState.READY and r.id != failed]
+        replicas += (r for r in self.fleet.replicas if r.id == failed)
+        settled = progress.settled
+        for replica in replicas if progress.point != progress.begun or not settled else ():
             try:
                 async with asyncio.timeout(DETOKENIZE_TIMEOUT_S):
-                    found = await self._aligned(progress, replica)
+                    found = await (self._parsed(progress, replica) if settled else self._aligned(progress, replica))
             except (UpstreamError, TimeoutError, ValueError, LookupError, TypeError):
                 continue
             if found is not None and len(found[1]) >= sent:
                 progress.rest_at(*found)
                 return True
-        return False
+        if settled:
+            tokens, characters = progress.point
+            progress.rest_at(tokens, progress.text[:characters])
+        return settled
+
+    async def _parsed(self, progress: Progress, replica: Replica) -> tuple[int, str] | None:
+        """Return the place of the last text, and the text up to there with what a parser in the engine may have kept back.
+
+        A parser that looks for reasoning keeps a part of a token's text until it knows that no tag begins there.
+
+        Raises:
+            UpstreamError: It does not answer. Its answer may also make no sense: ValueError, LookupError or TypeError.
+        """
+        begun, end = progress.begun, progress.point
+        before = progress.output_ids[: begun.tokens][-CONTEXT:]
+        ids = [*before, *progress.output_ids[begun.tokens : end.tokens]]
+        shown = await self._detokenized(before, replica) if before else ""
+        text = await self._detokenized(ids, replica)
+        rest = progress.text[begun.characters :]
+        whole = next((whole for whole in _readings(text, shown) if whole.startswith(rest)), None)
+        if whole is None or whole.endswith(BROKEN_CHARACTER):
+            return None
+        more = whole[len(rest) :]
+        if more and len(more) >= len(text) - len(await self._detokenized(ids[:-1], replica)):
+            return None  # more than the last token's: it is something else, such as a special token
+        return end.tokens, progress.text + more
 
     async def _aligned(self, progress: Progress, replica: Replica) -> tuple[int, str] | None:
         """Return how many tokens are whole, and their text, of which some was not sent; None where an engine cannot tell.
@@ -555,11 +584,9 @@ class Continuation:
             text = await self._detokenized([*before, *ids], replica)
             if text.endswith(BROKEN_CHARACTER):
                 continue  # within a character, which the next engine computes anew
-            if text.startswith(shown):
-                # Some tokenizers drop a space where a text begins.
-                for more in (text[len(shown) :], *(() if before else (" " + text,))):
-                    if more.startswith(rest) and len(more) == len(rest) + progress.held_back:
-                        return end, known + more
+            for more in _readings(text, shown):
+                if more.startswith(rest) and len(more) == len(rest) + progress.held_back:
+                    return end, known + more
             return None
         return None
 
@@ -584,6 +611,13 @@ class Continuation:
         if not isinstance(text, str):
             raise TypeError("no text")
         return text
+
+
+def _readings(text: str, shown: str) -> tuple[str, ...]:
+    """Return what may be the text of tokens, given an engine's text of them and those before, and of those before alone."""
+    if shown:
+        return (text.removeprefix(shown),) if text.startswith(shown) else ()
+    return text, " " + text  # some tokenizers drop a space where a text begins
 
 
 def _stop_string(piece: Piece) -> str:

@@ -45,6 +45,7 @@ class Behaviour:
         answer: Pieces of every answer, one a token; bytes may begin or end within a character.
         special: Pieces, by number, that are special tokens: answers leave them out, /detokenize shows them.
         group: Pieces that come in one event.
+        late: Characters of a chat's text that come only with the next piece, as a parser in the engine may hold them.
         reasoning: Of how many pieces a chat's answer says that they are the model's reasoning.
         delay_s: Before the first piece, and between pieces.
         first_delay_s: Before the first piece, more than that.
@@ -77,6 +78,7 @@ class Behaviour:
     answer: tuple[str | bytes, ...] = ANSWER
     special: tuple[int, ...] = ()
     group: int = 1
+    late: int = 0
     reasoning: int = 0
     delay_s: float = 0.0
     first_delay_s: float = 0.0
@@ -342,6 +344,7 @@ class FakeEngine:
             done = self._done(body)
             pieces = b.answer[done : done + self._most(body, chat=chat)]
             written, ids, number = Detokenizer(body, b"".join(map(self._bytes, range(done)))), list[int](), done - 1
+            late = ""
             if b.first_delay_s:
                 await asyncio.sleep(b.first_delay_s)
             for number in range(done, done + len(pieces)):
@@ -357,7 +360,9 @@ class FakeEngine:
                     break
                 if len(ids) < b.group and not last_piece:
                     continue
-                text = written.more(finished=False)
+                text = late + written.more(finished=False)
+                late = text[max(len(text) - b.late, 0) :] if chat and b.late else ""
+                text = text.removesuffix(late)
                 delta = {"reasoning": text} if chat and number < b.reasoning else {"content": text}
                 event = self._chunk(
                     delta, None, chat=chat, logprobs=self._logprobs(body, (number,)), ids=ids if wanted else None,
@@ -375,7 +380,7 @@ class FakeEngine:
                 "length" if written.stopped is None and number + 1 - done == self._most(body, chat=chat) else "stop"
             )
             yield self._chunk(
-                {"content": written.more(finished=True)}, reason, chat=chat, ids=ids if wanted and ids else None,
+                {"content": late + written.more(finished=True)}, reason, chat=chat, ids=ids if wanted and ids else None,
                 stop_reason=written.stopped, **({} if counted else last),
             )  # fmt: skip
             if counted:

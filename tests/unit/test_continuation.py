@@ -389,6 +389,14 @@ async def test_where_nothing_is_held_back_nobody_need_be_asked(
         assert (content(text), text.count("[DONE]")) == (b"".join(CUT).decode(), 1)
 
 
+@pytest.mark.parametrize("after", [2, 3, 7])
+async def test_text_that_a_parser_held_is_not_lost(tmp_path: Path, after: int) -> None:
+    """A part of a token's text that would have come with the next one is sent before another engine goes on."""
+    async with faulty_stack(tmp_path, {"fast": {"break_after": after, "late": 1}}) as stack:
+        text = await chat(stack)
+        assert (content(text), text.count("[DONE]")) == (TEXT, 1)
+
+
 @pytest.mark.parametrize("special", [(3,), (6,), (8,), (2, 3, 7)], ids=str)
 async def test_special_tokens_are_not_shown(tmp_path: Path, special: tuple[int, ...]) -> None:
     """An answer leaves them out, /detokenize does not: what it says is not sent as it is."""
