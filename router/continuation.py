@@ -552,7 +552,7 @@ class Continuation:
         if whole is None or whole.endswith(BROKEN_CHARACTER):
             return None
         more = whole[len(rest) :]
-        if more and len(more) >= len(text) - len(await self._detokenized(ids[:-1], replica)):
+        if more and len(more) > len(text) - len(await self._detokenized(ids[:-1], replica)):
             return None  # more than the last token's: it is something else, such as a special token
         return end.tokens, progress.text + more
 
