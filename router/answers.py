@@ -30,6 +30,7 @@ class Delta:
         certainties: Log-probabilities of the engine's first choices, where they were asked for.
         token_ids: Of the tokens computed for it.
         prompt_ids: Of the prompt, once, with the first piece.
+        reasoning: It is a part of the model's reasoning, whose text is not sent; the tokens count.
     """
 
     text: str = ""
@@ -38,6 +39,7 @@ class Delta:
     certainties: tuple[float, ...] = ()
     token_ids: tuple[int, ...] = ()
     prompt_ids: tuple[int, ...] = ()
+    reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +98,8 @@ class Answer(Exchange):
         self._held: list[Delta] = []
 
     async def begin(self) -> None:
-        """Read up to the first delta that has text or ends the answer."""
-        while not any(delta.text or delta.finish_reason for delta in self._held):
+        """Read up to the first delta that has text, also of the reasoning, or ends the answer."""
+        while not any(delta.text or delta.reasoning or delta.finish_reason for delta in self._held):
             deltas = await self._stream.next()
             if deltas is None:
                 raise EngineBroke("the engine's answer was empty")
@@ -136,6 +138,8 @@ class Answer(Exchange):
         if broken is not None:
             async for piece in self._resumed(broken):
                 yield (Delta(piece.text, piece.finish_reason),)
+            if not self.usage:
+                raise broken
         self._complete = True
 
     async def _more(self) -> list[Delta] | None:
@@ -154,7 +158,9 @@ class Answer(Exchange):
         if delta.prompt_ids:
             self.progress.prompt_ids = list(delta.prompt_ids)
         self.progress.note(Piece(delta.text, delta.token_ids, delta.finish_reason))
-        if delta.text or delta.token_ids:
+        if delta.reasoning:
+            self.progress.close(counted=bool(delta.token_ids))
+        if delta.text or delta.reasoning or delta.token_ids:
             self._produced(len(delta.token_ids) or 1)
         self.finish_reason = delta.finish_reason or self.finish_reason
         if delta.usage:
@@ -172,19 +178,29 @@ def _delta_in(event: bytes) -> Delta | None:
 
 
 def _delta(chunk: Mapping[str, Any]) -> Delta:
+    choice = next(iter(chunk["choices"]), None)
+    if choice is None:
+        return Delta(usage=chunk.get("usage"))
+    said = choice.get("delta", choice)
+    return Delta(
+        text=said.get("content") or "",
+        finish_reason=choice.get("finish_reason"),
+        usage=chunk.get("usage"),
+        certainties=certainties(choice),
+        token_ids=tuple(choice.get("token_ids") or ()),
+        prompt_ids=tuple(chunk.get("prompt_token_ids") or ()),
+        reasoning=bool(said.get("reasoning") or said.get("reasoning_content")),
+    )
+
+
+def certainties(choice: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return the log-probabilities of the engine's first choices in a chat's choice; empty where it has none.
+
+    Raises:
+        EngineBroke: They have another form.
+    """
     try:
-        choices = chunk["choices"]
-        if not choices:
-            return Delta(usage=chunk.get("usage"))
-        choice = choices[0]
         places = (choice.get("logprobs") or {}).get("content") or ()
-        return Delta(
-            text=choice["delta"].get("content") or "",
-            finish_reason=choice.get("finish_reason"),
-            usage=chunk.get("usage"),
-            certainties=tuple(place["top_logprobs"][0]["logprob"] for place in places),
-            token_ids=tuple(choice.get("token_ids") or ()),
-            prompt_ids=tuple(chunk.get("prompt_token_ids") or ()),
-        )
-    except (LookupError, TypeError, AttributeError) as error:
+        return tuple(float(place["top_logprobs"][0]["logprob"]) for place in places if place.get("top_logprobs"))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise EngineBroke("the engine's stream holds something that is not a chunk") from error

@@ -128,8 +128,8 @@ def _services(
     """Wire what the handlers work with."""
     journal = Journal(fleet, doors, settings.telemetry.recent_requests)
     journal.observers.extend((telemetry.record_outcome, log_request))
-    upstream = Upstream(fleet, make_transport(2 * _places(fleet)), settings.upstream, telemetry)
     policy = LivePolicy(settings.policy, fleet)
+    upstream = Upstream(fleet, make_transport(2 * _places(fleet)), settings.upstream, telemetry, policy)
     decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
     quotas = Quotas(settings.state.redis_url.get_secret_value())
     live_check = LiveCheck(settings.policy.live_check_share, fleet, upstream, policy, telemetry)
@@ -147,7 +147,7 @@ def _services(
         decisions=decisions,
         escalation=Escalation(policy, upstream, telemetry),
         continuation=Continuation(
-            fleet, upstream, telemetry, settings.upstream.attempts, settings.limits.default_max_tokens
+            fleet, policy, upstream, telemetry, settings.upstream.attempts, settings.limits.default_max_tokens
         ),
         hedging=Hedging(upstream, telemetry, settings.upstream.hedge),
         live_check=live_check,

@@ -11,12 +11,12 @@ import asyncio
 import logging
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic_core import to_json
 
 from router.event_stream import EventStream, chunk_in
-from router.jsontext import read_json
+from router.jsontext import as_boolean, as_integer, read_json
 from router.upstream import (
     Attempt,
     EngineBroke,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
     from router.decision import Decision
+    from router.live_policy import LivePolicy
     from router.telemetry import Telemetry
     from router.upstream import EngineRequest, Upstream
     from tiers.fleet import Fleet, Replica
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 
 COMPLETIONS, DETOKENIZE = "/v1/completions", "/detokenize"
 BROKEN_CHARACTER = "\ufffd"
-MOST_DROPPED = 8  # tokens that may be computed again: more than the bytes of one character
+CONTEXT = 8  # tokens before those whose text is asked for: what a tokenizer makes of some depends on those before
+MOST_DROPPED = 8  # tokens at the end that may have no text yet: more than the bytes of one character
 DETOKENIZE_TIMEOUT_S = 5.0
 log = logging.getLogger("qarr.router")
 
@@ -60,48 +62,109 @@ class Piece:
     stop_reason: Any = None
 
 
+class Point(NamedTuple):
+    """A place in an answer where its text is known: so many tokens have so many characters, and end no character halfway."""
+
+    tokens: int
+    characters: int
+
+
+BEGINNING = Point(0, 0)
+
+
 @dataclass(slots=True)
 class Progress:
-    """How far an answer has come at its caller: what another engine needs to go on from there.
+    """How far an answer has come: what another engine needs to go on from there.
+
+    As vLLM's ``v1/engine/detokenizer.py`` works, an engine keeps a fixed number of characters back while they may begin a
+    stop string. So each piece of text also tells how long the text of all tokens is by then, and once so many characters
+    more have come, that text itself is known. A token that comes alone and with text has ended a character.
 
     Attributes:
+        held_back: Characters that an engine keeps back.
         prompt_ids: The prompt as the engine read it; empty for as long as it is not known.
         output_ids: Of all tokens that came.
-        whole: How many of those had come with the last text.
+        told: Characters that came.
         finish_reason: Once it is known.
         resumable: Whether what came so far can be continued.
+        counted: Whether the engine has told the tokens of all that came.
+        begun: Where the engine that computes has begun.
+        silent: Tokens that came alone and without any text, by their number: parts of characters, and special ones.
     """
 
+    held_back: int = 0
     prompt_ids: list[int] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
-    whole: int = 0
+    told: int = 0
     finish_reason: str | None = None
     resumable: bool = True
+    counted: bool = True
+    silent: list[int] = field(default_factory=list)
+    begun: Point = BEGINNING
     _parts: list[str] = field(default_factory=list)
+    _points: list[Point] = field(default_factory=lambda: [BEGINNING])
+    _spoken: bool = False  # the engine that computes has sent text
 
     @property
     def text(self) -> str:
-        """Return what was sent."""
+        """Return what came."""
         return "".join(self._parts)
 
-    def note(self, piece: Piece) -> None:
-        """Note one more piece."""
-        self.output_ids += piece.token_ids
-        if piece.text:
-            self._parts.append(piece.text)
-            self.whole = len(self.output_ids)
-        self.finish_reason = piece.finish_reason or self.finish_reason
+    @property
+    def point(self) -> Point:
+        """Return the last place of which all text has come."""
+        return next(point for point in reversed(self._points) if point.characters <= self.told)
 
-    def cut(self, count: int) -> None:
-        """Forget all but so many of the output tokens; the text stays."""
-        del self.output_ids[count:]
-        self.whole = min(self.whole, count)
+    @property
+    def settled(self) -> bool:
+        """Tell whether nothing is kept back at the last such place, and all that came was the text up to there."""
+        return self.point.characters == self.told and not (self.held_back and self._spoken)
+
+    def note(self, piece: Piece) -> None:
+        """Note one more piece that an engine sent."""
+        alone = len(piece.token_ids) == 1
+        self.output_ids += piece.token_ids
+        self.finish_reason = piece.finish_reason or self.finish_reason
+        if piece.text:
+            while len(self._points) > 1 and self._points[1].characters <= self.told:
+                del self._points[0]
+            self._parts.append(piece.text)
+            self.told += len(piece.text)
+            self._spoken = True
+            if alone:
+                self._points.append(Point(len(self.output_ids), self.told + self.held_back))
+            elif not piece.token_ids:
+                self.close(counted=False)
+        elif alone and (self._spoken or not self.held_back):
+            self.silent.append(len(self.output_ids) - 1)
+
+    def close(self, *, counted: bool) -> None:
+        """Note that what came cannot be gone on with: it is no text, or nobody knows of which tokens it is the text.
+
+        Args:
+            counted: Whether the engine told its tokens.
+        """
+        self.resumable, self.counted = False, self.counted and counted
+
+    def rest_at(self, tokens: int, text: str) -> None:
+        """Go back, or on, to a place where the text of so many tokens is known; another engine begins there."""
+        del self.output_ids[tokens:]
+        self._parts, self.told = [text], len(text)
+        self.begun = Point(tokens, len(text))
+        self._points, self.silent, self._spoken = [self.begun], [], False
+
+    def stop_at(self, characters: int) -> None:
+        """End the answer with the token that completed a stop string; those after it were computed for nothing."""
+        last = next((point.tokens for point in self._points if point.characters >= characters), len(self.output_ids))
+        del self.output_ids[last:]
+        self.finish_reason = "stop"
 
     @property
     def usage(self) -> dict[str, int]:
-        """Return the token counts, as an engine gives them."""
+        """Return the token counts, as an engine gives them; empty where the engine did not tell all of its tokens."""
         prompt, output = len(self.prompt_ids), len(self.output_ids)
-        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        counts = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        return counts if prompt and self.counted else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +186,21 @@ class Resumption:
         """Return the strings that end the answer."""
         given = self.sampling.get("stop") or ()
         return (given,) if isinstance(given, str) else tuple(s for s in given if isinstance(s, str) and s)
+
+    @property
+    def includes_stop(self) -> bool:
+        """Tell whether the string that ends the answer belongs to it."""
+        return as_boolean(self.sampling.get("include_stop_str_in_output"))
+
+    @property
+    def held_back(self) -> int:
+        """Return the characters that an engine keeps back, as they may begin a stop string."""
+        return 0 if self.includes_stop else max(map(len, self.stops), default=1) - 1
+
+    @property
+    def min_tokens(self) -> int:
+        """Return the tokens before which no stop string counts."""
+        return as_integer(self.sampling.get("min_tokens")) or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +238,8 @@ class ContinuedRequest:
     def body(self, replica: Replica) -> bytes:
         """Return the request's body for one replica."""
         sampling = dict(self.asked.sampling)
-        if isinstance(least := sampling.get("min_tokens"), int):
-            sampling["min_tokens"] = max(least - self.done, 0)
+        if "min_tokens" in sampling:
+            sampling["min_tokens"] = max(self.asked.min_tokens - self.done, 0)
         priority = {"priority": self.priority} if replica.takes_priority else {}
         return to_json(
             {
@@ -220,16 +298,15 @@ class Continued(Exchange):
     def _piece(self, chunk: dict[str, Any]) -> Piece | None:
         if chunk.get("usage"):
             self._note_usage(chunk["usage"])
-        try:
-            choice = chunk["choices"][0]
-            piece = Piece(
-                choice.get("text") or "",
-                tuple(choice.get("token_ids") or ()),
-                choice.get("finish_reason"),
-                choice.get("stop_reason"),
-            )
-        except (LookupError, TypeError, AttributeError):
+        choice = next(iter(chunk["choices"]), None)
+        if choice is None:
             return None
+        piece = Piece(
+            choice.get("text") or "",
+            tuple(choice.get("token_ids") or ()),
+            choice.get("finish_reason"),
+            choice.get("stop_reason"),
+        )
         self.finish_reason = piece.finish_reason or self.finish_reason
         return piece
 
@@ -238,6 +315,10 @@ class Seam:
     """Watches for stop strings that begin in what one engine computed and end in what the next one did.
 
     An engine looks for them in its own text only.
+
+    Attributes:
+        stopped: The string that ended the answer; None: none has.
+        end: Where that string ends, in characters from the beginning of what was held.
 
     Args:
         sent: The answer so far.
@@ -251,7 +332,9 @@ class Seam:
         context = sent[-(longest - 1) :] if longest > 1 and include else ""
         self._stops, self._include = stops, include
         self._old, self._new, self._out = context + held, "", len(context)
+        self._context = len(context)
         self.stopped: str | None = None
+        self.end = 0
 
     def pass_on(self, text: str, *, last: bool, ended_by: str = "") -> str:
         """Take more text, and return what may go out; ``stopped`` is set once a stop string is complete.
@@ -270,13 +353,13 @@ class Seam:
             (start + len(stop), number, start)
             for number, stop in enumerate(self._stops)
             for start in starts
-            if seen.startswith(stop, start)
+            if seen.startswith(stop, start) and start + len(stop) > len(self._old)  # the first engine saw what it had
         ]
         # The one that is complete first, of those complete at once the one that was named first, as vLLM has it.
         own = (len(seen), self._stops.index(ended_by)) if ended_by in self._stops else (len(seen) + 1, 0)
         if found and min(found)[:2] < own:
             end, number, start = min(found)
-            self.stopped = self._stops[number]
+            self.stopped, self.end = self._stops[number], end - self._context
             return whole[self._out : end if self._include else start]
         begun = (start for start in starts if any(stop.startswith(whole[start:]) for stop in self._stops))
         safe = None if last else next(begun, None)
@@ -296,6 +379,7 @@ class Continuation:
     """
 
     fleet: Fleet
+    policy: LivePolicy
     upstream: Upstream
     telemetry: Telemetry
     attempts: int
@@ -325,35 +409,47 @@ class Continuation:
         progress, tried, attempts = answer.progress, set[str](), 0
         assert progress is not None
         failing: Exchange = answer
-        while progress.finish_reason is None:
+        sent = progress.told
+        while True:
             log.warning("request %s: %s on %s", request.request_id, broken, failing.replica_id)
+            await failing.abandon(broken)
+            if progress.finish_reason is not None:  # nothing was missing but the end
+                return
             attempts += 1
             tried.add(failing.replica_id)
-            await failing.abandon(broken)
-            if attempts > self.attempts or not progress.resumable or not progress.prompt_ids:
+            if attempts > self.attempts or not await self._settle(progress, sent, resumption, failing.replica_id):
                 raise broken
-            held = await self._align(progress, failing.replica_id)
-            include = bool(resumption.sampling.get("include_stop_str_in_output"))
-            seam = Seam(progress.text, held, resumption.stops, include=include)
+            text = progress.text
+            seam = Seam(text[:sent], text[sent:], resumption.stops, include=resumption.includes_stop)
+            begins = sent
             exclude = self._rounds(tried, failing.replica_id, broken)
-            part = await self._open(progress, exclude, attempts, decision, request, resumption, broken)
+            part = await self._open(answer, exclude, attempts, decision, request, resumption, broken)
             if part is None:  # every token had come
-                yield _noted(progress, Piece(seam.pass_on("", last=True), (), "length"))
+                yield Piece(seam.pass_on("", last=True), (), "length")
+                progress.finish_reason = "length"
                 return
             answer.parts.append(part)
             self.telemetry.record_continuation(failing.replica_id, part.replica_id, len(progress.output_ids), broken)
             failing = part
             try:
                 async for piece in part.pieces():
-                    stopped = piece.stop_reason if isinstance(piece.stop_reason, str) and not include else ""
-                    text = seam.pass_on(piece.text, last=piece.finish_reason is not None, ended_by=stopped)
+                    text = seam.pass_on(
+                        piece.text,
+                        last=piece.finish_reason is not None,
+                        ended_by="" if resumption.includes_stop else _stop_string(piece),
+                    )
+                    progress.note(piece)
+                    sent += len(text)
                     if seam.stopped is not None:
-                        yield _noted(progress, Piece(text, piece.token_ids, "stop", seam.stopped))
+                        progress.stop_at(begins + seam.end)
+                        yield Piece(text, piece.token_ids, "stop", seam.stopped)
                         break
-                    yield _noted(progress, replace(piece, text=text))
+                    yield replace(piece, text=text)
+                await part.aclose()
             except EngineBroke as again:
                 broken = without_trace(again)
-        await failing.aclose()
+            else:
+                return
 
     def _rounds(self, tried: Collection[str], failing: str, broken: EngineBroke) -> list[Collection[str]]:
         """Return the replicas that are left out, round by round, so that none is asked twice.
@@ -369,7 +465,7 @@ class Continuation:
 
     async def _open(  # noqa: PLR0917  called here alone
         self,
-        progress: Progress,
+        answer: Exchange,
         exclude: Sequence[Collection[str]],
         number: int,
         decision: Decision,
@@ -377,7 +473,7 @@ class Continuation:
         resumption: Resumption,
         broken: EngineBroke,
     ) -> Continued | None:
-        """Begin the next part: on the same tier where it has another replica, else as the decision's fallbacks say.
+        """Begin the next part: on the same tier where it has another replica, else where the policy allows it by now.
 
         Returns:
             None where no token is left to compute.
@@ -385,61 +481,148 @@ class Continuation:
         Raises:
             EngineBroke: No engine could.
         """
-        assert decision.tier is not None
+        progress = answer.progress
+        assert progress is not None
         done, length = len(progress.output_ids), len(progress.prompt_ids) + len(progress.output_ids)
         left = None if resumption.max_tokens is None else resumption.max_tokens - done
         if left is not None and left <= 0:
             return None
         needed = self.default_max_tokens if left is None else left
         causes: UpstreamError | None = None
-        for excluded, tier in product(exclude, (decision.tier, *decision.fallbacks)):
+        # Each tier's own context is looked at below: one without a limit may use less of it than was asked for.
+        targets = self.policy.successors(answer.tier, replace(decision.query, prompt_tokens=length, max_tokens=1))
+        for excluded, tier in product(exclude, (answer.tier, *targets)):
             context = self.fleet.spec(tier).max_model_len
-            if length + (1 if left is None and tier is decision.tier else needed) > context:
+            if length + (1 if left is None and tier is answer.tier else needed) > context:
                 continue
             ids = [*progress.prompt_ids, *progress.output_ids]
             asked = ContinuedRequest(request, resumption, ids, done, left or context - length, number)
             query = replace(decision.query, prompt_tokens=length, max_tokens=min(asked.left, needed))
-            rest = replace(decision, tier=tier, fallbacks=(), query=query)
+            rest = replace(decision, tier=tier, query=query)
             try:
-                return await self.upstream.open(rest, asked, Continued, exclude=excluded, over_limit=True)
+                return await self.upstream.open(
+                    rest, asked, Continued, exclude=excluded, over_limit=True, elsewhere=False
+                )
             except UpstreamError as error:
                 causes = without_trace(error)
         raise broken from causes
 
-    async def _align(self, progress: Progress, failed: str) -> str:
-        """Cut the ids to those whose text was sent, as far as tokens allow; return text beyond that, which was not."""
-        sent, ids = progress.text, progress.output_ids
-        for count in range(len(ids), max(len(ids) - MOST_DROPPED, 0), -1):
-            text = await self._detokenized(ids[:count], failed)
-            if text is None:
-                break
-            if sent.startswith(" ") and not text.startswith(" "):  # some tokenizers drop it where a text begins
-                text = " " + text
-            if text == sent or (text.startswith(sent) and not text.endswith(BROKEN_CHARACTER)):
-                progress.cut(count)
-                return text[len(sent) :]
-        progress.cut(progress.whole)
-        return ""
+    async def _settle(self, progress: Progress, sent: int, resumption: Resumption, failed: str) -> bool:
+        """Bring an answer to rest where its text is known for certain, and not before what was sent; False: nobody knows.
 
-    async def _detokenized(self, ids: Sequence[int], failed: str) -> str | None:
-        """Return the text of ids by the first ready engine that answers; None: there is none."""
-        for replica in self.fleet.replicas:
-            if replica.state is not ReplicaState.READY or replica.id == failed:
-                continue
-            body = to_json({"model": replica.model, "tokens": list(ids)})
+        Where what came does not tell, engines are asked: first those that are well, last the one that failed, for it may be
+        well but for its connection.
+        """
+        if not progress.resumable or not progress.prompt_ids:
+            return False
+        if resumption.stops and resumption.min_tokens > len(progress.output_ids):
+            return False  # which of the next engine's tokens is the first that may complete a stop string is not known
+        replicas = [r for r in self.fleet.replicas if r.state is ReplicaState.READY and r.id != failed]
+        replicas += (r for r in self.fleet.replicas if r.id == failed)
+        settled = progress.settled
+        for replica in replicas if progress.point != progress.begun or not settled else ():
             try:
                 async with asyncio.timeout(DETOKENIZE_TIMEOUT_S):
-                    _, _, content = await self.upstream.pass_on(replica.url, replica.api_key, DETOKENIZE, body)
-                text = read_json(content)["prompt"]
+                    found = await (self._parsed(progress, replica) if settled else self._aligned(progress, replica))
             except (UpstreamError, TimeoutError, ValueError, LookupError, TypeError):
                 continue
-            return text if isinstance(text, str) else None
+            if found is not None and len(found[1]) >= sent:
+                progress.rest_at(*found)
+                return True
+        if settled:
+            tokens, characters = progress.point
+            progress.rest_at(tokens, progress.text[:characters])
+        return settled
+
+    async def _parsed(self, progress: Progress, replica: Replica) -> tuple[int, str] | None:
+        """Return the place of the last text, and the text up to there with what a parser in the engine may have kept back.
+
+        A parser that looks for reasoning keeps a part of a token's text until it knows that no tag begins there.
+
+        Raises:
+            UpstreamError: It does not answer. Its answer may also make no sense: ValueError, LookupError or TypeError.
+        """
+        begun, end = progress.begun, progress.point
+        before = progress.output_ids[: begun.tokens][-CONTEXT:]
+        ids = [*before, *progress.output_ids[begun.tokens : end.tokens]]
+        shown = await self._detokenized(before, replica) if before else ""
+        text = await self._detokenized(ids, replica)
+        rest = progress.text[begun.characters :]
+        whole = next((whole for whole in _readings(text, shown) if whole.startswith(rest)), None)
+        if whole is None or whole.endswith(BROKEN_CHARACTER):
+            return None
+        more = whole[len(rest) :]
+        if more and len(more) > len(text) - len(await self._detokenized(ids[:-1], replica)):
+            return None  # more than the last token's: it is something else, such as a special token
+        return end.tokens, progress.text + more
+
+    async def _aligned(self, progress: Progress, replica: Replica) -> tuple[int, str] | None:
+        """Return how many tokens are whole, and their text, of which some was not sent; None where an engine cannot tell.
+
+        Its word is taken where it agrees with what came, and has as many characters more as an engine keeps back.
+
+        Raises:
+            UpstreamError: It does not answer. Its answer may also make no sense: ValueError, LookupError or TypeError.
+        """
+        start, _ = progress.point
+        before = progress.output_ids[:start][-CONTEXT:]
+        shown = await self._detokenized(before, replica) if before else ""
+        found = await self._whole(progress, replica, before, shown, frozenset())
+        if found is None and progress.silent:
+            found = await self._whole(progress, replica, before, shown, await self._special(progress, replica))
+        return found
+
+    async def _whole(
+        self, progress: Progress, replica: Replica, before: Sequence[int], shown: str, hidden: Collection[int]
+    ) -> tuple[int, str] | None:
+        """Do so, given an engine's text of the tokens before, and the tokens of which answers do not show the text."""
+        start, characters = progress.point
+        known, rest = progress.text[:characters], progress.text[characters:]
+        all_ids = progress.output_ids
+        for end in range(len(all_ids), max(len(all_ids) - MOST_DROPPED, start), -1):
+            ids = [all_ids[number] for number in range(start, end) if number not in hidden]
+            text = await self._detokenized([*before, *ids], replica)
+            if text.endswith(BROKEN_CHARACTER):
+                continue  # within a character, which the next engine computes anew
+            for more in _readings(text, shown):
+                if more.startswith(rest) and len(more) == len(rest) + progress.held_back:
+                    return end, known + more
+            return None
         return None
 
+    async def _special(self, progress: Progress, replica: Replica) -> frozenset[int]:
+        """Return which tokens are special ones that answers leave out: whole by themselves, and yet they gave no text."""
+        found = []
+        for number in progress.silent:
+            text = await self._detokenized([progress.output_ids[number]], replica)
+            if BROKEN_CHARACTER not in text:
+                found.append(number)
+        return frozenset(found)
 
-def _noted(progress: Progress, piece: Piece) -> Piece:
-    progress.note(piece)
-    return piece
+    async def _detokenized(self, ids: Sequence[int], replica: Replica) -> str:
+        """Return the text of ids by one engine.
+
+        Raises:
+            UpstreamError: It does not answer. Its answer may also make no sense: ValueError, LookupError or TypeError.
+        """
+        body = to_json({"model": replica.model, "tokens": list(ids)})
+        _, _, content = await self.upstream.pass_on(replica.url, replica.api_key, DETOKENIZE, body)
+        text = read_json(content)["prompt"]
+        if not isinstance(text, str):
+            raise TypeError("no text")
+        return text
+
+
+def _readings(text: str, shown: str) -> tuple[str, ...]:
+    """Return what may be the text of tokens, given an engine's text of them and those before, and of those before alone."""
+    if shown:
+        return (text.removeprefix(shown),) if text.startswith(shown) else ()
+    return text, " " + text  # some tokenizers drop a space where a text begins
+
+
+def _stop_string(piece: Piece) -> str:
+    """Return the stop string that ended a part; empty where none did."""
+    return piece.stop_reason if isinstance(piece.stop_reason, str) else ""
 
 
 def continued_on(answer: Exchange) -> list[TierName]:

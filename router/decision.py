@@ -166,7 +166,7 @@ class Decision:
     Attributes:
         tier: The tier to serve it; None: refused.
         reason: For a person; without any of the prompt's text.
-        fallbacks: Tiers to try, in order, if this one fails before the first byte.
+        fallbacks: Tiers that could take over, in order, as things stood; when this one fails, it is asked anew.
         verdicts: One a tier, by rising precision.
         degraded: What the request asks for or its class needs, and is not expected to get.
         basis: What the choice rests on.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from router.quality import CHECK_TOKENS
-from router.upstream import EngineBroke, UpstreamError
+from router.upstream import EngineBroke, NoPlace, UpstreamError
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -61,10 +61,11 @@ class Escalation:
             return await self._judged(decision, request, kind, answer, opened)
         except EngineBroke as error:  # while it was held: nothing of it has gone out
             await answer.aclose(error)
-            if not decision.fallbacks:
-                raise
-            rest = replace(decision, tier=decision.fallbacks[0], fallbacks=decision.fallbacks[1:])
-            return await self.upstream.open(rest, request, kind, opened)
+            taken = {answer.replica_id}
+            try:
+                return await self.upstream.open(decision, request, kind, opened, taken=taken, over_limit=True)
+            except NoPlace:
+                raise error from None
         except BaseException as error:
             await answer.aclose(error)
             raise
@@ -83,7 +84,8 @@ class Escalation:
             return answer
         try:
             async with asyncio.timeout(self._patience_s(decision, opened)):
-                better = await self.upstream.open(replace(decision, tier=higher, fallbacks=()), request, kind, opened)
+                there = replace(decision, tier=higher)
+                better = await self.upstream.open(there, request, kind, opened, elsewhere=False)
         except (UpstreamError, TimeoutError) as error:
             log.info("request %s: not escalated to %s: %s", request.request_id, higher, type(error).__name__)
             answer.let_go()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from router.jsontext import read_json
-from router.upstream import NO_ANSWER, EngineBroke, parts_of, without_trace
+from router.upstream import NO_ANSWER, USAGE, EngineBroke, parts_of, without_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     import httpx
 
 SEPARATOR, DONE = b"\n\n", b"data: [DONE]"
+MAX_EVENT_BYTES = 1 << 24  # of one event: enough for the ids of a prompt of two million tokens
+# Members of a choice, or of its delta, that hold text.
+_TEXTS = ("content", "text", "reasoning", "reasoning_content")
 T = TypeVar("T")
 
 
@@ -33,7 +36,7 @@ class EventStream(Generic[T]):
     def __init__(self, response: httpx.Response, parse: Callable[[bytes], T | None]) -> None:
         self._parts = parts_of(response)
         self._parse = parse
-        self._buffer = b""
+        self._buffer = bytearray()
         self._over = False
         self._fault: EngineBroke | None = None
 
@@ -75,15 +78,24 @@ class EventStream(Generic[T]):
         await self._parts.aclose()
 
     async def _events(self) -> list[bytes]:
-        """Return the next whole events."""
+        """Return the next whole events.
+
+        Raises:
+            EngineBroke: The stream ended, or an event has no end.
+        """
         try:
             async for data in self._parts:
-                *events, self._buffer = (self._buffer + data).split(SEPARATOR)
-                if DONE in events:
-                    self._over = True
-                    return events[: events.index(DONE) + 1]
-                if events:
+                whole = SEPARATOR in self._buffer[-1:] + data
+                self._buffer += data
+                if whole:
+                    *events, rest = bytes(self._buffer).split(SEPARATOR)
+                    self._buffer = bytearray(rest)
+                    if DONE in events:
+                        self._over = True
+                        return events[: events.index(DONE) + 1]
                     return events
+                if len(self._buffer) > MAX_EVENT_BYTES:
+                    raise EngineBroke(f"the engine's stream holds an event of over {MAX_EVENT_BYTES} bytes")
         except NO_ANSWER as error:
             raise EngineBroke(f"the engine's stream broke off ({type(error).__name__})") from error
         raise EngineBroke("the engine's stream ended early")
@@ -104,22 +116,49 @@ def chunk_of(event: bytes) -> dict[str, Any]:
     Raises:
         EngineBroke: It is none, or an error that the engine reports in its stream.
     """
-    chunk = parse_event(event)
-    if "error" in chunk:
-        raise EngineBroke("the engine reported an error in its stream")
-    return chunk
-
-
-def parse_event(event: bytes) -> dict[str, Any]:
-    """Return what an event holds.
-
-    Raises:
-        EngineBroke: It is no JSON object.
-    """
     try:
         chunk = read_json(event.removeprefix(b"data:"))
     except ValueError as error:
         raise EngineBroke("the engine's stream holds something that is not a chunk") from error
-    if not isinstance(chunk, dict):
+    if isinstance(chunk, dict) and chunk.get("error") is not None:
+        raise EngineBroke("the engine reported an error in its stream")
+    if not isinstance(chunk, dict) or not _is_chunk(chunk):
         raise EngineBroke("the engine's stream holds something that is not a chunk")
     return chunk
+
+
+def _is_chunk(chunk: dict[str, Any]) -> bool:
+    """Tell whether every member of a chunk that the router reads has the type that it should have."""
+    choices, usage = chunk.get("choices"), chunk.get("usage")
+    return (
+        isinstance(choices, list)
+        and all(map(_is_choice, choices))
+        and _is_ids(chunk.get("prompt_token_ids"))
+        and (usage is None or is_usage(usage))
+    )
+
+
+def _is_choice(choice: Any) -> bool:
+    if not isinstance(choice, dict):
+        return False
+    said = choice.get("delta", choice)  # a completion has its text in the choice itself
+    return (
+        isinstance(said, dict)
+        and all(isinstance(said.get(name), str | None) for name in _TEXTS)
+        and isinstance(choice.get("finish_reason"), str | None)
+        and _is_ids(choice.get("token_ids"))
+        and _is_ids(choice.get("prompt_token_ids"))
+    )
+
+
+def _is_ids(ids: Any) -> bool:
+    return ids is None or (isinstance(ids, list) and all(type(token) is int for token in ids))
+
+
+def is_usage(usage: Any) -> bool:
+    """Tell whether a value holds token counts."""
+    return isinstance(usage, dict) and all(_is_count(usage.get(name)) for name in USAGE)
+
+
+def _is_count(count: Any) -> bool:
+    return count is None or (type(count) is int and count >= 0)

@@ -43,13 +43,15 @@ class Hedging:
         wait_s = self._wait_s(decision, lease)
         if wait_s is None or not request.streamed:
             return await self.upstream.open(decision, request, kind, opened, lease=lease)
-        first = asyncio.create_task(self.upstream.open(decision, request, kind, opened, lease=lease))
+        taken = {lease.replica.id}  # shared, so that no replica is asked by both
+        first = asyncio.create_task(self.upstream.open(decision, request, kind, opened, lease=lease, taken=taken))
         attempts = {first}
         try:
             await asyncio.wait({first}, timeout=wait_s)
             other = self._other(decision)
             if not first.done() and other is not None and self.upstream.take_retry():
-                attempts.add(asyncio.create_task(self.upstream.open(other, request, kind, opened)))
+                again = self.upstream.open(other, request, kind, opened, taken=taken, elsewhere=False)
+                attempts.add(asyncio.create_task(again))
             return await self._quickest(attempts, first, decision)
         except BaseException:
             await _end(attempts)
@@ -74,7 +76,7 @@ class Hedging:
     def _other(decision: Decision) -> Decision | None:
         """Return the decision for another tier that meets what is asked."""
         able = [tier for tier in decision.fallbacks if decision.verdict(tier).meets]
-        return replace(decision, tier=able[0], fallbacks=()) if able else None
+        return replace(decision, tier=able[0]) if able else None
 
     def _wait_s(self, decision: Decision, lease: Lease) -> float | None:
         """Return when a first token is late, in seconds from now; None where that does not matter or is not known."""

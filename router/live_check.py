@@ -172,8 +172,8 @@ class LiveCheck:
 
     async def _ask(self, sample: Sample, tier: TierName, request: CheckRequest) -> Any:
         query = replace(sample.decision.query, max_tokens=ANSWER_TOKENS, sequences=1)
-        there = replace(sample.decision, tier=tier, fallbacks=(), query=query)
-        answer = await self._upstream.open(there, request, WholeRelay)
+        there = replace(sample.decision, tier=tier, query=query)
+        answer = await self._upstream.open(there, request, WholeRelay, elsewhere=False)
         answer.usage = {}  # its length says nothing of what callers' answers will have
         await answer.aclose()
         return read_json(answer.content)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from router.decision import ExpectedLoss, PolicyTable
 from router.latency import LatencyProfile, latency_name, load_latency
+from router.policy import successors
 from router.quality import QualityProfile, load_profile, profile_name
 from router.router_client import ProfileError
 from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from classifier import PromptClass
+    from router.decision import Query
     from router.settings import PolicySettings
     from tiers.fleet import Fleet
 
@@ -60,6 +62,10 @@ class LivePolicy:
     def check_threshold(self, tier: TierName) -> float | None:
         """Return the certainty under which a tier's answer is begun again; None where it was not measured."""
         return self._thresholds.get(tier)
+
+    def successors(self, tier: TierName, query: Query) -> tuple[TierName, ...]:
+        """Return the tiers that may take over now what a tier has failed, in order."""
+        return successors(tier, query, self._fleet.snapshot(), self.table)
 
     def promote(self, promoted: Mapping[PromptClass, TierName]) -> None:
         """Raise the lowest tier of some classes, as live answers demand."""

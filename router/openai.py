@@ -148,7 +148,7 @@ class Completions:
             EventRelay,
             report_usage=request.report_usage,
             judged=request.judged,
-            resumable=request.resumption is not None,
+            resumption=request.resumption,
         )
         kind = relay if call.streamed else WholeRelay
         try:

@@ -101,7 +101,7 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyTable) -> Decision:
         precision=chosen.tier.spec.precision,
         reason="; ".join(reasons),
         query=query,
-        fallbacks=_fallback_order(chosen.name, spare, table.max_slowdown),
+        fallbacks=_fallback_order(chosen.name, [(o.name, o.replica) for o in spare], table.max_slowdown),
         verdicts=tuple(_verdict(o, chosen) for o in outlooks),
         basis=basis,
         degraded=degraded,
@@ -331,18 +331,35 @@ def _worst_loss(outlook: _Outlook) -> tuple[float, int]:
     return (1.0 if outlook.loss is None else outlook.loss.high), -outlook.name.rank
 
 
-def _fallback_order(chosen: TierName, spare: Sequence[_Outlook], max_slowdown: float) -> tuple[TierName, ...]:
+def successors(tier: TierName, query: Query, fleet: FleetSnapshot, table: PolicyTable) -> tuple[TierName, ...]:
+    """Return the tiers that may take over now what a tier has failed, in the order of a decision's fallbacks.
+
+    Full ones are among them: a request that was let in may take a place beyond those that a replica is to have.
+    """
+    if query.require:
+        return ()
+    spare = [
+        (other.spec.name, next(iter(other.ready), None))
+        for other in fleet.tiers
+        if other.spec.name is not tier and _obstacle(other, query, full=False) is None
+    ]
+    return _fallback_order(tier, spare, table.max_slowdown)
+
+
+def _fallback_order(
+    chosen: TierName, spare: Sequence[tuple[TierName, ReplicaSnapshot | None]], max_slowdown: float
+) -> tuple[TierName, ...]:
     """Order other tiers for a retry: higher precisions first, then lower ones from the top.
 
     Last comes what a still higher one beats in speed as well.
     """
-    higher = [o for o in spare if o.name.rank > chosen.rank]
-    lower = [o for o in spare if o.name.rank < chosen.rank]
+    higher = [name for name, _ in spare if name.rank > chosen.rank]
+    lower = [name for name, _ in spare if name.rank < chosen.rank]
     order = [*higher, *reversed(lower)]
-    if len(order) > 1 and _dominated(spare[0].replica, spare[-1].replica, max_slowdown):
-        order.remove(spare[0])
-        order.append(spare[0])
-    return tuple(o.name for o in order)
+    if len(order) > 1 and _dominated(spare[0][1], spare[-1][1], max_slowdown):
+        order.remove(spare[0][0])
+        order.append(spare[0][0])
+    return tuple(order)
 
 
 def _refuse(  # noqa: PLR0917  called here alone

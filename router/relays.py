@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic_core import to_json
 
-from router.answers import CERTAINTY
+from router.answers import CERTAINTY, certainties
 from router.continuation import Piece, Progress, Resumption, continued_on
-from router.event_stream import DONE, SEPARATOR, EventStream, chunk_of, parse_event
+from router.event_stream import DONE, SEPARATOR, EventStream, chunk_in, is_usage
 from router.jsontext import JsonObject, NotJson, as_integer, read_json
 from router.upstream import NO_ANSWER, Attempt, EngineBroke, EngineFailed, Exchange, body_of, without_trace
 from tiers.spec import TierName
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from tiers.fleet import Replica
 
 DEFAULT_COMPLETION = 16  # tokens of a completion that gives no limit, as OpenAI and vLLM have it
+MAX_ANSWER_BYTES = 1 << 28  # of one that is not streamed: log-probabilities of a long prompt take many
 # Quotes in a JSON string are escaped, so these stand only where a member of that name does.
-_USAGE, _ERROR = b'"usage":{', b'"error":'
-_LOGPROBS = b'"logprobs":{'
-_FINISHED, _FINGERPRINT = b'"finish_reason":"', b'"system_fingerprint"'
+_LOGPROBS, _FINGERPRINT = b'"logprobs":{', b'"system_fingerprint"'
 _IDS = (b'"token_ids":[', b'"prompt_token_ids":[')
 # What of a request says how tokens are chosen, and holds for its continuation as well.
 _SAMPLING = (
     "allowed_token_ids",
     "bad_words",
+    "cache_salt",
     "frequency_penalty",
     "ignore_eos",
     "include_stop_str_in_output",
@@ -43,6 +43,7 @@ _SAMPLING = (
     "min_p",
     "min_tokens",
     "presence_penalty",
+    "repetition_detection",
     "repetition_penalty",
     "seed",
     "skip_special_tokens",
@@ -52,10 +53,13 @@ _SAMPLING = (
     "temperature",
     "top_k",
     "top_p",
+    "vllm_xargs",
+    "watermarking",
 )
 # What makes an answer one that cannot be taken over halfway: it has a structure of its own, or tells more than text.
 _NOT_RESUMABLE = (
     "echo",
+    "ec_transfer_params",
     "functions",
     "guided_choice",
     "guided_decoding_backend",
@@ -63,11 +67,14 @@ _NOT_RESUMABLE = (
     "guided_json",
     "guided_regex",
     "kv_transfer_params",
+    "logprob_token_ids",
     "logprobs",
+    "mm_payload",
     "prompt_embeds",
     "prompt_logprobs",
     "return_prompt_text",
     "return_token_ids",
+    "return_token_offsets",
     "return_tokens_as_token_ids",
     "structured_outputs",
     "suffix",
@@ -190,31 +197,54 @@ class WholeRelay(Exchange):
     async def begin(self) -> None:
         """Read the whole answer."""
         try:
-            self.content = await body_of(self._attempt.response)
-            answer = read_json(self.content)
-            choices = answer["choices"]
-            self.finish_reason = choices[0]["finish_reason"] if choices else None
-            self._note_usage(answer.get("usage") or {})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise EngineFailed("the engine's answer is not a completion") from error
+            self.content = await body_of(self._attempt.response, MAX_ANSWER_BYTES)
         except NO_ANSWER as error:
             raise EngineBroke(f"the engine's answer broke off ({type(error).__name__})") from error
+        try:
+            answer = read_json(self.content)
+        except ValueError as error:
+            raise EngineFailed("the engine's answer is not a completion") from error
+        if not _is_completion(answer):
+            raise EngineFailed("the engine's answer is not a completion")
+        self.finish_reason = answer["choices"][0].get("finish_reason")
+        self._note_usage(answer["usage"])
         self._complete = True
+
+
+def _is_completion(answer: Any) -> bool:
+    """Tell whether a whole answer is one: with choices that hold something, and with token counts."""
+    if not isinstance(answer, dict) or not isinstance(choices := answer.get("choices"), list) or not choices:
+        return False
+    return is_usage(answer.get("usage")) and all(
+        isinstance(choice, dict)
+        and isinstance(choice.get("finish_reason"), str | None)
+        and (isinstance(choice.get("message"), dict) or isinstance(choice.get("text"), str))
+        for choice in choices
+    )
+
+
+class Event(NamedTuple):
+    """One of an engine's events, with the chunk that it holds; None: it is a comment, or the end."""
+
+    raw: bytes
+    chunk: dict[str, Any] | None
 
 
 class EventRelay(Exchange):
     """A stream that has begun: its events up to the first token are here, the rest can be read."""
 
-    def __init__(self, attempt: Attempt, *, report_usage: bool, judged: bool = False, resumable: bool = False) -> None:
+    def __init__(
+        self, attempt: Attempt, *, report_usage: bool, judged: bool = False, resumption: Resumption | None = None
+    ) -> None:
         super().__init__(attempt)
-        self.progress = Progress() if resumable else None
+        self.progress = Progress(resumption.held_back) if resumption is not None else None
         self._template: dict[str, Any] = {}
         self._chat = False
         self._judged = judged and attempt.tier is not TierName.PRECISE
         self.media_type = attempt.response.headers.get("content-type", "text/event-stream; charset=utf-8")
-        self._report_usage = report_usage
-        self._source = self._batches = EventStream(attempt.response, _checked)
-        self._held: list[bytes] = []
+        self._report_usage, self._usage_reported = report_usage, False
+        self._source = self._batches = EventStream(attempt.response, _event_in)
+        self._held: list[Event] = []
         self._ended = False
 
     async def begin(self) -> None:
@@ -233,7 +263,7 @@ class EventRelay(Exchange):
             return None
         found = _certainties(self._held)
         with contextlib.suppress(TimeoutError):
-            while len(found) < tokens and DONE not in self._held:
+            while len(found) < tokens and self._held[-1].raw != DONE:
                 batch = await self._ahead(self._batches, deadline)
                 if batch is None:
                     break
@@ -253,18 +283,13 @@ class EventRelay(Exchange):
                 end.
         """
         broken: EngineBroke | None = None
-        batch: list[bytes] | None
+        batch: list[Event] | None
         batch, self._held = self._held, []
         while batch is not None:
-            kept: list[bytes] = []
-            try:
-                for event in batch:
-                    kept += self._relayed(event)
-            except EngineBroke as error:  # what came before has been noted as sent
-                broken = without_trace(error)
+            kept = [raw for event in batch for raw in self._relayed(event)]
             if kept:
                 yield SEPARATOR.join([*kept, b""])
-            if broken is not None or self._ended:
+            if self._ended:
                 break
             try:
                 batch = await self._next(self._batches)
@@ -273,7 +298,7 @@ class EventRelay(Exchange):
         if broken is not None:
             async for piece in self._resumed(broken):
                 yield self._as_event(piece)
-            yield self._ending()
+            yield self._ending(broken)
         self._complete = True
 
     def _as_event(self, piece: Piece) -> bytes:
@@ -288,63 +313,70 @@ class EventRelay(Exchange):
             choice["stop_reason"] = piece.stop_reason
         return b"data: " + to_json({**self._template, "choices": [{**choice, "token_ids": None}]}) + SEPARATOR
 
-    def _ending(self) -> bytes:
-        """Return the end of an answer that broke; one that was continued says so in a comment: clients skip those."""
+    def _ending(self, broken: EngineBroke) -> bytes:
+        """Return the end of an answer that broke; one that was continued says so in a comment: clients skip those.
+
+        Raises:
+            EngineBroke: Its caller asked for token counts, which nobody knows.
+        """
         tiers = " ".join(continued_on(self)).encode()
         comment = b": continued on " + tiers + SEPARATOR if tiers else b""
-        if not self._report_usage:
+        if not self._report_usage or self._usage_reported:
             return comment + DONE + SEPARATOR
+        if not self.usage:
+            raise broken
         counts = to_json({**self._template, "choices": [], "usage": self.usage})
         return comment + b"data: " + counts + SEPARATOR + DONE + SEPARATOR
 
-    def _relayed(self, event: bytes) -> Sequence[bytes]:
+    def _relayed(self, event: Event) -> Sequence[bytes]:
         """Note what an event says, and return it as it is relayed, unless it is left out."""
-        if self._ended or not event.startswith(b"data:"):  # comments keep connections alive
-            return () if self._ended else (event,)
-        if event == DONE:
-            self._ended = True
-            return (event,)
-        if _USAGE in event:
-            chunk = parse_event(event)
-            self._note_usage(chunk["usage"])
-            if not chunk.get("choices") and not self._report_usage:
-                return ()
+        raw, chunk = event
+        if self._ended:
+            return ()
+        if chunk is None:  # comments keep connections alive
+            self._ended = raw == DONE
+            return (raw,)
+        if usage := chunk.get("usage"):
+            self._note_usage(usage)
+            if not chunk["choices"]:
+                self._usage_reported = self._report_usage
+                return (raw,) if self._report_usage else ()
         tokens = 1
         if self.progress is not None:
-            tokens, kept = self._followed(self.progress, event)
+            tokens, kept = self._followed(self.progress, raw, chunk)
             if kept is None:
                 return ()
-            event = kept
+            raw = kept
         self._produced(tokens)
-        if self._judged and _LOGPROBS in event:
-            event = _without_logprobs(event)
-        if _FINISHED in event:
-            self.finish_reason = event.split(_FINISHED, 1)[1].split(b'"', 1)[0].decode("ascii", "replace")
+        if self._judged and _LOGPROBS in raw:
+            raw = _without_logprobs(raw)
+        finished = next((reason for choice in chunk["choices"] if (reason := choice.get("finish_reason"))), None)
+        if finished is not None:
+            self.finish_reason = finished
             fingerprint = self._attempt.lease.replica.fingerprint
-            if fingerprint and not self._report_usage and _FINGERPRINT not in event and event.endswith(b"}"):
-                return (event[:-1] + b',"system_fingerprint":' + to_json(fingerprint) + b"}",)
-        return (event,)
+            if fingerprint and not self._report_usage and _FINGERPRINT not in raw and raw.endswith(b"}"):
+                return (raw[:-1] + b',"system_fingerprint":' + to_json(fingerprint) + b"}",)
+        return (raw,)
 
-    def _followed(self, progress: Progress, event: bytes) -> tuple[int, bytes | None]:
+    def _followed(self, progress: Progress, raw: bytes, chunk: dict[str, Any]) -> tuple[int, bytes | None]:
         """Note an event's tokens; return how many they are, and the event without their ids: nobody asked for those.
 
         An event that has nothing but ids, for a token that is not to be seen yet, would not have come without.
         """
-        chunk = parse_event(event)
-        choice: dict[str, Any] = next(iter(chunk.get("choices") or ()), {})
+        choice: dict[str, Any] = next(iter(chunk["choices"]), {})
         progress.prompt_ids = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids") or progress.prompt_ids
         delta = choice.get("delta")
         self._chat = self._chat or delta is not None
         text = choice.get("text") if delta is None else delta.get("content")
-        if delta and not delta.keys() <= {"role", "content"}:
-            progress.resumable = False  # reasoning, or a tool call: not text that could be gone on with
         ids = choice.get("token_ids") or ()
+        if delta and any(value for name, value in delta.items() if name not in {"role", "content"}):
+            progress.close(counted=bool(ids))  # reasoning, or a tool call: not text that could be gone on with
         progress.note(Piece(text or "", tuple(ids), choice.get("finish_reason")))
         if not self._template:
             self._template = {name: chunk.get(name) for name in ("id", "object", "created", "model")}
         if delta == {} and ids and choice.get("finish_reason") is None:
             return len(ids), None
-        return len(ids) or 1, _without_ids(event)
+        return len(ids) or 1, _without_ids(raw)
 
 
 def _without_ids(event: bytes) -> bytes:
@@ -356,43 +388,38 @@ def _without_ids(event: bytes) -> bytes:
     return event
 
 
-def _certainties(events: list[bytes]) -> list[float]:
-    """Return the log-probabilities of the engine's first choices in a stream's events."""
-    found = []
-    for event in events:
-        if _LOGPROBS in event:
-            for choice in parse_event(event).get("choices") or ():
-                places = (choice.get("logprobs") or {}).get("content") or ()
-                found += [float(place["top_logprobs"][0]["logprob"]) for place in places if place.get("top_logprobs")]
-    return found
+def _certainties(events: list[Event]) -> list[float]:
+    """Return the log-probabilities of the engine's first choices in a stream's events.
+
+    Raises:
+        EngineBroke: They have another form.
+    """
+    chunks = (event.chunk for event in events if event.chunk is not None)
+    return [value for chunk in chunks for choice in chunk["choices"] for value in certainties(choice)]
 
 
-def _without_logprobs(event: bytes) -> bytes:
+def _without_logprobs(raw: bytes) -> bytes:
     """Return an event as the engine would have sent it without log-probabilities."""
-    chunk = parse_event(event)
-    for choice in chunk.get("choices") or ():
+    chunk = read_json(raw.removeprefix(b"data:"))
+    for choice in chunk["choices"]:
         choice["logprobs"] = None
     return b"data: " + to_json(chunk)
 
 
-def _checked(event: bytes) -> bytes:
-    """Return an event as it is; only one with the word is parsed to see whether it is an error.
+def _event_in(raw: bytes) -> Event:
+    """Return an event with its chunk.
 
     Raises:
-        EngineBroke: It is an error that the engine reports in its stream, or nonsense.
+        EngineBroke: It holds something else, or an error that the engine reports.
     """
-    if _ERROR in event and event.startswith(b"data:"):
-        chunk_of(event)
-    return event
+    return Event(raw, chunk_in(raw))
 
 
-def _has_token(event: bytes) -> bool:
+def _has_token(event: Event) -> bool:
     """Tell whether an event shows that the engine computes: text, a tool call, a finish reason, or the end."""
-    if event == DONE:
-        return True
-    if not event.startswith(b"data:"):
-        return False
-    for choice in parse_event(event).get("choices") or ():
+    if event.chunk is None:
+        return event.raw == DONE
+    for choice in event.chunk["choices"]:
         delta = choice.get("delta") or {}
         if choice.get("text") or choice.get("finish_reason") or any(v for k, v in delta.items() if k != "role"):
             return True

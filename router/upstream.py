@@ -21,6 +21,7 @@ from collections import Counter
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -32,13 +33,14 @@ from router.jsontext import read_json
 from router.patience import Patience
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from opentelemetry.trace import Span
 
     from router.continuation import Piece, Progress, Resumption
     from router.decision import Decision
+    from router.live_policy import LivePolicy
     from router.settings import UpstreamSettings
     from router.telemetry import Telemetry
     from tiers.fleet import Fleet, Lease, Replica
@@ -118,7 +120,7 @@ class EngineRequest(Protocol):
 
     @property
     def request_id(self) -> str:
-        """Return the id that the engine knows the request by; no two requests may share one."""
+        """Return an id that no two requests share; the engine is given it with the attempt's number."""
 
     @property
     def streamed(self) -> bool:
@@ -327,7 +329,9 @@ class Exchange(ABC):
             self._last_at = time.monotonic()
             self._tokens += len(piece.token_ids)
             yield piece
-        self.usage, self.finish_reason = self.progress.usage, self.progress.finish_reason
+        if self.parts or not self.usage:  # else all of the answer had come, and its counts
+            self.usage = self.progress.usage
+        self.finish_reason = self.progress.finish_reason
 
     async def _next(self, source: Source[T]) -> T | None:
         """Read one more item, or None at the end.
@@ -438,11 +442,13 @@ class Upstream:
         transport: httpx.AsyncBaseTransport,
         options: UpstreamSettings,
         telemetry: Telemetry,
+        policy: LivePolicy,
     ) -> None:
         self._fleet, self._transport, self._options, self._telemetry = fleet, transport, options, telemetry
         # Small requests have connections of their own, bounded by their pools: those that hang take none from others.
         self._passing_transport = make_transport(0)
         self._passing: WeakValueDictionary[tuple[Pool, str], asyncio.Semaphore] = WeakValueDictionary()
+        self._policy, self._numbers = policy, count()
         self.retries: Counter[TierName] = Counter()
         self._retries = RetryBudget(options.retry_share, options.retry_reserve)
         self._timeouts = {"connect": options.connect_timeout_s, "pool": options.connect_timeout_s}
@@ -456,9 +462,11 @@ class Upstream:
         *,
         lease: Lease | None = None,
         exclude: Collection[str] = (),
+        taken: set[str] | None = None,
         over_limit: bool = False,
+        elsewhere: bool = True,
     ) -> E:
-        """Try the chosen tier, then the fallbacks, until an answer has begun.
+        """Try the chosen tier, then those that the policy would take instead by now, until an answer has begun.
 
         Args:
             decision: Where to try.
@@ -467,7 +475,9 @@ class Upstream:
             opened: When the request was first sent, by the monotonic clock; None: now.
             lease: A place on the chosen tier; None: one is taken here.
             exclude: Replicas that are not to be tried.
+            taken: Replicas that this request has been sent to, which are not tried again; added to here.
             over_limit: Take places beyond what replicas are to have.
+            elsewhere: Whether other tiers may be tried.
 
         Raises:
             EngineRefused: An engine says that the request is wrong.
@@ -477,13 +487,15 @@ class Upstream:
         """
         assert decision.tier is not None
         tried: dict[str, str] = {}
+        taken = set() if taken is None else taken
         opened = opened or time.monotonic()
         self._retries.earn()
-        for tier in (decision.tier, *decision.fallbacks):
+        for tier in self._targets(decision, elsewhere=elsewhere):
             while len(tried) < self._options.attempts:
-                lease = lease or self._lease(tier, decision, {*tried, *exclude}, over_limit=over_limit or bool(tried))
+                lease = lease or self._lease(tier, decision, {*taken, *exclude}, over_limit=over_limit or bool(tried))
                 if lease is None:
                     break
+                taken.add(lease.replica.id)
                 if tried and not self._retries.take():
                     lease.release()
                     raise NoEngineAnswered(f"{_causes(tried)}; no further attempt, since too many fail")
@@ -495,8 +507,15 @@ class Upstream:
                     self._telemetry.record_failed_attempt(lease.replica.id, error)
                     lease = None
         if not tried:
-            raise NoPlace(f"every place on {', '.join((decision.tier, *decision.fallbacks))} is taken")
+            raise NoPlace(f"every place on {', '.join(self._targets(decision, elsewhere=elsewhere))} is taken")
         raise NoEngineAnswered(_causes(tried))
+
+    def _targets(self, decision: Decision, *, elsewhere: bool) -> Iterator[TierName]:
+        """Yield the chosen tier, then the others as things stand when it has failed, not when the request was let in."""
+        assert decision.tier is not None
+        yield decision.tier
+        if elsewhere:
+            yield from self._policy.successors(decision.tier, decision.query)
 
     def take_retry(self) -> bool:
         """Take one further attempt from the budget; False: there is none left."""
@@ -610,7 +629,9 @@ class Upstream:
                 del failure  # its trace leads here
 
     def _http(self, replica: Replica, request: EngineRequest, span: Span) -> httpx.Request:
-        headers = {"content-type": "application/json", "x-request-id": request.request_id}
+        # An engine mixes up requests of one id, and may still hold an attempt that was given up.
+        number = f"{request.request_id}-{next(self._numbers):x}"
+        headers = {"content-type": "application/json", "x-request-id": number}
         if replica.api_key:
             headers["authorization"] = f"Bearer {replica.api_key}"
         self._telemetry.inject(span, headers)

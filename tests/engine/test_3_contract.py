@@ -49,6 +49,10 @@ async def script(url: str, key: str) -> dict[str, Any]:
             "uncounted": await _uncounted(client, {**chat, "temperature": 0}),
             "detokenize": list((await client.post("/detokenize", json={"tokens": [1, 2], **_of(chat)})).json()),
             "completions": await _shape(client, "/v1/completions", {**text, **extra}),
+            "held back": [
+                await _held_back(client, path, {**body, **extra, "max_tokens": 6, "return_token_ids": True})
+                for path, body in (("/v1/chat/completions", chat), ("/v1/completions", text))
+            ],
         }
 
 
@@ -73,6 +77,45 @@ async def _shape(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
         "choices_with_usage": chunks[-1]["choices"],
         "tokens": chunks[-1]["usage"]["completion_tokens"],
     }
+
+
+STOP = "~~~~~~"  # in no answer
+
+
+async def _held_back(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return what continuing a broken answer rests on: how text and tokens go together, with a stop string and without."""
+    plain, free = await _told(client, path, body)
+    _, held = await _told(client, path, {**body, "stop": STOP})
+    _, included = await _told(client, path, {**body, "stop": STOP, "include_stop_str_in_output": True})
+    inner = plain[3:7]
+    stopped, _ = await _told(client, path, {**body, "stop": inner})
+    return {
+        "kept back without a stop string": free,
+        "kept back with one": held,
+        "kept back where it belongs to the answer": included,
+        "stopped": stopped == plain[: plain.find(inner)],
+    }
+
+
+async def _told(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[str, list[int]]:
+    """Return an answer's text, and after each event with text before the last how much of its tokens' text was kept back.
+
+    -1: what came is not the beginning of it.
+    """
+    import json
+
+    lines = [line for line in (await client.post(path, json=body)).text.split("\n") if line.startswith("data: {")]
+    choices = [chunk["choices"][0] for line in lines if (chunk := json.loads(line[6:]))["choices"]]
+    said, ids, kept = "", list[int](), list[int]()
+    for choice in choices:
+        more = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+        said, ids = said + more, ids + (choice.get("token_ids") or [])
+        if not more or choice["finish_reason"] is not None or body.get("stop") not in {None, STOP}:
+            continue
+        shown = (await client.post("/detokenize", json={"tokens": ids, **_of(body)})).json()["prompt"]
+        kept.append(len(shown) - len(said) if shown.startswith(said) else -1)
+    assert kept or body.get("stop") not in {None, STOP}
+    return said, sorted(set(kept))
 
 
 async def _whole(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Sequence
 
     from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 ANSWER = ("The", " capital", " of", " France", " is", " Paris", ".")
 TEMPLATE_TOKENS = 6
 PIECE = 1000  # id of an answer's first piece
+BROKEN_CHARACTER = "\ufffd"
 ERROR_CHUNK = b'data: {"error": {"message": "engine died", "code": 500}}\n\n'
 FINGERPRINT = "fake-1"
 
@@ -41,17 +42,26 @@ class Behaviour:
     """How the fake behaves; change it between requests.
 
     Attributes:
-        answer: Pieces of every answer, one a token; one without text is a token that ends within a character.
+        answer: Pieces of every answer, one a token; bytes may begin or end within a character.
+        special: Pieces, by number, that are special tokens: answers leave them out, /detokenize shows them.
+        group: Pieces that come in one event.
+        late: Characters of a chat's text that come only with the next piece, as a parser in the engine may hold them.
+        reasoning: Of how many pieces a chat's answer says that they are the model's reasoning.
         delay_s: Before the first piece, and between pieces.
         first_delay_s: Before the first piece, more than that.
         status: HTTP status of generations.
         error: Body of a generation that is not 200.
         break_after: Close the connection after that many pieces, without an end.
+        break_at: Close the connection after that many events, of whatever kind, without an end.
         once: Do so a single time.
         stall_after: Send nothing more after that many pieces.
         error_after: Send an error chunk after that many pieces.
         error_with: Send an error chunk in the same bytes as that many pieces' last one.
         nonsense_with: Send what is no chunk in the same bytes as that many pieces' last one, and go on.
+        nonsense: What every generation answers with instead, and 200.
+        tells_ids: Whether generations tell their tokens to those who ask.
+        told: What /detokenize answers with instead; None: the text.
+        detokenizes: Whether /detokenize answers at all, rather than with 500.
         pings: Send a comment in the same bytes as each piece, before it.
         header: A further header of every stream.
         alive: Whether /health and /metrics answer 200.
@@ -68,17 +78,26 @@ class Behaviour:
         instead: What it answers on some paths instead, with status 200, by path.
     """
 
-    answer: tuple[str, ...] = ANSWER
+    answer: tuple[str | bytes, ...] = ANSWER
+    special: tuple[int, ...] = ()
+    group: int = 1
+    late: int = 0
+    reasoning: int = 0
     delay_s: float = 0.0
     first_delay_s: float = 0.0
     status: int = 200
     error: str = "broken"
     break_after: int | None = None
+    break_at: int | None = None
     once: bool = False
     stall_after: int | None = None
     error_after: int | None = None
     error_with: int | None = None
     nonsense_with: int | None = None
+    nonsense: bytes = b""
+    tells_ids: bool = True
+    told: Any = None
+    detokenizes: bool = True
     pings: bool = False
     header: str = ""
     alive: bool = True
@@ -120,6 +139,55 @@ class _Faulty:
             await Response(b.instead[path], media_type="application/json")(scope, receive, send)
         else:
             await self.app(scope, receive, send)
+
+
+class Detokenizer:
+    """Makes text of tokens as they come, and looks for stop strings, as vLLM's ``v1/engine/detokenizer.py`` does.
+
+    Args:
+        body: The request, which has the stop strings.
+        prompt: What was there before; where it ends within a character vLLM repeats all of it.
+
+    Attributes:
+        held_back: Characters that do not go out before the end, for they may begin a stop string.
+        stopped: The stop string that ended the answer; None: none has.
+    """
+
+    def __init__(self, body: dict[str, Any], prompt: bytes = b"") -> None:
+        stop = body.get("stop") or []
+        self._stops: list[str] = [stop] if isinstance(stop, str) else stop
+        self._include = bool(body.get("include_stop_str_in_output"))
+        self._least = int(body.get("min_tokens") or 0)
+        self.held_back = 0 if self._include else max(map(len, self._stops), default=1) - 1
+        self._pending = prompt if prompt.decode("utf-8", "replace").endswith(BROKEN_CHARACTER) else b""
+        self._text, self._sent, self._tokens = "", 0, 0
+        self.stopped: str | None = None
+
+    def take(self, token: bytes) -> None:
+        """Take one more token."""
+        self._tokens += 1
+        self._pending += token
+        new = self._pending.decode("utf-8", "replace")
+        if not new or new.endswith(BROKEN_CHARACTER):
+            return
+        searched = len(self._text)
+        self._pending, self._text = b"", self._text + new
+        if self._tokens <= self._least:
+            return
+        found = [
+            (at + len(stop), number, at)
+            for number, stop in enumerate(self._stops)
+            if (at := self._text.find(stop, max(searched + 1 - len(stop), 0))) >= 0
+        ]
+        if found:
+            end, number, start = min(found)
+            self.stopped, self._text = self._stops[number], self._text[: end if self._include else start]
+
+    def more(self, *, finished: bool) -> str:
+        """Return the text that goes out now."""
+        end = len(self._text) - (0 if finished else self.held_back)
+        start, self._sent = self._sent, max(end, self._sent)
+        return self._text[start : self._sent]
 
 
 class FakeEngine:
@@ -180,11 +248,15 @@ class FakeEngine:
         return JSONResponse({"count": len(tokens), "max_model_len": 8192, "tokens": tokens, "token_strs": None})
 
     async def _detokenize(self, request: Request) -> Response:
+        b = self.behaviour
+        if not b.detokenizes:
+            return JSONResponse({"error": {"message": b.error, "code": 500}}, 500)
         try:
             body = await request.json()
-            return JSONResponse({"prompt": self._text(body["tokens"])})
+            text = b"".join(map(self._shown, body["tokens"])).decode("utf-8", "replace")
         except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
             return _refused(str(error))
+        return JSONResponse({"prompt": text.removeprefix(" ")} if b.told is None else b.told)
 
     async def _embed(self, request: Request) -> Response:
         try:
@@ -197,12 +269,18 @@ class FakeEngine:
         vectors = [{"object": "embedding", "index": n, "embedding": [0.5]} for n in range(len(inputs))]
         return JSONResponse({"object": "list", "data": vectors, "usage": {"prompt_tokens": 1, "total_tokens": 1}})
 
-    def _text(self, ids: Sequence[int]) -> str:
-        """Return the text of ids: the answer's pieces have ids of their own, of other words only the length is known."""
-        if not ids or min(ids) < PIECE:
-            return " ".join("x" * min(token, 99) for token in ids)
-        pieces = [self.behaviour.answer[token - PIECE] for token in ids]
-        return "".join(pieces) + ("" if pieces[-1] else "\ufffd")  # no text yet: the first part of a character
+    def _shown(self, token: int) -> bytes:
+        """Return a token's bytes: the answer's pieces have ids of their own, of other words only the length is known."""
+        if token < PIECE:
+            return b" " + b"x" * min(token, 99)
+        return b"<|special|>" if token - PIECE in self.behaviour.special else self._bytes(token - PIECE)
+
+    def _bytes(self, number: int) -> bytes:
+        """Return what a piece of the answer adds to its text."""
+        piece = self.behaviour.answer[number]
+        if number in self.behaviour.special:
+            return b""
+        return piece if isinstance(piece, bytes) else piece.encode()
 
     def _ids(self, text: str) -> list[int]:
         return [self.behaviour.vocabulary + len(word) for word in text.split()]
@@ -223,6 +301,8 @@ class FakeEngine:
             error = {"message": b.error, "type": "BadRequestError", "param": None, "code": b.status}
             return JSONResponse({"error": error}, b.status)
         chat = request.url.path.endswith("/chat/completions")
+        if b.nonsense:
+            return Response(b.nonsense, 200, media_type="text/event-stream" if streamed else "application/json")
         if not streamed:
             return await self._unless_disconnected(request, self._whole(body, chat=chat))
         more = {"x-more": b.header} if b.header else {}
@@ -252,16 +332,22 @@ class FakeEngine:
         b = self.behaviour
         b.running += 1
         try:
-            pieces = b.answer[: int(body.get("max_tokens") or 16)]
+            pieces = b.answer[: self._most(body, chat=chat)]
+            written = Detokenizer(body)
             for number, _ in enumerate(pieces):
                 await self._compute(number)
-            text, reason = "".join(pieces), self._reason(pieces)
+                written.take(self._bytes(number))
+                if written.stopped is not None:
+                    pieces = pieces[: number + 1]
+                    break
+            text = written.more(finished=True)
+            reason = "length" if written.stopped is None and len(pieces) == self._most(body, chat=chat) else "stop"
             part = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
             several = isinstance(body.get("prompt"), list) and isinstance(body["prompt"][0], str)
             numbers = range(len(body["prompt"]) if several else 1)
             scores = self._scores(body, len(pieces))
             choices = [{"index": n, **part, "finish_reason": reason, **scores} for n in numbers]
-            rest: dict[str, Any] = {"usage": self._usage(pieces), "system_fingerprint": FINGERPRINT}
+            rest: dict[str, Any] = {"usage": self._usage(len(pieces)), "system_fingerprint": FINGERPRINT}
             if body.get("return_token_ids"):
                 rest["prompt_token_ids"] = [1, 2, 3]
             answer = JSONResponse(self._fields({"choices": choices, **rest}))
@@ -272,48 +358,84 @@ class FakeEngine:
 
     async def _stream(self, body: dict[str, Any], *, chat: bool) -> AsyncIterator[bytes]:
         b = self.behaviour
+        sent = 0
+        async with aclosing(self._events(body, chat=chat)) as events:
+            async for event in events:
+                if sent == b.break_at:
+                    if b.once:
+                        b.break_at = None
+                    raise ConnectionResetError
+                yield event
+                sent += 1
+
+    async def _events(self, body: dict[str, Any], *, chat: bool) -> AsyncGenerator[bytes, None]:
+        b = self.behaviour
         b.running += 1
         counted = bool((body.get("stream_options") or {}).get("include_usage"))
         last = {"system_fingerprint": FINGERPRINT}  # on the last chunk, whichever that is
+        wanted = bool(body.get("return_token_ids")) and b.tells_ids
         try:
             if chat:
-                ids = {"prompt_token_ids": [1, 2, 3] if body.get("return_token_ids") else None}
-                yield self._chunk({"role": "assistant", "content": ""}, None, chat=True, **ids)
+                yield self._chunk(
+                    {"role": "assistant", "content": ""},
+                    None,
+                    chat=True,
+                    prompt_token_ids=[1, 2, 3] if wanted else None,
+                )
             done = self._done(body)
-            pieces = b.answer[done : done + int(body.get("max_tokens") or 16)]
+            pieces = b.answer[done : done + self._most(body, chat=chat)]
+            written, ids, number = Detokenizer(body, b"".join(map(self._bytes, range(done)))), list[int](), done - 1
+            late = ""
             if b.first_delay_s:
                 await asyncio.sleep(b.first_delay_s)
-            for number, piece in enumerate(pieces, done):
+            for number in range(done, done + len(pieces)):
                 await self._compute(number)
                 if number == b.error_after:
                     yield ERROR_CHUNK
                     return
                 b.tokens += 1
-                ids = [PIECE + number] if body.get("return_token_ids") else None
-                logprobs = self._logprobs(body, (number,))
-                prompt = [1, 2, 3] if ids and number == done else None
+                written.take(self._bytes(number))
+                ids.append(PIECE + number)
+                last_piece = number + 1 == done + len(pieces)
+                if written.stopped is not None or (last_piece and written.held_back):
+                    break
+                if len(ids) < b.group and not last_piece:
+                    continue
+                text = late + written.more(finished=False)
+                late = text[max(len(text) - b.late, 0) :] if chat and b.late else ""
+                text = text.removesuffix(late)
+                delta = {"reasoning": text} if chat and number < b.reasoning else {"content": text}
+                event = self._chunk(
+                    delta, None, chat=chat, logprobs=self._logprobs(body, (number,)), ids=ids if wanted else None,
+                    prompt=[1, 2, 3] if wanted and ids[0] == PIECE + done else None,
+                )  # fmt: skip
+                ids = []
                 if number + 1 == b.error_with:
-                    yield self._chunk({"content": piece}, None, chat=chat, ids=ids) + ERROR_CHUNK
+                    yield event + ERROR_CHUNK
                     return
-                event = self._chunk({"content": piece}, None, chat=chat, logprobs=logprobs, ids=ids, prompt=prompt)
                 nonsense = b'data: {"cut\n\n' if number + 1 == b.nonsense_with else b""
                 yield (b": ping\n\n" if b.pings else b"") + event + nonsense
             if b.break_after == done + len(pieces):
                 raise ConnectionResetError
-            more = {} if counted else last
-            reason = "length" if done + len(pieces) < len(b.answer) else "stop"
-            yield self._chunk({"content": ""}, reason, chat=chat, **more)
+            reason = (
+                "length" if written.stopped is None and number + 1 - done == self._most(body, chat=chat) else "stop"
+            )
+            yield self._chunk(
+                {"content": late + written.more(finished=True)}, reason, chat=chat, ids=ids if wanted and ids else None,
+                stop_reason=written.stopped, **({} if counted else last),
+            )  # fmt: skip
             if counted:
-                yield self._event({"choices": [], "usage": self._usage(pieces), **last})
+                yield self._event({"choices": [], "usage": self._usage(number + 1 - done), **last})
             yield b"data: [DONE]\n\n"
         finally:
             b.running -= 1
 
-    def _reason(self, pieces: tuple[str, ...]) -> str:
-        return "length" if len(pieces) < len(self.behaviour.answer) else "stop"
+    def _most(self, body: dict[str, Any], *, chat: bool) -> int:
+        """Return how many tokens an answer may have: vLLM's own limit is 16 for completions, and the context for chats."""
+        return int(body.get("max_tokens") or (self.behaviour.max_model_len if chat else 16))
 
-    def _usage(self, pieces: tuple[str, ...]) -> dict[str, int]:
-        prompt, output = self.behaviour.prompt_tokens, len(pieces)
+    def _usage(self, output: int) -> dict[str, int]:
+        prompt = self.behaviour.prompt_tokens
         return {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output}
 
     def _scores(self, body: dict[str, Any], tokens: int) -> dict[str, Any]:
@@ -344,11 +466,14 @@ class FakeEngine:
         logprobs: dict[str, Any] | None = None,
         ids: list[int] | None = None,
         prompt: list[int] | None = None,
+        stop_reason: str | None = None,
         **more: Any,
     ) -> bytes:
         part: dict[str, Any] = {"delta": delta, "logprobs": logprobs}
         if not chat:
             part = {"text": delta["content"], "prompt_token_ids": prompt}
+        if reason is not None:
+            part["stop_reason"] = stop_reason
         return self._event({"choices": [{"index": 0, **part, "finish_reason": reason, "token_ids": ids}], **more})
 
     def _done(self, body: dict[str, Any]) -> int:

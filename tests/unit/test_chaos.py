@@ -58,3 +58,11 @@ async def test_faults_of_engines_cost_no_chats() -> None:
         requests, ok, *others = map(int, row[1:7])
         assert (ok, others) == (requests, [0] * 4), shown
         assert requests > 0
+
+
+@pytest.mark.timeout(300)
+async def test_answers_that_break_anywhere_are_right_or_end_with_an_error() -> None:
+    """A few hundred made-up answers, broken off at all places: no text is wrong, whatever /detokenize says."""
+    shown = await shown_by("benchmarks/chaos/continuations.py", "--seeds", "1-2", "--rounds", "120")
+    assert shown.count("faults: 0") == 3
+    assert "error event" in shown

@@ -28,14 +28,14 @@ WORDS = ("The", " capital", " of", " France", " is", " Paris", ",", " on", " the
 TEXT = "".join(WORDS)
 SOON = {"upstream": {"token_timeout_s": 0.3}}
 # Two characters of which each takes two tokens.
-CUT = ("Paris", " caf", "", "\u00e9", " ", "", "\U0001f5fc", " end")
+CUT = (b"Paris", b" caf", b"\xc3", b"\xa9", b" ", b"\xf0\x9f", b"\x97\xbc", b" end")
 
 
 @asynccontextmanager
 async def faulty_stack(
     tmp_path: Path,
     faults: dict[str, dict[str, Any]],
-    answer: tuple[str, ...] = WORDS,
+    answer: tuple[str | bytes, ...] = WORDS,
     overrides: dict[str, Any] | None = None,
     tracing: TracerProvider | None = None,
 ) -> AsyncIterator[Stack]:
@@ -81,6 +81,91 @@ async def test_comments_in_a_stream_are_no_faults(tmp_path: Path) -> None:
         assert "continued" not in text
         whole = await stack.generate(tier="fast", max_tokens=64, stream=False)
         assert (whole.json()["text"], whole.json()["continued_on"]) == (TEXT, [])
+
+
+EVENT = 'data: {"choices":[{"index":0,%s}]}\n\ndata: [DONE]\n\n'
+NO_CHUNKS = {
+    "no events": "<html>It works</html>",
+    "no choices": 'data: {"id":"x"}\n\n',
+    "choices null": 'data: {"choices":null}\n\n',
+    "choices of another type": 'data: {"choices":{"a":1}}\n\n',
+    "choice of another type": 'data: {"choices":[1]}\n\n',
+    "an array": "data: [1]\n\n",
+    "not UTF-8": EVENT % '"delta":{"content":"\ud800"}',
+    "delta null": EVENT % '"delta":null',
+    "delta of another type": EVENT % '"delta":"x"',
+    "content of another type": EVENT % '"delta":{"content":5}',
+    "reasoning of another type": EVENT % '"delta":{"reasoning":["x"]}',
+    "finish reason of another type": EVENT % '"delta":{"content":"x"},"finish_reason":5',
+    "ids of another type": EVENT % '"delta":{"content":"x"},"token_ids":5',
+    "ids of another kind": EVENT % '"delta":{"content":"x"},"token_ids":["a"]',
+    "prompt ids of another type": 'data: {"choices":[],"prompt_token_ids":"x"}\n\n',
+    "usage of another type": 'data: {"choices":[],"usage":[1]}\n\n',
+    "counts of another type": 'data: {"choices":[],"usage":{"prompt_tokens":"many"}}\n\n',
+    "counts below nothing": 'data: {"choices":[],"usage":{"prompt_tokens":-1}}\n\n',
+}
+
+
+@pytest.mark.parametrize("instead", NO_CHUNKS.values(), ids=NO_CHUNKS.keys())
+async def test_what_is_no_chunk_is_the_engines_fault(tmp_path: Path, instead: str) -> None:
+    """Whatever an engine sends with a 200 instead of chunks, another one is asked, and the failure counts."""
+    async with faulty_stack(tmp_path, {"fast": {"nonsense": instead.encode("utf-8", "surrogatepass")}}) as stack:
+        generated = await stack.generate(tier="fast", max_tokens=64, stream=False)
+        assert (generated.status_code, generated.json()["text"], generated.json()["tier"]) == (200, TEXT, "balanced")
+        for more in ({}, {"tools": [{"type": "function", "function": {"name": "f"}}]}):
+            text = await chat(stack, **more)
+            assert (content(text), text.count("[DONE]")) == (TEXT, 1)
+        assert stack.fleet.replicas[0].failed == 3
+        assert stack.leases() == 0
+
+
+MESSAGE = '{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}],"usage":%s}'
+NO_COMPLETIONS = {
+    "no JSON": "<html>It works</html>",
+    "an array": "[]",
+    "no usage": '{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]}',
+    "usage of another type": MESSAGE % "7",
+    "counts of another type": MESSAGE % '{"prompt_tokens":"many"}',
+    "no choice": '{"choices":[],"usage":{"prompt_tokens":1}}',
+    "choices of another type": '{"choices":{"0":{}},"usage":{"prompt_tokens":1}}',
+    "choice of another type": '{"choices":["x"],"usage":{"prompt_tokens":1}}',
+    "no message": '{"choices":[{"index":0,"finish_reason":"stop"}],"usage":{"prompt_tokens":1}}',
+    "an error": '{"error":{"message":"no"}}',
+}
+
+
+@pytest.mark.parametrize("instead", NO_COMPLETIONS.values(), ids=NO_COMPLETIONS.keys())
+async def test_what_is_no_completion_is_the_engines_fault(tmp_path: Path, instead: str) -> None:
+    """The same for an answer that is not streamed."""
+    async with faulty_stack(tmp_path, {"fast": {"nonsense": instead.encode()}}) as stack:
+        body = {"model": "fast", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 64}
+        answer = await stack.client.post(f"{stack.url}/v1/chat/completions", json=body)
+        assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, "balanced")
+        assert answer.json()["choices"][0]["message"]["content"] == TEXT
+        assert stack.fleet.failures[TierName.FAST, "EngineFailed"] == 1
+
+
+async def test_nonsense_is_not_relayed(tmp_path: Path) -> None:
+    """What is no chunk ends an answer that cannot be gone on with by an error event, and never reaches the caller."""
+    async with faulty_stack(tmp_path, {"fast": {"nonsense_with": 4}}) as stack:
+        text = await chat(stack, tools=[{"type": "function", "function": {"name": "f"}}])
+        assert chunks(text)[-1]["error"]["code"] == "stream_broken"
+        assert '{"cut' not in text
+        assert "[DONE]" not in text
+
+
+async def test_reasoning_is_no_silence(tmp_path: Path) -> None:
+    """A model that thinks for longer than a first token may take is not given up; its thoughts count as tokens."""
+    overrides = {"upstream": {"first_token_timeout_s": 1.5, "token_timeout_s": 1.5}}
+    async with faulty_stack(tmp_path, {"fast": {"reasoning": 10, "delay_s": 0.25}}, overrides=overrides) as stack:
+        found = events((await stack.generate(tier="fast", max_tokens=64)).text)
+        assert [data.get("text") for _, data in found[:-1]] == [WORDS[10]]
+        assert found[-1][1]["usage"]["completion_tokens"] == len(WORDS)
+        assert (stack.fleet.replicas[0].failed, found[-1][1]["tier"]) == (0, "fast")
+        assert found[-1][1]["ttft_ms"] < 1500  # the first token is the first thought
+        stack.engines[TierName.FAST].break_after = 5
+        broken = events((await stack.generate(tier="fast", max_tokens=64)).text)
+        assert [name for name, _ in broken] == ["error"]  # nobody could go on with thoughts
 
 
 async def test_an_answer_that_is_no_http_is_a_failure(tmp_path: Path) -> None:
@@ -153,7 +238,7 @@ async def test_a_character_that_was_cut_in_two_comes_whole(tmp_path: Path, after
     """Wherever the engine dies: a token without text yet is computed again, and counted once."""
     async with faulty_stack(tmp_path, {"fast": {"break_after": after}}, CUT) as stack:
         found = events((await stack.generate(tier="fast", max_tokens=64)).text)
-        assert "".join(data["text"] for name, data in found if name == "message") == "".join(CUT)
+        assert "".join(data["text"] for name, data in found if name == "message") == b"".join(CUT).decode()
         assert found[-1][1]["usage"]["completion_tokens"] == len(CUT)
 
 
@@ -252,6 +337,146 @@ async def test_a_client_that_leaves_a_continued_answer_frees_both_engines(tmp_pa
         async with asyncio.timeout(10):
             while stack.leases() or any(b.running for b in stack.engines.values()):
                 await asyncio.sleep(0.02)
+
+
+STOP = {"stop": ["<|end_of_answer|>"], "stream_options": {"include_usage": True}}
+
+
+def usage(text: str) -> list[dict[str, int]]:
+    """Return the token counts in one of OpenAI's streams, each time that they were sent."""
+    return [c["usage"] for c in chunks(text) if c.get("usage")]
+
+
+@pytest.mark.parametrize("group", [1, 3])
+async def test_text_that_was_held_back_for_a_stop_string_is_not_lost(tmp_path: Path, group: int) -> None:
+    """Also where no other engine can tell what it was: the one that broke off is asked, as its connection alone may have."""
+    others = {"status": 500, "detokenizes": False}
+    faults = {"fast": {"break_after": 9, "once": True, "group": group}, "balanced": others, "precise": others}
+    async with faulty_stack(tmp_path, faults) as stack:
+        text = await chat(stack, **STOP)
+        assert (content(text), text.count("[DONE]"), "continued on fast" in text) == (TEXT, 1, True)
+        assert usage(text) == [{"prompt_tokens": 3, "completion_tokens": len(WORDS), "total_tokens": 3 + len(WORDS)}]
+        assert stack.leases() == 0
+
+
+@pytest.mark.parametrize(
+    "detokenizing",
+    [{"detokenizes": False}, {"told": {}}, {"told": {"prompt": 5}}, {"told": []}, {"told": {"prompt": TEXT}}],
+    ids=str,
+)
+async def test_text_that_nobody_knows_is_an_error(tmp_path: Path, detokenizing: dict[str, Any]) -> None:
+    """Where no engine tells what the tokens say, the stream ends with an error: never as whole, never with other words."""
+    faults = {tier.value: detokenizing for tier in TierName}
+    faults["fast"] = {**detokenizing, "break_after": 9}
+    async with faulty_stack(tmp_path, faults) as stack:
+        text = await chat(stack, **STOP)
+        assert chunks(text)[-1]["error"]["code"] == "stream_broken"
+        assert "[DONE]" not in text
+        assert TEXT.startswith("".join(c["choices"][0]["delta"].get("content") or "" for c in chunks(text)[:-1]))
+        assert not stack.engines[TierName.BALANCED].requests
+        assert stack.leases() == 0
+
+
+@pytest.mark.parametrize("more", [{}, {**STOP, "include_stop_str_in_output": True}, {"stop": "x"}], ids=str)
+@pytest.mark.parametrize("after", [2, 3, 7])
+async def test_where_nothing_is_held_back_nobody_need_be_asked(
+    tmp_path: Path, more: dict[str, Any], after: int
+) -> None:
+    """Without stop strings, and with those that hold nothing back, the tokens of the last text are known by themselves."""
+    faults = {tier.value: {"detokenizes": False} for tier in TierName}
+    async with faulty_stack(tmp_path, {**faults, "fast": {"break_after": after, "detokenizes": False}}, CUT) as stack:
+        text = await chat(stack, **more)
+        assert (content(text), text.count("[DONE]")) == (b"".join(CUT).decode(), 1)
+
+
+@pytest.mark.parametrize("after", [2, 3, 7])
+async def test_text_that_a_parser_held_is_not_lost(tmp_path: Path, after: int) -> None:
+    """A part of a token's text that would have come with the next one is sent before another engine goes on."""
+    async with faulty_stack(tmp_path, {"fast": {"break_after": after, "late": 1}}) as stack:
+        text = await chat(stack)
+        assert (content(text), text.count("[DONE]")) == (TEXT, 1)
+
+
+@pytest.mark.parametrize("special", [(3,), (6,), (8,), (2, 3, 7)], ids=str)
+async def test_special_tokens_are_not_shown(tmp_path: Path, special: tuple[int, ...]) -> None:
+    """An answer leaves them out, /detokenize does not: what it says is not sent as it is."""
+    faults = {"fast": {"break_after": 9}}
+    async with faulty_stack(tmp_path, faults) as stack:
+        for behaviour in stack.engines.values():
+            behaviour.special = special
+        text = await chat(stack, stop="123456")
+        assert content(text) == "".join(word for number, word in enumerate(WORDS) if number not in special)
+        assert text.count("[DONE]") == 1
+
+
+async def test_tokens_that_may_not_stop_yet_are_not_continued(tmp_path: Path) -> None:
+    """Which of the next engine's characters may complete a stop string is not known before ``min_tokens``."""
+    async with faulty_stack(tmp_path, {"fast": {"break_after": 3}}) as stack:
+        assert "[DONE]" not in await chat(stack, stop="x", min_tokens=8)
+        assert content(await chat(stack, stop="x", min_tokens=3)) == TEXT
+
+
+@pytest.mark.parametrize("events_sent", [12, 13], ids=["before", "after"])
+async def test_counts_are_sent_once(tmp_path: Path, events_sent: int) -> None:
+    """A break after the last text, before and after the counts: they come once, and are the same as without it."""
+    async with faulty_stack(tmp_path, {}) as stack:
+        fast = stack.engines[TierName.FAST]
+        fast.prompt_tokens = 3
+        whole = await chat(stack, **STOP)
+        assert len(chunks(whole)) == 13
+        fast.break_at = events_sent
+        broken = await chat(stack, **STOP)
+        assert (content(broken), usage(broken), broken.count("[DONE]")) == (TEXT, usage(whole), 1)
+        assert len(usage(whole)) == 1
+
+
+async def test_counts_that_nobody_knows_are_not_made_up(tmp_path: Path) -> None:
+    """An engine that tells no tokens and breaks before its counts: who asked for them gets an error, who did not the end."""
+    async with faulty_stack(tmp_path, {"fast": {"tells_ids": False, "break_after": len(WORDS)}}) as stack:
+        fast = stack.engines[TierName.FAST]
+        fast.break_after, fast.break_at = None, len(WORDS) + 2
+        asked = await chat(stack, stream_options={"include_usage": True})
+        assert chunks(asked)[-1]["error"]["code"] == "stream_broken"
+        assert (content(await chat(stack)), "[DONE]" in asked) == (TEXT, False)
+        assert "event: error" in (await stack.generate(tier="fast", max_tokens=64)).text
+
+
+async def test_tiers_that_were_full_at_the_start_go_on(tmp_path: Path) -> None:
+    """Where an answer goes on is decided when it breaks, not when it was let in."""
+    overrides = {"tiers": {"balanced": {"max_in_flight": 1}, "precise": {"max_in_flight": 1}}}
+    async with faulty_stack(tmp_path, {}, overrides=overrides) as stack:
+        leases = [stack.fleet.lease(tier, prompt_tokens=1, max_tokens=1) for tier in list(TierName)[1:]]
+        stack.engines[TierName.FAST].break_after = 3
+        body = {"prompt": "hi", "tier": "fast", "max_tokens": 64}
+        stack.engines[TierName.FAST].delay_s = 0.1
+        async with stack.client.stream("POST", f"{stack.url}/generate", json=body) as response:
+            for lease in leases:
+                assert lease is not None
+                lease.release()
+            text = (await response.aread()).decode()
+        assert events(text)[-1][1]["continued_on"] == ["balanced"]
+
+
+async def test_the_next_tier_before_the_first_token_is_taken_as_things_stand(tmp_path: Path) -> None:
+    """A tier that had no place when the request was let in takes it over when the first one fails."""
+    overrides = {"tiers": {"balanced": {"max_in_flight": 1}, "precise": {"max_in_flight": 1}}}
+    async with faulty_stack(tmp_path, {"fast": {"status": 500}}, overrides=overrides) as stack:
+        leases = [stack.fleet.lease(tier, prompt_tokens=1, max_tokens=1) for tier in list(TierName)[1:]]
+        answer = await stack.generate(tier="fast", max_tokens=64, stream=False)
+        assert (answer.status_code, answer.json().get("tier")) == (200, "balanced")
+        for lease in leases:
+            assert lease is not None
+            lease.release()
+
+
+async def test_every_attempt_has_an_id_of_its_own(tmp_path: Path) -> None:
+    """An engine that is asked again about one request is never given an id that it may still hold."""
+    others = {"status": 500}
+    faults = {"fast": {"break_after": 3, "once": True}, "balanced": others, "precise": others}
+    async with faulty_stack(tmp_path, faults) as stack:
+        await stack.generate(tier="fast", max_tokens=64)
+        ids = [headers["x-request-id"] for engine in stack.engines.values() for headers in engine.headers]
+        assert len(ids) == len(set(ids)) == 4
 
 
 def reference(text: str, stops: list[str], *, include: bool) -> tuple[str, str]:

@@ -9,13 +9,23 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from router.event_stream import DONE, EventStream, chunk_in
+from router.event_stream import DONE, MAX_EVENT_BYTES, EventStream, chunk_in
 from router.upstream import EngineBroke
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 pytestmark = pytest.mark.anyio
+
+
+def event(number: int) -> bytes:
+    """Return an event with a chunk."""
+    return b'data: {"choices":[],"n":%d}\n\n' % number
+
+
+def chunk(number: int) -> dict[str, object]:
+    """Return what that event holds."""
+    return {"choices": [], "n": number}
 
 
 class Parts(httpx.AsyncByteStream):
@@ -42,10 +52,10 @@ def stream_of(parts: Parts) -> EventStream[dict[str, object]]:
 
 
 async def test_what_came_together_is_returned_together() -> None:
-    parts = Parts(b'data: {"a":1}\n\ndata: {"a":2}\n\nda', b'ta: {"a":3}\n', b"\n: ping\n\n", DONE + b"\n\n")
+    parts = Parts(event(1) + event(2) + event(3)[:2], event(3)[2:-1], b"\n: ping\n\n", DONE + b"\n\n")
     stream = stream_of(parts)
-    assert await stream.next() == [{"a": 1}, {"a": 2}]
-    assert await stream.next() == [{"a": 3}]
+    assert await stream.next() == [chunk(1), chunk(2)]
+    assert await stream.next() == [chunk(3)]
     assert await stream.next() is None, "a comment and the end are no chunks"
     assert not parts.reading
     assert await stream.next() is None
@@ -60,24 +70,41 @@ async def test_nothing_after_the_end_is_read() -> None:
 @pytest.mark.parametrize(
     ("parts", "fault"),
     [
-        (Parts(b'data: {"a":1}\n\ndata: {"error":{}}\n\ndata: {"a":2}\n\n'), "reported an error"),
-        (Parts(b'data: {"a":1}\n\ndata: {"cut\n\n'), "not a chunk"),
-        (Parts(b'data: {"a":1}\n\n'), "ended early"),
-        (Parts(b'data: {"a":1}\n\n', b'data: {"a"'), "ended early"),
-        (Parts(b'data: {"a":1}\n\n', breaks=True), "broke off"),
+        (Parts(event(1) + b'data: {"error":{}}\n\n' + event(2)), "reported an error"),
+        (Parts(event(1) + b'data: {"cut\n\n'), "not a chunk"),
+        (Parts(event(1)), "ended early"),
+        (Parts(event(1), b'data: {"a"'), "ended early"),
+        (Parts(event(1), breaks=True), "broke off"),
     ],
 )
 async def test_what_came_before_a_fault_is_returned_before_it(parts: Parts, fault: str) -> None:
     stream = stream_of(parts)
-    assert await stream.next() == [{"a": 1}]
+    assert await stream.next() == [chunk(1)]
     with pytest.raises(EngineBroke, match=fault):
         await stream.next()
     assert not parts.reading
     assert await stream.next() is None, "a fault is raised once"
 
 
+async def test_an_event_without_an_end_is_not_kept_for_ever() -> None:
+    """Beyond a bound it is the engine's fault, and no more is read."""
+    endless = Parts(event(1), *([b"x" * (1 << 16)] * (MAX_EVENT_BYTES // (1 << 16) + 2)), b"\n\n", event(2))
+    stream = stream_of(endless)
+    assert await stream.next() == [chunk(1)]
+    with pytest.raises(EngineBroke, match="an event of over"):
+        await stream.next()
+    assert not endless.reading
+
+
+async def test_an_event_that_comes_in_many_parts_is_whole() -> None:
+    """Its end is found wherever the parts were cut."""
+    whole = event(1) + event(2) + DONE + b"\n\n"
+    stream = stream_of(Parts(*(whole[at : at + 1] for at in range(len(whole)))))
+    assert [await stream.next(), await stream.next(), await stream.next()] == [[chunk(1)], [chunk(2)], None]
+
+
 async def test_a_fault_that_has_come_can_be_asked_for() -> None:
-    stream = stream_of(Parts(b'data: {"a":1}\n\n', b'data: {"a":2}\n\ndata: {"error":{}}\n\n'))
+    stream = stream_of(Parts(event(1), event(2) + b'data: {"error":{}}\n\n'))
     await stream.next()
     stream.check()
     await stream.next()
@@ -89,7 +116,7 @@ async def test_a_fault_leaves_nothing_for_the_collector() -> None:
     def parse(event: bytes) -> object:  # what the stream holds, a stream itself takes no weak reference
         return chunk_in(event)
 
-    response = httpx.Response(200, stream=Parts(b'data: {"a":1}\n\ndata: {"error":{}}\n\n'))
+    response = httpx.Response(200, stream=Parts(event(1) + b'data: {"error":{}}\n\n'))
     stream, held = EventStream(response, parse), weakref.ref(parse)
     gc.disable()
     try:

@@ -9,7 +9,7 @@ import pytest
 
 from classifier import PromptClass, PromptFeatures
 from router.decision import CHOSEN, ExpectedLoss, PolicyTable, Query, Refusal, Sla
-from router.policy import decide
+from router.policy import decide, successors
 from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
 from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
 from tiers.spec import ReplicaState, TierName, TierSpec
@@ -176,6 +176,16 @@ def test_a_tier_that_a_higher_one_beats_in_speed_is_the_last_resort() -> None:
     assert decide(query(hint=PRECISE), fleet(speeds=slow), TABLE).fallbacks == (BALANCED, FAST)
     some = {FAST: SpeedModel(0, 0, 25), BALANCED: SpeedModel(0, 0, 90), PRECISE: SpeedModel(0, 0, 70)}
     assert decide(query(hint=FAST), fleet(speeds=some), TABLE).fallbacks == (BALANCED, PRECISE)
+
+
+def test_who_takes_over_is_decided_as_things_stand() -> None:
+    """Full tiers may, in the same order as fallbacks; what is not ready, not allowed or too small may not, nor others at all."""
+    assert successors(FAST, query(), fleet(busy=32), TABLE) == (BALANCED, PRECISE)
+    assert successors(BALANCED, query(hint=FAST), fleet(), TABLE) == (PRECISE, FAST)
+    assert successors(FAST, query(), fleet({BALANCED: ReplicaState.STARTING}), TABLE) == (PRECISE,)
+    assert successors(FAST, query(allowed=frozenset({FAST, BALANCED})), fleet(), TABLE) == (BALANCED,)
+    assert successors(FAST, query(prompt_tokens=5000), fleet(), TABLE) == (PRECISE,)
+    assert successors(FAST, query(hint=FAST, require=True), fleet(), TABLE) == ()
 
 
 def test_every_tier_has_a_verdict() -> None:
