@@ -318,6 +318,7 @@ class Seam:
 
     Attributes:
         stopped: The string that ended the answer; None: none has.
+        passed_over: What came before holds one already: it spans an earlier seam, or came when it did not count yet.
         end: Where that string ends, in characters from the beginning of what was held.
 
     Args:
@@ -333,6 +334,7 @@ class Seam:
         self._stops, self._include = stops, include
         self._old, self._new, self._out = context + held, "", len(context)
         self._context = len(context)
+        self.passed_over = any(stop in self._old for stop in stops)
         self.stopped: str | None = None
         self.end = 0
 
@@ -353,7 +355,7 @@ class Seam:
             (start + len(stop), number, start)
             for number, stop in enumerate(self._stops)
             for start in starts
-            if seen.startswith(stop, start) and start + len(stop) > len(self._old)  # the first engine saw what it had
+            if seen.startswith(stop, start)
         ]
         # The one that is complete first, of those complete at once the one that was named first, as vLLM has it.
         own = (len(seen), self._stops.index(ended_by)) if ended_by in self._stops else (len(seen) + 1, 0)
@@ -421,6 +423,8 @@ class Continuation:
                 raise broken
             text = progress.text
             seam = Seam(text[:sent], text[sent:], resumption.stops, include=resumption.includes_stop)
+            if seam.passed_over and resumption.min_tokens:
+                raise broken  # whether that one counts is not known
             begins = sent
             exclude = self._rounds(tried, failing.replica_id, broken)
             part = await self._open(answer, exclude, attempts, decision, request, resumption, broken)

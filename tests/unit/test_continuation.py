@@ -409,6 +409,17 @@ async def test_special_tokens_are_not_shown(tmp_path: Path, special: tuple[int, 
         assert text.count("[DONE]") == 1
 
 
+async def test_a_stop_string_over_two_breaks_is_seen(tmp_path: Path) -> None:
+    """It begins at one engine, is completed at the next, which breaks before it says so, and ends the answer at the third."""
+    answer = {"answer": ("baa", " ", "a", "b", "a", " aa", "c ", "bba", "  ", "aa")}
+    faults = {"fast": {**answer, "break_after": 6}, "balanced": {**answer, "break_after": 8}, "precise": answer}
+    async with faulty_stack(tmp_path, faults) as stack:
+        text = await chat(stack, stop=" aac ")
+        assert (content(text), text.count("[DONE]")) == ("baa aba", 1)
+        assert [c["choices"][0].get("stop_reason") for c in chunks(text)][-1] == " aac "
+        assert [len(engine.requests) for engine in stack.engines.values()] == [1, 1, 1]
+
+
 async def test_tokens_that_may_not_stop_yet_are_not_continued(tmp_path: Path) -> None:
     """Which of the next engine's characters may complete a stop string is not known before ``min_tokens``."""
     async with faulty_stack(tmp_path, {"fast": {"break_after": 3}}) as stack:
