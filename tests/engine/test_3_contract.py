@@ -50,7 +50,7 @@ async def script(url: str, key: str) -> dict[str, Any]:
             "detokenize": list((await client.post("/detokenize", json={"tokens": [1, 2], **_of(chat)})).json()),
             "completions": await _shape(client, "/v1/completions", {**text, **extra}),
             "held back": [
-                await _held_back(client, path, {**body, **extra, "max_tokens": 6, "return_token_ids": True})
+                await _held_back(client, path, {**body, **extra, "max_tokens": 32, "return_token_ids": True})
                 for path, body in (("/v1/chat/completions", chat), ("/v1/completions", text))
             ],
         }

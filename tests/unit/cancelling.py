@@ -281,8 +281,8 @@ class CutRouter:
         found = {
             "leases": sum(r.in_flight for r in replicas),
             "tokens on replicas": sum(r.prompt_tokens + r.output_tokens + r.kv_tokens_held for r in replicas),
-            "probes": sum(r.breaker._probing for r in replicas),
-            "places of keys": services.admission._in_flight.total(),
+            "probes": sum(r.breaker._held_until is not None for r in replicas),
+            "places of keys": services.admission._held.total(),
             "waiting": services.admission.waiting,
             "open requests": len(services.journal.open),
             "quota places": sum(map(len, quotas._places.values())),
