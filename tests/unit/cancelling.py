@@ -318,7 +318,7 @@ class CutRouter:
             for name in ("status", "break_after", "certainty", "delay_s", "first_delay_s"):
                 setattr(engine, name, getattr(usual, name))
         for replica in self.stack.fleet.replicas:
-            if not replica.breaker._probing:
+            if replica.breaker._held_until is None:
                 replica.breaker.reset()
 
     def _occupy(self) -> list[Lease]:
