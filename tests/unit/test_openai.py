@@ -435,4 +435,5 @@ async def test_too_many_answers_are_refused_by_the_fields_name(
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, param)
         assert words in error["message"]
-        assert not stack.engines[TierName.FAST].requests
+        text = next(iter(body.keys() & {"messages", "prompt"}))
+        assert body[text] not in [request.get(text) for request in stack.engines[TierName.FAST].requests]
