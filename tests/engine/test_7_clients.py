@@ -75,7 +75,7 @@ def test_the_sdk_streams(client: openai.OpenAI) -> None:
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"qarr": {"report": True}},
+        extra_body={"qarr": {"report": True}, "ignore_eos": True},
     ) as stream:
         *pieces, counted, report = list(stream)
     assert "Paris" in "".join(piece.choices[0].delta.content or "" for piece in pieces)
