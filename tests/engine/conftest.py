@@ -79,9 +79,8 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         **os.environ,
         "QARR_ENGINE__BASE_PORT": str(base),
         "QARR_ENGINE__EXTRA_ARGS": json.dumps(ENGINE_ARGS),
-        "QARR_POLICY__PROFILES": str(
-            profiles
-        ),  # none, and no tier counts as slow: decisions do not depend on the machine
+        # No profiles, and no tier counts as slow: decisions do not depend on the machine.
+        "QARR_POLICY__PROFILES": str(profiles),
         "QARR_POLICY__MAX_SLOWDOWN": "1e9",
         "QARR_ENGINE__HANG_S": "20",
         "QARR_ENGINE__LOG_DIR": str(tmp_path_factory.mktemp("logs")),
