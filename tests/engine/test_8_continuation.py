@@ -77,12 +77,13 @@ class Cutter:
             await client.aclose()
 
 
-@pytest.mark.parametrize("other", ["fast", "precise"], ids=["same precision", "another precision"])
+@pytest.mark.parametrize("other", ["precise", "fast"], ids=["same precision", "another precision"])
 def test_nothing_is_lost_and_nothing_repeated(up: Up, engine_keys: dict[str, str], tmp_path: Path, other: str) -> None:
     """Cut at many places: the text before stays, the text after follows; on the same precision, it is the same answer.
 
     A token that was computed as part of a prompt is rounded differently from one that was decoded, so now and then a greedy
     answer takes another turn after the cut, as it does with another batch: the engines have other requests now and then.
+    It is seldom in BF16, with one kernel for any number of rows, so that is the precision that is held to.
     """
     found = asyncio.run(_compare(up, engine_keys, tmp_path, other))
     assert len(found) == len(PROMPTS) * len(CUTS)
@@ -97,7 +98,7 @@ def test_nothing_is_lost_and_nothing_repeated(up: Up, engine_keys: dict[str, str
         elif not anew:
             assert (last["tier"], last["continued_on"]) == ("fast", ["balanced"]), last
     assert sum(undisturbed.startswith(cut) for undisturbed, cut, _, _ in found) >= len(found) * 2 // 3
-    if other == "fast":
+    if other == "precise":
         assert sum(whole == undisturbed for undisturbed, _, whole, _ in found) >= len(found) * 2 // 3
 
 
@@ -105,8 +106,8 @@ async def _compare(
     up: Up, keys: dict[str, str], folder: Path, other: str
 ) -> list[tuple[str, str, str, dict[str, Any]]]:
     """Return the undisturbed text, what had come before the cut, the continued text and its last event."""
-    engine = up.replica("fast")["url"]
-    cutter = Cutter(engine, keys["fast"])
+    engine = up.replica("precise")["url"]  # behind the replica that is called fast
+    cutter = Cutter(engine, keys["precise"])
     found = []
     async with real_router(up, keys, folder, {}) as (url, fleet), serving(cutter.app) as proxy:
         first, second, _ = fleet.replicas
