@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
+from contextvars import Context
 from queue import Queue
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from tests.unit.own_engines import until
 from tests.unit.own_router import QARR, own_router
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
     from pathlib import Path
 
 pytestmark = pytest.mark.anyio
@@ -191,8 +193,15 @@ async def test_lines_of_a_request_carry_its_ids() -> None:
         await asyncio.sleep(0)
         return await asyncio.create_task(deeper())
 
-    first, second = await asyncio.gather(request("1"), request("2"))
-    lines = [json.loads(JsonFormatter().format(record)) for record in (first, second, made("alone"))]
+    async def other() -> logging.LogRecord:
+        return made("alone")
+
+    def begun(work: Coroutine[Any, Any, logging.LogRecord]) -> asyncio.Task[logging.LogRecord]:
+        """Start work as if nothing had run in this process before."""
+        return asyncio.get_running_loop().create_task(work, context=Context())
+
+    first, second, alone = await asyncio.gather(begun(request("1")), begun(request("2")), begun(other()))
+    lines = [json.loads(JsonFormatter().format(record)) for record in (first, second, alone)]
     assert [(line.get("request_id"), line.get("trace_id")) for line in lines] == [
         ("request-1", "trace-1"),
         ("request-2", "trace-2"),
