@@ -607,7 +607,7 @@ class Fleet:
         on_room: Called when a lease was given back.
         failures: Attempts that failed, by tier and kind of error.
         restarts: Engines that were started again by themselves, by tier.
-    first_share: What this router may have on a replica that is new to it; None: everything.
+        first_share: What this router may have on a replica that is new to it; None: everything.
     """
 
     specs: tuple[TierSpec, ...]
