@@ -325,9 +325,12 @@ def _show_plan(deployment: Deployment) -> None:
     err.print(f"model {deployment.model} on {deployment.plan.device}")
     for share in deployment.plan.shares:
         spec = next(s for s in deployment.specs if s.name is share.tier)
+        weights = f"{share.weights / GIB:5.2f} GiB"
+        if share.weights != share.on_disk:
+            weights += f" ({share.on_disk / GIB:.2f} on disk: this CPU has no AMX)"
         err.print(
-            f"  {spec.name:9}{spec.precision:9} weights {share.weights / GIB:5.2f} GiB, KV cache "
-            f"{share.kv_cache / GIB:5.2f} GiB ({share.kv_tokens} tokens), context {spec.max_model_len}"
+            f"  {spec.name:9}{spec.precision:9} weights {weights}, KV cache {share.kv_cache / GIB:5.2f} GiB "
+            f"({share.kv_tokens} tokens), context {spec.max_model_len}"
         )
 
 

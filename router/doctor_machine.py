@@ -17,7 +17,7 @@ import psutil
 
 from router.doctor import Check, Finding, ok, problem, warning
 from router.edge import FILES_BESIDES
-from tiers.plan import GIB, make_plan, read_machine
+from tiers.plan import GIB, cpu_flags, make_plan, read_machine
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def cpu_features(question: Question) -> Iterator[Finding]:
     """Say what the processor's instructions mean for each tier, where engines run on it."""
     if read_machine().gpus:
         return
-    yield judge_cpu(_cpu_flags(), engines_here=bool(local_tiers(question)))
+    yield judge_cpu(cpu_flags(), engines_here=bool(local_tiers(question)))
 
 
 def judge_cpu(flags: set[str], *, engines_here: bool) -> Finding:
@@ -103,18 +103,12 @@ def judge_cpu(flags: set[str], *, engines_here: bool) -> Finding:
         return problem(
             GROUP, "CPU features", f"{there}: vLLM's CPU build needs AVX2", "run engines elsewhere: tiers.<name>.urls"
         )
-    if "avx512f" not in flags:
-        return warning(
-            GROUP,
-            "CPU features",
-            f"{there}, no AVX-512: fast runs on PyTorch's int4 kernel, balanced has no FP8 kernel and is the slowest tier",
-            "works; for speed take a machine with AVX-512 or a GPU, and measure with 'qarr profile latency'",
-        )
-    if "amx_bf16" not in flags and "avx512_bf16" not in flags:
-        return ok(
-            GROUP, "CPU features", f"{there}: vLLM's own int4 kernel for fast; precise computes BF16 in FP32 steps"
-        )
-    return ok(GROUP, "CPU features", f"{there}: vLLM's own int4 kernel for fast, BF16 in hardware for precise")
+    if "amx_bf16" in flags:
+        return ok(GROUP, "CPU features", f"{there}: vLLM's own kernels for fast and balanced, BF16 in hardware")
+    ours = "QARR's kernels for fast and balanced"
+    if "avx512_bf16" not in flags:
+        return ok(GROUP, "CPU features", f"{there}: {ours}; all tiers compute BF16 in FP32 steps")
+    return ok(GROUP, "CPU features", f"{there}: {ours}, BF16 in hardware")
 
 
 def gpu(question: Question) -> Iterator[Finding]:
@@ -189,7 +183,7 @@ def memory(question: Question) -> Iterator[Finding]:
     else:
         plan = make_plan(machine, specs, kv_cache_gib=question.settings.engine.cpu_kv_cache_gib)
         shares = ", ".join(f"{s.tier} {s.weights / GIB:.1f} + {s.kv_cache / GIB:.1f}" for s in plan.shares)
-        yield ok(GROUP, "memory", f"{found}; {plan.device}: {shares} GiB (weights + KV cache)")
+        yield ok(GROUP, "memory", f"{found}; {plan.device}: {shares} GiB (weights as held + KV cache)")
 
 
 def planned_memory(question: Question) -> Iterator[Finding]:
@@ -282,11 +276,6 @@ def _taken(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(0.5)
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _cpu_flags() -> set[str]:
-    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
 
 
 def _cpu_quota() -> float | None:

@@ -39,6 +39,8 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 MAX_HEADER = 100_000_000  # bytes, the format's own bound
+FP8_DTYPES = {"F8_E4M3", "F8_E5M2"}  # as safetensors names them
+PACKED = ".weight_packed"  # as compressed-tensors names 4-bit weights
 _SAMPLE = 1 << 20
 
 
@@ -187,14 +189,38 @@ def check_whole(folder: Path) -> None:
 
 
 def _announced_size(path: Path) -> int:
-    """Return the size of a safetensors file by its header: 8 bytes with the header's length, the header, the tensors."""
+    """Return the size of a safetensors file by its header."""
+    length, tensors = _header(path)
+    return 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+
+
+def _header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return a safetensors header's length and its entries: 8 bytes with the length, the header, the tensors."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER:
             raise ValueError(f"{path} is no safetensors file")
-        header = json.loads(file.read(length))
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    return 8 + length + max(ends, default=0)
+        header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return length, header
+
+
+def quantized_bytes(folder: Path) -> int:
+    """Return how many bytes of a checkpoint's weights are FP8 or packed 4-bit values.
+
+    Raises:
+        CheckpointError: A weight file has no header.
+    """
+    found = 0
+    for path in folder.glob("*.safetensors"):
+        try:
+            for name, entry in _header(path)[1].items():
+                if entry["dtype"] in FP8_DTYPES or name.endswith(PACKED):
+                    first, last = entry["data_offsets"]
+                    found += last - first
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return found
 
 
 def fingerprint(folder: Path) -> str:

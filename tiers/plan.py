@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from tiers.errors import PlanError
+from tiers.checkpoint import quantized_bytes
+from tiers.errors import CheckpointError, PlanError
 from tiers.spec import Placement, TierName, TierSpec
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ GPU_OVERHEAD_GIB = 2.0
 # with a 135M model and a KV cache of 1 GiB (vLLM 0.32).
 CPU_OVERHEAD_GIB = 2.0
 KV_BYTES_PER_VALUE = 2  # BF16 keys and values in every tier
+AMX = "amx_tile"  # as Linux names it
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +43,30 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What there is to share. Memory in bytes."""
+    """What there is to share. Memory in bytes.
+
+    Attributes:
+        amx: Whether the processor has AMX, which vLLM's own kernels for quantized weights are made for.
+    """
 
     cores: tuple[int, ...]
     memory_available: int
     gpus: tuple[Gpu, ...]
+    amx: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one engine is given, in bytes."""
+    """What one engine is given, in bytes.
+
+    Attributes:
+        weights: As the engine holds them.
+        on_disk: The same weights in the checkpoint.
+    """
 
     tier: TierName
     weights: int
+    on_disk: int
     kv_cache: int
     kv_tokens: int
     placement: Placement
@@ -72,19 +85,29 @@ class Plan:
 
 
 def read_machine() -> Machine:
-    """Read this machine's usable cores, free memory and CUDA devices (through ``nvidia-smi``)."""
-    return Machine(tuple(sorted(os.sched_getaffinity(0))), psutil.virtual_memory().available, tuple(_gpus()))
+    """Read this machine's usable cores, free memory, CUDA devices (through ``nvidia-smi``) and whether it has AMX."""
+    cores, memory = tuple(sorted(os.sched_getaffinity(0))), psutil.virtual_memory().available
+    return Machine(cores, memory, tuple(_gpus()), amx=AMX in cpu_flags())
+
+
+def cpu_flags() -> set[str]:
+    """Return the processor's instruction sets, as Linux names them."""
+    return set(_cpuinfo("flags").split())
 
 
 def machine_name() -> str:
     """Return the machine's processors in words: what measured speeds are good for."""
     cpus = len(os.sched_getaffinity(0))
+    return ", ".join([f"{_cpuinfo('model name') or 'CPU'} ({cpus} cores)", *(gpu.name for gpu in _gpus())])
+
+
+def _cpuinfo(name: str) -> str:
+    """Return what the first processor's entry says; empty where it does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
-        lines = []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
-    return ", ".join([f"{model} ({cpus} cores)", *(gpu.name for gpu in _gpus())])
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 
 def kv_bytes_per_token(config: Mapping[str, object]) -> int:
@@ -114,6 +137,23 @@ def kv_bytes_per_token(config: Mapping[str, object]) -> int:
 def weight_bytes(checkpoint: Path) -> int:
     """Return the size of a checkpoint's weight files, in bytes."""
     return sum(p.stat().st_size for p in checkpoint.glob("*.safetensors"))
+
+
+def held_bytes(checkpoint: Path, *, amx: bool) -> int:
+    """Return the memory that a CPU engine holds a checkpoint's weights in, in bytes.
+
+    Without AMX the engine plugin (``tiers/engine_plugin``) holds FP8 weights as BF16 and 4-bit weights in two layouts, one
+    for few rows and one for many: quantized weights take twice their size.
+
+    Raises:
+        PlanError: A weight file cannot be read.
+    """
+    if amx:
+        return weight_bytes(checkpoint)
+    try:
+        return weight_bytes(checkpoint) + quantized_bytes(checkpoint)
+    except CheckpointError as error:
+        raise PlanError(str(error)) from error
 
 
 def model_config(checkpoint: Path) -> dict[str, object]:
@@ -162,7 +202,8 @@ def _gpu_plan(gpu: Gpu, tiers: Sequence[TierSpec]) -> Plan:
             )
         fraction = (weights[tier.name] + overhead + kv_cache) / gpu.total
         placement = Placement(gpu=gpu.index, gpu_memory_fraction=fraction)
-        shares.append(Share(tier.name, weights[tier.name], kv_cache, kv_cache // per_token, placement))
+        held = weights[tier.name]
+        shares.append(Share(tier.name, held, held, kv_cache, kv_cache // per_token, placement))
     return Plan(f"GPU {gpu.index} ({gpu.name})", tuple(shares))
 
 
@@ -170,15 +211,16 @@ def _cpu_plan(machine: Machine, tiers: Sequence[TierSpec], kv_cache_gib: int) ->
     need = 0
     shares = []
     for tier, cores in zip(tiers, _share_cores(machine.cores, len(tiers)), strict=True):
-        weights, per_token, kv_cache = _weights(tier), _kv_bytes(tier), kv_cache_gib * GIB
+        held, on_disk = _held(tier, machine), _weights(tier)
+        per_token, kv_cache = _kv_bytes(tier), kv_cache_gib * GIB
         if kv_cache < per_token * tier.max_model_len:
             raise PlanError(
                 f"tier {tier.name} needs {per_token * tier.max_model_len / GIB:.2f} GiB of KV cache for one request of "
                 f"{tier.max_model_len} tokens, engine.cpu_kv_cache_gib is {kv_cache_gib}: raise it"
             )
-        need += _cpu_need(weights, kv_cache)
+        need += _cpu_need(held, on_disk, kv_cache)
         placement = Placement(cores=cores, threads=max(len(cores), 1), kv_cache_gib=kv_cache_gib)
-        shares.append(Share(tier.name, weights, kv_cache, kv_cache // per_token, placement))
+        shares.append(Share(tier.name, held, on_disk, kv_cache, kv_cache // per_token, placement))
     if need > machine.memory_available:
         raise PlanError(
             f"{len(tiers)} CPU engines need about {need / GIB:.1f} GiB of memory, {machine.memory_available / GIB:.1f} "
@@ -187,9 +229,9 @@ def _cpu_plan(machine: Machine, tiers: Sequence[TierSpec], kv_cache_gib: int) ->
     return Plan(f"CPU ({len(machine.cores)} cores)", tuple(shares))
 
 
-def _cpu_need(weights: int, kv_cache: int) -> int:
-    """Return the memory of one CPU engine, in bytes. Weights are held twice while they are repacked."""
-    return 2 * weights + kv_cache + int(CPU_OVERHEAD_GIB * GIB)
+def _cpu_need(held: int, on_disk: int, kv_cache: int) -> int:
+    """Return the memory of one CPU engine, in bytes. While weights are repacked, they are there as on disk as well."""
+    return held + on_disk + kv_cache + int(CPU_OVERHEAD_GIB * GIB)
 
 
 def lacking_for_one_more(machine: Machine, tier: TierSpec, placement: Placement) -> str | None:
@@ -201,7 +243,8 @@ def lacking_for_one_more(machine: Machine, tier: TierSpec, placement: Placement)
         placement: Of the engine that runs already; the new one gets the same.
     """
     if placement.gpu is None:
-        need, free = _cpu_need(_weights(tier), placement.kv_cache_gib * GIB), machine.memory_available
+        need = _cpu_need(_held(tier, machine), _weights(tier), placement.kv_cache_gib * GIB)
+        free = machine.memory_available
     else:
         gpu = next((gpu for gpu in machine.gpus if gpu.index == placement.gpu), None)
         if gpu is None:
@@ -221,6 +264,11 @@ def _share_cores(cores: tuple[int, ...], engines: int) -> list[tuple[int, ...]]:
 def _weights(tier: TierSpec) -> int:
     assert tier.checkpoint is not None
     return weight_bytes(tier.checkpoint)
+
+
+def _held(tier: TierSpec, machine: Machine) -> int:
+    assert tier.checkpoint is not None
+    return held_bytes(tier.checkpoint, amx=machine.amx)
 
 
 def _kv_bytes(tier: TierSpec) -> int:

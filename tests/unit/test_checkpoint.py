@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from typing import TYPE_CHECKING
 
 import pytest
@@ -28,6 +29,7 @@ def model(folder: Path, vocabulary: int = 1, template: str = "t", size: int = 10
     (folder / "chat_template.jinja").write_text(template)
     (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "dtype": "bfloat16"}))
     with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", 2) + b"{}")
         file.truncate(size)
     return folder
 
@@ -171,3 +173,34 @@ def test_cpu_plan_shares_cores_and_checks_memory(tmp_path: Path) -> None:
     assert [s.placement.cores for s in many.shares] == [(1, 2), (3, 4), (5, 6)]
     with pytest.raises(PlanError, match="GiB of memory"):
         make_plan(Machine((0, 1), 4 * GIB, ()), specs(tmp_path, small), kv_cache_gib=1)
+
+
+def test_quantized_weights_take_twice_their_size_where_the_plugin_computes_them(tmp_path: Path) -> None:
+    """Without AMX, FP8 is held as BF16 and 4 bits in two layouts; embeddings, scales and BF16 layers stay as they are."""
+    mib = 1 << 20
+    tensors = {
+        FAST: {"embed.weight": ("BF16", 50 * mib), "q.weight_packed": ("I32", 40 * mib), "q.weight_scale": ("BF16", mib)},
+        BALANCED: {"embed.weight": ("BF16", 50 * mib), "q.weight": ("F8_E4M3", 80 * mib), "q.weight_scale": ("BF16", mib)},
+        PRECISE: {"embed.weight": ("BF16", 50 * mib), "q.weight": ("BF16", 160 * mib)},
+    }  # fmt: skip
+    for tier, entries in tensors.items():
+        folder, header, end = model(tmp_path / tier), {"__metadata__": {"format": "pt"}}, 0
+        for name, (dtype, size) in entries.items():
+            header[name] = {"dtype": dtype, "shape": [size], "data_offsets": [end, end + size]}
+            end += size
+        raw = json.dumps(header).encode()
+        with (folder / "model.safetensors").open("wb") as file:
+            file.write(struct.pack("<Q", len(raw)) + raw)
+            file.truncate(8 + len(raw) + end)
+    tiers = [TierSpec(name, 2048, 16, 32, checkpoint=tmp_path / name) for name in TierName]
+    for amx, held in ((False, (131, 211, 210)), (True, (91, 131, 210))):
+        plan = make_plan(Machine((0, 1), 24 * GIB, (), amx=amx), tiers)
+        assert tuple(share.weights // mib for share in plan.shares) == held
+        assert tuple(share.on_disk // mib for share in plan.shares) == (91, 131, 210)
+    room = 3 * 3 * GIB + 2 * 500 * mib  # three engines' KV cache and overhead, and weights on disk and as held
+    assert make_plan(Machine((0, 1), room, (), amx=True), tiers)
+    with pytest.raises(PlanError, match="GiB of memory"):
+        make_plan(Machine((0, 1), 3 * 3 * GIB + 900 * mib, (), amx=False), tiers)
+    (tmp_path / FAST / "model.safetensors").write_bytes(b"")
+    with pytest.raises(PlanError, match="cannot be read"):
+        make_plan(Machine((0, 1), room, ()), tiers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -159,7 +160,7 @@ async def test_in_place_needs_another_replica(tmp_path: Path, monkeypatch: pytes
 
 def test_memory_for_one_more_is_reckoned(tmp_path: Path) -> None:
     """On a CPU by what is available, on a GPU by what is free of it; what is missing is told."""
-    (tmp_path / "w.safetensors").write_bytes(bytes(1000))
+    (tmp_path / "w.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}" + bytes(990))
     tier = TierSpec(TierName.FAST, 2048, 16, 32, checkpoint=tmp_path)
     on_cpu, on_gpu = Placement(kv_cache_gib=1), Placement(gpu=0, gpu_memory_fraction=0.5)
     assert lacking_for_one_more(Machine((0,), 4 * GIB, ()), tier, on_cpu) is None
