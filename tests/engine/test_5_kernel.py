@@ -61,7 +61,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynami
 
 torch.manual_seed(0)
 NAMES = ("weight", "weight_scale", "input_scale", "input_scale_ub")
-for inputs, outputs in ((576, 1536), (1536, 576), (576, 960)):
+for inputs, outputs in ((576, 960), (576, 576), (576, 3072), (1536, 576)):  # the default model's
     config = FP8ScaledMMLinearLayerConfig(
         weight_quant_key=kFp8StaticChannelSym, activation_quant_key=kFp8DynamicTokenSym,
         weight_shape=(outputs, inputs), input_dtype=torch.bfloat16, out_dtype=torch.bfloat16,
@@ -82,7 +82,7 @@ for inputs, outputs in ((576, 1536), (1536, 576), (576, 960)):
     one, other = layer(), layer()
     ours.process_weights_after_loading(one)
     theirs.process_weights_after_loading(other)
-    for rows in (1, 8, 64):
+    for rows in (1, 8, 64, 512):
         x, bias = torch.randn(rows, inputs).bfloat16(), torch.randn(outputs).bfloat16()
         x[0, 0] = 40.0  # an outlier, as real activations have
         q, s = theirs.quant_fp8(x, None, None)
@@ -95,12 +95,35 @@ for inputs, outputs in ((576, 1536), (1536, 576), (576, 960)):
         print(f"fp8 {inputs}x{outputs} rows={rows}: largest deviation from float64 "
               f"{found['ours']:.5f}, torch._scaled_mm {found['theirs']:.5f}")
         assert found["ours"] < 0.01, found
+        assert found["ours"] < 2 * max(found["theirs"], 0.002), found
+"""
+ROUNDING = """
+import torch
+import qarr_vllm_kernels as plugin
+
+torch.manual_seed(0)
+fp8, rounding = torch.float8_e4m3fn, plugin.e4m3_rounding()
+numbers = torch.arange(256, dtype=torch.uint8).view(fp8).float()
+numbers = numbers[~numbers.isnan()].unique()  # every e4m3 number, in order
+ties = (numbers[1:] + numbers[:-1]) / 2
+edges = [numbers, ties, ties.nextafter(torch.tensor(1e9)), ties.nextafter(torch.tensor(-1e9))]
+spread = [torch.randn(1 << 18) * scale for scale in (1e-6, 1e-3, 0.02, 1.0, 30.0, 150.0)]
+values = torch.cat([*edges, torch.tensor([448.0001, -448.0001]), *spread]).clamp(-448.001, 448.001)
+assert values.numel() > plugin.FEW_VALUES
+want = values.to(fp8).to(torch.bfloat16)
+assert torch.equal(rounding(values.clone()), want)
+few = values[: plugin.FEW_VALUES].clone()
+assert torch.equal(rounding(few), want[: plugin.FEW_VALUES])
+print(f"rows={values.numel()}: {(want != 0).sum().item()} of them not 0")
 """
 
 
-@pytest.mark.parametrize("script", [INT4, FP8], ids=["int4", "fp8"])
+@pytest.mark.parametrize("script", [INT4, FP8, ROUNDING], ids=["int4", "fp8", "rounding"])
 def test_kernel_computes_what_the_quantized_weights_say(script: str) -> None:
-    """The product is that of the dequantized weights and the rounded activations in float64, by every path, within 1 %."""
+    """The product is that of the dequantized weights and the rounded activations in float64, by every path, within 1 %.
+
+    Activations are rounded as a conversion to float8 rounds them: every e4m3 number, every tie, and both sides of it.
+    """
     done = subprocess.run([ENGINE_PYTHON, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "rows=" in done.stdout
