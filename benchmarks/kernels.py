@@ -4,7 +4,9 @@
 
 Milliseconds a token at batches of 1, 4, 8 and 16, and of prefill for 256 and 1,024 tokens: medians over rounds in which the
 engines take turns, one engine at work at a time, on one core. Ratios are to ``precise`` with the same kernels, whose
-BF16 layers the plugin leaves alone.
+BF16 layers the plugin leaves alone. Then, of greedy answers with vLLM's kernels and with the plugin's: how many tokens are
+the same until the first other one, and how many of a kernel's tokens the other kernel would have chosen as well after the
+same words. Of ``precise``, how many of its tokens the tier would have chosen: what the precision itself changes.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import statistics
 import sys
 import time
 from contextlib import ExitStack, contextmanager
+from itertools import takewhile
 from pathlib import Path
-from subprocess import DEVNULL, STDOUT, Popen
+from subprocess import DEVNULL, STDOUT, Popen, check_output
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 from measure import ROOT, free_port, wait_for
@@ -28,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 from router.serve import prepare_options
 from router.settings import load_settings
 from tiers.command import engine_argv, engine_environment
+from tiers.plan import machine_name
 from tiers.prepare import find
 from tiers.spec import EngineLaunch, Placement, TierName, TierSpec
 
@@ -36,6 +40,18 @@ if TYPE_CHECKING:
 
 BATCHES, PREFILLS = (1, 4, 8, 16), (256, 1024)
 SHORT, LONG = 4, 36  # output tokens; the difference in time is that of the tokens between
+LONG_BEFORE = 12  # the same of vLLM's own kernels, which take up to a second a token
+ANSWER = 32  # tokens of an answer that is compared
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):",
+    "Water boils when",
+    "Dear Sir or Madam, I am writing to",
+    "The three most important things to know about gardening are",
+    "If a train travels 60 miles in 2 hours, its speed is",
+    "Once upon a time, in a village by the sea,",
+    "The difference between a virus and a bacterium is that",
+)
 WORDS = 40_000  # token ids to draw prompts from: no two share a prefix
 
 
@@ -57,11 +73,33 @@ class Engine(NamedTuple):
 
     def decode_ms(self, batch: int) -> float:
         """Return milliseconds a step: so long each sequence waits for its next token."""
-        return (self.seconds(batch, 16, LONG) - self.seconds(batch, 16, SHORT)) * 1000 / (LONG - SHORT)
+        tokens = LONG if self.plugin else LONG_BEFORE
+        return (self.seconds(batch, 16, tokens) - self.seconds(batch, 16, SHORT)) * 1000 / (tokens - SHORT)
 
     def prefill_ms(self, tokens: int) -> float:
         """Return milliseconds until the first token of a prompt."""
         return self.seconds(1, tokens, 1) * 1000
+
+    def answers(self) -> list[tuple[list[int], list[int]]]:
+        """Return the token ids of each prompt and of its greedy answer."""
+        choices = self._complete({"prompt": PROMPTS, "max_tokens": ANSWER, "return_token_ids": True})
+        return [(choice["prompt_token_ids"], choice["token_ids"]) for choice in choices]
+
+    def chooses(self, answers: list[tuple[list[int], list[int]]]) -> float:
+        """Return the share of tokens in others' answers that are this engine's first choice at their place."""
+        asked = [prompt + answer for prompt, answer in answers]
+        choices = self._complete({"prompt": asked, "max_tokens": 1, "prompt_logprobs": 1})
+        chosen = [
+            place[str(token)]["rank"] == 1
+            for choice, (_, answer) in zip(choices, answers, strict=True)
+            for place, token in zip(choice["prompt_logprobs"][-len(answer) :], answer, strict=True)
+        ]
+        return statistics.fmean(chosen)
+
+    def _complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        answer = self.client.post(f"{self.url}/v1/completions", json={"model": "m", "temperature": 0, **body})
+        choices: list[dict[str, Any]] = answer.raise_for_status().json()["choices"]
+        return sorted(choices, key=lambda choice: choice["index"])
 
 
 @contextmanager
@@ -111,7 +149,8 @@ def main() -> None:
                     seen.setdefault((*running[:2], f"batch {batch}"), []).append(running.decode_ms(batch))
                 for tokens in PREFILLS:
                     seen.setdefault((*running[:2], f"prefill {tokens}"), []).append(running.prefill_ms(tokens))
-    report({key: statistics.median(values) for key, values in seen.items()})
+        report({key: statistics.median(values) for key, values in seen.items()})
+        compare({(running.tier, running.plugin): running for running in engines})
 
 
 def _spec(tier: TierName, path: Path) -> TierSpec:
@@ -120,6 +159,8 @@ def _spec(tier: TierName, path: Path) -> TierSpec:
 
 def report(found: dict[tuple[TierName, bool, str], float]) -> None:
     """Print the table: milliseconds, and in parentheses the ratio to BF16."""
+    commit = check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
+    print(f"commit {commit}; {machine_name()}; one engine at work at a time, on one core")
     columns = [*(f"batch {b}" for b in BATCHES), *(f"prefill {t}" for t in PREFILLS)]
     print("ms a token by batch, ms of prefill by prompt tokens; in parentheses the ratio to precise")
     print(f"{'':22}" + "".join(f"{name:>18}" for name in columns))
@@ -133,6 +174,31 @@ def report(found: dict[tuple[TierName, bool, str], float]) -> None:
                 cells.append(f"{value:>9.1f} ({value / found[TierName.PRECISE, True, name]:>5.2f})")
             label = "" if tier is TierName.PRECISE else ", plugin" if plugin else ", vLLM's own"
             print(f"{tier + label:22}" + "".join(f"{cell:>18}" for cell in cells))
+
+
+def compare(engines: dict[tuple[TierName, bool], Engine]) -> None:
+    """Print how alike answers are with vLLM's kernels and with the plugin's."""
+    print(f"\ngreedy answers to {len(PROMPTS)} prompts, {ANSWER} tokens each; shares of tokens in %")
+    columns = (
+        "same until the first other",
+        "plugin chooses vLLM's",
+        "vLLM chooses the plugin's",
+        "plugin chooses precise's",
+    )
+    print(f"{'':10}" + "".join(f"{name:>28}" for name in columns))
+    precise = engines[TierName.PRECISE, True].answers()
+    for tier in (TierName.BALANCED, TierName.FAST):
+        before, after = engines[tier, False], engines[tier, True]
+        said, says = before.answers(), after.answers()
+        pairs = [(old, new) for (_, old), (_, new) in zip(said, says, strict=True)]
+        same = sum(len(list(takewhile(lambda both: both[0] == both[1], zip(*pair, strict=False)))) for pair in pairs)
+        shares = (
+            same / sum(len(old) for old, _ in pairs),
+            after.chooses(said),
+            before.chooses(says),
+            after.chooses(precise),
+        )
+        print(f"{tier:10}" + "".join(f"{share * 100:>28.1f}" for share in shares))
 
 
 if __name__ == "__main__":
