@@ -81,8 +81,18 @@ class Base:
     source: Path | None
 
 
-def prepare(options: PrepareOptions, progress: Progress) -> tuple[Checkpoint, ...]:
+def prepare(
+    options: PrepareOptions, progress: Progress, on_made: Callable[[Checkpoint], None] | None = None
+) -> tuple[Checkpoint, ...]:
     """Make whichever of the three checkpoints is missing; return all three, fast first.
+
+    The order is BF16, FP8, AWQ: the first two take seconds, and AWQ minutes.
+
+    Args:
+        options: What to make and with what.
+        progress: Is told each step: a message, parts done, parts in all (0 of 0 where they cannot be counted).
+        on_made: Is given each of the three as soon as it is finished, also one that was there before. It is called in
+            the thread that calls this function, which goes on when it returns.
 
     Raises:
         CheckpointError: The model, the calibration file or the quantizer's environment is unusable.
@@ -90,9 +100,13 @@ def prepare(options: PrepareOptions, progress: Progress) -> tuple[Checkpoint, ..
     calibration = check_calibration(options.calibration)
     base = locate(options, progress)
     home = options.store / f"{base.name}-{base.digest[:12]}"
+    hand_over = on_made or (lambda _: None)
     precise = _make(home, TierName.PRECISE, "bf16", {}, base, options, progress, base.source)
-    fast = _make(home, TierName.FAST, "awq", _awq_options(options, calibration), base, options, progress, precise.path)
+    hand_over(precise)
     balanced = _make(home, TierName.BALANCED, "fp8", {}, base, options, progress, precise.path)
+    hand_over(balanced)
+    fast = _make(home, TierName.FAST, "awq", _awq_options(options, calibration), base, options, progress, precise.path)
+    hand_over(fast)
     return fast, balanced, precise
 
 

@@ -7,10 +7,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tiers.checkpoint import MANIFEST, check_alike, fingerprint, identity, making, read_checkpoint, recipe_digest, seal
+from tiers.checkpoint import (
+    MANIFEST,
+    Checkpoint,
+    check_alike,
+    fingerprint,
+    identity,
+    making,
+    read_checkpoint,
+    recipe_digest,
+    seal,
+)
 from tiers.errors import CheckpointError, PlanError, TokenizerMismatch
 from tiers.plan import GIB, Gpu, Machine, kv_bytes_per_token, make_plan
-from tiers.prepare import DEFAULT_CALIBRATION, PrepareOptions, check_calibration, find, prepare
+from tiers.prepare import DEFAULT_CALIBRATION, PrepareOptions, check_calibration, find, finished, prepare
 from tiers.spec import Precision, TierName, TierSpec
 
 if TYPE_CHECKING:
@@ -125,6 +135,21 @@ def test_unknown_model_and_missing_quantizer_say_what_to_do(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="make quantizer-env"):
         prepare(PrepareOptions(str(folder), tmp_path / "s", tmp_path / "python"), lambda *_: None)
     assert find(PrepareOptions(str(folder), tmp_path / "s", tmp_path / "python")) is None
+
+
+def test_each_checkpoint_is_handed_over_as_soon_as_it_is_finished(tmp_path: Path) -> None:
+    """BF16 is made and handed over first, then FP8, and AWQ last: a failure there takes nothing back."""
+    options = PrepareOptions(str(model(tmp_path / "base")), tmp_path / "store", tmp_path / "no-python")
+    made: list[Checkpoint] = []
+    for handed_over in (1, 3):  # FP8 needs the quantizer, which is missing; then FP8 is there and AWQ needs it
+        with pytest.raises(CheckpointError, match="make quantizer-env"):
+            prepare(options, lambda *_: None, made.append)
+        assert len(made) == handed_over
+        with making(made[0].path.with_name(f"fp8-{recipe_digest('fp8', {})}")) as work:
+            model(work)
+            seal(work, BALANCED, model="m", base_digest="b", made={"method": "FP8", "versions": {}})
+    assert [checkpoint.tier for checkpoint in made] == [PRECISE, PRECISE, BALANCED]
+    assert [checkpoint.tier for checkpoint in finished(options)] == [BALANCED, PRECISE]
 
 
 def specs(tmp_path: Path, gib: dict[TierName, float]) -> list[TierSpec]:
