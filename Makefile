@@ -19,8 +19,9 @@ test: ## lint, types, unit tests, and tests on real engines
 check: ## lint and types only
 	@scripts/check
 
-setup: router-env ## make all three environments and the checkpoints, start nothing
-	@$(MAKE) --no-print-directory -j2 engine-env checkpoints
+setup: ## make all three environments and the checkpoints, start nothing
+	@scripts/setup router engine quantizer
+	@.venv/bin/qarr model prepare
 
 router-env: ## .venv: the router and the command
 	@scripts/setup router
@@ -31,8 +32,9 @@ engine-env: ## .venv-engine: vLLM
 quantizer-env: ## .venv-quantizer: llm-compressor
 	@scripts/setup quantizer
 
-checkpoints: router-env ## the model's three checkpoints
-	@.venv/bin/qarr model list | grep -q tier || { scripts/setup quantizer && .venv/bin/qarr model prepare; }
+checkpoints: ## the model's three checkpoints
+	@scripts/setup router quantizer
+	@.venv/bin/qarr model prepare
 
 clean: ## remove the environments' links and .venv; what is cached stays
 	rm -rf .venv .venv-engine .venv-quantizer
