@@ -17,6 +17,7 @@ from router.latency_profiling import LatencyPlan, measure_latency
 from router.profiling import Plan, measure, read_prompts
 from router.quality import profile_name
 from router.quality_report import render
+from router.router_client import connect
 from router.settings import load_settings
 from tiers.spec import TierName  # noqa: TC001  typer reads it
 
@@ -45,7 +46,10 @@ def profile_quality(
         int | None, typer.Option(min=1, metavar="N", help="Prompts of each class; all without it.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Longest answer.")] = 32,
-    parallel: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts at a time.")] = 4,
+    parallel: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Prompts at a time; as many as the engines compute at once without."),
+    ] = None,
     config: ConfigOption = None,
 ) -> None:
     """Measure the loss of each precision on each kind of prompt, against the highest one.
@@ -57,14 +61,17 @@ def profile_quality(
     log = _Log()
 
     plan = Plan(
-        url=url.rstrip("/"),
-        key=os.environ.get("QARR_KEY", ""),
         prompts=read_prompts(prompts, per_class),
         answer_tokens=tokens,
         parallel=parallel,
         journal=folder / "quality.journal.jsonl",
     )
-    profile = asyncio.run(measure(plan, lambda step, done, total: log(f"{done} of {total}: {step}")))
+
+    async def measured() -> QualityProfile:
+        async with connect(url.rstrip("/"), os.environ.get("QARR_KEY", "")) as client:
+            return await measure(client, plan, lambda step, done, total: log(f"{done} of {total}: {step}"))
+
+    profile = asyncio.run(measured())
     path = folder / profile_name(profile.checkpoints)
     path.with_suffix(".html").write_text(render(profile), "utf-8")
     _write(path, profile.model_dump_json(indent=2))
@@ -88,8 +95,13 @@ def profile_latency(
     """
     folder = _folder(config)
     log = _Log()
-    plan = LatencyPlan(url=url.rstrip("/"), key=os.environ.get("QARR_KEY", ""), step_s=step, tiers=tuple(tier or ()))
-    profile = asyncio.run(measure_latency(plan, log))
+    plan = LatencyPlan(step_s=step, tiers=tuple(tier or ()))
+
+    async def measured() -> LatencyProfile:
+        async with connect(url.rstrip("/"), os.environ.get("QARR_KEY", "")) as client:
+            return await measure_latency(client, plan, lambda what, _done, _total: log(what))
+
+    profile = asyncio.run(measured())
     path = folder / latency_name(profile.checkpoints, profile.machine)
     if tier and path.exists():
         profile = profile.with_others(load_latency(path))
