@@ -297,15 +297,16 @@ class _Run:
         Raises:
             ProfileError: Somebody always was.
         """
+        took_s = 0.0
 
         async def timed() -> None:
+            nonlocal took_s
             began = time.monotonic()
             try:
                 await step()
             except* ProfileError as several:
                 raise first_of(several) from None
-            finally:
-                self._spent_s += time.monotonic() - began
+            took_s = time.monotonic() - began
 
         def waiting() -> None:
             self._progress("waiting for others' requests", self._done, self._total)
@@ -316,6 +317,7 @@ class _Run:
             self._progress(what, self._done, self._total)
             if await self._client.undisturbed(timed, waiting):
                 self._done += 1
+                self._spent_s += took_s
                 return
         raise ProfileError(f"others' requests disturbed '{what}' {attempts} times: measure when it is quiet")
 

@@ -45,6 +45,7 @@ class FleetState:
         max_model_len: Of each ready tier, in tokens.
         in_flight: Requests on all replicas.
         served: Requests that all replicas have completed.
+        measuring: What the router measures of itself now; None: nothing.
     """
 
     model: str
@@ -56,6 +57,7 @@ class FleetState:
     max_model_len: Mapping[TierName, int]
     in_flight: int
     served: int
+    measuring: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,7 @@ class RouterClient:
             max_model_len={name: t["max_model_len"] for name, t in ready.items()},
             in_flight=sum(r["in_flight"] for r in replicas),
             served=sum(r["served"] for r in replicas),
+            measuring=(found.get("profiling") or {}).get("what"),
         )
 
     async def ask(self, path: str, tier: TierName, body: Mapping[str, Any], waiting: Callable[[], None]) -> Any:

@@ -427,6 +427,20 @@ class PolicySettings(Section):
     )
 
 
+class ProfileSettings(Section):
+    """When the router measures itself."""
+
+    auto: bool = Field(
+        True,
+        description="Measure the speed and the loss of the tiers that no profile in `policy.profiles` tells yet, as "
+        "`qarr profile` does, while no request is served. Only where this router started every engine: what other "
+        "routers use as well is left to `qarr profile`.",
+    )
+    idle_s: float = Field(
+        5, ge=0, description="So long without requests before it measures, or goes on after giving way to one."
+    )
+
+
 class WaitSettings(Section):
     """Longest waits in the queue, by priority."""
 
@@ -610,6 +624,7 @@ class Settings(BaseSettings):
     engine: EngineSettings = Field(default_factory=EngineSettings)
     quantizer: QuantizerSettings = Field(default_factory=QuantizerSettings)
     policy: PolicySettings = Field(default_factory=PolicySettings)
+    profile: ProfileSettings = ProfileSettings()
     admission: AdmissionSettings = AdmissionSettings()
     upstream: UpstreamSettings = UpstreamSettings()
     openai: OpenAISettings = OpenAISettings()

@@ -7,6 +7,7 @@ lag by seconds.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import Counter, deque
@@ -608,6 +609,7 @@ class Fleet:
         failures: Attempts that failed, by tier and kind of error.
         restarts: Engines that were started again by themselves, by tier.
         first_share: What this router may have on a replica that is new to it; None: everything.
+        measuring: Held by whoever measures speeds: two at once would measure each other.
     """
 
     specs: tuple[TierSpec, ...]
@@ -621,6 +623,7 @@ class Fleet:
     failures: Counter[tuple[TierName, str]] = field(default_factory=Counter)
     restarts: Counter[TierName] = field(default_factory=Counter)
     first_share: Share | None = None
+    measuring: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def add(self, replica: Replica) -> Replica:
         """Add a replica; it gets traffic once it is marked ready."""
