@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
     from tiers.spec import TierSpec
 
 log = logging.getLogger("qarr.router")
-STEP_S = 4.0
-BUDGET_S = 150.0  # of the speed's steps: three minutes with what lies between them
+STEPS = 40  # of the speed's time: there are more, but most are shorter
 PARALLEL = 8  # prompts: what is broken off for a request is lost, and what an engine has begun delays it
 LOOK_S = 1.0
 FIRST_PAUSE_S = 5.0  # after an error, twice as long after each further one
@@ -84,7 +84,7 @@ class AutoProfile:
         self, settings: Settings, fleet: Fleet, policy: LivePolicy, model: str, served: Callable[[], bool]
     ) -> None:
         self._fleet, self._policy = fleet, policy
-        self._folder = settings.policy.profiles
+        self._folder, self._latency_s = settings.policy.profiles, settings.profile.latency_s
         self._client = IdleClient(fleet, model, settings.profile.idle_s, served)
         self._tried: set[tuple[What, frozenset[TierName], tuple[str | None, ...]]] = set()
         why = ""
@@ -106,7 +106,7 @@ class AutoProfile:
         now = self._now
         if now.what is None:
             return now
-        if self._client.asking:
+        if self._client.asking or (now.total and now.done == now.total):
             return replace(now, state=State.RUNNING, detail="")
         return replace(now, state=State.WAITING, detail=now.detail or "requests go first")
 
@@ -156,6 +156,7 @@ class AutoProfile:
             ProfileError: It cannot be measured or kept, or somebody else does.
         """
         if not self._settled():
+            self._client.give_way()
             self._tell(State.WAITING, "tiers are starting")
             return
         if not self._missing("latency") and not self._missing("quality"):
@@ -194,7 +195,7 @@ class AutoProfile:
         return self._fleet.specs
 
     async def _latency(self, tiers: tuple[TierName, ...]) -> None:
-        plan = LatencyPlan(STEP_S, tiers, BUDGET_S, attempts=float("inf"))
+        plan = LatencyPlan(self._latency_s / STEPS, tiers, self._latency_s, attempts=math.inf)
         async with self._fleet.measuring:
             self._begin("latency")
             profile = await measure_latency(self._client, plan, self._step)

@@ -436,6 +436,12 @@ class ProfileSettings(Section):
         "`qarr profile` does, while no request is served. Only where this router started every engine: what other "
         "routers use as well is left to `qarr profile`.",
     )
+    latency_s: float = Field(
+        150,
+        gt=0,
+        description="About how long measuring the speed of all tiers may take, in seconds of work: for less, long prompts "
+        "and large batches are left out.",
+    )
     idle_s: float = Field(
         5, ge=0, description="So long without requests before it measures, or goes on after giving way to one."
     )
