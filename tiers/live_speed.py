@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 2.0
 ENOUGH = 32  # answers before anything is learned
-AGAIN = 1.25  # times as many answers as last time, before it is learned again
+AGAIN = 1.5  # times as many answers as last time, before it is learned again: what changes later, trends tell
 KEPT = 256  # answers of each replica
 CONTENTIONS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 PAYS = 0.9  # share of the error that more contention must leave at most, to be believed
@@ -143,28 +143,27 @@ class LiveSpeed:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._idle: dict[str, SpeedModel] = {}
-        self._answers: dict[str, int] = {}  # by replica: those that were seen when it was learned
+        self._answers: dict[str, int] = {}  # by replica: those that were noted when it was learned
 
     async def run(self) -> None:
-        """Look at what was seen now and then, until cancelled."""
+        """Learn now and then, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             for replica in list(self._fleet.replicas):
-                self.look(replica)
+                await self.look(replica)
 
-    def look(self, replica: Replica) -> None:
-        """Learn one replica's speed where enough was seen since it was learned."""
-        speed = replica.speed
+    async def look(self, replica: Replica) -> None:
+        """Learn one replica's speed where enough was seen since it was learned; in a thread, for it takes a while."""
         if replica.state is not ReplicaState.READY or not replica.learns:
             self._idle.pop(replica.id, None)
             self._answers.pop(replica.id, None)
             return
-        if speed is not None and not speed.learned:
-            self._idle[replica.id] = speed
-        before = self._answers.get(replica.id, 0)
-        if replica.noted < max(ENOUGH, min(AGAIN * before, before + KEPT / 4)):
+        if replica.speed is not None and not replica.speed.learned:
+            self._idle[replica.id] = replica.speed
+        if replica.noted < max(ENOUGH, AGAIN * self._answers.get(replica.id, 0)):
             return
         self._answers[replica.id] = replica.noted
-        learned = learn(replica.seen, replica.spec.max_num_seqs, self._idle.get(replica.id))
-        if learned is not None:
+        idle = self._idle.get(replica.id)
+        learned = await asyncio.to_thread(learn, tuple(replica.seen), replica.spec.max_num_seqs, idle)
+        if learned is not None and replica.state is ReplicaState.READY and replica.learns:
             replica.measured(learned)
