@@ -188,8 +188,8 @@ class IdleClient:
         )
 
     def _lease(self, tier: TierName) -> Lease | None:
-        """Take a place. Its tokens are left out: it goes as soon as a request comes that they could be in the way of."""
-        lease = self._fleet.lease(tier, prompt_tokens=0, max_tokens=0)
+        """Take a place, whatever the limit: nobody is served. It leaves no trace in what is predicted: it has no tokens."""
+        lease = self._fleet.lease(tier, prompt_tokens=0, max_tokens=0, over_limit=True)
         if lease is not None:
             self._leases.add(lease)
         return lease

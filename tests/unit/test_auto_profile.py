@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import pytest
 from classifier import EstimatingCounter
 from router.app import create_app
 from router.edge import protocol_for
-from router.keys import KeyStore
+from router.keys import PRIORITIES, KeyStore
 from router.latency import latency_name, load_latency
 from router.profile_files import JOURNAL, only_one
 from router.quality import load_profile, profile_name
@@ -23,6 +24,7 @@ from router.settings import load_settings
 from router.telemetry import make_telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
 from tests.unit.own_engines import until
+from tests.unit.own_router import QARR
 from tests.unit.router_stack import no_faults_in_the_router
 from tiers.fleet import Fleet, Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
@@ -124,7 +126,7 @@ async def test_it_begins_when_all_tiers_are_ready_and_measures_once(tmp_path: Pa
         assert (await own.client.get(f"{own.url}/requests")).json()["requests"] == []
         assert "qarr_requests_total{" not in (await own.client.get(f"{own.url}/metrics")).text
         asked = [body for engine in own.engines for body in engine.requests]
-        assert {body["priority"] for body in asked} == {2}
+        assert {body["priority"] for body in asked} == {PRIORITIES["batch"]}
     async with own_router(tmp_path, engines()) as again:
         await again.comes_to(state="done")
         assert not any(engine.requests for engine in again.engines)
@@ -192,3 +194,13 @@ async def test_one_measures_at_a_time(tmp_path: Path) -> None:
             await own.comes_to(state="running")
             with pytest.raises(ProfileError, match="another measurement writes into"), only_one(tmp_path):
                 pass
+            for kind in ("latency", "quality"):  # into another folder: the router says that it measures
+                done = await asyncio.to_thread(
+                    subprocess.run,
+                    [QARR, "profile", kind, "--url", own.url],
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+                assert done.returncode == 2
+                assert "measures its latency itself: wait until it is done" in done.stderr
