@@ -185,7 +185,7 @@ async def test_one_measures_at_a_time(tmp_path: Path) -> None:
     """While a person measures into the folder the router waits; while the router measures, the command is refused."""
     async with AsyncExitStack() as byhand:
         byhand.enter_context(only_one(tmp_path))
-        async with own_router(tmp_path, engines(0.02)) as own:
+        async with own_router(tmp_path, engines(0.1)) as own:
             found = await own.comes_to(state="waiting", what=None)
             while "another measurement" not in found["detail"]:
                 found = await own.profiling()
@@ -203,4 +203,4 @@ async def test_one_measures_at_a_time(tmp_path: Path) -> None:
                     check=False,
                 )
                 assert done.returncode == 2
-                assert "measures its latency itself: wait until it is done" in done.stderr
+                assert "itself: wait until it is done" in done.stderr
