@@ -420,16 +420,15 @@ def _answers() -> Schema:
             began={"type": "number"},
             ended=_NUMBER_OR_NULL,
         ),
-        "Fleet": _object(
-            model=_TEXT,
-            machine=_TEXT,
-            scope=_SCOPE,
-            tiers={"type": "array", "items": tier},
-            profiling=_profiling(),
-        ),
+        "Fleet": _fleet(tier),
         "Model": _object(id=_TEXT, object={"const": "model"}, owned_by=_TEXT, max_model_len={"type": "integer"}),
         "ModelList": _object(object={"const": "list"}, data={"type": "array", "items": _ref("Model")}),
     }
+
+
+def _fleet(tier: Schema) -> Schema:
+    tiers = {"type": "array", "items": tier}
+    return _object(model=_TEXT, machine=_TEXT, scope=_SCOPE, tiers=tiers, profiling=_profiling())
 
 
 def _profiling() -> Schema:
