@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tiers.spec import TierName
 
 LOOK_S = 0.1
+LONGEST_IDLE_S = 60.0
 _STARTING = {ReplicaState.STARTING, ReplicaState.WARMING}
 _TRY_LATER = {httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE}
 T = TypeVar("T")
@@ -60,6 +61,7 @@ class IdleClient:
         self._work: set[asyncio.Task[Any]] = set()
         self._looking = asyncio.Lock()
         self._busy_at = time.monotonic()
+        self._wait_s = idle_s  # longer after what was broken off: where pauses are short, little is begun in vain
 
     @property
     def asking(self) -> bool:
@@ -73,6 +75,8 @@ class IdleClient:
     def give_way(self) -> None:
         """Break off all that was asked: a request has come. Its places are free when this returns."""
         self._busy_at = time.monotonic()
+        if self._leases:
+            self._wait_s = max(min(2 * self._wait_s, LONGEST_IDLE_S), self._idle_s)
         for lease in self._leases:
             lease.release()
         self._leases.clear()
@@ -207,7 +211,7 @@ class IdleClient:
         task = asyncio.create_task(work)
         self._work.add(task)
         try:
-            return await task
+            found = await task
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
@@ -215,6 +219,8 @@ class IdleClient:
             raise _GaveWay from None
         finally:
             self._work.discard(task)
+        self._wait_s = self._idle_s
+        return found
 
     async def _until_quiet(self, waiting: Callable[[], None]) -> None:
         """Wait until nobody else is served, and has not been for a while."""
@@ -223,7 +229,7 @@ class IdleClient:
                 now = time.monotonic()
                 if self._others():
                     self._busy_at = now
-                if now >= self._busy_at + self._idle_s:
+                if now >= self._busy_at + self._wait_s:
                     return
                 waiting()
                 await asyncio.sleep(LOOK_S)

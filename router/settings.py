@@ -443,7 +443,10 @@ class ProfileSettings(Section):
         "and large batches are left out.",
     )
     idle_s: float = Field(
-        5, ge=0, description="So long without requests before it measures, or goes on after giving way to one."
+        5,
+        ge=0,
+        description="So long without requests before it measures, or goes on after giving way to one; twice as long each "
+        "time that nothing came of it, up to a minute.",
     )
 
 
