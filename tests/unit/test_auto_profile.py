@@ -3,109 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
 
-import httpx
 import pytest
 
-from classifier import EstimatingCounter
-from router.app import create_app
-from router.edge import protocol_for
-from router.keys import PRIORITIES, KeyStore
+from router.keys import PRIORITIES
 from router.latency import latency_name, load_latency
-from router.profile_files import JOURNAL, only_one
+from router.profile_files import only_one
 from router.quality import load_profile, profile_name
 from router.router_client import ProfileError
-from router.settings import load_settings
-from router.telemetry import make_telemetry
-from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
+from tests.unit.measuring_router import QUICK, engines, measuring_router
 from tests.unit.own_engines import until
 from tests.unit.own_router import QARR
-from tests.unit.router_stack import no_faults_in_the_router
-from tiers.fleet import Fleet, Replica
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
 
 PROMPTS = 64  # of the built-in set
-QUICK = {"auto": True, "idle_s": 0.1, "latency_s": 4.0}
-
-
-@dataclass(slots=True)
-class Own:
-    """A router whose engines count as started by itself."""
-
-    url: str
-    client: httpx.AsyncClient
-    fleet: Fleet
-    engines: list[Behaviour]
-    folder: Path
-
-    async def profiling(self) -> dict[str, Any]:
-        """Return what it tells of its measurements."""
-        found: dict[str, Any] = (await self.client.get(f"{self.url}/tiers")).json()["profiling"]
-        return found
-
-    async def comes_to(self, **wanted: Any) -> dict[str, Any]:
-        """Wait until what it tells is so."""
-        async with asyncio.timeout(60):
-            while (found := await self.profiling()) | wanted != found:
-                await asyncio.sleep(0.05)
-        return found
-
-    @property
-    def journal(self) -> list[Any]:
-        """Return the judged answers: prompt and tier."""
-        path = self.folder / JOURNAL
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [(row["prompt"], row["tier"]) for row in (json.loads(line)["score"] for line in lines)]
-
-    @property
-    def computing(self) -> int:
-        """Return the requests that the engines compute now."""
-        return sum(engine.running for engine in self.engines)
-
-
-@asynccontextmanager
-async def own_router(
-    folder: Path, engines: list[Behaviour], *, ready: bool = True, profile: dict[str, Any] | None = None
-) -> AsyncIterator[Own]:
-    """Run a router in front of engines that it takes for its own."""
-    async with AsyncExitStack() as cleanup:
-        cleanup.enter_context(no_faults_in_the_router())
-        urls = await cleanup.enter_async_context(serving_all(*(FakeEngine(b).app for b in engines)))
-        settings = load_settings(
-            None,
-            {"policy": {"profiles": str(folder), "max_slowdown": 1e9}, "profile": {**QUICK, **(profile or {})}},
-        )
-        fleet = Fleet(tuple(TierSpec(name, 8192, 8, 16, digest=f"digest of {name}") for name in TierName), machine="m")
-        for spec, url in zip(fleet.specs, urls, strict=True):
-            state = ReplicaState.READY if ready else ReplicaState.STARTING
-            fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake")).mark(state)
-        telemetry = make_telemetry("0", settings.telemetry)
-        app = create_app(
-            settings, fleet, EstimatingCounter(), telemetry, "fake", keys=KeyStore(settings.auth.keys_file)
-        )
-        url = await cleanup.enter_async_context(serving(app, http=protocol_for(settings.server)))
-        client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
-        yield Own(url, client, fleet, engines, folder)
-
-
-def engines(delay_s: float = 0.003) -> list[Behaviour]:
-    """Return three engines that take some time for each token."""
-    return [Behaviour(delay_s=delay_s) for _ in TierName]
 
 
 @pytest.mark.anyio
 async def test_it_begins_when_all_tiers_are_ready_and_measures_once(tmp_path: Path) -> None:
     """Nothing before the last tier is ready; then speed and loss; a router started again finds both and asks nothing."""
-    async with own_router(tmp_path, engines(), ready=False) as own:
+    async with measuring_router(tmp_path, engines(), ready=False) as own:
         first, *others = own.fleet.replicas
         for replica in others:
             replica.mark(ReplicaState.READY)
@@ -127,7 +50,7 @@ async def test_it_begins_when_all_tiers_are_ready_and_measures_once(tmp_path: Pa
         assert "qarr_requests_total{" not in (await own.client.get(f"{own.url}/metrics")).text
         asked = [body for engine in own.engines for body in engine.requests]
         assert {body["priority"] for body in asked} == {PRIORITIES["batch"]}
-    async with own_router(tmp_path, engines()) as again:
+    async with measuring_router(tmp_path, engines()) as again:
         await again.comes_to(state="done")
         assert not any(engine.requests for engine in again.engines)
 
@@ -135,7 +58,7 @@ async def test_it_begins_when_all_tiers_are_ready_and_measures_once(tmp_path: Pa
 @pytest.mark.anyio
 async def test_it_gives_way_at_once_and_goes_on(tmp_path: Path) -> None:
     """A request finds the engines free; while it is served nothing is measured; then the rest is, nothing twice."""
-    async with own_router(tmp_path, engines(0.01)) as own:
+    async with measuring_router(tmp_path, engines(0.01)) as own:
         for what in ("latency", "quality"):
             await own.comes_to(what=what, state="running")
             await until(lambda: own.computing)
@@ -158,11 +81,11 @@ async def test_it_gives_way_at_once_and_goes_on(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_it_goes_on_after_a_restart(tmp_path: Path) -> None:
     """What was judged before the router ended is not asked again."""
-    async with own_router(tmp_path, engines(0.01)) as own:
+    async with measuring_router(tmp_path, engines(0.01)) as own:
         await until(lambda: len(own.journal) > PROMPTS // 2)
     before = len(own.journal)
     assert before < PROMPTS * len(TierName)
-    async with own_router(tmp_path, engines()) as again:
+    async with measuring_router(tmp_path, engines()) as again:
         assert (await again.comes_to(what="quality"))["measured"]["latency"] == list(TierName)
         await again.comes_to(state="done")
         assert len(again.journal) == len(set(again.journal)) == PROMPTS * len(TierName)
@@ -173,7 +96,7 @@ async def test_it_goes_on_after_a_restart(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_settings_switch_it_off(tmp_path: Path) -> None:
     """It says why, and asks nothing."""
-    async with own_router(tmp_path, engines(), profile={"auto": False}) as own:
+    async with measuring_router(tmp_path, engines(), profile={"auto": False}) as own:
         found = await own.profiling()
         assert (found["state"], found["detail"]) == ("off", "profile.auto is false")
         await asyncio.sleep(3 * QUICK["idle_s"])
@@ -185,7 +108,7 @@ async def test_one_measures_at_a_time(tmp_path: Path) -> None:
     """While a person measures into the folder the router waits; while the router measures, the command is refused."""
     async with AsyncExitStack() as byhand:
         byhand.enter_context(only_one(tmp_path))
-        async with own_router(tmp_path, engines(0.1)) as own:
+        async with measuring_router(tmp_path, engines(0.1)) as own:
             found = await own.comes_to(state="waiting", what=None)
             while "another measurement" not in found["detail"]:
                 found = await own.profiling()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.fakes.engine import Behaviour
-from tests.unit.test_auto_profile import own_router
+from tests.unit.measuring_router import measuring_router
 from tiers.fleet import Fleet, Replica
 from tiers.live_speed import ENOUGH, LiveSpeed, Seen, learn
 from tiers.spec import ReplicaState, TierName, TierSpec
@@ -126,7 +126,7 @@ async def ask(client: httpx.AsyncClient, url: str, until: asyncio.Event, source:
 async def test_a_router_that_is_never_idle_learns(tmp_path: Path) -> None:
     """From its first request on an engine is busy; its speed becomes known, told as learned, and near the truth."""
     engines = [Behaviour(answer=tuple(" x" for _ in range(16)), delay_s=0.02, first_delay_s=0.1) for _ in TierName]
-    async with own_router(tmp_path, engines, profile={"auto": False}) as own:
+    async with measuring_router(tmp_path, engines, profile={"auto": False}) as own:
         enough, source = asyncio.Event(), random.Random(1)
         learning = asyncio.create_task(LiveSpeed(own.fleet).run())
         asking = [asyncio.create_task(ask(own.client, own.url, enough, source)) for _ in range(4)]
