@@ -190,6 +190,7 @@ def _lifespan(
         yield
         await streams.aclose()
         await end_tasks(tasks)
+        await services.profiling.aclose()
         await services.shared.aclose()
         await services.quotas.aclose()
         await services.upstream.aclose()

@@ -135,19 +135,20 @@ class AutoProfile:
         if not self._on:
             return
         pause_s = FIRST_PAUSE_S
-        try:
-            while True:
-                try:
-                    await self._look()
-                    pause_s = FIRST_PAUSE_S
-                    await asyncio.sleep(LOOK_S)
-                except ProfileError as error:
-                    log.warning("measuring waits: %s", error)
-                    self._tell(State.WAITING, str(error))
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        finally:
-            await self._client.aclose()
+        while True:
+            try:
+                await self._look()
+                pause_s = FIRST_PAUSE_S
+                await asyncio.sleep(LOOK_S)
+            except ProfileError as error:
+                log.warning("measuring waits: %s", error)
+                self._tell(State.WAITING, str(error))
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def aclose(self) -> None:
+        """Close the connections to the engines, once ``run`` was cancelled."""
+        await self._client.aclose()
 
     async def _look(self) -> None:
         """Measure what is missing now.
