@@ -226,6 +226,8 @@ give_up = "quality"
 [telemetry]
 decision_log = "{folder}/decisions.jsonl"
 decision_log_mb = 1000
+[profile]
+auto = false
 [engine]
 warmup_question = "What is the capital of France?"
 [tiers.fast]

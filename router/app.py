@@ -16,6 +16,7 @@ from starlette.routing import Route as Endpoint
 
 from router.admin import Admin, is_loopback
 from router.admission import Admission
+from router.auto_profile import AutoProfile
 from router.context import BodyTooLarge, ClientGone, context_of, end_tasks
 from router.continuation import Continuation
 from router.decision_log import DecisionLog
@@ -132,6 +133,7 @@ def _services(
     upstream = Upstream(fleet, make_transport(2 * _places(fleet)), settings.upstream, telemetry, policy)
     decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
     quotas = Quotas(settings.state.redis_url.get_secret_value())
+    profiling = AutoProfile(settings, fleet, policy, model, lambda: bool(journal.open))
     live_check = LiveCheck(settings.policy.live_check_share, fleet, upstream, policy, telemetry)
     admission = Admission(fleet, policy, settings.admission, telemetry)
     shared = SharedState(settings.state.redis_url.get_secret_value(), fleet, admission.waiting_for)
@@ -151,6 +153,7 @@ def _services(
         ),
         hedging=Hedging(upstream, telemetry, settings.upstream.hedge),
         live_check=live_check,
+        profiling=profiling,
         samples=PromptSamples(settings.telemetry.sampled_prompts, settings.telemetry.prompt_share),
         limits=settings.limits,
         openai=settings.openai,
@@ -177,6 +180,7 @@ def _lifespan(
         work = {
             "taking up profiles": services.policy.watch,
             "the check of live answers": services.live_check.run,
+            "measuring itself": services.profiling.run,
             "the queue": services.admission.run,
             "what routers share": services.shared.run,
             "the live picture": live.run,
@@ -186,6 +190,7 @@ def _lifespan(
         yield
         await streams.aclose()
         await end_tasks(tasks)
+        await services.profiling.aclose()
         await services.shared.aclose()
         await services.quotas.aclose()
         await services.upstream.aclose()
@@ -234,8 +239,9 @@ class Status:
 
     async def tiers(self, request: Request) -> Response:
         """Answer with the whole fleet as it is now; where its engines are, to operators only."""
-        fleet, inside = self._services.fleet, context_of(request.scope).caller.sees_all
-        return _json(render_fleet(fleet.snapshot(), self._services.model, fleet.machine, inside=inside))
+        services, inside = self._services, context_of(request.scope).caller.sees_all
+        fleet = render_fleet(services.fleet.snapshot(), services.model, services.fleet.machine, inside=inside)
+        return _json({**fleet, "profiling": services.profiling.render(inside=inside)})
 
     async def openapi(self, _request: Request) -> Response:
         """Answer with the document of everything that is served."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,20 +13,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from router.latency import latency_name, load_latency
+from router.latency import load_latency
 from router.latency_profiling import LatencyPlan, measure_latency
+from router.profile_files import ANSWER_TOKENS, JOURNAL, PROMPTS, keep_latency, keep_quality, only_one
 from router.profiling import Plan, measure, read_prompts
-from router.quality import profile_name
-from router.quality_report import render
+from router.router_client import ProfileError, connect
 from router.settings import load_settings
 from tiers.spec import TierName  # noqa: TC001  typer reads it
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from router.latency import Fit, LatencyProfile
     from router.quality import Interval, Loss, QualityProfile
+    from router.router_client import RouterClient
 
 profile_app = typer.Typer(help="Measure what the tiers of a running fleet are worth.", no_args_is_help=True)
-PROMPTS = Path(__file__).with_name("profile_prompts.jsonl")
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE")
 ]
@@ -44,8 +47,11 @@ def profile_quality(
     per_class: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Prompts of each class; all without it.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Longest answer.")] = 32,
-    parallel: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts at a time.")] = 4,
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Longest answer.")] = ANSWER_TOKENS,
+    parallel: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Prompts at a time; as many as the engines compute at once without."),
+    ] = None,
     config: ConfigOption = None,
 ) -> None:
     """Measure the loss of each precision on each kind of prompt, against the highest one.
@@ -53,21 +59,22 @@ def profile_quality(
     Other requests go first: it waits while there are any. Interrupted, it goes on where it stopped. QARR_KEY holds the key
     where the router needs one.
     """
-    folder = _folder(config)
+    folder = load_settings(config).policy.profiles
     log = _Log()
-
     plan = Plan(
-        url=url.rstrip("/"),
-        key=os.environ.get("QARR_KEY", ""),
         prompts=read_prompts(prompts, per_class),
         answer_tokens=tokens,
         parallel=parallel,
-        journal=folder / "quality.journal.jsonl",
+        journal=folder / JOURNAL,
     )
-    profile = asyncio.run(measure(plan, lambda step, done, total: log(f"{done} of {total}: {step}")))
-    path = folder / profile_name(profile.checkpoints)
-    path.with_suffix(".html").write_text(render(profile), "utf-8")
-    _write(path, profile.model_dump_json(indent=2))
+
+    async def measured() -> QualityProfile:
+        async with _connected(url) as client:
+            return await measure(client, plan, lambda step, done, total: log(f"{done} of {total}: {step}"))
+
+    with only_one(folder):
+        profile = asyncio.run(measured())
+        path = keep_quality(folder, profile)
     _show(profile)
     log(f"{path}\n         {path.with_suffix('.html')}")
 
@@ -86,15 +93,18 @@ def profile_latency(
     It waits while there are other requests, and takes a step again that one came into. QARR_KEY holds the key where the
     router needs one.
     """
-    folder = _folder(config)
+    folder = load_settings(config).policy.profiles
     log = _Log()
-    plan = LatencyPlan(url=url.rstrip("/"), key=os.environ.get("QARR_KEY", ""), step_s=step, tiers=tuple(tier or ()))
-    profile = asyncio.run(measure_latency(plan, log))
-    path = folder / latency_name(profile.checkpoints, profile.machine)
-    if tier and path.exists():
-        profile = profile.with_others(load_latency(path))
-    _write(path, profile.model_dump_json(indent=2))
-    _show_latency(profile)
+    plan = LatencyPlan(step_s=step, tiers=tuple(tier or ()))
+
+    async def measured() -> LatencyProfile:
+        async with _connected(url) as client:
+            return await measure_latency(client, plan, lambda what, _done, _total: log(what))
+
+    with only_one(folder):
+        profile = asyncio.run(measured())
+        path = keep_latency(folder, profile)
+    _show_latency(load_latency(path))
     log(str(path))
 
 
@@ -111,17 +121,21 @@ class _Log:
             self._last = line
 
 
-def _folder(config: Path | None) -> Path:
-    folder = load_settings(config).policy.profiles
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+@asynccontextmanager
+async def _connected(url: str) -> AsyncIterator[RouterClient]:
+    """Open a client of a router that does not measure itself.
 
-
-def _write(path: Path, text: str) -> None:
-    """Write a file in one go: a router that runs may read it at any moment."""
-    part = path.with_suffix(".part")
-    part.write_text(text + "\n", "utf-8")
-    part.replace(path)
+    Raises:
+        ProfileError: It does.
+    """
+    async with connect(url.rstrip("/"), os.environ.get("QARR_KEY", "")) as client:
+        measuring = (await client.fleet()).measuring
+        if measuring is not None:
+            raise ProfileError(
+                f"the router at {url} measures its {measuring} itself: wait until it is done ('qarr doctor' says how far it "
+                f"is), or start it with profile.auto = false"
+            )
+        yield client
 
 
 def _show_latency(profile: LatencyProfile) -> None:

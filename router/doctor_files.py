@@ -265,11 +265,13 @@ def profiles(question: Question) -> Iterator[Finding]:
         try:
             if not path.exists():
                 of = f"; {others} of other checkpoints or machines are there" if others else ""
+                itself = question.settings.profile.auto and len(local_tiers(question)) == len(TierName)
+                by = "'qarr up' measures {} while it is idle" if itself else f"'qarr profile {kind}' measures {{}}"
                 yield warning(
                     GROUP,
                     f"{kind} profile",
                     f"none of what is served{of}",
-                    f"decisions go by a table: 'qarr profile {kind}' measures {what} on the running fleet",
+                    f"decisions go by a table: {by.format(what)} on the running fleet",
                 )
             elif kind == "quality":
                 load_profile(path).check(identities, path)

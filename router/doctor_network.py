@@ -176,6 +176,7 @@ def running_router(question: Question) -> Iterator[Finding]:
         yield warning(RUNNING, "tiers", "not looked at", KEY_NEEDED)
         return
     yield from judge_fleet(fleet.json())
+    yield judge_profiling(fleet.json()["profiling"])
 
 
 def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
@@ -209,6 +210,28 @@ def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
                     found,
                     f"'qarr logs {replica['id']}', mend the cause, then 'qarr tiers restart {replica['id']}'",
                 )
+
+
+def judge_profiling(profiling: dict[str, Any]) -> Finding:
+    """Return what is found of a router's measurements of itself.
+
+    Args:
+        profiling: As ``GET /tiers`` gives it.
+    """
+    state, what, total = profiling["state"], profiling["what"], profiling["total"]
+    measured = profiling["measured"]
+    known = ", ".join(f"{name} of {' '.join(tiers)}" for name, tiers in measured.items() if tiers)
+    found = f"measured: {known or 'nothing yet'}"
+    detail = f" ({profiling['detail']})" if profiling["detail"] else ""
+    if what is not None:
+        far = f", {profiling['done']} of {total}" if total else ""
+        return ok(RUNNING, "measuring", f"{what}{far}, {state}{detail}; {found}")
+    if all(measured.values()):
+        return ok(RUNNING, "measuring", found)
+    if state == "off":
+        by_hand = " and ".join(f"'qarr profile {name}'" for name, tiers in measured.items() if not tiers)
+        return warning(RUNNING, "measuring", f"off{detail}; {found}", f"run {by_hand}")
+    return ok(RUNNING, "measuring", f"{state}{detail}; {found}")
 
 
 def engines(question: Question) -> Iterator[Finding]:

@@ -1,27 +1,31 @@
-"""Measure a running fleet's speed, through its router: each tier alone, then all together, under loads that are known."""
+"""Measure a running fleet's speed: each tier alone, then all together, under loads that are known."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from router.latency import LatencyProfile, Sample, fit
-from router.router_client import MAX_WAIT_S, ProfileError, connect
+from router.router_client import ProfileError, first_of
 
 if TYPE_CHECKING:
-    from router.router_client import FleetState, RouterClient, Timed
+    from router.router_client import Client, FleetState, Timed
     from tiers.spec import TierName
 
 LENGTHS = (16, 64, 256, 1024)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPT_TOKENS = 24
-ATTEMPTS = 3  # of a step that others' requests disturbed
+TIMES = 3  # that each prompt length is measured
+LEAST = 2  # lengths and batches: what a fit needs
+ALONE_SHARE = 0.8  # of the budget, for what each tier does alone
+TOGETHER_STEPS = 2
 FIRST_ID, LAST_ID = 1000, 20000  # ordinary tokens in every tokenizer of some size; random, so that no prefix is cached
 
 
@@ -30,41 +34,48 @@ class LatencyPlan:
     """What to measure.
 
     Attributes:
-        url: The router's.
-        key: For the router; empty where it needs none.
-        tiers: Those to measure; empty: every one that is ready.
         step_s: About how long one step may take, in seconds; it bounds prompt and answer lengths on slow tiers.
+        tiers: Those to measure; empty: every one that is ready.
+        budget_s: About how long all steps may take, in seconds: long prompts and large batches are left out for it, but
+            never what the fit cannot do without.
+        attempts: At a step that others' requests disturb.
     """
 
-    url: str
-    key: str
     step_s: float
     tiers: tuple[TierName, ...] = ()
+    budget_s: float = math.inf
+    attempts: float = 3
 
 
-async def measure_latency(plan: LatencyPlan, progress: Callable[[str], None]) -> LatencyProfile:
+async def measure_latency(
+    client: Client, plan: LatencyPlan, progress: Callable[[str, int, int], None]
+) -> LatencyProfile:
     """Measure every tier that is ready, and return the profile.
+
+    Args:
+        client: Asks the tiers.
+        plan: What to measure.
+        progress: Called with what is done next, the steps that were done, and how many there are about.
 
     Raises:
         ProfileError: The router does not answer, no tier is ready, or others' requests do not end.
     """
-    async with connect(plan.url, plan.key) as client:
-        fleet = await client.fleet()
-        if not fleet.identities:
-            raise ProfileError("no tier is ready")
-        tiers = plan.tiers or tuple(fleet.identities)
-        for tier in tiers:
-            if tier not in fleet.identities:
-                raise ProfileError(f"tier {tier} is not ready")
-            if fleet.replicas[tier] > 1:
-                raise ProfileError(
-                    f"tier {tier} has {fleet.replicas[tier]} replicas that requests are spread over: measure with one each"
-                )
-        run = _Run(client, fleet, plan, progress)
-        for tier in tiers:
-            await run.alone(tier)
-        if len(tiers) > 1:
-            await run.together(tiers)
+    fleet = await client.fleet()
+    if not fleet.identities:
+        raise ProfileError("no tier is ready")
+    tiers = plan.tiers or tuple(fleet.identities)
+    for tier in tiers:
+        if tier not in fleet.identities:
+            raise ProfileError(f"tier {tier} is not ready")
+        if fleet.replicas[tier] > 1:
+            raise ProfileError(
+                f"tier {tier} has {fleet.replicas[tier]} replicas that requests are spread over: measure with one each"
+            )
+    run = _Run(client, fleet, plan, tiers, progress)
+    for tier in tiers:
+        await run.alone(tier)
+    if len(tiers) > 1:
+        await run.together()
     return LatencyProfile(
         created=datetime.now(UTC),
         model=fleet.model,
@@ -79,7 +90,7 @@ async def measure_latency(plan: LatencyPlan, progress: Callable[[str], None]) ->
 class _Bench:
     """What one tier has to do, as its only client knows it."""
 
-    client: RouterClient
+    client: Client
     tier: TierName
     source: random.Random
     sequences: int = 0
@@ -133,64 +144,89 @@ class _Bench:
         return timed
 
 
-Step = Callable[[_Bench], Coroutine[None, None, None]]
+Step = Callable[[_Bench], Coroutine[Any, Any, None]]
 
 
 class _Run:
     """One measurement."""
 
     def __init__(
-        self, client: RouterClient, fleet: FleetState, plan: LatencyPlan, progress: Callable[[str], None]
+        self,
+        client: Client,
+        fleet: FleetState,
+        plan: LatencyPlan,
+        tiers: tuple[TierName, ...],
+        progress: Callable[[str, int, int], None],
     ) -> None:
-        self._client, self._fleet, self._plan, self._progress = client, fleet, plan, progress
+        self._client, self._fleet, self._plan, self._tiers, self._progress = client, fleet, plan, tiers, progress
         self._source = random.Random()  # noqa: S311  no secret
+        self._spent_s = 0.0  # in steps; waiting for others does not count
+        self._done = 0
+        self._total = sum(map(self._steps, tiers)) + (TOGETHER_STEPS if len(tiers) > 1 else 0)
         self.samples: list[Sample] = []
 
+    def _steps(self, tier: TierName) -> int:
+        """Return how many steps a tier takes alone, if none is left out: warming, prompts, batches, arrivals."""
+        lengths = sum(length < self._fleet.max_model_len[tier] for length in LENGTHS)
+        return 2 + TIMES * lengths + sum(batch <= self._fleet.max_num_seqs[tier] for batch in BATCHES)
+
     async def alone(self, tier: TierName) -> None:
-        """Measure one tier while the others are idle."""
+        """Measure one tier while the others are idle, in its share of the budget."""
+        until_s = self._spent_s + (self._plan.budget_s * ALONE_SHARE / len(self._tiers))
+        through = self._done + self._steps(tier)
         warm = await self._undisturbed(f"{tier}: warming", tier, _burst(1, 4), keep=False)
         step_ms = warm.tpot_ms or warm.ttft_ms
         seen: list[tuple[int, float]] = []
         for length in LENGTHS:
-            if length + 1 > self._fleet.max_model_len[tier] or self._too_long(length, seen):
+            if length + 1 > self._fleet.max_model_len[tier] or self._too_long(length, seen, until_s):
                 break
             times = [
                 (await self._undisturbed(f"{tier}: prompt of {length} tokens", tier, _single(length))).ttft_ms
-                for _ in range(3)
+                for _ in range(TIMES)
             ]
             seen.append((length, min(times)))
-        for batch in BATCHES:
-            if batch > self._fleet.max_num_seqs[tier]:
+        for number, batch in enumerate(BATCHES):
+            over = number >= LEAST and self._spent_s + self._plan.step_s > until_s
+            if batch > self._fleet.max_num_seqs[tier] or over:
                 break
             step = _burst(batch, self._tokens(step_ms * (1 + batch / 8)))
             step_ms = (await self._undisturbed(f"{tier}: {batch} at a time", tier, step)).tpot_ms or step_ms
         await self._undisturbed(f"{tier}: prompts while others are decoded", tier, self._arrival)
+        self._done = through
 
-    def _too_long(self, length: int, seen: list[tuple[int, float]]) -> bool:
-        """Tell whether a prompt would take longer than a step may, by what the last two lengths took."""
-        if len(seen) < 2:  # noqa: PLR2004
+    def _too_long(self, length: int, seen: list[tuple[int, float]], until_s: float) -> bool:
+        """Tell whether a prompt would take longer than it may, by what the last two lengths took."""
+        if len(seen) < LEAST:
             return False
         (short, quick), (long, slow) = seen[-2:]
-        return slow + (length - long) * (slow - quick) / (long - short) > self._plan.step_s * 1000
+        expected_s = (slow + (length - long) * (slow - quick) / (long - short)) / 1000
+        return expected_s > self._plan.step_s or self._spent_s + TIMES * expected_s > until_s
 
-    async def together(self, tiers: tuple[TierName, ...]) -> None:
+    async def together(self) -> None:
         """Measure tiers while each has requests all the time."""
+        slowest_s = max(map(self._single_step, self._tiers)) / 1000
+        length_s = max(self._plan.step_s, 8 * slowest_s * len(self._tiers))
         for batch in (1, 4):
-            self._progress(f"all tiers together, {batch} at a time each")
-            benches = [_Bench(self._client, tier, self._source) for tier in tiers]
-            slowest = max(self._single_step(tier) for tier in tiers)
-            length_s = max(self._plan.step_s, 8 * slowest * len(tiers) / 1000)
-            until = time.monotonic() + length_s
-            workers = [
-                self._keep_busy(bench, batch, until, length_s * 1000 / len(tiers) / 2, len(tiers) - 1)
-                for bench in benches
-                for _ in range(batch)
-            ]
-            await asyncio.gather(*workers)
+            found: list[Sample] = []
+
+            async def step(batch: int = batch, found: list[Sample] = found) -> None:
+                found[:] = await self._all_busy(batch, length_s)
+
+            await self._alone_there(f"all tiers together, {batch} at a time each", step)
+            self.samples += found
+
+    async def _all_busy(self, batch: int, length_s: float) -> list[Sample]:
+        """Keep a batch on every tier; return what counts."""
+        benches = [_Bench(self._client, tier, self._source) for tier in self._tiers]
+        until, others = time.monotonic() + length_s, len(self._tiers) - 1
+        async with asyncio.TaskGroup() as group:
             for bench in benches:
-                whole = [(s, t) for s, t in bench.found if t.ended <= until]
-                # TTFT counts where the request came while the batch was full; the first ones came to an empty tier.
-                self.samples += [s for s, _ in whole or bench.found]
+                for _ in range(batch):
+                    group.create_task(
+                        self._keep_busy(bench, batch, until, length_s * 1000 / len(self._tiers) / 2, others)
+                    )
+        # TTFT counts where the request came while the batch was full; the first ones came to an empty tier.
+        return [s for b in benches for s in ([s for s, t in b.found if t.ended <= until] or [s for s, _ in b.found])]
 
     async def _keep_busy(self, bench: _Bench, batch: int, until: float, answer_ms: float, others: int) -> None:
         step_ms = self._single_step(bench.tier) * (1 + others)
@@ -222,13 +258,13 @@ class _Run:
         single = self._single_step(bench.tier)
         first = min(s.ttft_ms / s.prompt_tokens for s in self._own(bench.tier) if s.ttft_ms is not None)
         tokens = min(max(int(2 * first * sum(lengths) / single), 10), 200)
-        decoding = [asyncio.create_task(bench.request(PROMPT_TOKENS, tokens, background)) for _ in range(background)]
-        await asyncio.sleep(0)
-        await bench.computed.wait()
-        for length in lengths:
-            if not any(task.done() for task in decoding):
-                await bench.request(length, 1, 0)
-        await asyncio.gather(*decoding)
+        async with asyncio.TaskGroup() as group:
+            decoding = [group.create_task(bench.request(PROMPT_TOKENS, tokens, background)) for _ in range(background)]
+            await asyncio.sleep(0)
+            await bench.computed.wait()
+            for length in lengths:
+                if not any(task.done() for task in decoding):
+                    await bench.request(length, 1, 0)
         # The background's own pace was disturbed by the prompts, which is not what batch sizes are about.
         bench.found = [(s, t) for s, t in bench.found if s.batch == 0]
 
@@ -242,22 +278,48 @@ class _Run:
         Raises:
             ProfileError: Somebody always was.
         """
-        self._progress(what)
-        for _ in range(ATTEMPTS):
-            await self._client.until_quiet(
-                lambda: self._progress("waiting for others' requests"), time.monotonic() + MAX_WAIT_S
-            )
-            before = (await self._client.fleet()).served
-            bench = _Bench(self._client, tier, self._source)
-            await step(bench)
-            after = await self._client.fleet()
-            # Leases are given back a moment after the last byte.
-            if after.served - before <= bench.asked and after.in_flight <= bench.asked:
-                if keep:
-                    self.samples += [sample for sample, _ in bench.found]
-                assert bench.last is not None
-                return bench.last
-        raise ProfileError(f"others' requests disturbed '{what}' {ATTEMPTS} times: measure when it is quiet")
+        benches: list[_Bench] = []
+
+        async def fresh() -> None:
+            benches[:] = [_Bench(self._client, tier, self._source)]
+            await step(benches[0])
+
+        await self._alone_there(what, fresh)
+        (bench,) = benches
+        if keep:
+            self.samples += [sample for sample, _ in bench.found]
+        assert bench.last is not None
+        return bench.last
+
+    async def _alone_there(self, what: str, step: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Take a step while nobody else is served; take it again if somebody was.
+
+        Raises:
+            ProfileError: Somebody always was.
+        """
+        took_s = 0.0
+
+        async def timed() -> None:
+            nonlocal took_s
+            began = time.monotonic()
+            try:
+                await step()
+            except* ProfileError as several:
+                raise first_of(several) from None
+            took_s = time.monotonic() - began
+
+        def waiting() -> None:
+            self._progress("waiting for others' requests", self._done, self._total)
+
+        attempts = 0
+        while attempts < self._plan.attempts:
+            attempts += 1
+            self._progress(what, self._done, self._total)
+            if await self._client.undisturbed(timed, waiting):
+                self._done += 1
+                self._spent_s += took_s
+                return
+        raise ProfileError(f"others' requests disturbed '{what}' {attempts} times: measure when it is quiet")
 
 
 def _single(prompt_tokens: int) -> Step:
@@ -276,7 +338,9 @@ def _burst(batch: int, tokens: int) -> Step:
     """
 
     async def step(bench: _Bench) -> None:
-        await asyncio.gather(*(bench.request(PROMPT_TOKENS, tokens, batch) for _ in range(batch)))
+        async with asyncio.TaskGroup() as group:
+            for _ in range(batch):
+                group.create_task(bench.request(PROMPT_TOKENS, tokens, batch))
         begun = [timed.started + timed.ttft_ms / 1000 for _, timed in bench.found]
         for number, (sample, timed) in enumerate(bench.found):
             slack_s = 2 * (timed.tpot_ms or 0.0) / 1000

@@ -180,6 +180,7 @@ class Live:
             "window_s": WINDOW_S,
             "trace_url": services.trace_url or None,
             **rendered,
+            "profiling": services.profiling.render(inside=caller.sees_all),
             "waiting": services.admission.waiting,
             "in_flight": [_render_open(request, now) for request in shown],
             "in_flight_total": len(served),

@@ -72,12 +72,20 @@ class LivePolicy:
         self._promoted = promoted
         self.table = replace(self.table, promoted=promoted)
 
+    @property
+    def measured(self) -> frozenset[TierName]:
+        """Return the tiers whose loss is measured."""
+        return frozenset(loss.tier for loss in self.quality.losses) if self.quality is not None else frozenset()
+
     async def watch(self) -> None:
         """Take up profiles that are made or changed, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            if [_changed(path) for path in self._files] == self._seen:
-                continue
+            self.take_up()
+
+    def take_up(self) -> None:
+        """Take up profiles that were made or changed."""
+        if [_changed(path) for path in self._files] != self._seen:
             self._load()
             log.info("profiles taken up from %s", self._settings.profiles)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from router.admin import OPERATIONS, REPLICAS
+from router.auto_profile import State
 from router.decision import Basis
 from router.generate import STREAM_ID
 from router.journal import Outcome
@@ -419,9 +420,30 @@ def _answers() -> Schema:
             began={"type": "number"},
             ended=_NUMBER_OR_NULL,
         ),
-        "Fleet": _object(model=_TEXT, machine=_TEXT, scope=_SCOPE, tiers={"type": "array", "items": tier}),
+        "Fleet": _fleet(tier),
         "Model": _object(id=_TEXT, object={"const": "model"}, owned_by=_TEXT, max_model_len={"type": "integer"}),
         "ModelList": _object(object={"const": "list"}, data={"type": "array", "items": _ref("Model")}),
+    }
+
+
+def _fleet(tier: Schema) -> Schema:
+    tiers = {"type": "array", "items": tier}
+    return _object(model=_TEXT, machine=_TEXT, scope=_SCOPE, tiers=tiers, profiling=_profiling())
+
+
+def _profiling() -> Schema:
+    tiers = {"type": "array", "items": _TIER}
+    return {
+        **_object(
+            state={"type": "string", "enum": list(State)},
+            what={"type": ["string", "null"], "enum": ["latency", "quality", None]},
+            done={"type": "integer"},
+            total={"type": "integer"},
+            since={"type": "number"},
+            detail=_TEXT,
+            measured=_object(latency=tiers, quality=tiers),
+        ),
+        "description": "How far the router is with measuring itself, and of which tiers speed and loss are measured",
     }
 
 

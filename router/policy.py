@@ -65,8 +65,12 @@ class _Outlook:
         return self.tier.spec.name
 
     @property
-    def profiled(self) -> bool:
-        return self.replica is not None and self.replica.speed is not None and self.replica.speed.profiled
+    def under_load(self) -> bool:
+        return self.replica is not None and self.replica.speed is not None and self.replica.speed.under_load
+
+    @property
+    def learned(self) -> bool:
+        return self.replica is not None and self.replica.speed is not None and self.replica.speed.learned
 
 
 def decide(query: Query, fleet: FleetSnapshot, table: PolicyTable) -> Decision:
@@ -261,7 +265,7 @@ def _choose(
         else:
             cause = "none of which can serve now"
         return best, f"degraded to {best.name}: {best.unfit}, {cause}", Basis.DEGRADED_QUALITY
-    if all(o.profiled for o in fit):
+    if all(o.under_load for o in fit):
         return *_cheapest(fit, need), Basis.MEASURED
     return *_lowest(fit, table, need), Basis.TABLE
 
@@ -271,7 +275,8 @@ def _cheapest(fit: Sequence[_Outlook], need: _Need) -> tuple[_Outlook, str]:
     chosen = min(fit, key=_cost)
     others = ", ".join(f"{o.name} {_cost(o):.2g}" for o in fit if o is not chosen)
     compared = f"{_cost(chosen):.2g} engine-seconds, {others}" if others else "no other does"
-    return chosen, f"{need.who}: cheapest tier that meets its needs is {chosen.name} ({compared})"
+    learned = "; speed learned from live requests" if any(o.learned for o in fit) else ""
+    return chosen, f"{need.who}: cheapest tier that meets its needs is {chosen.name} ({compared}{learned})"
 
 
 def _cost(outlook: _Outlook) -> float:
@@ -430,7 +435,7 @@ def _verdict(outlook: _Outlook, chosen: _Outlook | None) -> Verdict:
         text = against
     elif chosen is None:
         text = "not asked for"
-    elif chosen.cost is not None and outlook.cost is not None and outlook.profiled:
+    elif chosen.cost is not None and outlook.cost is not None and outlook.under_load:
         text = f"would do, at {outlook.cost:.2g} engine-seconds instead of {chosen.cost:.2g}"
     else:
         text = f"would do; {chosen.name} was taken"

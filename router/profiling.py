@@ -1,4 +1,4 @@
-"""Measure a running fleet's quality, through its router.
+"""Measure a running fleet's quality.
 
 Every answer is written to a journal as soon as it is judged, so that interrupted work goes on where it stopped.
 """
@@ -16,14 +16,17 @@ from pydantic import ValidationError
 
 from classifier import EstimatingCounter, PromptClass, extract
 from router.quality import REFERENCE, TOP_K, QualityProfile, Score, certainties, judge, summarise
-from router.router_client import FleetState, ProfileError, RouterClient, connect
+from router.router_client import ProfileError, first_of
 from router.scoring import GreedyAnswer, greedy_body, read_greedy, read_scored, scoring_body
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from router.router_client import Client, FleetState
     from tiers.spec import TierName
+
+Places = list[dict[int, tuple[float, int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +43,14 @@ class Plan:
     """What to measure.
 
     Attributes:
-        url: The router's.
-        key: For the router; empty where it needs none.
         answer_tokens: Longest answer.
-        parallel: Prompts at a time.
+        parallel: Prompts at a time; None: as many as the tiers' engines compute at once.
         journal: File of judged answers, in JSON lines.
     """
 
-    url: str
-    key: str
     prompts: tuple[Prompt, ...]
     answer_tokens: int
-    parallel: int
+    parallel: int | None
     journal: Path
 
 
@@ -86,22 +85,22 @@ def read_prompts(path: Path, per_class: int | None) -> tuple[Prompt, ...]:
     return tuple(dict.fromkeys(found))
 
 
-async def measure(plan: Plan, progress: Callable[[str, int, int], None]) -> QualityProfile:
+async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int], None]) -> QualityProfile:
     """Measure every tier that is ready, and return the profile.
 
     Args:
+        client: Asks the tiers.
         plan: What to measure.
         progress: Called with what was done, how much of it, and of how much.
 
     Raises:
         ProfileError: The router does not answer, the reference is not ready, or a tier refuses.
     """
-    async with connect(plan.url, plan.key) as client:
-        fleet = await client.fleet()
-        if REFERENCE not in fleet.identities:
-            raise ProfileError(f"tier {REFERENCE} is not ready, and it is what the others are measured against")
-        run = _Run(client, plan, tuple(fleet.identities), _setting(plan, fleet), progress)
-        scores = await run.all()
+    fleet = await client.fleet()
+    if REFERENCE not in fleet.identities:
+        raise ProfileError(f"tier {REFERENCE} is not ready, and it is what the others are measured against")
+    run = _Run(client, plan, fleet, progress)
+    scores = await run.all()
     return QualityProfile(
         created=datetime.now(UTC),
         model=fleet.model,
@@ -109,7 +108,7 @@ async def measure(plan: Plan, progress: Callable[[str, int, int], None]) -> Qual
         answer_tokens=plan.answer_tokens,
         top_k=TOP_K,
         prompts=_digest("".join(sorted(p.digest for p in plan.prompts))),
-        losses=summarise(scores),
+        losses=await asyncio.to_thread(summarise, scores),  # seconds, of resampling
         certainties=certainties(scores),
     )
 
@@ -118,56 +117,68 @@ class _Run:
     """One measurement."""
 
     def __init__(
-        self,
-        client: RouterClient,
-        plan: Plan,
-        tiers: Sequence[TierName],
-        setting: str,
-        progress: Callable[[str, int, int], None],
+        self, client: Client, plan: Plan, fleet: FleetState, progress: Callable[[str, int, int], None]
     ) -> None:
-        self._client, self._plan, self._tiers, self._progress = client, plan, tiers, progress
-        self._setting = setting  # what a journal's line must have been measured under
-        self._places = asyncio.Semaphore(plan.parallel)
-        self._total = len(plan.prompts) * len(tiers)
+        self._client, self._plan, self._tiers, self._progress = client, plan, tuple(fleet.identities), progress
+        self._setting = _setting(plan, fleet)  # what a journal's line must have been measured under
+        places = {tier: fleet.max_num_seqs[tier] * fleet.replicas[tier] for tier in self._tiers}
+        self._prompts = asyncio.Semaphore(plan.parallel or min(places.values()))
+        self._places = {tier: asyncio.Semaphore(count) for tier, count in places.items()}
+        self._total = len(plan.prompts) * len(self._tiers)
+        self._wanted = {prompt.digest for prompt in plan.prompts}
         self._scores = self._read_journal()
+
+    @property
+    def _done(self) -> int:
+        return sum(digest in self._wanted and tier in self._tiers for digest, tier in self._scores)
 
     async def all(self) -> list[Score]:
         """Judge what the journal does not have yet."""
+        longest_first = sorted(
+            self._plan.prompts, key=lambda prompt: -len(prompt.text)
+        )  # none is left alone at the end
+        self._progress("begun", self._done, self._total)
         try:
             async with asyncio.TaskGroup() as group:
-                for prompt in self._plan.prompts:
+                for prompt in longest_first:
                     missing = [t for t in self._tiers if (prompt.digest, t) not in self._scores]
                     if missing:
                         group.create_task(self._prompt(prompt, missing))
         except* ProfileError as several:
-            raise several.exceptions[0] from None
-        wanted = {prompt.digest for prompt in self._plan.prompts}
-        return [score for (digest, _), score in self._scores.items() if digest in wanted]
+            raise first_of(several) from None
+        return [score for (digest, _), score in self._scores.items() if digest in self._wanted]
 
     async def _prompt(self, prompt: Prompt, missing: Sequence[TierName]) -> None:
-        async with self._places:
-            reference = await self._generate(prompt, REFERENCE)
-            for tier in missing:
-                answer = reference if tier is REFERENCE else await self._generate(prompt, tier)
-                places = await self._score(answer)
+        """Have every tier that is missing answer a prompt, at the same time, and judge the answers."""
+        async with self._prompts, asyncio.TaskGroup() as group:
+            reference = group.create_task(self._generate(prompt, REFERENCE))
+            scored: dict[tuple[int, ...], asyncio.Task[Places]] = {}  # tiers that answer alike are judged once
+
+            async def judged(tier: TierName) -> None:
+                answer = await reference if tier is REFERENCE else await self._generate(prompt, tier)
+                if answer.ids not in scored:
+                    scored[answer.ids] = group.create_task(self._score(answer))
                 score = judge(
                     prompt.digest,
                     prompt.prompt_class,
                     tier,
                     answer=answer.ids,
                     own=answer.own,
-                    reference=places,
-                    reference_answer=reference.ids,
+                    reference=await scored[answer.ids],
+                    reference_answer=(await reference).ids,
                 )
                 self._keep(score)
-                self._progress(f"{prompt.prompt_class} on {tier}", len(self._scores), self._total)
+                self._progress(f"{prompt.prompt_class} on {tier}", self._done, self._total)
+
+            for tier in missing:
+                group.create_task(judged(tier))
 
     async def _generate(self, prompt: Prompt, tier: TierName) -> GreedyAnswer:
         """Return a tier's greedy answer, with its likeliest tokens at each place."""
         body = greedy_body([{"role": "user", "content": prompt.text}], self._plan.answer_tokens)
         return read_greedy(await self._ask("/v1/chat/completions", tier, body))
 
-    async def _score(self, answer: GreedyAnswer) -> list[dict[int, tuple[float, int]]]:
+    async def _score(self, answer: GreedyAnswer) -> Places:
         """Return what the reference makes of an answer, place by place, from one prefill."""
         if not answer.ids:
             return []
@@ -175,9 +186,10 @@ class _Run:
 
     async def _ask(self, path: str, tier: TierName, body: Mapping[str, Any]) -> dict[str, Any]:
         def waiting() -> None:
-            self._progress("waiting for others' requests", len(self._scores), self._total)
+            self._progress("waiting for others' requests", self._done, self._total)
 
-        found: dict[str, Any] = await self._client.ask(path, tier, body, waiting)
+        async with self._places[tier]:
+            found: dict[str, Any] = await self._client.ask(path, tier, body, waiting)
         return found
 
     def _keep(self, score: Score) -> None:

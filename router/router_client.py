@@ -1,4 +1,4 @@
-"""A client of a running router, for measuring: it gives way to everybody else's requests."""
+"""Who asks the tiers for measurements, and a client of a running router that does: it gives way to everybody else."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import asyncio
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 
 BUSY_WAIT_S = 1.0
+SHORTEST_WAIT_S = 0.05
+LOOK_S = 0.5  # how long a look at others' requests is good for
 MAX_WAIT_S = 600.0  # for others' requests to end, or a full or absent tier to take one more
 ANSWER_TIMEOUT_S = 900.0
 _TRY_LATER = {429, 503}
@@ -23,6 +25,12 @@ _TRY_LATER = {429, 503}
 
 class ProfileError(Exception):
     """A profile cannot be made or used; says why and what to do."""
+
+
+def first_of(errors: BaseExceptionGroup[ProfileError]) -> ProfileError:
+    """Return the first error of a group that holds others, or groups of them."""
+    first = errors.exceptions[0]
+    return first_of(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +45,7 @@ class FleetState:
         max_model_len: Of each ready tier, in tokens.
         in_flight: Requests on all replicas.
         served: Requests that all replicas have completed.
+        measuring: What the router measures of itself now; None: nothing.
     """
 
     model: str
@@ -48,6 +57,7 @@ class FleetState:
     max_model_len: Mapping[TierName, int]
     in_flight: int
     served: int
+    measuring: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +71,55 @@ class Timed:
     ended: float
 
 
+class Client(Protocol):
+    """Who asks the tiers for a measurement: as a client of a running router, or from within it."""
+
+    async def fleet(self) -> FleetState:
+        """Return how the fleet is now."""
+
+    async def ask(self, path: str, tier: TierName, body: Mapping[str, Any], waiting: Callable[[], None]) -> Any:
+        """Ask one tier for a whole greedy answer, while nobody else is served.
+
+        Args:
+            path: Of OpenAI's API.
+            tier: The only one that may answer.
+            body: The rest of the request.
+            waiting: Called while waiting for others.
+
+        Raises:
+            ProfileError: It refuses, or has no place for too long.
+        """
+
+    async def time(self, tier: TierName, prompt: list[int], tokens: int, begun: Callable[[], None]) -> Timed:
+        """Time one answer of exactly so many tokens to a prompt of token ids.
+
+        Args:
+            tier: The only one that may answer.
+            prompt: Token ids.
+            tokens: Of the answer, whatever the model would end it with.
+            begun: Called with the first token.
+
+        Raises:
+            ProfileError: It was refused.
+        """
+
+    async def undisturbed(self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]) -> bool:
+        """Take a step of a measurement, made of ``time``, once nobody else is served; tell False where somebody came.
+
+        Args:
+            step: Makes the coroutine.
+            waiting: Called while waiting for others.
+        """
+
+
 class RouterClient:
     """Asks a router, after everybody else. Use ``connect``."""
 
     def __init__(self, client: httpx.AsyncClient, url: str) -> None:
         self._client, self._url = client, url
-        self._own = 0
+        self._own = self._timed = 0
+        self._looking = asyncio.Lock()
+        self._quiet_until = 0.0
 
     async def fleet(self) -> FleetState:
         """Return how the fleet is now.
@@ -100,23 +153,18 @@ class RouterClient:
             max_model_len={name: t["max_model_len"] for name, t in ready.items()},
             in_flight=sum(r["in_flight"] for r in replicas),
             served=sum(r["served"] for r in replicas),
+            measuring=(found.get("profiling") or {}).get("what"),
         )
 
     async def ask(self, path: str, tier: TierName, body: Mapping[str, Any], waiting: Callable[[], None]) -> Any:
         """Ask one tier for a whole greedy answer; wait while others are served, or while it has no place.
-
-        Args:
-            path: At the router.
-            tier: The only one that may answer.
-            body: The rest of the request.
-            waiting: Called while waiting for others.
 
         Raises:
             ProfileError: It refuses, or has no place for too long.
         """
         deadline = time.monotonic() + MAX_WAIT_S
         while True:
-            await self.until_quiet(waiting, deadline)
+            await self._until_quiet(waiting, deadline)
             self._own += 1
             try:
                 response = await self._post(path, tier, body)
@@ -129,64 +177,103 @@ class RouterClient:
     async def time(self, tier: TierName, prompt: list[int], tokens: int, begun: Callable[[], None]) -> Timed:
         """Time one answer of exactly so many tokens to a prompt of token ids.
 
-        Args:
-            tier: The only one that may answer.
-            prompt: Token ids.
-            tokens: Of the answer, whatever the model would end it with.
-            begun: Called with the first token.
-
         Raises:
             ProfileError: It was refused.
         """
-        body = {
-            **_request(tier),
-            "prompt": prompt,
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        body = {**_request(tier), **timed_body(prompt, tokens)}
         deadline = time.monotonic() + MAX_WAIT_S
-        first = last = 0.0
-        tail = b""
+        self._timed += 1
         while True:
             started = time.monotonic()
             try:
                 async with self._client.stream("POST", "/v1/completions", json=body) as response:
-                    if response.status_code != httpx.codes.OK:
-                        await response.aread()
-                        await _later(tier, response, deadline)
-                        continue
-                    async for chunk in response.aiter_raw():
-                        now = time.monotonic()
-                        if not first:
-                            first = now
-                            begun()
-                        # The last chunks hold no token, but counts and the end.
-                        last = now if b'"finish_reason":"' in chunk or b'"usage":{' not in chunk else last
-                        tail = (tail + chunk)[-2000:]
+                    if response.status_code == httpx.codes.OK:
+                        return await read_timed(
+                            response, tier, started, prompt_tokens=len(prompt), tokens=tokens, begun=begun
+                        )
+                    await response.aread()
             except httpx.HTTPError as error:
                 raise ProfileError(f"{self._url} does not answer any more ({type(error).__name__})") from error
-            break
-        if b"[DONE]" not in tail:
-            raise ProfileError(f"{tier} broke an answer off: {tail[-300:].decode(errors='replace')}")
-        # An answer that came all at once, as it may where the router got no processor time, tells nothing of its pace.
-        tpot_ms = (last - first) * 1000 / (tokens - 1) if tokens > 1 and last > first else None
-        return Timed(len(prompt), (first - started) * 1000, tpot_ms, started, last)
+            await _later(tier, response, deadline)
 
-    async def until_quiet(self, waiting: Callable[[], None], deadline: float) -> None:
-        """Wait while others' requests are in flight."""
-        while time.monotonic() < deadline:
-            if (await self.fleet()).in_flight <= self._own:
-                return
-            waiting()
-            await asyncio.sleep(BUSY_WAIT_S)
+    async def undisturbed(self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]) -> bool:
+        """Take a step of a measurement once nobody else is served; tell False where somebody came."""
+        self._quiet_until = 0.0
+        await self._until_quiet(waiting, time.monotonic() + MAX_WAIT_S)
+        before, timed = (await self.fleet()).served, self._timed
+        await step()
+        after, own = await self.fleet(), self._timed - timed
+        # Leases are given back a moment after the last byte.
+        return after.served - before <= own and after.in_flight <= own
+
+    async def _until_quiet(self, waiting: Callable[[], None], deadline: float) -> None:
+        """Wait while others' requests are in flight. One look does for all who wait, and for a moment after."""
+        pause_s = SHORTEST_WAIT_S
+        async with self._looking:
+            while self._quiet_until < time.monotonic() < deadline:
+                if (await self.fleet()).in_flight <= self._own:
+                    self._quiet_until = time.monotonic() + LOOK_S
+                    return
+                if pause_s >= BUSY_WAIT_S:  # places are given back a moment after the answers: not worth a word
+                    waiting()
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, BUSY_WAIT_S)
 
     async def _post(self, path: str, tier: TierName, body: Mapping[str, Any]) -> httpx.Response:
         try:
             return await self._client.post(path, json={**_request(tier), **body})
         except httpx.HTTPError as error:
             raise ProfileError(f"{self._url} does not answer any more ({type(error).__name__})") from error
+
+
+def timed_body(prompt: list[int], tokens: int) -> dict[str, Any]:
+    """Return the completion that is timed; model and priority are left to add."""
+    return {
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+async def read_timed(
+    response: httpx.Response,
+    tier: TierName,
+    started: float,
+    *,
+    prompt_tokens: int,
+    tokens: int,
+    begun: Callable[[], None],
+) -> Timed:
+    """Read the answer to ``timed_body``.
+
+    Args:
+        response: Whose body is read here.
+        tier: Who answers.
+        started: When it was asked, by the monotonic clock in seconds.
+        prompt_tokens: Of the prompt.
+        tokens: That were asked for.
+        begun: Called with the first token.
+
+    Raises:
+        ProfileError: It broke off.
+    """
+    first = last = 0.0
+    tail = b""
+    async for chunk in response.aiter_raw():
+        now = time.monotonic()
+        if not first:
+            first = now
+            begun()
+        # The last chunks hold no token, but counts and the end.
+        last = now if b'"finish_reason":"' in chunk or b'"usage":{' not in chunk else last
+        tail = (tail + chunk)[-2000:]
+    if b"[DONE]" not in tail:
+        raise ProfileError(f"{tier} broke an answer off: {tail[-300:].decode(errors='replace')}")
+    # An answer that came all at once, as it may where the router got no processor time, tells nothing of its pace.
+    tpot_ms = (last - first) * 1000 / (tokens - 1) if tokens > 1 and last > first else None
+    return Timed(prompt_tokens, (first - started) * 1000, tpot_ms, started, last)
 
 
 async def _later(tier: TierName, response: httpx.Response, deadline: float) -> None:

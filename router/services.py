@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from classifier import PromptFeatures, TokenCounter
     from router.admission import Admission, Admitted
+    from router.auto_profile import AutoProfile
     from router.context import RequestContext
     from router.continuation import Continuation
     from router.decision import Decision, Query
@@ -60,6 +61,7 @@ class Services:
     continuation: Continuation
     hedging: Hedging
     live_check: LiveCheck
+    profiling: AutoProfile
     samples: PromptSamples
     limits: LimitSettings
     openai: OpenAISettings
@@ -91,6 +93,8 @@ def choose(
         request_id: For the decision log; None for a decision that nothing follows from.
     """
     telemetry = services.telemetry
+    if request_id is not None:
+        services.profiling.give_way()
     with telemetry.classify() as span:
         features = read()
         telemetry.record_features(span, features, text)

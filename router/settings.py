@@ -433,6 +433,29 @@ class PolicySettings(Section):
     )
 
 
+class ProfileSettings(Section):
+    """When the router measures itself."""
+
+    auto: bool = Field(
+        True,
+        description="Measure the speed and the loss of the tiers that no profile in `policy.profiles` tells yet, as "
+        "`qarr profile` does, while no request is served. Only where this router started every engine: what other "
+        "routers use as well is left to `qarr profile`.",
+    )
+    latency_s: float = Field(
+        150,
+        gt=0,
+        description="About how long measuring the speed of all tiers may take, in seconds of work: for less, long prompts "
+        "and large batches are left out.",
+    )
+    idle_s: float = Field(
+        5,
+        ge=0,
+        description="So long without requests before it measures, or goes on after giving way to one; twice as long each "
+        "time that nothing came of it, up to a minute.",
+    )
+
+
 class WaitSettings(Section):
     """Longest waits in the queue, by priority."""
 
@@ -616,6 +639,7 @@ class Settings(BaseSettings):
     engine: EngineSettings = Field(default_factory=EngineSettings)
     quantizer: QuantizerSettings = Field(default_factory=QuantizerSettings)
     policy: PolicySettings = Field(default_factory=PolicySettings)
+    profile: ProfileSettings = ProfileSettings()
     admission: AdmissionSettings = AdmissionSettings()
     upstream: UpstreamSettings = UpstreamSettings()
     openai: OpenAISettings = OpenAISettings()

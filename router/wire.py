@@ -297,6 +297,7 @@ def _render_replica(replica: ReplicaSnapshot, *, inside: bool) -> dict[str, Any]
         "prefill_ms_per_token": round(speed.prefill_ms_per_token, 3) if speed else None,
         "tpot_ms": round(speed.step_ms(1) * math.exp(replica.tpot_trend.mean), 2) if speed else None,
         "speed_profiled": speed.profiled if speed else None,
+        "speed_source": speed.source if speed else None,
         "step_base_ms": round(speed.step_base_ms, 3) if speed else None,
         "step_ms_per_sequence": round(speed.step_ms_per_sequence, 3) if speed else None,
         "ttft_trend": round(math.exp(replica.ttft_trend.mean), 3),

@@ -28,6 +28,9 @@ COMMANDS = (
     ("logs",),
     ("trace",),
     ("doctor",),
+    ("profile",),
+    ("profile", "quality"),
+    ("profile", "latency"),
     ("tiers",),
     *(("tiers", name) for name in ("drain", "resume", "restart", "recycle", "record")),
 )

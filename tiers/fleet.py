@@ -7,6 +7,7 @@ lag by seconds.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import Counter, deque
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tiers.breaker import Breaker, BreakerOptions, BreakerState
 from tiers.limit import ConcurrencyLimit
+from tiers.live_speed import KEPT, Seen
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import IDLE, PREFILL_MEMORY_MS, STEADY, Load, SpeedModel, Times, Trend
 from tiers.turnover import Turnover
@@ -336,6 +338,11 @@ class Replica:
     _surplus: deque[int] = field(default_factory=lambda: deque(maxlen=FOREIGN_POLLS))
     _silence_s: float = 0.0  # with requests and without progress, as of ``_silent_from``
     _silent_from: float = 0.0
+    seen: deque[Seen] = field(default_factory=lambda: deque(maxlen=KEPT))
+    noted: int = 0  # answers that ``seen`` had ever
+    _sequence_s: float = 0.0  # sequences, summed over time, as of ``_summed_at``
+    _summed_at: float = 0.0
+    _came: int = 0  # prompt tokens
 
     def __post_init__(self) -> None:
         self.adopt(self.options)
@@ -391,6 +398,8 @@ class Replica:
             self.turnover = Turnover()
             self.breaker.reset()
             self._surplus.clear()
+            self.seen.clear()
+            self.noted = 0
 
     def silence_s(self, now: float) -> float:
         """Return how long there have been requests without any progress, in seconds; times without requests do not count."""
@@ -403,9 +412,24 @@ class Replica:
     def took(self, change: int, now: float, places: int = 1) -> None:
         """Count a request that came (1) or ended (-1), and the places that it takes."""
         self._silence_s, self._silent_from = self.silence_s(now), now
+        self._sequence_s, self._summed_at = self.work(now)[0], now
         self.turnover.note(now, self.places, places if change < 0 else 0)
         self.in_flight += change
         self.places += change * places
+
+    @property
+    def learns(self) -> bool:
+        """Tell whether its speed is learned from answers: no profile tells it."""
+        return self.speed is None or not self.speed.profiled
+
+    def work(self, now: float) -> tuple[float, int]:
+        """Return what it has had to do so far: sequences, summed over time in seconds, and prompt tokens."""
+        return self._sequence_s + self.sequences * (now - self._summed_at), self._came
+
+    def note_answer(self, seen: Seen) -> None:
+        """Note an answer that its speed may be learned from."""
+        self.seen.append(seen)
+        self.noted += 1
 
     def freed_per_s(self, now: float, neighbours: float, output_share: float) -> float:
         """Predict how many places come free in a second: by how long they are held, else by the speed model."""
@@ -446,6 +470,7 @@ class Replica:
         """Note a prompt: the rate at which they come is an exponentially weighted mean."""
         past = self._prefill_rate * math.exp((self._prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
         self._prefill_rate, self._prefill_at = past + prompt_tokens / PREFILL_MEMORY_MS, now
+        self._came += prompt_tokens
 
     def snapshot(self, now: float, neighbours: float, *, reserved: bool = False) -> ReplicaSnapshot:
         """Return a frozen copy; of a reserved one without free places."""
@@ -505,6 +530,8 @@ class Lease:
     _places: int
     _unqueued_ms: float | None
     _probe: int
+    _seen: Seen
+    _begun: tuple[float, float, int] | None = None  # when its first token came, and the replica's work then
     _judged: bool = False
     _released: bool = False
     _generated: int = 0
@@ -523,6 +550,9 @@ class Lease:
         self._answered()
         if ttft_ms is None or self.sequences > 1:
             return
+        if replica.learns:
+            now = time.monotonic()
+            self._seen, self._begun = self._seen._replace(ttft_ms=ttft_ms), (now, *replica.work(now))
         if self._unqueued_ms is not None:
             replica.learn_limit(self._unqueued_ms, ttft_ms, self._places)
         if self.predicted is not None and speed is not None:
@@ -558,9 +588,28 @@ class Lease:
             replica.tpot_trend = replica.tpot_trend.after(
                 self.predicted.tpot_ms, tpot_ms, time.monotonic(), speed.tpot_spread
             )
+        self._note(tpot_ms, output_tokens)
         if output_tokens and self._asked_tokens:
             share = min(output_tokens / self._asked_tokens, 1.0)
             self._fleet.output_share += (1 - OUTPUT_MEMORY) * (share - self._fleet.output_share)
+
+    def _note(self, tpot_ms: float | None, output_tokens: int) -> None:
+        """Note what a replica whose speed is not profiled had to do for the answer, and how long it took."""
+        replica, now = self.replica, time.monotonic()
+        if self._begun is None or not replica.learns or self.sequences > 1:
+            return
+        began, sequence_s, came = self._begun
+        if tpot_ms is None or tpot_ms <= 0 or now <= began:
+            replica.note_answer(self._seen)
+            return
+        batch, prefilled = replica.work(now)
+        replica.note_answer(
+            self._seen._replace(
+                batch=max((batch - sequence_s) / (now - began), 1.0),
+                prefilled=(prefilled - came) / max(output_tokens - 1, 1),
+                tpot_ms=tpot_ms,
+            )
+        )
 
     def failed(self, error: str) -> None:
         """Note an attempt that the replica failed, and the kind of error."""
@@ -608,6 +657,7 @@ class Fleet:
         failures: Attempts that failed, by tier and kind of error.
         restarts: Engines that were started again by themselves, by tier.
         first_share: What this router may have on a replica that is new to it; None: everything.
+        measuring: Held by whoever measures speeds: two at once would measure each other.
     """
 
     specs: tuple[TierSpec, ...]
@@ -621,6 +671,7 @@ class Fleet:
     failures: Counter[tuple[TierName, str]] = field(default_factory=Counter)
     restarts: Counter[TierName] = field(default_factory=Counter)
     first_share: Share | None = None
+    measuring: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def add(self, replica: Replica) -> Replica:
         """Add a replica; it gets traffic once it is marked ready."""
@@ -671,8 +722,8 @@ class Fleet:
             return None
         kv_tokens = self._kv_tokens(demand)
         predicted, unqueued_ms, most = None, None, replica.spec.max_num_seqs
+        load = replica.load(now, self._neighbours(replica))
         if replica.speed is not None:
-            load = replica.load(now, self._neighbours(replica))
             predicted = replica.speed.times(prompt_tokens, load, most, self.output_share, sequences)
             taken_up = replace(load, sequences=min(load.sequences, most - 1))
             unqueued_ms = replica.speed.times(prompt_tokens, taken_up, most, self.output_share).ttft_ms
@@ -694,6 +745,7 @@ class Fleet:
             _places=replica.places + replica.others.requests,
             _unqueued_ms=unqueued_ms,
             _probe=probe,
+            _seen=Seen(prompt_tokens, load.sequences, load.prompt_tokens, load.neighbours, 0.0),
         )
 
     def has_room(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> bool:

@@ -54,7 +54,10 @@ class IdleSpeed:
                 now = time.monotonic()
                 if known or self._profiled(replica) or now < due or now < busy_at + QUIET_S or not self.quiet():
                     continue
-                speed = await self.measure(replica)
+                if self._fleet.measuring.locked():
+                    continue
+                async with self._fleet.measuring:
+                    speed = await self.measure(replica)
                 # A profile may have come meanwhile.
                 if speed is not None and replica.state is ReplicaState.READY and not self._profiled(replica):
                     replica.measured(speed if replica.speed is None else replica.speed.fastest(speed))

@@ -9,14 +9,15 @@ of the waiting prompts (Orca, OSDI 2022; chunked prefill: Sarathi-Serve, arXiv 2
 
 A GPU's step is bound by memory for small batches and by computing for large ones, hence the knee; a CPU often has none. All
 is times ``1 + contention * neighbours`` where replicas share a machine and that share of the others computes as well.
-The parameters are measured by ``qarr profile latency``; without that, an idle engine's speed is all that is known.
+The parameters are measured by ``qarr profile latency``, which a router may do by itself; until then they are learned from
+live requests (``tiers.live_speed``), or an idle engine's speed is all that is known.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 MEMORY = 0.8  # weight of the past in what is learned from answers: about the last five
 HALF_LIFE_S = 60.0  # of what was learned: a tier that is passed over gets its measured speed back
@@ -70,6 +71,7 @@ class SpeedModel:
         ttft_spread: Standard deviation of log(seen / predicted) that the fit left.
         tpot_spread: The same.
         profiled: Whether it was measured under load, not only idle.
+        learned: Whether it was fitted to live requests, under whatever load there was.
     """
 
     ttft_base_ms: float
@@ -83,6 +85,17 @@ class SpeedModel:
     profiled: bool = False
     step_knee: int = 0
     step_ms_beyond_knee: float = 0.0
+    learned: bool = False
+
+    @property
+    def source(self) -> Literal["profile", "live", "idle"]:
+        """Return where it comes from."""
+        return "profile" if self.profiled else "live" if self.learned else "idle"
+
+    @property
+    def under_load(self) -> bool:
+        """Tell whether it says anything of a replica that has several requests."""
+        return self.profiled or self.learned
 
     def fastest(self, other: SpeedModel) -> SpeedModel:
         """Return the least of each time of two measurements of an idle replica."""

@@ -39,6 +39,7 @@ from tiers.errors import (
 )
 from tiers.fleet import Fleet, Replica
 from tiers.idle_speed import IdleSpeed
+from tiers.live_speed import LiveSpeed
 from tiers.operations import OperationOptions, Operations
 from tiers.probe import EngineProbe
 from tiers.process import EngineProcess, check_port_free
@@ -106,6 +107,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._tokens_digests: dict[str, str] = {}
         self._faults = Faults()
+        self._live_speed = LiveSpeed(fleet)
         self._idle_speed = IdleSpeed(fleet, options.warmup, self._probe)
         self.operations = Operations(self, options.operations)
 
@@ -119,7 +121,11 @@ class Supervisor:
             check_port_free(launch.host, launch.port)
         for launch in launches:
             self._add(launch.tier, launch.url, launch)
-        for work, name in ((self._idle_speed.run, "measuring speeds"), (self.operations.run, "recycling")):
+        for work, name in (
+            (self._idle_speed.run, "measuring speeds"),
+            (self._live_speed.run, "learning speeds"),
+            (self.operations.run, "recycling"),
+        ):
             self._tasks.append(asyncio.create_task(lasting(work, name), name=name))
         for spec in external:
             for url in spec.urls:

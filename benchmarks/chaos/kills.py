@@ -93,7 +93,12 @@ def fleet(url: str | None) -> Iterator[str]:
         return
     port = free_port()
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "qarr.log").open("w") as log:
-        env = {**os.environ, "QARR_SERVER__PORT": str(port), "QARR_ENGINE__BASE_PORT": "9501"}
+        env = {
+            **os.environ,
+            "QARR_SERVER__PORT": str(port),
+            "QARR_ENGINE__BASE_PORT": "9501",
+            "QARR_PROFILE__AUTO": "false",
+        }
         running = subprocess.Popen([str(QARR), "up"], env=env, stdout=log, stderr=log)
         try:
             deadline = time.monotonic() + 1500

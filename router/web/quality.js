@@ -24,11 +24,13 @@ function showPolicy(policy) {
 
 function unmeasured(policy) {
   const rows = Object.entries(policy.class_floor).map(([name, tier]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, tierName(tier))));
+  const itself = ["running", "waiting"].includes(fleet?.profiling?.state);
+  const how = itself ? "The router measures it while no request is served." : "To measure it on this fleet, run";
   return [
-    el("p", {}, "The loss of these checkpoints is not measured yet. Until it is, each class gets at least the tier of a cautious table. To measure it on this fleet, run"),
-    el("pre", {}, el("code", {}, "qarr profile quality")),
+    el("p", {}, `The loss of these checkpoints is not measured yet. Until it is, each class gets at least the tier of a cautious table. ${how}`),
+    itself ? null : el("pre", {}, el("code", {}, "qarr profile quality")),
     el("table", { class: "floor" }, el("caption", { class: "hidden" }, "Lowest tier for each class"), el("tbody", {}, rows)),
-  ];
+  ].filter(Boolean);
 }
 
 function measured(policy, classes, tiers) {

@@ -17,6 +17,7 @@ function showFleet(next) {
   byId("scope").hidden = next.scope !== "own";
   sync(byId("tiers"), next.tiers, (tier) => tier.tier, makeTier, (_, tier) => rows.get(tier.tier).update(tier, next));
   showSums(next);
+  showMeasuring(next.profiling);
   showTitle(next);
   if (before) tellChanges(before, next);
 }
@@ -43,6 +44,26 @@ function showSums({ tiers, waiting, in_flight_total, totals, window_s }) {
       put(item.firstChild, count(totals[name]));
       put(item.lastChild, totals[name] === 1 ? one : many ?? one);
     });
+}
+
+const MEASURED = { latency: "speed", quality: "loss" };
+
+/** What the router measures of itself, and how far it is. */
+function showMeasuring(profiling) {
+  const { state, what, done, total, detail } = profiling ?? {};
+  const shown = state === "running" || state === "waiting";
+  const before = byId("measuring").dataset.state ?? "", now = `${state} ${what}`;
+  byId("measuring").hidden = !shown;
+  byId("measuring").dataset.state = now;
+  if (shown) {
+    const far = total ? `: ${count(done)} of ${count(total)}, ${percent(done / total)}` : "";
+    const why = state === "waiting" ? `, paused: ${detail || "requests go first"}` : "";
+    put(byId("measuring-text"), what ? `Measuring the tiers’ ${MEASURED[what]} while no request is served${far}${why}` : `The tiers will be measured: ${detail || "not yet"}`);
+    const bar = byId("measuring-bar");
+    bar.hidden = !total;
+    Object.assign(bar, { max: total || 1, value: done });
+  }
+  if (before && before !== now) refreshPolicy();
 }
 
 const TOTALS = [

@@ -13,6 +13,7 @@ from router.keys import add_key
 from tests.browser.line import Line
 from tests.browser.made_up import ANSWER, measured
 from tests.fakes.engine import Behaviour
+from tests.unit.measuring_router import engines, measuring_router
 from tests.unit.router_stack import router_stack
 from tiers.spec import TierName
 
@@ -62,7 +63,24 @@ async def test_the_tiers_are_shown(tmp_path: Path, opened: Opened) -> None:
             await expect(replica.get_by_role("button")).to_have_count(0)
             await expect(page.locator("#rights")).to_contain_text("qarr keys add NAME --admin")
             await expect(page.locator("#quality")).to_contain_text("qarr profile quality")
+            await expect(page.locator("#measuring")).to_be_hidden()
             await expect(page).to_have_title("QARR")
+
+
+async def test_what_the_router_measures_is_shown(tmp_path: Path, opened: Opened) -> None:
+    """How far it is with speed and loss, that it pauses for a request, and nothing of it to run by hand."""
+    async with measuring_router(tmp_path, engines(0.03)) as own, opened(own.url) as page:
+        await live(page)
+        text = page.locator("#measuring-text")
+        await expect(text).to_contain_text(re.compile(r"speed while no request is served: \d+ of \d+"))
+        await own.comes_to(what="quality", state="running")
+        await expect(text).to_contain_text(re.compile(r"loss while no request is served: \d+ of 192, \d+ %"))
+        await expect(page.locator("#quality")).not_to_contain_text("qarr profile quality")
+        own.engines[0].stall_after = 3
+        body = {"prompt": "hi", "tier": "fast"}
+        asking = asyncio.create_task(own.client.post(f"{own.url}/generate", json=body))
+        await expect(text).to_contain_text("paused: requests go first")
+        asking.cancel()
 
 
 async def test_a_request_appears_and_opens_into_its_trace(tmp_path: Path, opened: Opened) -> None:

@@ -15,6 +15,7 @@ import pytest
 from classifier import PromptClass
 from router.latency import load_latency
 from router.live_check import ANSWER_TOKENS
+from router.profile_files import JOURNAL
 from router.quality import Certainty, Interval, Loss, QualityProfile, load_profile, profile_name
 from router.settings import PROJECT
 from tests.engine.conftest import QARR
@@ -24,6 +25,7 @@ from tiers.spec import TierName
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from router.latency import LatencyProfile
     from tests.engine.conftest import Up
     from tiers.fleet import Fleet, Replica
 
@@ -199,3 +201,37 @@ async def test_live_prompts_are_scored_when_it_is_quiet(up: Up, engine_keys: dic
         # A token or two may differ: near ties are rounded otherwise in another batch.
         assert abs(float(loss.split()[-1]) - disagreed / tokens) <= 2 / tokens
         assert all(replica.in_flight == 0 for replica in fleet.replicas)
+
+
+def speeds_in(folder: Path) -> LatencyProfile:
+    """Return the one latency profile of a folder."""
+    return load_latency(next(folder.glob("latency-*.json")))
+
+
+@pytest.mark.anyio
+async def test_a_router_measures_itself_and_gives_way(up: Up, engine_keys: dict[str, str], tmp_path: Path) -> None:
+    """Every tier's speed, then its loss; a request has the engines for itself, and what was judged is kept."""
+    quick = {"profile": {"auto": True, "idle_s": 0.5, "latency_s": 4}}
+    async with (
+        real_router(up, engine_keys, tmp_path, quick) as (url, fleet),
+        httpx.AsyncClient(timeout=300, trust_env=False) as client,
+    ):
+
+        async def profiling() -> dict[str, Any]:
+            found: dict[str, Any] = (await client.get(f"{url}/tiers")).json()["profiling"]
+            return found
+
+        while (found := await profiling())["what"] != "quality" or found["state"] != "running":
+            await asyncio.sleep(0.2)
+        assert found["measured"]["latency"] == list(TierName)
+        profile = speeds_in(tmp_path)
+        assert [fit.tier for fit in profile.fits] == list(TierName)
+        assert all(fit.model.step_ms(1) > 0 for fit in profile.fits)
+        async with client.stream("POST", f"{url}/generate", json={"prompt": "Hello!", "max_tokens": 8}) as answer:
+            assert sum(replica.in_flight for replica in fleet.replicas) == 1
+            assert (await profiling())["state"] == "waiting"
+            async for _ in answer.aiter_raw():
+                assert sum(replica.in_flight for replica in fleet.replicas) <= 1
+        while (await profiling())["done"] == 0:
+            await asyncio.sleep(0.2)
+        assert (tmp_path / JOURNAL).read_text("utf-8").count("\n") >= 1

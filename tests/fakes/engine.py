@@ -480,7 +480,7 @@ class FakeEngine:
         """Return how many pieces of the answer are in the prompt already."""
         prompt = body.get("prompt")
         return (
-            sum(isinstance(token, int) and token >= PIECE for token in prompt)
+            sum(isinstance(token, int) and PIECE <= token < PIECE + len(self.behaviour.answer) for token in prompt)
             if isinstance(prompt, list) and body.get("stream")
             else 0
         )

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.latency import LatencyProfile, Sample, fit, latency_name, least_squares, load_latency
+from router.latency import LatencyProfile, Sample, fit, latency_name, load_latency
 from router.live_policy import LivePolicy
 from router.quality import profile_name
 from router.router_client import ProfileError
 from router.settings import load_settings
 from tiers.fleet import Fleet
+from tiers.least_squares import least_squares
 from tiers.spec import TierName, TierSpec
 from tiers.speed import IDLE, Load, SpeedModel
 

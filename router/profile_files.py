@@ -1,0 +1,82 @@
+"""Where measurements are kept: one folder of profiles, into which one measurement writes at a time."""
+
+from __future__ import annotations
+
+import fcntl
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from router.latency import latency_name, load_latency
+from router.quality import profile_name
+from router.quality_report import render
+from router.router_client import ProfileError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from router.latency import LatencyProfile
+    from router.quality import QualityProfile
+
+PROMPTS = Path(__file__).with_name("profile_prompts.jsonl")
+ANSWER_TOKENS = 32
+JOURNAL = "quality.journal.jsonl"
+LOCK = "profile.lock"
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Keep other measurements from this folder for as long as the context lasts, or this process.
+
+    Raises:
+        ProfileError: One goes on there already, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a")
+    except OSError as error:
+        raise ProfileError(f"policy.profiles: {folder} cannot be written ({error.strerror})") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ProfileError(
+                f"another measurement writes into {folder}, 'qarr profile' or a router that measures itself: wait until it "
+                f"has ended; 'qarr doctor' says how far a router is, and profile.auto = false keeps it from measuring"
+            ) from error
+        yield
+
+
+def keep_quality(folder: Path, profile: QualityProfile) -> Path:
+    """Write a quality profile and its page; return the profile's path.
+
+    Raises:
+        ProfileError: It cannot be written.
+    """
+    path = folder / profile_name(profile.checkpoints)
+    _write(path.with_suffix(".html"), render(profile))
+    _write(path, profile.model_dump_json(indent=2) + "\n")
+    return path
+
+
+def keep_latency(folder: Path, profile: LatencyProfile) -> Path:
+    """Write a latency profile, with what was measured before of tiers that it leaves out; return its path.
+
+    Raises:
+        ProfileError: It cannot be written.
+    """
+    path = folder / latency_name(profile.checkpoints, profile.machine)
+    if path.exists() and profile.checkpoints.keys() - {fit.tier for fit in profile.fits}:
+        profile = profile.with_others(load_latency(path))
+    _write(path, profile.model_dump_json(indent=2) + "\n")
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file in one go: a router that runs may read it at any moment."""
+    part = path.with_suffix(".part")
+    try:
+        part.write_text(text, "utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise ProfileError(f"policy.profiles: {path} cannot be written ({error.strerror})") from error

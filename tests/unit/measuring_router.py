@@ -1,0 +1,94 @@
+"""A router in front of fake engines that it takes for its own, so that it measures itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from classifier import EstimatingCounter
+from router.app import create_app
+from router.edge import protocol_for
+from router.keys import KeyStore
+from router.profile_files import JOURNAL
+from router.settings import load_settings
+from router.telemetry import make_telemetry
+from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
+from tests.unit.router_stack import no_faults_in_the_router
+from tiers.fleet import Fleet, Replica
+from tiers.spec import ReplicaState, TierName, TierSpec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+QUICK = {"auto": True, "idle_s": 0.1, "latency_s": 4.0}
+
+
+@dataclass(slots=True)
+class Measuring:
+    """A router whose engines count as started by itself."""
+
+    url: str
+    client: httpx.AsyncClient
+    fleet: Fleet
+    engines: list[Behaviour]
+    folder: Path
+
+    async def profiling(self) -> dict[str, Any]:
+        """Return what it tells of its measurements."""
+        found: dict[str, Any] = (await self.client.get(f"{self.url}/tiers")).json()["profiling"]
+        return found
+
+    async def comes_to(self, **wanted: Any) -> dict[str, Any]:
+        """Wait until what it tells is so."""
+        async with asyncio.timeout(60):
+            while (found := await self.profiling()) | wanted != found:
+                await asyncio.sleep(0.05)
+        return found
+
+    @property
+    def journal(self) -> list[Any]:
+        """Return the judged answers: prompt and tier."""
+        path = self.folder / JOURNAL
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(row["prompt"], row["tier"]) for row in (json.loads(line)["score"] for line in lines)]
+
+    @property
+    def computing(self) -> int:
+        """Return the requests that the engines compute now."""
+        return sum(engine.running for engine in self.engines)
+
+
+@asynccontextmanager
+async def measuring_router(
+    folder: Path, engines: list[Behaviour], *, ready: bool = True, profile: dict[str, Any] | None = None
+) -> AsyncIterator[Measuring]:
+    """Run a router in front of engines that it takes for its own."""
+    async with AsyncExitStack() as cleanup:
+        cleanup.enter_context(no_faults_in_the_router())
+        urls = await cleanup.enter_async_context(serving_all(*(FakeEngine(b).app for b in engines)))
+        settings = load_settings(
+            None,
+            {"policy": {"profiles": str(folder), "max_slowdown": 1e9}, "profile": {**QUICK, **(profile or {})}},
+        )
+        fleet = Fleet(tuple(TierSpec(name, 8192, 8, 16, digest=f"digest of {name}") for name in TierName), machine="m")
+        for spec, url in zip(fleet.specs, urls, strict=True):
+            state = ReplicaState.READY if ready else ReplicaState.STARTING
+            fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake")).mark(state)
+        telemetry = make_telemetry("0", settings.telemetry)
+        app = create_app(
+            settings, fleet, EstimatingCounter(), telemetry, "fake", keys=KeyStore(settings.auth.keys_file)
+        )
+        url = await cleanup.enter_async_context(serving(app, http=protocol_for(settings.server)))
+        client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
+        yield Measuring(url, client, fleet, engines, folder)
+
+
+def engines(delay_s: float = 0.003) -> list[Behaviour]:
+    """Return three engines that take some time for each token."""
+    return [Behaviour(delay_s=delay_s) for _ in TierName]

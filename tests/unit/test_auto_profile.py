@@ -1,0 +1,129 @@
+"""A router that measures itself: when it begins, gives way, goes on and stops, and that nobody's figures show it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from router.keys import PRIORITIES
+from router.latency import latency_name, load_latency
+from router.profile_files import only_one
+from router.quality import load_profile, profile_name
+from router.router_client import ProfileError
+from tests.unit.measuring_router import QUICK, engines, measuring_router
+from tests.unit.own_engines import until
+from tests.unit.own_router import QARR
+from tiers.spec import ReplicaState, TierName
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROMPTS = 64  # of the built-in set
+
+
+@pytest.mark.anyio
+async def test_it_begins_when_all_tiers_are_ready_and_measures_once(tmp_path: Path) -> None:
+    """Nothing before the last tier is ready; then speed and loss; a router started again finds both and asks nothing."""
+    async with measuring_router(tmp_path, engines(), ready=False) as own:
+        first, *others = own.fleet.replicas
+        for replica in others:
+            replica.mark(ReplicaState.READY)
+        found = await own.comes_to(state="waiting", what=None, detail="tiers are starting")
+        assert found["measured"] == {"latency": [], "quality": []}
+        assert not any(engine.requests for engine in own.engines)
+        first.mark(ReplicaState.READY)
+        await own.comes_to(what="latency")
+        found = await own.comes_to(state="done")
+        assert found["measured"] == {"latency": list(TierName), "quality": list(TierName)}
+        assert all(replica.in_flight == 0 for replica in own.fleet.replicas)
+        identities = {spec.name: spec.identity for spec in own.fleet.specs}
+        assert [fit.tier for fit in load_latency(tmp_path / latency_name(identities, "m")).fits] == list(TierName)
+        loss = load_profile(tmp_path / profile_name(identities))
+        assert {one.tier for one in loss.losses} == set(TierName)
+        assert (tmp_path / profile_name(identities)).with_suffix(".html").exists()
+        # What it asked was no request of anybody's.
+        assert (await own.client.get(f"{own.url}/requests")).json()["requests"] == []
+        assert "qarr_requests_total{" not in (await own.client.get(f"{own.url}/metrics")).text
+        asked = [body for engine in own.engines for body in engine.requests]
+        assert {body["priority"] for body in asked} == {PRIORITIES["batch"]}
+    async with measuring_router(tmp_path, engines()) as again:
+        await again.comes_to(state="done")
+        assert not any(engine.requests for engine in again.engines)
+
+
+@pytest.mark.anyio
+async def test_it_gives_way_at_once_and_goes_on(tmp_path: Path) -> None:
+    """A request finds the engines free; while it is served nothing is measured; then the rest is, nothing twice."""
+    async with measuring_router(tmp_path, engines(0.01)) as own:
+        for what in ("latency", "quality"):
+            await own.comes_to(what=what, state="running")
+            await until(lambda: own.computing)
+            own.engines[0].delay_s = 0.15
+            body = {"prompt": "hi", "tier": "fast", "tier_policy": "require"}
+            async with own.client.stream("POST", f"{own.url}/generate", json=body) as answer:
+                assert sum(replica.in_flight for replica in own.fleet.replicas) == 1  # its own
+                assert (await own.profiling())["state"] == "waiting"
+                await until(lambda: own.computing == 1)
+                asked = sum(len(engine.requests) for engine in own.engines)
+                async for _ in answer.aiter_raw():
+                    assert own.computing <= 1
+                assert sum(len(engine.requests) for engine in own.engines) == asked
+            own.engines[0].delay_s = 0.01
+        await own.comes_to(state="done")
+        assert len(own.journal) == len(set(own.journal)) == PROMPTS * len(TierName)
+        assert all(replica.in_flight == 0 for replica in own.fleet.replicas)
+
+
+@pytest.mark.anyio
+async def test_it_goes_on_after_a_restart(tmp_path: Path) -> None:
+    """What was judged before the router ended is not asked again."""
+    async with measuring_router(tmp_path, engines(0.01)) as own:
+        await until(lambda: len(own.journal) > PROMPTS // 2)
+    before = len(own.journal)
+    assert before < PROMPTS * len(TierName)
+    async with measuring_router(tmp_path, engines()) as again:
+        assert (await again.comes_to(what="quality"))["measured"]["latency"] == list(TierName)
+        await again.comes_to(state="done")
+        assert len(again.journal) == len(set(again.journal)) == PROMPTS * len(TierName)
+        judged = sum(bool(body.get("prompt_logprobs")) for engine in again.engines for body in engine.requests)
+        assert judged <= PROMPTS * len(TierName) - before
+
+
+@pytest.mark.anyio
+async def test_settings_switch_it_off(tmp_path: Path) -> None:
+    """It says why, and asks nothing."""
+    async with measuring_router(tmp_path, engines(), profile={"auto": False}) as own:
+        found = await own.profiling()
+        assert (found["state"], found["detail"]) == ("off", "profile.auto is false")
+        await asyncio.sleep(3 * QUICK["idle_s"])
+        assert not any(engine.requests for engine in own.engines)
+
+
+@pytest.mark.anyio
+async def test_one_measures_at_a_time(tmp_path: Path) -> None:
+    """While a person measures into the folder the router waits; while the router measures, the command is refused."""
+    async with AsyncExitStack() as byhand:
+        byhand.enter_context(only_one(tmp_path))
+        async with measuring_router(tmp_path, engines(0.1)) as own:
+            found = await own.comes_to(state="waiting", what=None)
+            while "another measurement" not in found["detail"]:
+                found = await own.profiling()
+            assert not any(engine.requests for engine in own.engines)
+            await byhand.aclose()
+            await own.comes_to(state="running")
+            with pytest.raises(ProfileError, match="another measurement writes into"), only_one(tmp_path):
+                pass
+            for kind in ("latency", "quality"):  # into another folder: the router says that it measures
+                done = await asyncio.to_thread(
+                    subprocess.run,
+                    [QARR, "profile", kind, "--url", own.url],
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+                assert done.returncode == 2
+                assert "itself: wait until it is done" in done.stderr

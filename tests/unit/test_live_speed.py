@@ -1,0 +1,148 @@
+"""Speed learned from live requests: against engines of known speed, under loads that never leave them idle."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.fakes.engine import Behaviour
+from tests.unit.measuring_router import measuring_router
+from tiers.fleet import Fleet, Replica
+from tiers.live_speed import ENOUGH, LiveSpeed, Seen, learn
+from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.speed import Load, SpeedModel
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import httpx
+
+TRUE = SpeedModel(40, 1.5, 20, 4, ttft_steps=1.5, contention=0.5)
+SEQS = 16
+
+
+def answers(
+    count: int, noise: float = 0.0, outliers: float = 0.0, seed: int = 3, batch: int | None = None
+) -> list[Seen]:
+    """Return what an engine of the true speed shows under changing loads, none of them idle."""
+    source, found = random.Random(seed), []
+    for _ in range(count):
+        sequences, waiting = batch or source.randint(1, SEQS - 1), source.choice((0, 0, 80, 300))
+        prompt, neighbours = source.randint(20, 600), source.choice((0.0, 0.5, 1.0))
+        times = TRUE.times(prompt, Load(sequences - 1, waiting, 0, neighbours), SEQS, 1.0)
+        prefilled = source.choice((0.0, 0.0, 5.0))
+        slowed = 1 + TRUE.contention * neighbours
+
+        def seen(value: float) -> float:
+            far = source.uniform(2, 6) if source.random() < outliers else 1
+            return value * far * (1 + source.uniform(-noise, noise))
+
+        tpot_ms = (TRUE.step_ms(sequences) + TRUE.prefill_ms_per_token * prefilled) * slowed
+        found.append(
+            Seen(prompt, sequences - 1, waiting, neighbours, seen(times.ttft_ms), sequences, prefilled, seen(tpot_ms))
+        )
+    return found
+
+
+def furthest_off(model: SpeedModel) -> float:
+    """Return the largest factor that a model's predictions are off by, over loads of all kinds."""
+    worst = 1.0
+    for sequences in (0, 1, 3, 7, 14):
+        for prompt in (30, 200, 600):
+            for neighbours in (0.0, 1.0):
+                load = Load(sequences, 0, 0, neighbours)
+                pairs = zip(model.times(prompt, load, SEQS, 1.0), TRUE.times(prompt, load, SEQS, 1.0), strict=True)
+                worst = max(worst, *(max(a / b, b / a) for a, b in pairs))
+    return worst
+
+
+def test_exact_answers_give_the_speed_back() -> None:
+    """Without noise the model is the truth, and says where it comes from."""
+    model = learn(answers(60), SEQS)
+    assert model is not None
+    assert furthest_off(model) < 1.02
+    assert (model.contention, model.source, model.profiled, model.under_load) == (TRUE.contention, "live", False, True)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_and_outliers_do_little(seed: int) -> None:
+    """A fifth of noise, and one answer in ten that took several times as long: predictions stay near."""
+    model = learn(answers(200, noise=0.2, outliers=0.1, seed=seed), SEQS)
+    assert model is not None
+    assert furthest_off(model) < 1.75
+
+
+def test_an_even_load_needs_what_was_measured_idle() -> None:
+    """Where the batch is always the same, the idle measurement tells what of a step is its own."""
+    idle = replace(TRUE, step_base_ms=TRUE.step_ms(1), step_ms_per_sequence=0.0, contention=0.0)
+    model = learn(answers(100, batch=8), SEQS, idle)
+    assert model is not None
+    for sequences in (1, 4, 8):
+        assert model.step_ms(sequences) == pytest.approx(TRUE.step_ms(sequences), rel=0.2)
+
+
+def test_few_answers_teach_nothing() -> None:
+    """Below a number of answers there is no model."""
+    assert learn(answers(ENOUGH - 1), SEQS) is None
+
+
+@pytest.mark.anyio
+async def test_a_profile_ends_it_and_a_restart_begins_it_anew() -> None:
+    """What is profiled is left alone; what an engine showed before it was started again counts no more."""
+    spec = TierSpec(TierName.FAST, 2048, SEQS, 32)
+    fleet = Fleet((spec,))
+    replica = fleet.add(Replica("fast-0", spec, "", "", "m"))
+    replica.mark(ReplicaState.READY)
+    live = LiveSpeed(fleet)
+    for seen in answers(100):
+        replica.note_answer(seen)
+    await live.look(replica)
+    assert replica.speed is not None
+    assert replica.speed.learned
+    replica.measured(profiled := replace(TRUE, profiled=True))
+    for seen in answers(100, noise=0.5):
+        replica.note_answer(seen)
+    await live.look(replica)
+    assert replica.speed is profiled
+    replica.mark(ReplicaState.STARTING)
+    replica.mark(ReplicaState.READY)
+    await live.look(replica)
+    assert replica.speed is None
+    assert not replica.seen
+
+
+async def ask(client: httpx.AsyncClient, url: str, until: asyncio.Event, source: random.Random) -> None:
+    """Ask again and again."""
+    while not until.is_set():
+        body = {"prompt": "word " * source.randint(1, 40), "tier": "fast", "tier_policy": "require", "max_tokens": 64}
+        assert (await client.post(f"{url}/generate", json=body)).status_code == 200
+
+
+@pytest.mark.anyio
+async def test_a_router_that_is_never_idle_learns(tmp_path: Path) -> None:
+    """From its first request on an engine is busy; its speed becomes known, told as learned, and near the truth."""
+    engines = [Behaviour(answer=tuple(" x" for _ in range(16)), delay_s=0.02, first_delay_s=0.1) for _ in TierName]
+    async with measuring_router(tmp_path, engines, profile={"auto": False}) as own:
+        enough, source = asyncio.Event(), random.Random(1)
+        learning = asyncio.create_task(LiveSpeed(own.fleet).run())
+        asking = [asyncio.create_task(ask(own.client, own.url, enough, source)) for _ in range(4)]
+        try:
+            async with asyncio.timeout(40):
+                while (fast := (await own.client.get(f"{own.url}/tiers")).json()["tiers"][0]["replicas"][0])[
+                    "speed_source"
+                ] is None:
+                    await asyncio.sleep(0.1)
+            assert fast["speed_source"] == "live"
+            assert not fast["speed_profiled"]
+            body = {"prompt": "hi", "tier": "fast", "tier_policy": "require", "max_tokens": 16}
+            verdict = (await own.client.post(f"{own.url}/route", json=body)).json()["tiers"][0]
+        finally:
+            enough.set()
+            await asyncio.gather(*asking)
+            learning.cancel()
+        assert 20 / 1.5 < verdict["predicted_tpot_ms"] < 20 * 1.5
+        assert 120 / 1.5 < verdict["predicted_ttft_ms"] < 120 * 1.5

@@ -1,0 +1,169 @@
+"""The speed of replicas as live requests show it, for as long as no profile tells it: a router may never be idle.
+
+Each answer is noted with what its replica had to do: sequences and prompt tokens when it was sent, the mean batch while it
+was decoded, the prompt tokens that came meanwhile. The model of ``tiers.speed`` is fitted to the last few hundred of them:
+
+    TPOT = step_base + step_per_sequence * batch + prefill_per_token * prompt tokens that came for each token
+    TTFT = ttft_base + prefill_per_token * (own + waiting prompt tokens) + steps * step(sequences)
+
+each times ``1 + contention * neighbours``, where contention is the value of a grid with which the fit errs least. The fit is
+a least squares fit on relative errors, repeated without what it missed by far: an answer beside prompts that came right
+after it, or one from the prefix cache, tells nothing of the rest. An earlier measurement of the idle replica is added to
+what was seen: under an even load nothing else tells what of a step is its batch's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from statistics import fmean, median, pstdev
+from typing import TYPE_CHECKING, NamedTuple
+
+from tiers.least_squares import least_squares
+from tiers.spec import ReplicaState
+from tiers.speed import IDLE, SpeedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tiers.fleet import Fleet, Replica
+
+LOOK_S = 2.0
+ENOUGH = 32  # answers before anything is learned
+AGAIN = 1.5  # times as many answers as last time, before it is learned again: what changes later, trends tell
+KEPT = 256  # answers of each replica
+CONTENTIONS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+PAYS = 0.9  # share of the error that more contention must leave at most, to be believed
+FAR = 3.0  # times the median deviation: beyond, an answer is left out
+CLOSE = 0.1  # of log(seen / predicted): deviations below are never far
+ROUNDS = 3
+LEAST_SPREAD, MOST_SPREAD = 0.05, 1.0
+
+
+class Seen(NamedTuple):
+    """One answer, and what its replica had to do. Times in milliseconds.
+
+    Attributes:
+        prompt_tokens: Of its prompt.
+        sequences: That the replica had when it was sent.
+        waiting_tokens: Prompt tokens of those that were not computed yet.
+        neighbours: Share of the other replicas that had requests, 0..1.
+        ttft_ms: To its first token.
+        batch: Mean of the sequences while it was decoded, its own included.
+        prefilled: Prompt tokens that came meanwhile, for each of its tokens.
+        tpot_ms: Mean time between its tokens; None for fewer than two.
+    """
+
+    prompt_tokens: int
+    sequences: int
+    waiting_tokens: int
+    neighbours: float
+    ttft_ms: float
+    batch: float = 0.0
+    prefilled: float = 0.0
+    tpot_ms: float | None = None
+
+
+Row = tuple[float, ...]
+
+
+def learn(seen: Sequence[Seen], max_num_seqs: int, idle: SpeedModel | None = None) -> SpeedModel | None:
+    """Fit a replica's speed to its answers; None where they are too few.
+
+    Args:
+        seen: Its last answers.
+        max_num_seqs: Sequences that it decodes at once. TTFT of what came to more holds a wait for a place.
+        idle: Measured of it while nothing else computed.
+    """
+    begun = [s for s in seen if s.sequences < max_num_seqs]
+    decoded = [s for s in seen if s.tpot_ms is not None]
+    if len(begun) < ENOUGH or len(decoded) < ENOUGH:
+        return None
+    if idle is not None:
+        begun += [Seen(n, 0, 0, 0.0, idle.times(n, IDLE, max_num_seqs, 1.0).ttft_ms) for n in (16, 256)]
+        decoded.append(Seen(0, 0, 0, 0.0, 0.0, 1.0, 0.0, idle.step_ms(1)))
+    best, least = _fit(begun, decoded, 0.0)
+    for contention in CONTENTIONS:
+        model, deviation = _fit(begun, decoded, contention)
+        if deviation < PAYS * least:
+            best, least = model, deviation
+    return best
+
+
+def _fit(begun: Sequence[Seen], decoded: Sequence[Seen], contention: float) -> tuple[SpeedModel, float]:
+    """Fit all but the contention; return the typical deviation as well."""
+    (base, slope, _), tpot_spread, tpot_typical = _robust(
+        [(1.0, s.batch, s.prefilled) for s in decoded],
+        [(s.tpot_ms or 0.0) / (1 + contention * s.neighbours) for s in decoded],
+    )
+    steps = SpeedModel(0.0, 0.0, base, slope)
+    (first, prefill, waited), ttft_spread, ttft_typical = _robust(
+        [
+            (1.0, float(s.prompt_tokens + s.waiting_tokens), steps.step_ms(s.sequences) if s.sequences else 0.0)
+            for s in begun
+        ],
+        [s.ttft_ms / (1 + contention * s.neighbours) for s in begun],
+    )
+    model = SpeedModel(
+        ttft_base_ms=first,
+        prefill_ms_per_token=prefill,
+        step_base_ms=base,
+        step_ms_per_sequence=slope,
+        ttft_steps=waited,
+        contention=contention,
+        ttft_spread=ttft_spread,
+        tpot_spread=tpot_spread,
+        learned=True,
+    )
+    return model, tpot_typical + ttft_typical
+
+
+def _robust(rows: Sequence[Row], times: Sequence[float]) -> tuple[list[float], float, float]:
+    """Fit coefficients to times above zero, again without those that are far off.
+
+    Returns:
+        The coefficients; the root mean square of log(seen / predicted) of what was kept; the median of its size over all.
+    """
+    kept = list(range(len(rows)))
+    found, logs = [0.0] * len(rows[0]), [0.0] * len(rows)
+    for _ in range(ROUNDS):
+        found = least_squares([rows[n] for n in kept], [times[n] for n in kept])
+        predicted = [sum(c * x for c, x in zip(found, row, strict=True)) for row in rows]
+        logs = [math.log(y / max(p, 1e-3)) for p, y in zip(predicted, times, strict=True)]
+        bound = max(FAR * median(map(abs, logs)), CLOSE)
+        kept = [n for n, off in enumerate(logs) if abs(off) <= bound]
+    left = [logs[n] for n in kept]
+    spread = math.hypot(pstdev(left), fmean(left))
+    return found, min(max(spread, LEAST_SPREAD), MOST_SPREAD), median(map(abs, logs))
+
+
+class LiveSpeed:
+    """Gives replicas without a profile the speed that their answers show."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._idle: dict[str, SpeedModel] = {}
+        self._answers: dict[str, int] = {}  # by replica: those that were noted when it was learned
+
+    async def run(self) -> None:
+        """Learn now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for replica in list(self._fleet.replicas):
+                await self.look(replica)
+
+    async def look(self, replica: Replica) -> None:
+        """Learn one replica's speed where enough was seen since it was learned; in a thread, for it takes a while."""
+        if replica.state is not ReplicaState.READY or not replica.learns:
+            self._idle.pop(replica.id, None)
+            self._answers.pop(replica.id, None)
+            return
+        if replica.speed is not None and not replica.speed.learned:
+            self._idle[replica.id] = replica.speed
+        if replica.noted < max(ENOUGH, AGAIN * self._answers.get(replica.id, 0)):
+            return
+        self._answers[replica.id] = replica.noted
+        idle = self._idle.get(replica.id)
+        learned = await asyncio.to_thread(learn, tuple(replica.seen), replica.spec.max_num_seqs, idle)
+        if learned is not None and replica.state is ReplicaState.READY and replica.learns:
+            replica.measured(learned)
