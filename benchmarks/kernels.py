@@ -182,14 +182,8 @@ def report(found: dict[tuple[TierName, bool, str], float]) -> None:
 def compare(engines: dict[tuple[TierName, bool], Engine]) -> None:
     """Print how alike answers are with vLLM's kernels and with the plugin's."""
     print(f"\ngreedy answers to {len(PROMPTS)} prompts, {ANSWER} tokens each; shares of tokens in %")
-    columns = (
-        "equal until first other",
-        "vLLM of plugin's",
-        "plugin of vLLM's",
-        "vLLM of its own",
-        "plugin of its own",
-    )
-    columns = (*columns, "plugin of precise's")
+    others = ("vLLM of plugin's", "plugin of vLLM's", "vLLM of its own", "plugin of its own", "plugin of precise's")
+    columns = ("equal until first other", *others)
     print(f"{'':10}" + "".join(f"{name:>25}" for name in columns))
     precise = engines[TierName.PRECISE, True].answers()
     for tier in (TierName.BALANCED, TierName.FAST):
