@@ -4,9 +4,12 @@
 
 Milliseconds a token at batches of 1, 4, 8 and 16, and of prefill for 256 and 1,024 tokens: medians over rounds in which the
 engines take turns, one engine at work at a time, on one core. Ratios are to ``precise`` with the same kernels, whose
-BF16 layers the plugin leaves alone. Then, of greedy answers with vLLM's kernels and with the plugin's: how many tokens are
-the same until the first other one, and how many of a kernel's tokens the other kernel would have chosen as well after the
-same words. Of ``precise``, how many of its tokens the tier would have chosen: what the precision itself changes.
+BF16 layers the plugin leaves alone.
+
+Then, of greedy answers with vLLM's kernels and with the plugin's: how many tokens are equal until the first other one, and
+how many tokens of an answer an engine chooses as well after the same words, in one prefill: vLLM's of the plugin's answers,
+the plugin's of vLLM's, each of its own (what is missing there is rounding in another order), and the plugin's of those of
+``precise`` (what the precision changes).
 """
 
 from __future__ import annotations
@@ -179,26 +182,18 @@ def report(found: dict[tuple[TierName, bool, str], float]) -> None:
 def compare(engines: dict[tuple[TierName, bool], Engine]) -> None:
     """Print how alike answers are with vLLM's kernels and with the plugin's."""
     print(f"\ngreedy answers to {len(PROMPTS)} prompts, {ANSWER} tokens each; shares of tokens in %")
-    columns = (
-        "same until the first other",
-        "plugin chooses vLLM's",
-        "vLLM chooses the plugin's",
-        "plugin chooses precise's",
-    )
-    print(f"{'':10}" + "".join(f"{name:>28}" for name in columns))
+    others = ("vLLM of plugin's", "plugin of vLLM's", "vLLM of its own", "plugin of its own", "plugin of precise's")
+    columns = ("equal until first other", *others)
+    print(f"{'':10}" + "".join(f"{name:>25}" for name in columns))
     precise = engines[TierName.PRECISE, True].answers()
     for tier in (TierName.BALANCED, TierName.FAST):
         before, after = engines[tier, False], engines[tier, True]
         said, says = before.answers(), after.answers()
         pairs = [(old, new) for (_, old), (_, new) in zip(said, says, strict=True)]
         same = sum(len(list(takewhile(lambda both: both[0] == both[1], zip(*pair, strict=False)))) for pair in pairs)
-        shares = (
-            same / sum(len(old) for old, _ in pairs),
-            after.chooses(said),
-            before.chooses(says),
-            after.chooses(precise),
-        )
-        print(f"{tier:10}" + "".join(f"{share * 100:>28.1f}" for share in shares))
+        shares = [same / sum(len(old) for old, _ in pairs), before.chooses(says), after.chooses(said)]
+        shares += [before.chooses(said), after.chooses(says), after.chooses(precise)]
+        print(f"{tier:10}" + "".join(f"{share * 100:>25.1f}" for share in shares))
 
 
 if __name__ == "__main__":
