@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.fakes.engine import ANSWER, Behaviour
+from tests.unit.own_engines import until
 from tests.unit.router_stack import events, router_stack
 from tiers.spec import ReplicaState, TierName
 
@@ -70,6 +71,13 @@ async def test_engine_without_priority_scheduling_gets_none(tmp_path: Path) -> N
         answer = await stack.generate(tier="fast", priority="batch")
         assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, "fast")
         assert stack.engines[TierName.FAST].requests[-1]["priority"] == 0
+
+
+async def test_measurements_of_speed_are_not_taken_for_requests(tmp_path: Path) -> None:
+    """Fakes keep what callers ask, so that a test may take its time: engines that nobody asks are measured meanwhile."""
+    async with router_stack(tmp_path) as stack:
+        await until(lambda: all(replica.speed is not None for replica in stack.fleet.replicas))
+        assert not any(engine.requests or engine.headers for engine in stack.engines.values())
 
 
 @pytest.mark.parametrize(
