@@ -228,6 +228,7 @@ decision_log = "{folder}/decisions.jsonl"
 decision_log_mb = 1000
 [profile]
 auto = false
+live = false
 [engine]
 warmup_question = "What is the capital of France?"
 [tiers.fast]

@@ -37,6 +37,7 @@ PARALLEL = 8  # prompts: what is broken off for a request is lost, and what an e
 LOOK_S = 1.0
 FIRST_PAUSE_S = 5.0  # after an error, twice as long after each further one
 LONGEST_PAUSE_S = 300.0
+SETTLED = {ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.FAILED, ReplicaState.UNREACHABLE}
 What = Literal["latency", "quality"]
 
 
@@ -171,13 +172,9 @@ class AutoProfile:
                 await self._quality()
 
     def _settled(self) -> bool:
-        """Tell whether every tier has engines, of which none starts, and one is ready."""
-        states = {
-            spec.name: [r.state for r in self._fleet.replicas if r.spec.name is spec.name] for spec in self._specs
-        }
-        seen = {state for found in states.values() for state in found}
-        starting = seen & {ReplicaState.STARTING, ReplicaState.WARMING}
-        return all(states.values()) and ReplicaState.READY in seen and not starting
+        """Tell whether a tier is ready, and every other one ready too, or not about to be."""
+        states = {tier.state for tier in self._fleet.snapshot().tiers}
+        return ReplicaState.READY in states and states <= SETTLED
 
     def _missing(self, what: What) -> tuple[TierName, ...]:
         """Return the ready tiers of which something is not measured; none where it was measured just now."""

@@ -407,6 +407,7 @@ def supervisor_options(settings: Settings, machine: str) -> SupervisorOptions:
             recycle_every_s=engine.recycle_every_s,
         ),
         canary=make_canary(settings, machine),
+        live_speed=settings.profile.live,
     )
 
 

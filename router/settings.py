@@ -442,6 +442,9 @@ class ProfileSettings(Section):
         "`qarr profile` does, while no request is served. Only where this router started every engine: what other "
         "routers use as well is left to `qarr profile`.",
     )
+    live: bool = Field(
+        True, description="Learn the speed of replicas from live requests for as long as no profile tells it."
+    )
     latency_s: float = Field(
         150,
         gt=0,

@@ -75,6 +75,7 @@ class SupervisorOptions:
         watchdog: When an engine is started again.
         operations: How engines are drained and recycled.
         canary: What engines started here are compared with; None: with nothing.
+        live_speed: Whether speeds are learned from live requests, where no profile tells them.
     """
 
     log_dir: Path
@@ -85,6 +86,7 @@ class SupervisorOptions:
     watchdog: WatchdogOptions = field(default_factory=WatchdogOptions)
     operations: OperationOptions = field(default_factory=OperationOptions)
     canary: Canary | None = None
+    live_speed: bool = True
 
 
 class Supervisor:
@@ -107,7 +109,6 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._tokens_digests: dict[str, str] = {}
         self._faults = Faults()
-        self._live_speed = LiveSpeed(fleet)
         self._idle_speed = IdleSpeed(fleet, options.warmup, self._probe)
         self.operations = Operations(self, options.operations)
 
@@ -123,8 +124,8 @@ class Supervisor:
             self._add(launch.tier, launch.url, launch)
         for work, name in (
             (self._idle_speed.run, "measuring speeds"),
-            (self._live_speed.run, "learning speeds"),
             (self.operations.run, "recycling"),
+            *(((LiveSpeed(self.fleet).run, "learning speeds"),) if self._options.live_speed else ()),
         ):
             self._tasks.append(asyncio.create_task(lasting(work, name), name=name))
         for spec in external:

@@ -17,7 +17,7 @@ import pytest
 from router.doctor import Finding, Health, examine
 from router.doctor_files import judge_checkpoint, judge_kernels
 from router.doctor_machine import judge_cpu, judge_gpu
-from router.doctor_network import judge_fleet
+from router.doctor_network import judge_fleet, judge_profiling
 from router.keys import add_key
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.ports import reserved_ports
@@ -351,3 +351,18 @@ def test_what_a_fleet_means() -> None:
     ]
     tiers = [{"tier": "fast", "replicas": replicas}, {"tier": "precise", "replicas": []}]
     assert [f.health for f in judge_fleet({"tiers": tiers})] == [OK, WARNING, WARNING, PROBLEM, OK]
+
+
+def test_what_is_measured_is_said() -> None:
+    """How far it is, what is known, and what to run where nobody measures by itself."""
+    every = list(TierName)
+    now = {"state": "running", "what": "quality", "done": 84, "total": 192, "detail": "", "since": 0.0}
+    found = judge_profiling({**now, "measured": {"latency": every, "quality": []}})
+    assert (found.health, found.found) == (
+        OK, "quality, 84 of 192, running; measured: latency of fast balanced precise",
+    )  # fmt: skip
+    off = {**now, "state": "off", "what": None, "detail": "profile.auto is false"}
+    found = judge_profiling({**off, "measured": {"latency": every, "quality": []}})
+    assert (found.health, found.then) == (WARNING, "run 'qarr profile quality'")
+    assert "profile.auto is false" in found.found
+    assert judge_profiling({**off, "measured": {"latency": every, "quality": every}}).health is OK
