@@ -236,14 +236,26 @@ def model_prepare(
     config: ConfigOption = None,
     model: ModelOption = None,
     calibration: CalibrationOption = None,
+    calibration_samples: Annotated[
+        int | None, typer.Option(help="Calibration prompts used, at even distances; 0 uses all.", metavar="N")
+    ] = None,
+    calibration_tokens: Annotated[
+        int | None, typer.Option(help="Tokens used of each calibration prompt, at most.", metavar="N")
+    ] = None,
     group_size: Annotated[
         int | None, typer.Option(help="AWQ weights a scale: 32, 64 or 128; 0 chooses.", metavar="N")
     ] = None,
 ) -> None:
     """Make the BF16, FP8 and AWQ int4 checkpoints of a model; what is finished is kept."""
     started = time.monotonic()
-    overrides = {"model": {"name": model, "calibration": calibration, "group_size": group_size}}
-    for checkpoint in _prepare(load_settings(config, overrides), started):
+    asked = {
+        "name": model,
+        "calibration": calibration,
+        "calibration_samples": calibration_samples,
+        "calibration_tokens": calibration_tokens,
+        "group_size": group_size,
+    }
+    for checkpoint in _prepare(load_settings(config, {"model": asked}), started):
         typer.echo(f"{checkpoint.tier:9} {checkpoint.path}")
 
 

@@ -145,6 +145,8 @@ def prepare_options(settings: Settings) -> PrepareOptions:
         quantizer_python=settings.quantizer.python,
         calibration=settings.model.calibration,
         group_size=settings.model.group_size,
+        calibration_samples=settings.model.calibration_samples,
+        calibration_tokens=settings.model.calibration_tokens,
     )
 
 

@@ -27,7 +27,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from redis.asyncio.connection import parse_url
 
 from classifier import PromptClass
-from tiers.prepare import DEFAULT_CALIBRATION, DEFAULT_MODEL
+from tiers.prepare import CALIBRATION_SAMPLES, CALIBRATION_TOKENS, DEFAULT_CALIBRATION, DEFAULT_MODEL
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -248,6 +248,12 @@ class ModelSettings(Section):
     name: str = Field(DEFAULT_MODEL, description="The default model, a model folder, or a Hugging Face id.")
     store: Path = Field(default_factory=lambda: cache_dir() / "models", description="Where checkpoints are kept.")
     calibration: Path = Field(DEFAULT_CALIBRATION, description='JSON lines with a "text" field, for AWQ.')
+    calibration_samples: int = Field(
+        CALIBRATION_SAMPLES, ge=0, description="Prompts of that file used, at even distances; 0 uses all."
+    )
+    calibration_tokens: int = Field(
+        CALIBRATION_TOKENS, ge=16, le=8192, description="Tokens used of each of these prompts, at most."
+    )
     group_size: Literal[0, 32, 64, 128] = Field(0, description="AWQ weights a scale; 0 chooses.")
 
 

@@ -2,7 +2,7 @@
 
 A checkpoint is finished when its folder holds ``qarr-manifest.json``: it is made in a folder of another name, which is
 renamed as the last step, so interrupted work is never taken for finished work. A checkpoint's folder name holds a digest
-of its recipe; another calibration set or group size makes another folder.
+of its recipe; another calibration set, number of samples or group size makes another folder.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class Manifest(BaseModel):
         group_size: Weights that share a scale (AWQ).
         calibration_digest: Of the calibration prompts (AWQ).
         calibration_samples: Number of calibration prompts (AWQ).
+        calibration_max_tokens: Longest part of one that was used, in tokens (AWQ).
+        calibration_tokens: Of all calibration prompts together (AWQ); None in manifests made before it was counted.
         versions: Of the libraries that made it.
     """
 
@@ -70,6 +72,7 @@ class Manifest(BaseModel):
     calibration_digest: str | None = None
     calibration_samples: int | None = None
     calibration_max_tokens: int | None = None
+    calibration_tokens: int | None = None
     versions: dict[str, str]
 
 

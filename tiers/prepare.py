@@ -43,6 +43,7 @@ DEFAULT_WEIGHTS = 269_060_552  # bytes, in BF16
 DEFAULT_CALIBRATION = Path(__file__).with_name("calibration.jsonl")
 QUANTIZE = Path(__file__).with_name("quantize.py")
 MIN_PROMPTS = 128
+CALIBRATION_SAMPLES, CALIBRATION_TOKENS = 32, 256  # more do not lower the loss: benchmarks/results/calibration.txt
 CODE_DOMINATES = 0.5  # share of calibration prompts with code from which groups of 64 are chosen
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 
@@ -80,7 +81,8 @@ class PrepareOptions:
         quantizer_python: Interpreter of the quantizer's environment.
         calibration: JSON lines with a ``text`` field.
         group_size: Weights a scale for AWQ; 0 chooses.
-        max_tokens: Tokens taken of each calibration prompt.
+        calibration_samples: Prompts taken of the calibration file, at even distances; 0 takes all.
+        calibration_tokens: Tokens taken of each at most.
         niceness: By how much the quantizer yields to other processes, 0 (not at all) to 19.
         quantizer: The process that runs, so that another thread can end it.
     """
@@ -90,7 +92,8 @@ class PrepareOptions:
     quantizer_python: Path
     calibration: Path = DEFAULT_CALIBRATION
     group_size: int = 0
-    max_tokens: int = 128
+    calibration_samples: int = CALIBRATION_SAMPLES
+    calibration_tokens: int = CALIBRATION_TOKENS
     niceness: int = 0
     quantizer: Quantizer = field(default_factory=Quantizer, compare=False)
 
@@ -295,28 +298,42 @@ def _make(  # noqa: PLR0917
         found = read_checkpoint(tier, target)  # another process may have made it while this one waited
         if found is not None:
             return found
-        made = _convert(method, recipe, source, work, options, progress)
+        made = _convert(method, recipe, source, work, _kept(target), options, progress)
         if method != "bf16":
             _copy_tokenizer(source, work)
         seal(work, tier, model=base.name, base_digest=base.digest, made=made)
+    shutil.rmtree(_kept(target), ignore_errors=True)
     checkpoint = read_checkpoint(tier, target)
     assert checkpoint is not None
     return checkpoint
 
 
+def _kept(target: Path) -> Path:
+    """Return the folder beside a checkpoint for layers that are done; it outlasts interrupted work."""
+    return target.with_name(f"{target.name}.layers")
+
+
 def _convert(  # noqa: PLR0917
-    method: str, recipe: dict[str, Any], source: Path, work: Path, options: PrepareOptions, progress: Progress
+    method: str,
+    recipe: dict[str, Any],
+    source: Path,
+    work: Path,
+    kept: Path,
+    options: PrepareOptions,
+    progress: Progress,
 ) -> dict[str, Any]:
     if method == "awq":
-        argv = [str(source), str(work), "--calibration", str(options.calibration)]
-        argv += ["--max-tokens", str(options.max_tokens), "--group-size", str(options.group_size)]
+        argv = [str(source), str(work), "--calibration", str(options.calibration), "--kept", str(kept)]
+        argv += ["--samples", str(options.calibration_samples), "--max-tokens", str(options.calibration_tokens)]
+        argv += ["--group-size", str(options.group_size)]
         argv += ["--prefer-small-groups"] if recipe["prefer_small_groups"] else []
         done = _run(options, "awq", argv, progress)
         extra = {
             "group_size": done["group_size"],
             "calibration_digest": recipe["calibration"],
             "calibration_samples": done["calibration_samples"],
-            "calibration_max_tokens": options.max_tokens,
+            "calibration_max_tokens": options.calibration_tokens,
+            "calibration_tokens": done["calibration_tokens"],
         }
         return {"method": "AWQ (activation-aware int4, grouped)", "versions": done["versions"], **extra}
     if method == "fp8":
@@ -350,12 +367,15 @@ def _copy_tokenizer(source: Path, work: Path) -> None:
 
 
 def _awq_options(options: PrepareOptions, calibration: Calibration) -> dict[str, Any]:
-    return {
+    recipe: dict[str, Any] = {
         "calibration": calibration.digest,
         "group_size": options.group_size,
-        "max_tokens": options.max_tokens,
+        "max_tokens": options.calibration_tokens,
         "prefer_small_groups": options.group_size == 0 and calibration.code_share > CODE_DOMINATES,
     }
+    if 0 < options.calibration_samples < calibration.prompts:  # else all, as ever: the same recipe as before
+        recipe["samples"] = options.calibration_samples
+    return recipe
 
 
 def _run(options: PrepareOptions, command: str, argv: Sequence[str], progress: Progress) -> dict[str, Any]:
@@ -379,17 +399,19 @@ def _run(options: PrepareOptions, command: str, argv: Sequence[str], progress: P
             stdout=subprocess.PIPE,
             stderr=log,
             stdin=subprocess.DEVNULL,
-            env=without_ours(os.environ),
+            # Threads that wait for one another give their cores to others: engines may serve beside this.
+            env={"OMP_WAIT_POLICY": "PASSIVE", **without_ours(os.environ)},
             text=True,
             start_new_session=True,  # a Ctrl-C is for this process, which ends that one
         )
         options.quantizer.started(process)
         try:
             assert process.stdout is not None
-            for line in process.stdout:
-                last = json.loads(line)
-                if last["event"] == "progress":
-                    progress(last["message"], last["done"], last["total"])
+            with process.stdout as lines:
+                for line in lines:
+                    last = json.loads(line)
+                    if last["event"] == "progress":
+                        progress(last["message"], last["done"], last["total"])
         finally:
             if process.poll() is None and last.get("event") != "done":
                 process.terminate()

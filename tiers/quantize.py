@@ -9,6 +9,7 @@ object a line to standard output: ``{"event": "progress", "message": ..., "done"
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -17,10 +18,10 @@ import signal
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 GROUP_SIZES = (128, 64, 32)
@@ -129,6 +130,9 @@ def quantize_fp8(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
 def quantize_awq(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
     """Quantize weights to asymmetric int4 in groups, with activation-aware scales (AWQ, arXiv 2306.00978).
 
+    Layers are done one after another. Each scale that is found is kept in the folder ``args.kept`` at once; those that an
+    interrupted run left there are taken as they are, and only the prompts run through their layers again.
+
     Raises:
         ValueError: The group size does not divide the input width of every linear layer.
     """
@@ -141,7 +145,8 @@ def quantize_awq(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
     model = _load(args.source, report)
     group_size = _group_size(model, args.group_size, prefer_small=args.prefer_small_groups)
     tokenizer = AutoTokenizer.from_pretrained(args.source)
-    prompts = [json.loads(line)["text"] for line in Path(args.calibration).read_text("utf-8").splitlines() if line]
+    lines = [line for line in Path(args.calibration).read_text("utf-8").splitlines() if line.strip()]
+    prompts = [json.loads(line)["text"] for line in evenly(lines, args.samples)]
     rows = [_calibration_ids(tokenizer, text, args.max_tokens) for text in prompts]
     weights = {
         "num_bits": 4,
@@ -155,16 +160,31 @@ def quantize_awq(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
         QuantizationModifier(ignore=["lm_head"], config_groups={"linear": {"targets": ["Linear"], "weights": weights}}),
     ]
     _without_pinned_memory()
-    with _counted_layers(report, f"quantizing to AWQ int4, groups of {group_size}"):
+    with _Layers(report, f"quantizing to AWQ int4, groups of {group_size}") as layers:
+        if args.kept:
+            _keep_scales(Path(args.kept), layers)
         oneshot(
             model=model,
             dataset=Dataset.from_list(rows),
             recipe=recipe,
             max_seq_length=args.max_tokens,
             num_calibration_samples=len(rows),
+            shuffle_calibration_samples=False,  # sums are rounded by their order
         )
     _save(model, args.target, report)
-    return {"group_size": group_size, "calibration_samples": len(rows)}
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    return {"group_size": group_size, "calibration_samples": len(rows), "calibration_tokens": tokens}
+
+
+def evenly(lines: Sequence[str], count: int) -> Sequence[str]:
+    """Choose ``count`` lines (0 = all) at even distances, each from the middle of its share.
+
+    Calibration files list their prompts class by class, so each class keeps its share; the same file and count always
+    give the same lines.
+    """
+    if not 0 < count < len(lines):
+        return lines
+    return [lines[(2 * number + 1) * len(lines) // (2 * count)] for number in range(count)]
 
 
 def _load(source: str, report: Reporter) -> Any:
@@ -218,22 +238,74 @@ def _without_pinned_memory() -> None:
         IntermediatesCache.pin_memory = lambda *_args, **_kwargs: None
 
 
-class _counted_layers:  # noqa: N801  a context manager, named as one
-    """Turn llm-compressor's ``(3/31): Calibrating`` bars on standard error into progress events."""
+def _keep_scales(folder: Path, layers: _Layers) -> None:
+    """Let AWQ keep the scales that it finds, one file each, and take those that are kept instead of searching again.
+
+    The search is nearly all of the work. Scales and the order of prompts being the same, so is the result.
+    """
+    import torch
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    kept: dict[str, Any] = {}
+    for path in folder.glob("*.safetensors"):
+        with contextlib.suppress(SafetensorError, KeyError):  # what a full disk cut off is searched again
+            kept[path.stem] = load_file(path)["scales"]
+    layers.going_over = bool(kept)
+    search, run = AWQModifier._compute_best_scale, AWQModifier._run_samples
+
+    def best_scale(self: Any, mapping: Any, outputs: Any, weights: Any) -> Any:
+        if mapping.smooth_name in kept:
+            return kept[mapping.smooth_name]
+        layers.searching()
+        scales = search(self, mapping, outputs, weights)
+        path = folder / f"{mapping.smooth_name}.safetensors"
+        save_file({"scales": scales.contiguous()}, path.with_suffix(".partial"))
+        path.with_suffix(".partial").replace(path)
+        return scales
+
+    def run_samples(self: Any, module: Any) -> Any:
+        """Skip the outputs that a search would compare with."""
+        needed = [m.smooth_name for m in self._resolved_mappings if m.parent is module]
+        return [torch.zeros(1)] if kept.keys() >= set(needed) else run(self, module)
+
+    AWQModifier._compute_best_scale, AWQModifier._run_samples = best_scale, run_samples
+
+
+class _Layers:
+    """Turns llm-compressor's ``(3/31): Calibrating`` bars on standard error into progress events: 2 of 31 are done.
+
+    Attributes:
+        going_over: The present layer may be one whose scales were kept: told apart, since these take far less time.
+    """
 
     def __init__(self, report: Reporter, message: str) -> None:
         self._report, self._message = report, message
+        self._done, self._total = -1, 0
+        self.going_over = False
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         self._stderr = sys.stderr
         sys.stderr = _Tee(sys.stderr, self._seen)
-        self._last = -1
+        return self
+
+    def searching(self) -> None:
+        """Note that scales are searched, as they are from now on."""
+        if self.going_over:
+            self.going_over = False
+            self._tell()
 
     def _seen(self, text: str) -> None:
         found = re.search(r"\((\d+)/(\d+)\)", text)
-        if found and int(found[1]) != self._last:
-            self._last = int(found[1])
-            self._report.progress(self._message, self._last, int(found[2]))
+        if found and int(found[1]) - 1 != self._done:
+            self._done, self._total = int(found[1]) - 1, int(found[2])
+            self._tell()
+
+    def _tell(self) -> None:
+        message = "going over the layers that are quantized already" if self.going_over else self._message
+        self._report.progress(message, self._done, self._total)
 
     def __exit__(self, *_exc: object) -> None:
         sys.stderr = self._stderr
@@ -272,7 +344,9 @@ def main() -> None:
     parser.add_argument("source", help="model folder, GGUF file or hub id")
     parser.add_argument("target", help="folder to write; an existing one is written over")
     parser.add_argument("--calibration", help='JSON lines with a "text" field (awq)')
+    parser.add_argument("--samples", type=int, default=0, help="calibration prompts, chosen evenly; 0 = all")
     parser.add_argument("--max-tokens", type=int, default=256, help="tokens taken of each calibration prompt")
+    parser.add_argument("--kept", help="folder of scales found so far, for work that is interrupted (awq)")
     parser.add_argument("--group-size", type=int, default=0, help="weights a scale; 0 = choose")
     parser.add_argument("--prefer-small-groups", action="store_true", help="choose 64 even where 128 would divide")
     args = parser.parse_args()

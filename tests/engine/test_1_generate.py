@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from classifier import TokenCounter
 from tests.unit.router_stack import events
 from tiers.checkpoint import read_checkpoint
+from tiers.prepare import CALIBRATION_SAMPLES
 from tiers.probe import EngineProbe
 from tiers.spec import PRECISIONS, TierName
 
@@ -100,7 +101,7 @@ def test_checkpoints_are_real(up: Up) -> None:
     assert len({m.weights_digest for m in manifests.values()}) == 3
     assert len({m.tokenizer_digest for m in manifests.values()}) == 1
     assert manifests[TierName.FAST].group_size == 64
-    assert (manifests[TierName.FAST].calibration_samples or 0) >= 128
+    assert manifests[TierName.FAST].calibration_samples == CALIBRATION_SAMPLES
     counter = TokenCounter.from_file(Path(tiers["fast"]["checkpoint"], "tokenizer.json"))
     assert len(counter.encode("12345")) == 5  # numbers are split into digits, as in the model's training
 

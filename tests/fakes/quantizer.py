@@ -46,7 +46,7 @@ def main() -> int:
     (target / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     header = b"{}      "
     (target / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    event("done", versions={"fake": "1"}, group_size=64, calibration_samples=128)
+    event("done", versions={"fake": "1"}, group_size=64, calibration_samples=32, calibration_tokens=4096)
     return 0
 
 

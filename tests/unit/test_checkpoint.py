@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,6 +23,7 @@ from tiers.checkpoint import (
 from tiers.errors import CheckpointError, PlanError, TokenizerMismatch
 from tiers.plan import GIB, Gpu, Machine, kv_bytes_per_token, make_plan
 from tiers.prepare import DEFAULT_CALIBRATION, PrepareOptions, check_calibration, find, finished, prepare
+from tiers.quantize import evenly
 from tiers.spec import Precision, TierName, TierSpec
 
 if TYPE_CHECKING:
@@ -110,6 +113,41 @@ def test_default_calibration_is_varied() -> None:
     rows = [json.loads(line) for line in DEFAULT_CALIBRATION.read_text("utf-8").splitlines()]
     assert len({row["category"] for row in rows}) >= 7
     assert len({row["text"] for row in rows}) == len(rows)
+
+
+def test_samples_are_chosen_evenly() -> None:
+    """Each category of the project's own set keeps its share, and the same prompts are chosen every time."""
+    lines = DEFAULT_CALIBRATION.read_text("utf-8").splitlines()
+    chosen = evenly(lines, 32)
+    assert len(set(chosen)) == 32
+    assert chosen == evenly(lines, 32)
+    every, some = (Counter(json.loads(line)["category"] for line in these) for these in (lines, chosen))
+    assert all(abs(some[name] - every[name] * 32 / len(lines)) <= 1 for name in every)
+    for count in (0, len(lines), len(lines) + 1):
+        assert evenly(lines, count) == lines
+    assert len(evenly(lines, len(lines) - 1)) == len(lines) - 1
+
+
+def test_samples_are_part_of_the_recipe(tmp_path: Path) -> None:
+    """Another number of samples or tokens is another checkpoint; all samples by number or by 0 are one and the same."""
+
+    def has_awq(samples: int, tokens: int) -> bool:
+        asked = replace(options, calibration_samples=samples, calibration_tokens=tokens)
+        return FAST in {checkpoint.tier for checkpoint in finished(asked)}
+
+    options = PrepareOptions(str(model(tmp_path / "base")), tmp_path / "store", tmp_path / "no-python")
+    with pytest.raises(CheckpointError, match="make quantizer-env"):
+        prepare(options, lambda *_: None)
+    home = next((tmp_path / "store").glob("base-*"))
+    digest = check_calibration(DEFAULT_CALIBRATION).digest
+    before = {"calibration": digest, "group_size": 0, "max_tokens": 128, "prefer_small_groups": False}
+    with making(home / f"awq-{recipe_digest('awq', before)}") as work:  # as made by releases without these settings
+        model(work)
+        seal(work, FAST, model="m", base_digest="b", made={"method": "AWQ", "versions": {}})
+    assert has_awq(0, 128)
+    assert has_awq(160, 128)
+    assert not has_awq(32, 128)
+    assert not has_awq(0, 256)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""Real quantization of a tiny model: what is interrupted goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from router.settings import load_settings
+from tiers.prepare import PrepareOptions, prepare
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LAYERS = 3
+MAKE_MODEL = f"""
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers={LAYERS},
+                     num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(sys.argv[1])
+"""
+
+
+class Interrupted(Exception):
+    """Somebody pressed Ctrl-C."""
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> PrepareOptions:
+    """Make a model of random weights, and say how to quantize it in seconds."""
+    python = load_settings(None, {}).quantizer.python
+    base = tmp_path / "base"
+    subprocess.run([python, "-c", MAKE_MODEL, base], check=True, capture_output=True)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(base / "tokenizer.json"))
+    (base / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return PrepareOptions(str(base), tmp_path / "store", python, calibration_samples=7, calibration_tokens=32)
+
+
+def test_interrupted_calibration_goes_on_and_ends_the_same(options: PrepareOptions) -> None:
+    """Layers that were done are not searched again, and the weights are those of an uninterrupted run, to the bit."""
+    seen: list[tuple[str, int, int]] = []
+
+    def interrupt(message: str, done: int, total: int) -> None:
+        if "AWQ" in message and done == total - 1:  # in the last layer: the first part is the embedding
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        prepare(options, interrupt)
+    folder = next(options.store.glob("base-*"))
+    kept = next(folder.glob("awq-*.layers"))
+    names = sorted((path.name for path in kept.glob("*.safetensors")), reverse=True)
+    assert {name.split(".")[2] for name in names} >= {str(n) for n in range(LAYERS - 1)}
+    (kept / names[0]).write_bytes(b"cut off")
+
+    fast = prepare(options, lambda *event: seen.append(event))[0]
+    assert fast.tier is TierName.FAST
+    assert any(message.startswith("going over") for message, _, _ in seen)
+    assert ("quantizing to AWQ int4, groups of 64", LAYERS, LAYERS + 1) in seen
+    assert not kept.exists()
+    assert fast.manifest.calibration_samples == 7
+    assert 7 <= (fast.manifest.calibration_tokens or 0) <= 7 * 32
+
+    shutil.rmtree(fast.path)
+    seen.clear()
+    assert (
+        prepare(options, lambda *event: seen.append(event))[0].manifest.weights_digest == fast.manifest.weights_digest
+    )
+    assert not any(message.startswith("going over") for message, _, _ in seen)
