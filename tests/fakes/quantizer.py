@@ -1,7 +1,7 @@
 """A stand-in for ``tiers/quantize.py`` in its environment: makes small checkpoints, and waits where a test tells it to.
 
 ``FAKE_QUANTIZER`` names a folder. For each command it waits for a file of that name there, and does what the file says:
-a number: report so many layers of four, and wait for the file to change; ``done``: finish; ``fail``: fail as on a full disk.
+a number: report so many layers as done, and wait for the file to change; ``done``: finish; ``fail``: fail as on a full disk.
 It leaves its process id and niceness in ``COMMAND.pid``.
 """
 
@@ -13,7 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-LAYERS = 4
+LAYERS = 31
+MESSAGES = {"awq": "quantizing to AWQ int4, groups of 64", "fp8": "quantizing to FP8"}
 
 
 def event(name: str, **fields: object) -> None:
@@ -40,7 +41,7 @@ def main() -> int:
             return 1
         while reported < int(order or 0):
             reported += 1
-            event("progress", message=f"quantizing to {command}", done=reported, total=LAYERS)
+            event("progress", message=MESSAGES.get(command, command), done=reported, total=LAYERS)
         time.sleep(0.02)
     config = json.loads((source / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
