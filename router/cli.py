@@ -144,7 +144,7 @@ def up(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one, which is printed.")] = None,
 ) -> None:
-    """Start everything: make missing checkpoints, start and warm the engines, serve. Ctrl-C stops it all."""
+    """Make missing checkpoints, start and warm the engines; serve from the first ready tier on. Ctrl-C stops it all."""
     started = time.monotonic()
     settings = load_settings(
         config,
@@ -375,10 +375,9 @@ def _run(
 
 def _to_follow(fleet: Fleet) -> str:
     """Return which tiers are not ready yet, and about when they are."""
-    coming = fleet.preparations.coming
-    times = ((tier, fleet.preparations.of(tier)) for tier in coming)
-    known = [f"{tier} in {about(p.remaining_s)}" for tier, p in times if p is not None and p.remaining_s is not None]
-    return f"{' and '.join(coming)} to follow{': ' if known else ''}{', '.join(known)}"
+    coming = [(tier, fleet.preparations.of(tier)) for tier in fleet.preparations.coming]
+    times = (f" in {about(p.remaining_s)}" if p is not None and p.remaining_s is not None else "" for _, p in coming)
+    return "to follow: " + ", ".join(f"{tier}{time}" for (tier, _), time in zip(coming, times, strict=True))
 
 
 def _clock(started: float) -> str:

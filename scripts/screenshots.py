@@ -142,6 +142,7 @@ async def first_start(browser: Browser, folder: Path) -> None:
             await asyncio.sleep(2)
         await page.get_by_text("(12 of 31)").wait_for()
         await page.screenshot(path=IMAGES / "first-start.png")
+        print(f"docs/images/first-start.png: {(IMAGES / 'first-start.png').stat().st_size // 1024} kB")
     await context.close()
 
 

@@ -87,8 +87,8 @@ class TierRow {
     this.precision = el("span", { class: "precision" });
     this.state = el("span", { class: "state" });
     this.detail = el("p", { class: "why", hidden: true });
-    this.coming = { text: el("p"), bar: el("div") };
-    this.comingNode = el("div", { class: "coming", hidden: true }, this.coming.text, this.coming.bar);
+    this.coming = { step: el("p", { class: "clip" }), left: el("p"), bar: el("div") };
+    this.comingNode = el("div", { class: "coming", hidden: true }, Object.values(this.coming));
     this.lane = el("canvas", { class: `lane of-${tier}`, "aria-hidden": "true" });
     this.figures = {
       load: figure("In flight", "Requests on the engine, and how many it takes at once"),
@@ -148,8 +148,8 @@ class TierRow {
     this.comingNode.hidden = !preparing || state === "ready" || state === "failed";
     if (this.comingNode.hidden) return;
     const { what, done, total, remaining_s } = preparing;
-    put(this.coming.text, what + (total ? ` (${count(done)} of ${count(total)})` : "") +
-      (known(remaining_s) ? ` · ready in ${about(remaining_s)}` : ""));
+    put(this.coming.step, what + (total ? ` (${count(done)} of ${count(total)})` : ""));
+    put(this.coming.left, known(remaining_s) ? `ready in ${about(remaining_s)}` : "");
     this.coming.bar.hidden = !total;
     if (total) bar(this.coming.bar, done / total);
   }
