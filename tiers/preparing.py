@@ -163,9 +163,10 @@ class Preparations:
         self._starting.pop(tier, None)
 
     def fail(self, why: str) -> tuple[TierName, ...]:
-        """Note that no further checkpoint can be made; return the tiers that lack theirs."""
-        lacking = tuple(self._to_make)
+        """Note that no further engine is started; return the tiers that lack theirs."""
+        lacking = (*self._made, *self._to_make)
         self._failed.update(dict.fromkeys(lacking, why))
+        self._made.clear()
         self._to_make.clear()
         return lacking
 
