@@ -62,7 +62,7 @@ class Preparing:
     def text(self) -> str:
         """Return the step and the time left, for a person."""
         parts = f" ({self.done} of {self.total})" if self.total else ""
-        left = f", {about(self.remaining_s)} left" if self.remaining_s is not None else ""
+        left = f", ready in {about(self.remaining_s)}" if self.remaining_s is not None else ""
         return f"{self.what}{parts}{left}"
 
 

@@ -63,8 +63,8 @@ async def test_each_tier_serves_as_soon_as_it_can(tmp_path: Path) -> None:
         assert os.getpgid(pid) != os.getpgid(up.process.pid)
         assert niceness > 0
         url = ("--url", up.url)
-        assert "quantizing to AWQ int4, groups of 64 (3 of 31), about" in await up.qarr("tiers", *url)
-        assert "quantizing to AWQ int4, groups of 64 (3 of 31), about" in await up.qarr("top", "--once", *url)
+        assert "quantizing to AWQ int4, groups of 64 (3 of 31), ready in about" in await up.qarr("tiers", *url)
+        assert "quantizing to AWQ int4, groups of 64 (3 of 31), ready in about" in await up.qarr("top", "--once", *url)
         assert "is being prepared: quantizing to AWQ int4, groups of 64 (3 of 31)" in await up.qarr("doctor", *url)
         _, fleet = await up.get("/tiers")
         assert {t["tier"]: t["preparing"] is None for t in fleet["tiers"]} == {
