@@ -72,7 +72,7 @@ def make(candidate: str, store: Path) -> tuple[Checkpoint, Checkpoint]:
     own = {"store": store, "calibration_samples": samples, "calibration_tokens": tokens}
     options = prepare_options(load_settings(None, {"model": own}))
     began: list[tuple[float, float]] = []
-    searched = False
+    searched = False  # from the first layer on
 
     def progress(message: str, done: int, total: int) -> None:
         nonlocal searched
@@ -83,10 +83,12 @@ def make(candidate: str, store: Path) -> tuple[Checkpoint, Checkpoint]:
         began.append((time.monotonic(), _children_cpu()))
 
     fast, _, precise = prepare(options, progress, made)
-    if searched:  # from its first layer on
+    note = store / f"made-{candidate}.json"
+    if not note.exists():
         (_, (wall, cpu), (ended, cpu_ended)) = began
-        row = {"fast": fast.manifest.weights_digest, "wall_s": ended - wall, "cpu_s": cpu_ended - cpu}
-        (store / f"made-{candidate}.json").write_text(json.dumps({**row, "tokens": fast.manifest.calibration_tokens}))
+        spent = {"wall_s": ended - wall, "cpu_s": cpu_ended - cpu} if searched else {}  # else it was interrupted
+        row = {"fast": fast.manifest.weights_digest, "tokens": fast.manifest.calibration_tokens, **spent}
+        note.write_text(json.dumps(row))
     return fast, precise
 
 
@@ -157,10 +159,14 @@ def report(store: Path, answer_tokens: int) -> None:
         loss = next(found for found in summarise(as_one) if found.tier is TierName.FAST)
         wrong, kl = loss.top1_disagreement, loss.kl_mean
         print(
-            f"{candidate:18}{row['tokens']:>8}{row['cpu_s']:>8.0f}{row['wall_s']:>8.0f}   "
+            f"{candidate:18}{row['tokens']:>8}{_seconds(row, 'cpu_s'):>8}{_seconds(row, 'wall_s'):>8}   "
             f"{f'{wrong.mean * 100:.1f} ({wrong.low * 100:.1f} to {wrong.high * 100:.1f})':23} "
             f"{f'{kl.mean:.3f} ({kl.low:.3f} to {kl.high:.3f})':25}"
         )
+
+
+def _seconds(row: dict[str, Any], name: str) -> str:
+    return f"{row[name]:.0f}" if name in row else "-"
 
 
 if __name__ == "__main__":
