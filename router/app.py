@@ -43,7 +43,7 @@ from router.services import Services
 from router.shared_state import SharedState
 from router.traces import UnknownTrace
 from router.upstream import Upstream, UpstreamError, make_transport
-from router.wire import InvalidBody, render_fleet
+from router.wire import InvalidBody, render_fleet, render_preparing
 from tiers.background import lasting
 from tiers.errors import NotPossible, UnknownReplica
 from tiers.spec import ReplicaState
@@ -231,10 +231,21 @@ class Status:
         return _json({"status": "alive"})
 
     async def readyz(self, _request: Request) -> Response:
-        """Answer 200 once a tier is ready, 503 before and when the router leaves; the body names every tier's state."""
-        states = {tier.spec.name: tier.state for tier in self._services.fleet.snapshot().tiers}
-        ready = self._doors.open and any(state is ReplicaState.READY for state in states.values())
-        body = {"ready": ready, "tiers": {name: state.value for name, state in states.items()}}
+        """Answer 200 once a tier is ready, 503 before and when the router leaves; the body names every tier's state.
+
+        It also says what tiers that have not served yet still need.
+        """
+        tiers = self._services.fleet.snapshot().tiers
+        ready = self._doors.open and any(tier.state is ReplicaState.READY for tier in tiers)
+        body = {
+            "ready": ready,
+            "tiers": {tier.spec.name: tier.state.value for tier in tiers},
+            "preparing": [
+                {"tier": tier.spec.name, **render_preparing(tier.preparing)}
+                for tier in tiers
+                if tier.preparing is not None and tier.preparing.failed is None
+            ],
+        }
         return _json(body, 200 if ready else 503)
 
     async def tiers(self, request: Request) -> Response:

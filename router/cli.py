@@ -24,7 +24,9 @@ from router.cli_replay import replay
 from router.cli_tiers import tiers_app
 from router.cli_top import top
 from router.cli_trace import trace
+from router.counters import make_counter, named_counter
 from router.decision import Query
+from router.first_start import Steps
 from router.keys import KeysError
 from router.live_policy import policy_table
 from router.logs import start_logging
@@ -33,11 +35,10 @@ from router.router_client import ProfileError
 from router.serve import (
     ListenError,
     StartError,
+    Told,
     check_files,
     listen,
-    make_counter,
     make_deployment,
-    named_counter,
     open_keys,
     prepare_options,
     run,
@@ -50,10 +51,11 @@ from tiers.errors import TierError
 from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
 from tiers.plan import GIB
 from tiers.prepare import find, finished, prepare
+from tiers.preparing import about
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from router.decision import PolicyTable
     from router.keys import KeyStore
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from router.serve import Deployment
     from tiers.checkpoint import Checkpoint
     from tiers.fleet import Fleet, Replica
+    from tiers.plan import Plan
 
 app = typer.Typer(
     help="Serve one language model at three precisions and send each prompt to the lowest one that is good enough.",
@@ -141,7 +144,7 @@ def up(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one, which is printed.")] = None,
 ) -> None:
-    """Start everything: make missing checkpoints, start and warm the engines, serve. Ctrl-C stops it all."""
+    """Make missing checkpoints, start and warm the engines; serve from the first ready tier on. Ctrl-C stops it all."""
     started = time.monotonic()
     settings = load_settings(
         config,
@@ -152,9 +155,9 @@ def up(
     keys = open_keys(settings)
     sock = listen(settings)
     needed = any(not t.urls and t.checkpoint is None for t in _tier_settings(settings))
-    checkpoints = _prepare(settings, started) if needed else ()
-    deployment = make_deployment(settings, checkpoints)
-    _show_plan(deployment)
+    deployment = make_deployment(settings, finished(prepare_options(settings)) if needed else ())
+    if not deployment.missing:
+        _show_plan(deployment.model, deployment.plan, deployment.specs)
     _run(deployment, sock, keys, started, logging)
 
 
@@ -321,23 +324,15 @@ def _prepare(settings: Settings, started: float) -> tuple[Checkpoint, ...]:
     found = find(options)
     if found is not None:
         return found
-    last = ""
-
-    def progress(step: str, done: int, total: int) -> None:
-        nonlocal last
-        line = f"{step} ({done} of {total})" if total else step
-        if line != last:
-            err.print(f"{_clock(started)} {line}")
-            last = line
-
-    return prepare(options, progress)
+    return prepare(options, Steps(lambda line: err.print(f"{_clock(started)} {_plain(line)}")))
 
 
-def _show_plan(deployment: Deployment) -> None:
-    err.print(f"model {deployment.model} on {deployment.plan.device}")
-    for share in deployment.plan.shares:
-        spec = next(s for s in deployment.specs if s.name is share.tier)
-        weights = f"{share.weights / GIB:5.2f} GiB"
+def _show_plan(model: str, plan: Plan, specs: Sequence[TierSpec]) -> None:
+    err.print(f"model {model} on {plan.device}")
+    for share in plan.shares:
+        spec = next(s for s in specs if s.name is share.tier)
+        roughly = " " if spec.checkpoint is not None else "~"
+        weights = f"{roughly}{share.weights / GIB:4.2f} GiB"
         if share.weights != share.on_disk:
             weights += f" ({share.on_disk / GIB:.2f} on disk: this CPU has no AMX)"
         err.print(
@@ -361,14 +356,31 @@ def _run(
         detail = f": {replica.detail}" if replica.detail else ""
         say(f"{replica.id:12} {replica.state.value}{_plain(detail)}")
 
-    def is_up(_fleet: Fleet) -> None:
-        say(f"[bold green]up[/]: listening on http://{shown}:{port}, all tiers ready. Ctrl-C stops.")
+    def serving(fleet: Fleet) -> None:
+        ready = " and ".join(t.spec.name for t in fleet.snapshot().tiers if t.state is ReplicaState.READY)
+        say(f"[bold green]serving[/] on http://{shown}:{port} with {ready}; {_to_follow(fleet)}")
 
+    def is_up(fleet: Fleet) -> None:
+        failed = [tier.spec.name for tier in fleet.snapshot().tiers if tier.state is ReplicaState.FAILED]
+        how = f"all tiers ready but {' and '.join(failed)}" if failed else "all tiers ready"
+        say(f"[bold green]up[/]: listening on http://{shown}:{port}, {how}. Ctrl-C stops.")
+
+    def planned(plan: Plan, specs: Sequence[TierSpec]) -> None:
+        logging.say(lambda: _show_plan(deployment.model, plan, specs))
+
+    told = Told(changed, is_up, serving, planned, lambda line: say(_plain(line)))
     say(f"listening on http://{shown}:{port}; requests are served as soon as a tier is ready")
-    uvloop.run(run(deployment, sock, version(), changed, is_up, keys=keys, baton=baton))
+    uvloop.run(run(deployment, sock, version(), told, keys=keys, baton=baton))
     say("stopped")
     if not logging.stop():
         os._exit(0)  # all is ended, but Python would wait for standard error to be taken
+
+
+def _to_follow(fleet: Fleet) -> str:
+    """Return which tiers are not ready yet, and about when they are."""
+    coming = [(tier, fleet.preparations.of(tier)) for tier in fleet.preparations.coming]
+    times = (f" in {about(p.remaining_s)}" if p is not None and p.remaining_s is not None else "" for _, p in coming)
+    return "to follow: " + ", ".join(f"{tier}{time}" for (tier, _), time in zip(coming, times, strict=True))
 
 
 def _clock(started: float) -> str:

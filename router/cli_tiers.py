@@ -15,6 +15,7 @@ from router.serve import make_canary
 from router.settings import load_settings
 from tiers.errors import OperationError
 from tiers.plan import machine_name
+from tiers.preparing import Preparing
 from tiers.spec import TierName  # noqa: TC001  typer reads it
 
 if TYPE_CHECKING:
@@ -146,16 +147,21 @@ def _print_fleet(fleet: dict[str, Any]) -> None:
     )
     table = Table(*columns, box=None)
     for tier in fleet["tiers"]:
-        for replica in tier["replicas"] or [{}]:
-            table.add_row(tier["tier"], *_row(replica))
+        for replica in tier["replicas"]:
+            table.add_row(tier["tier"], *_row(replica, tier))
+        if not tier["replicas"]:
+            table.add_row(tier["tier"], "-", tier["state"], *"------", "-", _detail(tier["detail"], tier))
     Console(highlight=False, markup=False, width=None if Console().is_terminal else 200).print(table)
 
 
-def _row(replica: dict[str, Any]) -> list[str]:
-    if not replica:
-        return ["-", "no replica"]
+def _detail(said: str | None, tier: dict[str, Any]) -> str:
+    """Return why something is not ready, else what its tier needs before it serves for the first time."""
+    text = said or (Preparing(**tier["preparing"]).text if tier["preparing"] else "")
+    return text.splitlines()[0][:DETAIL_CHARS] if text else ""
+
+
+def _row(replica: dict[str, Any], tier: dict[str, Any]) -> list[str]:
     usage, pace = replica["kv_cache_usage"], replica["tpot_ms"]
-    detail = (replica["detail"] or "").splitlines()[0] if replica["detail"] else ""
     return [
         replica["id"],
         replica["state"],
@@ -166,5 +172,5 @@ def _row(replica: dict[str, Any]) -> list[str]:
         "-" if pace is None else f"{pace:.1f}",
         str(replica["pid"] or "-"),
         replica["url"] or "-",
-        detail[:DETAIL_CHARS],
+        _detail(replica["detail"], tier),
     ]

@@ -22,6 +22,7 @@ from router.doctor import Check, Finding, ok, problem, warning
 from router.doctor_machine import local_tiers
 from router.telemetry import TelemetryError, exporter_address
 from tiers.errors import PortInUse, ProbeError
+from tiers.preparing import Preparing
 from tiers.probe import EngineProbe
 from tiers.process import check_port_free
 from tiers.spec import TierName
@@ -187,7 +188,7 @@ def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
     """
     for tier in fleet["tiers"]:
         if not tier["replicas"]:
-            yield ok(RUNNING, f"tier {tier['tier']}", "has no engine: left out")
+            yield _without_engine(tier)
         for replica in tier["replicas"]:
             state, detail = replica["state"], (replica["detail"] or "").partition("\n")[0][:200]
             found = f"{replica['id']} is {state}{f': {detail}' if detail else ''}"
@@ -232,6 +233,18 @@ def judge_profiling(profiling: dict[str, Any]) -> Finding:
         by_hand = " and ".join(f"'qarr profile {name}'" for name, tiers in measured.items() if not tiers)
         return warning(RUNNING, "measuring", f"off{detail}; {found}", f"run {by_hand}")
     return ok(RUNNING, "measuring", f"{state}{detail}; {found}")
+
+
+def _without_engine(tier: dict[str, Any]) -> Finding:
+    name = f"tier {tier['tier']}"
+    if tier["state"] == "preparing":
+        return warning(RUNNING, name, f"is being prepared: {Preparing(**tier['preparing']).text}", "wait")
+    if tier["state"] == "failed":
+        said = tier["detail"].partition("\n")[0][:200]
+        return problem(
+            RUNNING, name, f"has no checkpoint{f': {said}' if said else ''}", "'qarr model prepare' makes it"
+        )
+    return ok(RUNNING, name, "has no engine: left out")
 
 
 def engines(question: Question) -> Iterator[Finding]:

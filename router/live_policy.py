@@ -37,17 +37,23 @@ class LivePolicy:
     def __init__(self, settings: PolicySettings, fleet: Fleet) -> None:
         """Read the profiles of what the fleet serves."""
         self._settings, self._fleet = settings, fleet
-        self._identities = {spec.name: spec.identity for spec in fleet.specs}
-        self._files = (
-            settings.profiles / profile_name(self._identities),
-            settings.profiles / latency_name(self._identities, fleet.machine),
-        )
         self._seen: list[float | None] = []
         self._promoted: Mapping[PromptClass, TierName] = {}
         self.quality: QualityProfile | None = None
         self._thresholds: dict[TierName, float] = {}
         self.table = policy_table(settings)
         self._load()
+
+    @property
+    def _identities(self) -> dict[TierName, str | None]:
+        """Return what tells the tiers' weights from others'; a checkpoint may be made while the router serves."""
+        return {spec.name: spec.identity for spec in self._fleet.specs}
+
+    @property
+    def _files(self) -> tuple[Path, Path]:
+        """Return where the profiles of what is served are: quality, latency."""
+        identities, folder = self._identities, self._settings.profiles
+        return folder / profile_name(identities), folder / latency_name(identities, self._fleet.machine)
 
     @property
     def check_enabled(self) -> bool:

@@ -34,6 +34,12 @@ _SCOPE: Schema = {
     "enum": ["all", "own"],
     "description": "all: everything; own: the key's own requests, figures of all, and nothing about where engines are",
 }
+_PREPARING: Schema = {
+    "what": {**_TEXT, "description": "The step that the tier is at, or waits for"},
+    "done": {"type": "integer"},
+    "total": {"type": "integer", "description": "Parts of the step; 0 where they cannot be counted"},
+    "remaining_s": {**_NUMBER_OR_NULL, "description": "About how long until the tier is ready; null where not known"},
+}
 _USAGE: Schema = {
     "type": "object",
     "properties": {name: {"type": "integer"} for name in ("prompt_tokens", "completion_tokens", "total_tokens")},
@@ -254,11 +260,8 @@ def _open(summary: str, schema: Schema) -> Schema:
 
 
 def _ready() -> Schema:
-    schema = {
-        "type": "object",
-        "required": ["ready", "tiers"],
-        "properties": {"ready": {"type": "boolean"}, "tiers": {"type": "object"}},
-    }
+    preparing = {"type": "array", "items": _object(tier=_TIER, **_PREPARING)}
+    schema = _object(ready={"type": "boolean"}, tiers={"type": "object"}, preparing=preparing)
     answered = _open("At least one tier serves", schema)
     answered["responses"]["503"] = {"description": "No tier serves yet", "content": _content(schema)}
     return answered
@@ -379,6 +382,8 @@ def _answers() -> Schema:
         tier=_TIER,
         precision={"type": "string", "enum": [p.value for p in Precision]},
         state={"type": "string", "enum": states},
+        preparing={"anyOf": [_object(**_PREPARING), {"type": "null"}]},
+        detail=_TEXT,
         checkpoint_digest={"type": ["string", "null"]},
         identity=nullable,
         max_num_seqs={"type": "integer"},

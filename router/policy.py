@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from router.decision import CHOSEN, Basis, Decision, Refusal, Verdict
 from tiers.fleet import has_places
+from tiers.preparing import about
 from tiers.spec import ReplicaState, TierName
 from tiers.speed import HALF_LIFE_S, IDLE
 
@@ -180,8 +181,20 @@ def _obstacle(tier: TierSnapshot, query: Query, *, full: bool) -> tuple[Refusal,
             f"{query.prompt_tokens} prompt + {query.max_tokens} output tokens exceed its context of {spec.max_model_len}"
         )
     if tier.state is not ReplicaState.READY:
-        return Refusal.NOT_READY, f"is {tier.state.value}"
+        return Refusal.NOT_READY, _not_ready(tier)
     return (Refusal.AT_CAPACITY, _full(tier, query.sequences)) if full else None
+
+
+def _not_ready(tier: TierSnapshot) -> str:
+    """Return the state of a tier that is not ready, and about when it will be."""
+    preparing = tier.preparing
+    if preparing is None:
+        return f"is {tier.state.value}"
+    if preparing.failed is not None:
+        return "has no checkpoint: it could not be made"
+    left = f", ready in {about(preparing.remaining_s)}" if preparing.remaining_s is not None else ""
+    making = tier.state is ReplicaState.PREPARING
+    return f"{'is being prepared' if making else f'is {tier.state.value}'}{left}"
 
 
 def _full(tier: TierSnapshot, sequences: int) -> str:
@@ -393,7 +406,7 @@ def _possible_in_s(outlook: _Outlook, query: Query, output_share: float, z: floa
     that would meet them but for what was seen of it lately gets its measured speed back in time.
     """
     if outlook.obstacle is not None and outlook.obstacle[0] is not Refusal.AT_CAPACITY:
-        return STARTING_RETRY_S if outlook.obstacle[0] is Refusal.NOT_READY else None
+        return _ready_in_s(outlook.tier) if outlook.obstacle[0] is Refusal.NOT_READY else None
     spec, sla = outlook.tier.spec, query.sla
     ttft_ms, tpot_ms = (sla.ttft_ms, sla.tpot_ms) if query.require else (None, None)
     if query.require and outlook.lossy is not None:
@@ -418,6 +431,13 @@ def _possible_in_s(outlook: _Outlook, query: Query, output_share: float, z: floa
         wait_s = ending * speed.relief_ms(replica.load, spec.max_num_seqs, output_share) / 1000
         waits.append(max(wait_s, replica.admits_in_s) or HALF_LIFE_S)
     return min(waits, default=None)
+
+
+def _ready_in_s(tier: TierSnapshot) -> float | None:
+    """Return about when a tier is ready; None: not by itself."""
+    if tier.preparing is None or tier.preparing.remaining_s is None:
+        return STARTING_RETRY_S if tier.preparing is None or tier.preparing.failed is None else None
+    return tier.preparing.remaining_s
 
 
 def _why_not(query: Query, outlooks: Sequence[_Outlook]) -> str:

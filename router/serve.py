@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import socket
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from classifier import EstimatingCounter, TokenCounter, TokenizerError
 from router.admin import is_loopback
 from router.app import create_app
+from router.counters import LateCounter, make_counter, named_counter
 from router.doors import Doors
 from router.edge import allow_files, bound_unsent, protocol_for
+from router.first_start import FirstStart, make_launch
 from router.keys import KeyStore
 from router.line_file import LineFile
 from router.memory import set_aside
 from router.server import Server
 from router.settings import SettingsError
 from router.takeover import TakenError, TakeoverError, control_path, handing_over
-from router.telemetry import engine_target, make_telemetry
+from router.telemetry import make_telemetry
 from tiers.breaker import BreakerOptions
 from tiers.canary import Canary
 from tiers.checkpoint import Checkpoint, check_alike
@@ -29,7 +29,7 @@ from tiers.errors import EngineError
 from tiers.fleet import Fleet, FleetOptions
 from tiers.operations import OperationOptions
 from tiers.plan import Plan, machine_name, make_plan, read_machine
-from tiers.prepare import PrepareOptions
+from tiers.prepare import PrepareOptions, check_model, slug
 from tiers.spec import EngineLaunch, ReplicaState, TierName, TierSpec
 from tiers.supervisor import Supervisor, SupervisorOptions
 from tiers.warmup import WarmupPlan
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from classifier import TokenCounter
     from router.settings import Settings, TierSettings
     from router.takeover import Baton
     from router.telemetry import Telemetry
@@ -63,10 +64,11 @@ class Deployment:
 
     Attributes:
         specs: The tiers, by rising precision.
-        launches: Engines to start here.
+        launches: Engines to start here at once; none where checkpoints are missing.
         plan: How they share the machine.
-        counter: Counts tokens as the engines do.
+        counter: Counts tokens as the engines do, from when there is a checkpoint.
         model: The model's name.
+        missing: Tiers to run here whose checkpoints are to be made first.
     """
 
     settings: Settings
@@ -75,6 +77,14 @@ class Deployment:
     plan: Plan
     counter: TokenCounter
     model: str
+    missing: tuple[TierName, ...] = ()
+
+    @property
+    def local(self) -> frozenset[TierName]:
+        """Return the tiers that run here."""
+        if self.missing:
+            return frozenset(spec.name for spec in self.specs if not spec.urls)
+        return frozenset(launch.tier.name for launch in self.launches)
 
 
 def make_deployment(
@@ -88,44 +98,43 @@ def make_deployment(
 
     Args:
         settings: All settings.
-        checkpoints: Prepared checkpoints; not needed for tiers that have URLs or a folder of their own.
+        checkpoints: Prepared checkpoints; not needed for tiers that have URLs or a folder of their own. Where one is
+            missing, no engine is to be started before it is known how large the model is.
         start_engines: Start an engine here for each tier without URLs; False leaves such tiers out.
         tokenizer: Model folder to count tokens with; None takes a checkpoint's.
 
     Raises:
-        TierError: Tiers differ in tokenizer, or the machine is too small.
+        TierError: There is no such model, tiers differ in tokenizer, or the machine is too small.
         TokenizerError: The tokenizer's folder has none.
     """
     prepared = {c.tier: c for c in checkpoints}
     specs = tuple(_spec(name, getattr(settings.tiers, name.value), prepared) for name in TierName)
     local = tuple(spec for spec in specs if not spec.urls and start_engines)
+    missing = tuple(spec.name for spec in local if spec.checkpoint is None)
+    if missing:
+        check_model(prepare_options(settings))
+    if local:
+        _check_engine_environment(settings)
     folders = {spec.name: spec.checkpoint for spec in specs if spec.checkpoint is not None}
     check_alike(folders)
+    if missing:
+        counter = LateCounter()
+        counter.take(make_counter(next(iter(folders.values()), None)))
+        return Deployment(settings, specs, (), Plan("", ()), counter, slug(settings.model.name), missing)
     plan = make_plan(read_machine(), local, kv_cache_gib=settings.engine.cpu_kv_cache_gib) if local else Plan("", ())
     precise = prepared.get(TierName.PRECISE)
     model = precise.manifest.model if precise else settings.model.name
-    launches = tuple(_launch(spec, plan, settings, model, number) for number, spec in enumerate(local))
-    counter = named_counter(tokenizer) if tokenizer is not None else make_counter(next(iter(folders.values()), None))
-    return Deployment(settings, specs, launches, plan, counter, model)
+    launches = tuple(make_launch(spec, plan, settings, model, number) for number, spec in enumerate(local))
+    counted = named_counter(tokenizer) if tokenizer is not None else make_counter(next(iter(folders.values()), None))
+    return Deployment(settings, specs, launches, plan, counted, model)
 
 
-def _launch(spec: TierSpec, plan: Plan, settings: Settings, model: str, number: int) -> EngineLaunch:
+def _check_engine_environment(settings: Settings) -> None:
     if not settings.engine.python.is_file():
         raise EngineError(
             f"there is no engine environment at {settings.engine.python}: run 'make engine-env', or set engine.python to "
             f"an interpreter that has vLLM"
         )
-    return EngineLaunch(
-        tier=spec,
-        placement=plan.placement(spec.name),
-        python=settings.engine.python,
-        served_model=model,
-        host="127.0.0.1",
-        port=settings.engine.base_port + number,
-        api_key=secrets.token_urlsafe(24),
-        otlp=engine_target(),
-        extra_args=settings.engine.extra_args,
-    )
 
 
 def prepare_options(settings: Settings) -> PrepareOptions:
@@ -185,27 +194,6 @@ def check_files(settings: Settings) -> None:
         raise SettingsError(f"policy.profiles: {profiles} is not a folder")
 
 
-def named_counter(folder: Path) -> TokenCounter:
-    """Return a counter with the tokenizer of a model folder that a person has named.
-
-    Raises:
-        TokenizerError: There is none.
-    """
-    if not (folder / "tokenizer.json").is_file():
-        what = "has no tokenizer.json" if folder.is_dir() else "is no folder"
-        raise TokenizerError(
-            f"--tokenizer: {folder} {what}: name the model's folder, or leave the option out and tokens are estimated"
-        )
-    return make_counter(folder)
-
-
-def make_counter(folder: Path | None) -> TokenCounter:
-    """Return a counter with a model folder's tokenizer; without one, an estimating counter."""
-    if folder is None or not (folder / "tokenizer.json").is_file():
-        return EstimatingCounter()
-    return TokenCounter.from_file(folder / "tokenizer.json")
-
-
 def listen(settings: Settings) -> socket.socket:
     """Open the router's listening socket before anything slow starts.
 
@@ -228,15 +216,27 @@ def listen(settings: Settings) -> socket.socket:
     return sock
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Who is told how a start goes.
+
+    Attributes:
+        changed: Called when a replica changes state.
+        up: Called once, when no tier is on its way any more.
+        serving: Called once, when one tier is ready while others are on their way.
+        planned: Called once, where checkpoints are made first: with the plan, and the tiers.
+        step: Called with a line for each step of making checkpoints.
+    """
+
+    changed: Callable[[Replica], None]
+    up: Callable[[Fleet], None]
+    serving: Callable[[Fleet], None]
+    planned: Callable[[Plan, tuple[TierSpec, ...]], None]
+    step: Callable[[str], None]
+
+
 async def run(
-    deployment: Deployment,
-    sock: socket.socket,
-    version: str,
-    on_change: Callable[[Replica], None],
-    on_up: Callable[[Fleet], None],
-    *,
-    keys: KeyStore,
-    baton: Baton | None = None,
+    deployment: Deployment, sock: socket.socket, version: str, told: Told, *, keys: KeyStore, baton: Baton | None = None
 ) -> None:
     """Start the engines and the router; return after a signal, or another router that took over, has ended both.
 
@@ -244,8 +244,7 @@ async def run(
         deployment: What to run.
         sock: The router's listening socket.
         version: For the trace resource.
-        on_change: Called when a replica changes state.
-        on_up: Called once, when every replica is ready.
+        told: Who is told how it goes.
         keys: Of those who may use the router.
         baton: From the router that is taken over; it serves until one of the engines is ready here.
 
@@ -256,14 +255,14 @@ async def run(
     settings = deployment.settings
     telemetry = make_telemetry(version, settings.telemetry)
     fleet = Fleet(deployment.specs, machine=machine_name(), options=fleet_options(settings))
-    supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), on_change)
+    supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), told.changed)
     server = _server(deployment, supervisor, telemetry, keys)
     server.end_on_signals()
+    starting: asyncio.Task[None] | None = None
     try:
         supervisor.start(deployment.launches, [spec for spec in deployment.specs if spec.urls])
-        starting = asyncio.create_task(_started(fleet, {launch.tier.name for launch in deployment.launches}))
+        starting = asyncio.create_task(_started(deployment, supervisor, told))
         if baton is not None and not await _one_ready(fleet, server):
-            starting.cancel()
             return
         await _serve(
             server,
@@ -271,11 +270,14 @@ async def run(
             settings=settings,
             version=version,
             starting=starting,
-            on_up=lambda: on_up(fleet),
+            on_up=lambda: told.up(fleet),
             baton=baton,
-            alone=not deployment.launches,
+            alone=not deployment.local,
         )
     finally:
+        if starting is not None:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
         await supervisor.stop()
         telemetry.shutdown()
 
@@ -418,17 +420,46 @@ def make_canary(settings: Settings, machine: str) -> Canary:
     return Canary(path, machine, engine.canary_min_agreement, engine.canary_max_slowdown)
 
 
-async def _started(fleet: Fleet, local: set[TierName]) -> None:
-    """Wait until every replica is ready.
+async def _started(deployment: Deployment, supervisor: Supervisor, told: Told) -> None:
+    """Make what is missing, and wait until no tier is on its way any more.
 
     Raises:
-        StartError: One that was started here failed.
+        StartError: An engine that was started here failed; while checkpoints are made, only if no other tier is ready.
+        TierError: No engine could be started here.
     """
-    while not all(r.state is ReplicaState.READY for r in fleet.replicas):
-        for replica in fleet.replicas:
-            if replica.state is ReplicaState.FAILED and replica.spec.name in local:
-                raise StartError(f"{replica.id} did not start: {replica.detail}")
-        await asyncio.sleep(0.1)
+    fleet, making = supervisor.fleet, None
+    if deployment.missing:
+        options = prepare_options(deployment.settings)
+        first = FirstStart(deployment, options, supervisor, told.planned, told.step)
+        making = asyncio.create_task(first.run(), name="first start")
+    try:
+        said = False
+        while not await _settled(deployment, fleet, making):
+            if not said and any(r.state is ReplicaState.READY for r in fleet.replicas) and fleet.preparations.coming:
+                told.serving(fleet)
+                said = True
+            await asyncio.sleep(0.1)
+    finally:
+        if making is not None:
+            making.cancel()
+            await asyncio.gather(making, return_exceptions=True)
+
+
+async def _settled(deployment: Deployment, fleet: Fleet, making: asyncio.Task[None] | None) -> bool:
+    """Tell whether no tier is on its way any more.
+
+    Raises:
+        StartError: As above.
+        TierError: As above.
+    """
+    if making is not None and making.done():
+        await making
+    one_ready = any(r.state is ReplicaState.READY for r in fleet.replicas)
+    failed = [r for r in fleet.replicas if r.state is ReplicaState.FAILED and r.spec.name in deployment.local]
+    if failed and not (making is not None and one_ready):
+        raise StartError(f"{failed[0].id} did not start: {failed[0].detail}")
+    all_there = all(r.state is ReplicaState.READY or r in failed for r in fleet.replicas)
+    return all_there and not fleet.preparations.coming and (making is None or making.done())
 
 
 def _spec(name: TierName, tier: TierSettings, prepared: Mapping[TierName, Checkpoint]) -> TierSpec:

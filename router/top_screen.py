@@ -10,6 +10,7 @@ from rich.text import Text
 
 from router.logs import shown_ms
 from router.top import Picture, View
+from tiers.preparing import Preparing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 WIDE, WIDEST = 100, 130
 STATES = {
     "ready": "green",
+    "preparing": "yellow",
     "starting": "yellow",
     "warming": "yellow",
     "draining": "yellow",
@@ -164,6 +166,7 @@ def _tiers(fleet: Mapping[str, Any], view: View, width: int) -> list[Text]:
             lines.extend(
                 _line(columns, _replica_cells(replica, tier, bar, kv_bar, view), width) for replica in replicas
             )
+        lines.extend(_preparing(tier, width))
         lines.extend(note for replica in replicas for note in _notes(replica, width))
     return lines
 
@@ -201,6 +204,16 @@ def _replica_cells(
         Text(f"{replica.get('tokens_per_s') or 0:.0f}", style="dim"),
         *(Text() for _ in range(5)),
     ]
+
+
+def _preparing(tier: Mapping[str, Any], width: int) -> list[Text]:
+    """Return what a tier needs before it serves for the first time."""
+    if not tier["preparing"]:
+        return []
+    said = tier["detail"] or Preparing(**tier["preparing"]).text
+    line = Text(f"   {tier['tier']}: {_plain(said.splitlines()[0])}", style=STATES.get(tier["state"], ""))
+    line.truncate(width)
+    return [line]
 
 
 def _notes(replica: Mapping[str, Any], width: int) -> list[Text]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from classifier import PromptFeatures
     from router.settings import LimitSettings
     from tiers.fleet import FleetSnapshot, ReplicaSnapshot
+    from tiers.preparing import Preparing
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +254,8 @@ def render_fleet(fleet: FleetSnapshot, model: str, machine: str, *, inside: bool
                 "tier": tier.spec.name,
                 "precision": tier.spec.precision,
                 "state": tier.state.value,
+                "preparing": render_preparing(tier.preparing) if tier.preparing is not None else None,
+                "detail": tier.preparing.failed or "" if tier.preparing is not None and inside else "",
                 "checkpoint": str(tier.spec.checkpoint) if tier.spec.checkpoint and inside else None,
                 "checkpoint_digest": tier.spec.digest,
                 "identity": tier.spec.identity if inside else tier.spec.digest,
@@ -263,6 +266,17 @@ def render_fleet(fleet: FleetSnapshot, model: str, machine: str, *, inside: bool
             }
             for tier in fleet.tiers
         ],
+    }
+
+
+def render_preparing(preparing: Preparing) -> dict[str, Any]:
+    """Return what a tier needs before it serves for the first time, as JSON values."""
+    remaining_s = preparing.remaining_s
+    return {
+        "what": preparing.what,
+        "done": preparing.done,
+        "total": preparing.total,
+        "remaining_s": None if remaining_s is None else round(remaining_s, 1),
     }
 
 

@@ -2,7 +2,8 @@
 
 usage: .venv/bin/python scripts/screenshots.py [NAME...]
 
-Needs Chromium (scripts/setup services). A name makes one picture alone: page-light, page-dark, trace, prompt, phone.
+Needs Chromium (scripts/setup services). A name makes one picture alone: page-light, page-dark, trace, prompt, phone,
+first-start.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ sys.path.insert(0, str(PROJECT))
 from tests.browser.chromium import launched  # noqa: E402
 from tests.browser.made_up import ANSWER, FAST, SPEEDS, measured  # noqa: E402
 from tests.fakes.engine import Behaviour  # noqa: E402
+from tests.unit.first_up import first_up  # noqa: E402
 from tests.unit.router_stack import Stack, router_stack  # noqa: E402
 from tiers.spec import TierName  # noqa: E402
 
@@ -125,10 +127,37 @@ async def shots(browser: Browser, stack: Stack, wanted: list[str]) -> None:
         await context.close()
 
 
+async def first_start(browser: Browser, folder: Path) -> None:
+    """Take the picture of a router whose last checkpoint is being made."""
+    context = await browser.new_context(viewport=ViewportSize(width=1440, height=560), color_scheme="light")
+    async with first_up(folder) as up:
+        up.tell("bf16", "done")
+        up.tell("fp8", "done")
+        await up.until_states(precise="ready", balanced="ready", fast="preparing")
+        page = await context.new_page()
+        await page.goto(up.url)
+        for layer in range(1, 13):
+            up.tell("awq", str(layer))
+            await up.generate(prompt=PROMPTS[layer % len(PROMPTS)], max_tokens=16)
+            await asyncio.sleep(2)
+        await page.get_by_text("(12 of 31)").wait_for()
+        await page.screenshot(path=IMAGES / "first-start.png")
+        print(f"docs/images/first-start.png: {(IMAGES / 'first-start.png').stat().st_size // 1024} kB")
+    await context.close()
+
+
 async def main(wanted: list[str]) -> None:
     """Run a router under load, and a browser that looks at it."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     behaviours = {t.value: Behaviour(answer=ANSWER, delay_s=SPEEDS[t][1], first_delay_s=SPEEDS[t][0]) for t in TierName}
+    if not wanted or "first-start" in wanted:
+        with tempfile.TemporaryDirectory() as folder:
+            async with async_playwright() as tool:
+                browser = await launched(tool)
+                await first_start(browser, Path(folder))
+                await browser.close()
+    if wanted == ["first-start"]:
+        return
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(XDG_CONFIG_HOME=folder, QARR_POLICY__PROFILES=folder)
         async with router_stack(Path(folder), **behaviours) as stack, async_playwright() as tool:

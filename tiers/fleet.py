@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from tiers.breaker import Breaker, BreakerOptions, BreakerState
 from tiers.limit import ConcurrencyLimit
 from tiers.live_speed import KEPT, Seen
+from tiers.preparing import Preparations, Preparing
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import IDLE, PREFILL_MEMORY_MS, STEADY, Load, SpeedModel, Times, Trend
 from tiers.turnover import Turnover
@@ -180,10 +181,15 @@ def fits(tokens: float, held: int, size: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TierSnapshot:
-    """One tier at one moment."""
+    """One tier at one moment.
+
+    Attributes:
+        preparing: What it needs before it serves for the first time; None: nothing.
+    """
 
     spec: TierSpec
     replicas: tuple[ReplicaSnapshot, ...]
+    preparing: Preparing | None = None
 
     @property
     def ready(self) -> tuple[ReplicaSnapshot, ...]:
@@ -192,9 +198,11 @@ class TierSnapshot:
 
     @property
     def state(self) -> ReplicaState:
-        """Return the state of the tier's best replica."""
+        """Return the state of the tier's best replica; without one, whether it is going to have one."""
         if any(r.state is ReplicaState.READY for r in self.replicas):
             return ReplicaState.READY
+        if not self.replicas and self.preparing is not None:
+            return ReplicaState.PREPARING if self.preparing.failed is None else ReplicaState.FAILED
         return min((r.state for r in self.replicas), key=_BEST_FIRST.index, default=ReplicaState.STOPPED)
 
     def next(
@@ -658,6 +666,7 @@ class Fleet:
         restarts: Engines that were started again by themselves, by tier.
         first_share: What this router may have on a replica that is new to it; None: everything.
         measuring: Held by whoever measures speeds: two at once would measure each other.
+        preparations: What tiers need before they serve for the first time.
     """
 
     specs: tuple[TierSpec, ...]
@@ -672,6 +681,7 @@ class Fleet:
     restarts: Counter[TierName] = field(default_factory=Counter)
     first_share: Share | None = None
     measuring: asyncio.Lock = field(default_factory=asyncio.Lock)
+    preparations: Preparations = field(default_factory=Preparations)
 
     def add(self, replica: Replica) -> Replica:
         """Add a replica; it gets traffic once it is marked ready."""
@@ -683,6 +693,10 @@ class Fleet:
     def remove(self, replica: Replica) -> None:
         """Forget a replica. Leases on it still end as usual."""
         self.replicas.remove(replica)
+
+    def configure(self, spec: TierSpec) -> None:
+        """Take a tier's configuration anew: its checkpoint has been made."""
+        self.specs = tuple(spec if each.name is spec.name else each for each in self.specs)
 
     def spec(self, tier: TierName) -> TierSpec:
         """Return one tier's configuration.
@@ -827,6 +841,7 @@ class Fleet:
                         for r in self.replicas
                         if r.spec.name is spec.name
                     ),
+                    self.preparations.of(spec.name),
                 )
                 for spec in self.specs
             ),

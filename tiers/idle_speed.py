@@ -73,7 +73,9 @@ class IdleSpeed:
         return speed if self._requests() == before else None
 
     def quiet(self, but: Replica | None = None) -> bool:
-        """Tell whether no replica starts or serves, one left out."""
+        """Tell whether no replica starts or serves, one left out, and no checkpoint is being made."""
+        if self._fleet.preparations.making:
+            return False
         busy = {ReplicaState.STARTING, ReplicaState.WARMING}
         return not any(r.in_flight or r.state in busy for r in self._fleet.replicas if r is not but)
 

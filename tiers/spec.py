@@ -39,8 +39,9 @@ PRECISIONS: dict[TierName, Precision] = {
 
 
 class ReplicaState(Enum):
-    """The life of a replica. Only a ``READY`` one gets traffic."""
+    """The life of a replica, and the state of a tier: that of its best replica. Only a ``READY`` one gets traffic."""
 
+    PREPARING = "preparing"  # of a tier: its checkpoint is being made, and there is no engine yet
     STARTING = "starting"  # process started, or URL not yet answering
     WARMING = "warming"  # /health answers; warm-up generations run
     READY = "ready"

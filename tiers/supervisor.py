@@ -118,10 +118,7 @@ class Supervisor:
         Raises:
             PortInUse: An engine's port is taken; nothing was started.
         """
-        for launch in launches:
-            check_port_free(launch.host, launch.port)
-        for launch in launches:
-            self._add(launch.tier, launch.url, launch)
+        self.launch(launches)
         for work, name in (
             (self._idle_speed.run, "measuring speeds"),
             (self.operations.run, "recycling"),
@@ -131,6 +128,18 @@ class Supervisor:
         for spec in external:
             for url in spec.urls:
                 self._add(spec, url.rstrip("/"), None)
+
+    def launch(self, launches: Sequence[EngineLaunch]) -> None:
+        """Begin to start engines here, at the start or later. Returns at once.
+
+        Raises:
+            PortInUse: An engine's port is taken; nothing was started.
+        """
+        for launch in launches:
+            check_port_free(launch.host, launch.port)
+        for launch in launches:
+            self.fleet.preparations.starting(launch.tier.name)
+            self._add(launch.tier, launch.url, launch)
 
     async def stop(self) -> None:
         """Stop watching and end every engine that was started here."""
@@ -233,6 +242,8 @@ class Supervisor:
         if replica.state is state and replica.detail == detail:
             return
         replica.mark(state, detail)
+        if state in {ReplicaState.READY, ReplicaState.FAILED}:
+            self.fleet.preparations.settled(replica.spec.name)
         wrong = state in {ReplicaState.FAILED, ReplicaState.UNREACHABLE}
         again = state is ReplicaState.STARTING and detail is not None
         level = logging.WARNING if wrong or again else logging.INFO

@@ -71,6 +71,11 @@ function duration(ms) {
   return `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;
 }
 
+/** A rough time for people: the next five seconds, from two minutes on the next half minute. */
+function about(seconds) {
+  return seconds <= 120 ? `about ${Math.max(5 * Math.ceil(seconds / 5), 5)} s` : `about ${Math.ceil(seconds / 30) / 2} min`;
+}
+
 const count = (value) => (known(value) ? whole.format(value) : NONE);
 const rate = (value) => (known(value) ? fixed(value, value < 99.95 ? 1 : 0) : NONE);
 const percent = (share, digits = 0) => (known(share) ? `${fixed(share * 100, digits)} %` : NONE);
@@ -94,7 +99,7 @@ function shape(tier) {
 /** A tier's name with its shape. */
 const tierName = (tier) => el("span", { class: "tier-name" }, shape(tier), tier);
 
-const STATE_MARKS = { ready: "✓", starting: "…", warming: "…", draining: "↓", unreachable: "!", failed: "✕", stopped: "■" };
+const STATE_MARKS = { ready: "✓", preparing: "…", starting: "…", warming: "…", draining: "↓", unreachable: "!", failed: "✕", stopped: "■" };
 
 /** Show a replica's or tier's state: a mark, and the word. */
 function putState(node, state) {

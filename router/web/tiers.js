@@ -108,6 +108,8 @@ class TierRow {
     this.precision = el("span", { class: "precision" });
     this.state = el("span", { class: "state" });
     this.detail = el("p", { class: "why", hidden: true });
+    this.coming = { step: el("p", { class: "clip" }), left: el("p"), bar: el("div") };
+    this.comingNode = el("div", { class: "coming", hidden: true }, Object.values(this.coming));
     this.lane = el("canvas", { class: `lane of-${tier}`, "aria-hidden": "true" });
     this.figures = {
       load: figure("In flight", "Requests on the engine, and how many it takes at once"),
@@ -122,7 +124,7 @@ class TierRow {
     this.summary = el("summary");
     this.node = el("li", { class: `tier of-${tier}`, "data-tier": tier },
       el("div", { class: "who" }, el("h3", {}, tierName(tier)), this.precision, this.state),
-      el("div", { class: "track" }, this.lane),
+      el("div", { class: "track" }, this.lane, this.comingNode),
       el("dl", { class: "figures" }, Object.values(this.figures).map((f) => f.node)),
       this.detail,
       el("details", { class: "more-replicas" }, this.summary, this.replicas));
@@ -157,8 +159,20 @@ class TierRow {
     put(requests.value, count(tier.requests));
     put(requests.more, tier.errors ? ` ${plural(tier.errors, "error")}` : "");
     requests.node.classList.toggle("bad", tier.errors > 0);
+    this.#showComing(tier.preparing, tier.state);
     this.#showReplicas(tier);
     this.marks.update(in_flight.filter((r) => r.tier === tier.tier));
+  }
+
+  /** Say on the lane what the tier needs before it serves for the first time; there are no requests on it yet. */
+  #showComing(preparing, state) {
+    this.comingNode.hidden = !preparing || state === "ready" || state === "failed";
+    if (this.comingNode.hidden) return;
+    const { what, done, total, remaining_s } = preparing;
+    put(this.coming.step, what + (total ? ` (${count(done)} of ${count(total)})` : ""));
+    put(this.coming.left, known(remaining_s) ? `ready in ${about(remaining_s)}` : "");
+    this.coming.bar.hidden = !total;
+    if (total) bar(this.coming.bar, done / total);
   }
 
   #times({ value, more, below }, times, half, most) {
@@ -173,7 +187,7 @@ class TierRow {
     const ready = tier.replicas.filter((r) => r.state === "ready").length;
     put(this.summary, `${plural(tier.replicas.length, "replica")}, ${ready} ready · context ${count(tier.max_model_len)}` +
       (tier.checkpoint_digest ? ` · checkpoint ${tier.checkpoint_digest.slice(0, 8)}` : ""));
-    const why = tier.replicas.filter((r) => r.detail).map((r) => `${r.id}: ${r.detail}`).join(" · ");
+    const why = [tier.detail, ...tier.replicas.filter((r) => r.detail).map((r) => `${r.id}: ${r.detail}`)].filter(Boolean).join(" · ");
     put(this.detail, why);
     this.detail.hidden = !why;
     sync(this.replicas, tier.replicas, (r) => r.id, makeReplica, updateReplica);

@@ -13,6 +13,7 @@ from router.keys import add_key
 from tests.browser.line import Line
 from tests.browser.made_up import ANSWER, measured
 from tests.fakes.engine import Behaviour
+from tests.unit.first_up import first_up
 from tests.unit.measuring_router import engines, measuring_router
 from tests.unit.router_stack import router_stack
 from tiers.spec import TierName
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = TierName
+TIMEOUT_MS = 30_000  # for engines that start
 MARKUP = "<img src=x onerror=document.title='broken'>"
 
 
@@ -42,6 +44,24 @@ def button(page: Page, name: str) -> Locator:
 async def live(page: Page) -> None:
     """Wait until the page is connected."""
     await expect(page.get_by_text("● live")).to_be_visible()
+
+
+async def test_a_tier_that_is_being_made_says_so_on_its_lane(tmp_path: Path, opened: Opened) -> None:
+    """The step, its parts and the time left stand where its requests will be, until it is ready."""
+    async with first_up(tmp_path) as up:
+        for command, order in (("bf16", "done"), ("fp8", "done"), ("awq", "3")):
+            up.tell(command, order)
+        await up.until_states(precise="ready", balanced="ready", fast="preparing")
+        async with opened(up.url) as page:
+            await live(page)
+            coming, state = tier(page, "fast").locator(".coming"), tier(page, "fast").locator(".who .state")
+            await expect(coming).to_contain_text("quantizing to AWQ int4, groups of 64 (3 of 31)", timeout=TIMEOUT_MS)
+            await expect(coming).to_contain_text("ready in about")
+            await expect(state).to_have_text("… preparing")
+            await expect(tier(page, "precise").locator(".coming")).to_be_hidden()
+            up.tell("awq", "done")
+            await expect(state).to_have_text("✓ ready", timeout=TIMEOUT_MS)
+            await expect(coming).to_be_hidden()
 
 
 async def test_the_tiers_are_shown(tmp_path: Path, opened: Opened) -> None:

@@ -22,7 +22,7 @@ from tiers.checkpoint import (
     seal,
 )
 from tiers.errors import CheckpointError, PlanError, TokenizerMismatch
-from tiers.plan import GIB, Gpu, Machine, kv_bytes_per_token, make_plan
+from tiers.plan import GIB, Gpu, Machine, expected_bytes, kv_bytes_per_token, make_plan
 from tiers.prepare import DEFAULT_CALIBRATION, PrepareOptions, check_calibration, find, finished, prepare
 from tiers.quantize import evenly
 from tiers.spec import Precision, TierName, TierSpec
@@ -207,6 +207,24 @@ def test_kv_cache_per_token() -> None:
     assert kv_bytes_per_token(LLAMA_8B) == 131072
     with pytest.raises(PlanError, match="num_hidden_layers"):
         kv_bytes_per_token({"num_attention_heads": 1, "hidden_size": 64})
+
+
+def test_a_plan_knows_the_weights_that_are_still_to_be_made(tmp_path: Path) -> None:
+    """From the BF16 checkpoint alone: embeddings stay, and the rest is half, or a little over a quarter."""
+    base = model(tmp_path / "base", size=269_060_552)  # and 163 and 114 MB, of the default model
+    config = {**LLAMA_8B, "vocab_size": 49152, "hidden_size": 576, "tie_word_embeddings": True}
+    (base / "config.json").write_text(json.dumps(config))
+    assert expected_bytes(base, Precision.BF16, amx=False) == (269_060_552, 269_060_552)
+    on_disk, held = expected_bytes(base, Precision.FP8, amx=False)
+    assert on_disk == pytest.approx(163_227_736, rel=0.01)
+    assert held == pytest.approx(269_060_552, rel=0.01)
+    packed, held = expected_bytes(base, Precision.AWQ_INT4, amx=True)
+    assert 114_029_456 < packed == held < 1.05 * 114_029_456
+    tiers = [TierSpec(name, 2048, 16, 32, checkpoint=base if name is PRECISE else None) for name in TierName]
+    plan = make_plan(Machine((0, 1), 24 * GIB, ()), tiers, base=base)
+    assert [(share.on_disk, share.weights) for share in plan.shares] == [
+        expected_bytes(base, precision, amx=False) for precision in (Precision.AWQ_INT4, Precision.FP8, Precision.BF16)
+    ]
 
 
 def test_three_engines_share_one_gpu(tmp_path: Path) -> None:

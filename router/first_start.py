@@ -1,0 +1,222 @@
+"""The first start with a model: checkpoints are made while the router serves, and each engine starts as soon as it can.
+
+How the machine is shared is planned once, when the BF16 checkpoint is there, from which the sizes of the others follow:
+engines that run keep their cores. On a GPU the engines start when all checkpoints are made: vLLM takes its share of the
+memory that is free as it starts, and the quantizer needs the same memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from router.counters import LateCounter, make_counter
+from router.telemetry import engine_target
+from tiers.checkpoint import check_alike
+from tiers.errors import CheckpointError, TierError
+from tiers.plan import make_plan, read_machine, weight_bytes
+from tiers.prepare import DEFAULT_MODEL, DEFAULT_WEIGHTS, prepare
+from tiers.preparing import about
+from tiers.process import check_port_free
+from tiers.spec import EngineLaunch, TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from router.serve import Deployment
+    from router.settings import Settings
+    from tiers.checkpoint import Checkpoint
+    from tiers.plan import Plan
+    from tiers.prepare import PrepareOptions
+    from tiers.spec import TierSpec
+    from tiers.supervisor import Supervisor
+
+log = logging.getLogger("qarr.router")
+HOST = "127.0.0.1"
+NICENESS = 15  # of the quantizer: engines go first; cores that are idle anyway it gets whole
+REPORTS = 4  # of a step whose parts are counted
+HOW_TO_MEND = "mend the cause, run 'qarr model prepare', and start 'qarr up' again"
+
+
+class _Enough(Exception):
+    """Every checkpoint that is wanted has been made."""
+
+
+class Steps:
+    """Turns progress into a few lines: one when a step begins, and some more while its parts are done."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._last = say, ("", 0)
+
+    def __call__(self, message: str, done: int, total: int, left: str = "") -> None:
+        """Note how far a step is; ``left`` is said after it."""
+        now = (message, done * REPORTS // total if total else 0)
+        if now != self._last:
+            self._last = now
+            self._say(f"{message}{f' ({done} of {total})' if total else ''}{left}")
+
+
+def make_launch(spec: TierSpec, plan: Plan, settings: Settings, model: str, number: int) -> EngineLaunch:
+    """Return how a tier's engine is started.
+
+    Args:
+        spec: With a checkpoint.
+        plan: How the engines share the machine.
+        settings: All settings.
+        model: The model's name.
+        number: The tier's place among those that run here; its port follows from it.
+    """
+    return EngineLaunch(
+        tier=spec,
+        placement=plan.placement(spec.name),
+        python=settings.engine.python,
+        served_model=model,
+        host=HOST,
+        port=settings.engine.base_port + number,
+        api_key=secrets.token_urlsafe(24),
+        otlp=engine_target(),
+        extra_args=settings.engine.extra_args,
+    )
+
+
+class FirstStart:
+    """Makes what is missing in a thread, and starts engines in the event loop as they can be.
+
+    Args:
+        deployment: With tiers whose checkpoints are missing.
+        options: How they are made.
+        supervisor: Gets the engines.
+        on_plan: Called once, with the plan and the tiers.
+        say: Gets a line for each step.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        options: PrepareOptions,
+        supervisor: Supervisor,
+        on_plan: Callable[[Plan, tuple[TierSpec, ...]], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._deployment, self._supervisor = deployment, supervisor
+        self._options = replace(options, niceness=NICENESS)
+        self._on_plan, self._say, self._steps = on_plan, say, Steps(say)
+        self._specs = {spec.name: spec for spec in deployment.specs if not spec.urls}
+        self._missing = set(deployment.missing)
+        self._plan: Plan | None = None
+        self._began = time.monotonic()
+        self._launched: set[TierName] = set()
+        self._over = False
+
+    async def run(self) -> None:
+        """Make what is missing; return when all is made, or when no more can be and something serves or is going to.
+
+        Raises:
+            TierError: No engine could be started.
+        """
+        fleet, settings = self._supervisor.fleet, self._deployment.settings
+        for number in range(len(self._specs)):
+            check_port_free(HOST, settings.engine.base_port + number)
+        fleet.preparations.expect(self._missing, DEFAULT_WEIGHTS if self._options.model == DEFAULT_MODEL else None)
+        self._began = time.monotonic()
+        loop = asyncio.get_running_loop()
+
+        def progress(message: str, done: int, total: int) -> None:
+            loop.call_soon_threadsafe(self._step, message, done, total)
+
+        def on_made(checkpoint: Checkpoint) -> None:
+            launches, plan = self._launches(checkpoint)
+            asyncio.run_coroutine_threadsafe(self._start(checkpoint, launches, plan), loop).result()
+            if not self._missing:
+                raise _Enough
+
+        making = asyncio.create_task(asyncio.to_thread(prepare, self._options, progress, on_made), name="making")
+        try:
+            await asyncio.shield(making)
+        except _Enough:
+            return
+        except Exception as error:  # noqa: BLE001  what serves goes on, whatever it is
+            self._failed(error)
+        finally:
+            self._over = True
+            self._options.quantizer.stop()
+            await asyncio.gather(making, return_exceptions=True)
+
+    def _launches(self, made: Checkpoint) -> tuple[list[EngineLaunch], Plan | None]:
+        """Return the engines that can be started now that a checkpoint is made, and the plan if it is new. In the thread.
+
+        Raises:
+            TierError: The tiers differ in tokenizer, or the machine is too small.
+        """
+        settings, model = self._deployment.settings, self._deployment.model
+        if made.tier in self._missing:
+            self._missing.remove(made.tier)
+            spec = self._specs[made.tier]
+            self._specs[made.tier] = replace(spec, checkpoint=made.path, digest=made.manifest.weights_digest)
+        check_alike({name: spec.checkpoint for name, spec in self._specs.items() if spec.checkpoint is not None})
+        known = self._plan
+        if known is None:
+            if isinstance(self._deployment.counter, LateCounter):
+                self._deployment.counter.take(make_counter(made.path))
+            machine = read_machine()
+            if machine.gpus and self._missing:
+                return [], None
+            specs = tuple(self._specs.values())
+            self._plan = make_plan(machine, specs, kv_cache_gib=settings.engine.cpu_kv_cache_gib, base=made.path)
+        assert self._plan is not None
+        return [
+            make_launch(spec, self._plan, settings, model, number)
+            for number, spec in enumerate(self._specs.values())
+            if spec.checkpoint is not None and spec.name not in self._launched
+        ], (self._plan if known is None else None)
+
+    async def _start(self, made: Checkpoint, launches: list[EngineLaunch], plan: Plan | None) -> None:
+        """Start engines. In the event loop.
+
+        Raises:
+            PortInUse: An engine's port is taken.
+        """
+        if self._over:
+            return
+        fleet, now = self._supervisor.fleet, time.monotonic()
+        if made.tier in fleet.preparations.to_make:
+            self._say(f"{made.tier}: its checkpoint is made, in {now - self._began:.0f} s")
+        self._began = now
+        fleet.preparations.made(made.tier)
+        if made.tier is TierName.PRECISE:
+            fleet.preparations.sized(weight_bytes(made.path))
+        if plan is not None:
+            self._on_plan(plan, tuple(self._specs.values()))
+        for launch in launches:
+            fleet.configure(launch.tier)
+        self._supervisor.launch(launches)
+        self._launched.update(launch.tier.name for launch in launches)
+
+    def _step(self, message: str, done: int, total: int) -> None:
+        preparations = self._supervisor.fleet.preparations
+        tier = next(iter(preparations.to_make), None)
+        if tier is None or self._over:
+            return
+        preparations.step(message, done, total)
+        remaining_s = now.remaining_s if (now := preparations.of(tier)) is not None else None
+        left = f"; ready in {about(remaining_s)}" if remaining_s is not None else ""
+        self._steps(f"{tier}: {message}", done, total, left)
+
+    def _failed(self, error: Exception) -> None:
+        """Note that nothing more can be made; what is there goes on.
+
+        Raises:
+            TierError: Nothing is there.
+        """
+        if not isinstance(error, TierError):
+            log.error("making checkpoints failed", exc_info=error)
+            error = CheckpointError(f"{type(error).__name__}: {error}")
+        if not self._launched:
+            raise error
+        for tier in self._supervisor.fleet.preparations.fail(f"{error}; {HOW_TO_MEND}"):
+            log.error("the checkpoint of %s could not be made: %s", tier, error)
+            self._say(f"{tier:12} failed: its checkpoint could not be made: {error}; {HOW_TO_MEND}")

@@ -1,0 +1,55 @@
+"""A stand-in for ``tiers/quantize.py`` in its environment: makes small checkpoints, and waits where a test tells it to.
+
+``FAKE_QUANTIZER`` names a folder. For each command it waits for a file of that name there, and does what the file says:
+a number: report so many layers as done, and wait for the file to change; ``done``: finish; ``fail``: fail as on a full disk.
+It leaves its process id and niceness in ``COMMAND.pid``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+LAYERS = 31
+MESSAGES = {"awq": "quantizing to AWQ int4, groups of 64", "fp8": "quantizing to FP8"}
+
+
+def event(name: str, **fields: object) -> None:
+    """Write one event, as ``quantize.py`` does."""
+    sys.stdout.write(json.dumps({"event": name, **fields}) + "\n")
+    sys.stdout.flush()
+
+
+def told(path: Path) -> str:
+    """Return what the test says, an empty text where it says nothing yet."""
+    return path.read_text().strip() if path.exists() else ""
+
+
+def main() -> int:
+    """Run one command: ``python fake.py QUANTIZE_PY COMMAND SOURCE TARGET ...``."""
+    command, source, target = sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])
+    orders = Path(os.environ["FAKE_QUANTIZER"])
+    (orders / f"{command}.pid").write_text(f"{os.getpid()} {os.getpriority(os.PRIO_PROCESS, 0)}")
+    event("progress", message="loading the base model", done=0, total=0)
+    reported = 0
+    while (order := told(orders / command)) != "done":
+        if order == "fail":
+            sys.stderr.write("OSError: [Errno 28] No space left on device\n")
+            return 1
+        while reported < int(order or 0):
+            reported += 1
+            event("progress", message=MESSAGES.get(command, command), done=reported, total=LAYERS)
+        time.sleep(0.02)
+    config = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    header = b"{}      "
+    (target / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    event("done", versions={"fake": "1"}, group_size=64, calibration_samples=32, calibration_tokens=4096)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

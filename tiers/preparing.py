@@ -1,0 +1,223 @@
+"""What the tiers of a router still need before they serve for the first time, and about how long that takes.
+
+A checkpoint that is missing is made, one after another, while tiers that are ready serve; then its engine is started. One
+event loop owns a ``Preparations``; nothing here awaits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+# In which checkpoints are made: the first two take seconds, the last one minutes.
+MAKING_ORDER = (TierName.PRECISE, TierName.BALANCED, TierName.FAST)
+# Seen with the default model on two cores (AMD EPYC): from a process' start to a ready engine, and what is left of AWQ
+# after its last layer.
+ENGINE_START_S = 45.0
+WRITING_S = 5.0
+
+
+class Typical(NamedTuple):
+    """How long a checkpoint takes: the libraries' start, and each GiB of BF16 weights. Seen on two cores (AMD EPYC)."""
+
+    start_s: float
+    s_per_gib: float
+
+
+TYPICAL = {
+    TierName.PRECISE: Typical(10.0, 16.0),
+    TierName.BALANCED: Typical(12.0, 12.0),
+    TierName.FAST: Typical(20.0, 540.0),
+}
+GIB = 1 << 30
+IN_SECONDS = 120  # up to here times are told in seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Preparing:
+    """What one tier still needs, at one moment.
+
+    Attributes:
+        what: The step that it is at, or waits for.
+        done: Parts of the step that are done.
+        total: Parts that it has; 0 where they cannot be counted.
+        remaining_s: Until the tier is ready, in seconds; a rough figure. None: not known.
+        failed: Why its checkpoint could not be made; None: it is being made, or its engine starts.
+    """
+
+    what: str
+    done: int = 0
+    total: int = 0
+    remaining_s: float | None = None
+    failed: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Return the step and the time left, for a person."""
+        parts = f" ({self.done} of {self.total})" if self.total else ""
+        left = f", ready in {about(self.remaining_s)}" if self.remaining_s is not None else ""
+        return f"{self.what}{parts}{left}"
+
+
+def about(seconds: float) -> str:
+    """Return a rough time for a person: the next five seconds, from two minutes on the next half minute."""
+    if seconds <= IN_SECONDS:
+        return f"about {max(5 * math.ceil(seconds / 5), 5)} s"
+    return f"about {math.ceil(seconds / 30) / 2:g} min"
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step whose parts are counted: its pace is that of the parts seen so far."""
+
+    message: str
+    total: int
+    first: int
+    first_at: float
+    done: int
+    done_at: float
+
+    def left_s(self, now: float) -> float | None:
+        """Return the time left; None before the second part."""
+        if self.done == self.first:
+            return None
+        pace_s = (self.done_at - self.first_at) / (self.done - self.first)
+        return max(pace_s * (self.total - self.done) - (now - self.done_at), 0.0) + WRITING_S
+
+
+@dataclass(slots=True)
+class Preparations:
+    """All tiers that are on their way to their first request.
+
+    Attributes:
+        clock: Monotonic seconds.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    _to_make: list[TierName] = field(default_factory=list)  # the first one is being made
+    _weights: int | None = None
+    _began: float = 0.0
+    _message: str = ""
+    _step: _Step | None = None
+    _made: list[TierName] = field(default_factory=list)  # and no engine is started yet
+    _starting: dict[TierName, float] = field(default_factory=dict)  # since when its engine starts
+    _failed: dict[TierName, str] = field(default_factory=dict)
+
+    @property
+    def making(self) -> bool:
+        """Tell whether a checkpoint is being made: the machine is not idle."""
+        return bool(self._to_make)
+
+    @property
+    def coming(self) -> tuple[TierName, ...]:
+        """Return the tiers that are on their way, the next one first."""
+        return (*self._starting, *self._made, *self._to_make)
+
+    @property
+    def to_make(self) -> tuple[TierName, ...]:
+        """Return the tiers whose checkpoints are missing, in the order in which they are made."""
+        return tuple(self._to_make)
+
+    def expect(self, tiers: Iterable[TierName], weights: int | None) -> None:
+        """Note the tiers whose checkpoints are made from now on, and the size of the BF16 weights where it is known."""
+        wanted = set(tiers)
+        self._to_make = [tier for tier in MAKING_ORDER if tier in wanted]
+        self._weights, self._began = weights, self.clock()
+
+    def sized(self, weights: int) -> None:
+        """Note the size of the BF16 weights, in bytes."""
+        self._weights = weights
+
+    def step(self, message: str, done: int, total: int) -> None:
+        """Note how far the present checkpoint is; ``total`` is 0 where parts cannot be counted."""
+        self._message, now = message, self.clock()
+        if not total:
+            return
+        if self._step is None or self._step.message != message:
+            self._step = _Step(message, total, done, now, done, now)
+        elif done != self._step.done:
+            self._step.done, self._step.done_at = done, now
+
+    def made(self, tier: TierName) -> None:
+        """Note a finished checkpoint; the next one begins."""
+        if tier in self._to_make:
+            self._to_make.remove(tier)
+            self._made.append(tier)
+        self._began, self._message, self._step = self.clock(), "", None
+
+    def starting(self, tier: TierName) -> None:
+        """Note that a tier's engine starts."""
+        if tier in self._made:
+            self._made.remove(tier)
+        self._starting[tier] = self.clock()
+
+    def settled(self, tier: TierName) -> None:
+        """Note that a tier's engine is ready, or has failed."""
+        self._starting.pop(tier, None)
+
+    def fail(self, why: str) -> tuple[TierName, ...]:
+        """Note that no further engine is started; return the tiers that lack theirs."""
+        lacking = (*self._made, *self._to_make)
+        self._failed.update(dict.fromkeys(lacking, why))
+        self._made.clear()
+        self._to_make.clear()
+        return lacking
+
+    def of(self, tier: TierName) -> Preparing | None:
+        """Return what a tier still needs; None: it needs nothing, or nothing that is told here."""
+        now = self.clock()
+        if tier in self._failed:
+            return Preparing("its checkpoint could not be made", failed=self._failed[tier])
+        if tier in self._to_make:
+            return self._of_making(tier, now)
+        if tier in self._made:
+            return Preparing("waits for the other checkpoints", remaining_s=self._ready_in_s(self._to_make, now))
+        if tier not in self._starting:
+            return None
+        return Preparing("its engine starts", remaining_s=_left(ENGINE_START_S - (now - self._starting[tier])))
+
+    def _of_making(self, tier: TierName, now: float) -> Preparing:
+        place = self._to_make.index(tier)
+        remaining = self._ready_in_s(self._to_make[: place + 1], now)
+        if place:
+            return Preparing(f"waits for the checkpoint of {self._to_make[place - 1]}", remaining_s=remaining)
+        step = self._step
+        counted = step is not None and step.message == self._message
+        return Preparing(
+            self._message or "its checkpoint is made",
+            step.done if step is not None and counted else 0,
+            step.total if step is not None and counted else 0,
+            remaining,
+        )
+
+    def _ready_in_s(self, first: list[TierName], now: float) -> float | None:
+        """Return when an engine is ready that starts after some checkpoints are made; None: not known."""
+        times = [self._making_s(tier, now) for tier in first]
+        known = [each for each in times if each is not None]
+        return sum(known) + ENGINE_START_S if len(known) == len(times) else None
+
+    def _making_s(self, tier: TierName, now: float) -> float | None:
+        """Return how long a checkpoint still takes: by the pace of its parts, else as is typical; None: not known."""
+        present = tier is self._to_make[0]
+        if present and self._step is not None:
+            if self._step.message != self._message:  # the parts are done
+                return WRITING_S
+            paced = self._step.left_s(now)
+            if paced is not None:
+                return paced
+        if self._weights is None:
+            return None
+        typical = TYPICAL[tier].start_s + TYPICAL[tier].s_per_gib * self._weights / GIB
+        return _left(typical - (now - self._began)) if present else typical
+
+
+def _left(seconds: float) -> float | None:
+    """Return what is left of a typical time; None once it has passed: how much longer it takes is not known."""
+    return seconds if seconds > 0 else None
