@@ -88,6 +88,7 @@ def main() -> None:
         sys.exit(f"error: uv could not be installed: '{' '.join(map(str, error.cmd))}' ended with {error.returncode}")
     ours = {
         "UV_CACHE_DIR": str(cache / "uv"),  # beside the environments, which get links to its files
+        "UV_COMPILE_BYTECODE_TIMEOUT": "600",  # for one file, on a machine that does much else
         "UV_NO_PROGRESS": "1",
         "UV_PYTHON_DOWNLOADS": "never",
         **uv_settings(pip, environment),
