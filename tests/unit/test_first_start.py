@@ -59,6 +59,7 @@ async def test_each_tier_serves_as_soon_as_it_can(tmp_path: Path) -> None:
         (fast,) = body["preparing"]
         assert (fast["tier"], fast["what"], fast["total"]) == ("fast", "quantizing to AWQ int4, groups of 64", 31)
         assert fast["remaining_s"] >= ENGINE_START_S
+        assert up.quantizer("bf16")[1] == 0  # there was nothing yet to yield to
         pid, niceness = up.quantizer("awq")
         assert os.getpgid(pid) != os.getpgid(up.process.pid)
         assert niceness > 0
