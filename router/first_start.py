@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("qarr.router")
 HOST = "127.0.0.1"
-NICENESS = 15  # of the quantizer: engines go first; cores that are idle anyway it gets whole
+NICENESS = 15  # of the quantizer beside engines, which go first; cores that are idle anyway it gets whole
 REPORTS = 4  # of a step whose parts are counted
 HOW_TO_MEND = "mend the cause, run 'qarr model prepare', and start 'qarr up' again"
 
@@ -103,7 +103,7 @@ class FirstStart:
         say: Callable[[str], None],
     ) -> None:
         self._deployment, self._supervisor = deployment, supervisor
-        self._options = replace(options, niceness=NICENESS)
+        self._options = options
         self._on_plan, self._say, self._steps = on_plan, say, Steps(say)
         self._specs = {spec.name: spec for spec in deployment.specs if not spec.urls}
         self._missing = set(deployment.missing)
@@ -195,6 +195,8 @@ class FirstStart:
             fleet.configure(launch.tier)
         self._supervisor.launch(launches)
         self._launched.update(launch.tier.name for launch in launches)
+        if launches:
+            self._options.quantizer.niceness = NICENESS
 
     def _step(self, message: str, done: int, total: int) -> None:
         preparations = self._supervisor.fleet.preparations

@@ -233,6 +233,7 @@ _BEST_FIRST = [
     ReplicaState.READY,
     ReplicaState.WARMING,
     ReplicaState.STARTING,
+    ReplicaState.PREPARING,
     ReplicaState.DRAINING,
     ReplicaState.UNREACHABLE,
     ReplicaState.FAILED,

@@ -50,9 +50,14 @@ _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
 class Quantizer:
-    """The process that ``prepare`` waits for, while there is one: the quantizer, or the download of the model."""
+    """The process that ``prepare`` waits for, while there is one: the quantizer, or the download of the model.
+
+    Attributes:
+        niceness: By how much processes that start from now on yield to others, 0 (not at all) to 19.
+    """
 
     def __init__(self) -> None:
+        self.niceness = 0
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._stopped = False
@@ -84,7 +89,6 @@ class PrepareOptions:
         group_size: Weights a scale for AWQ; 0 chooses.
         calibration_samples: Prompts taken of the calibration file, at even distances; 0 takes all.
         calibration_tokens: Tokens taken of each at most.
-        niceness: By how much the quantizer yields to other processes, 0 (not at all) to 19.
         quantizer: The process that runs, so that another thread can end it.
     """
 
@@ -95,7 +99,6 @@ class PrepareOptions:
     group_size: int = 0
     calibration_samples: int = CALIBRATION_SAMPLES
     calibration_tokens: int = CALIBRATION_TOKENS
-    niceness: int = 0
     quantizer: Quantizer = field(default_factory=Quantizer, compare=False)
 
 
@@ -402,7 +405,7 @@ def _run(options: PrepareOptions, command: str, argv: Sequence[str], progress: P
     options.store.mkdir(parents=True, exist_ok=True)
     last: dict[str, Any] = {}
     with log_path.open("w", encoding="utf-8") as log:
-        yielding = ["nice", "-n", str(options.niceness)] if options.niceness else []
+        yielding = ["nice", "-n", str(options.quantizer.niceness)]
         process = subprocess.Popen(
             [*yielding, str(options.quantizer_python), str(QUANTIZE), command, *argv],
             stdout=subprocess.PIPE,

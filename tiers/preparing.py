@@ -191,7 +191,7 @@ class Preparations:
         step = self._step
         counted = step is not None and step.message == self._message
         return Preparing(
-            self._message or "its checkpoint is made",
+            self._message or "making its checkpoint",
             step.done if step is not None and counted else 0,
             step.total if step is not None and counted else 0,
             remaining,
