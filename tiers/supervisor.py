@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("qarr.tiers")
 POLL_S = 0.5
+EXIT_S = 1.0  # in which an engine that does not answer may exit, so that its own last words are told
 MISSED_PROBES = 3  # health checks in a row that must fail before a living process counts as unreachable
 ELSEWHERE_PAUSE_S = 5.0  # until an engine that somebody else runs, and that was not usable, is tried again
 LAST_PORT = 65535
@@ -319,9 +320,11 @@ class Supervisor:
         asked = asyncio.create_task(engine.again.wait())
         try:
             await asyncio.wait({life, death, asked}, return_when=asyncio.FIRST_COMPLETED)
+            error = life.exception() if life.done() and not death.done() else None
+            if isinstance(error, ProbeError):  # an engine that exits answers no more a moment before
+                await asyncio.wait({death}, timeout=EXIT_S)
             if death.done():
                 raise process.died()
-            error = life.exception() if life.done() else None
             life.cancel()
             await process.stop(self._options.stop_grace_s)
             if error is not None:
