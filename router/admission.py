@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from router.decision import Basis, Refusal
+from router.policy.decision import Basis, Refusal
 from router.keys import PRIORITIES
 from router.lines import Entry, Lines
-from router.policy import UNKNOWN_RETRY_S, decide
+from router.policy.decide import UNKNOWN_RETRY_S, decide
 from router.problems import Refused
 from tiers.fleet import Demand
 from tiers.spec import TierName
@@ -32,8 +32,8 @@ from tiers.spec import TierName
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from router.decision import Decision, Query
-    from router.live_policy import LivePolicy
+    from router.policy.decision import Decision, Query
+    from router.policy.table import LivePolicy
     from router.settings import AdmissionSettings
     from router.telemetry import Telemetry
     from tiers.fleet import Fleet, Lease

@@ -19,7 +19,7 @@ from router.admission import Admission
 from router.auto_profile import AutoProfile
 from router.context import BodyTooLarge, ClientGone, context_of, end_tasks
 from router.continuation import Continuation
-from router.decision_log import DecisionLog
+from router.policy.decision_log import DecisionLog
 from router.doors import Doors
 from router.escalation import Escalation
 from router.gate import Gate
@@ -29,7 +29,7 @@ from router.journal import Journal
 from router.kept import KeptStreams, StreamGone, UnknownStream
 from router.live import Live, LiveEndpoints
 from router.live_check import LiveCheck
-from router.live_policy import LivePolicy
+from router.policy.table import LivePolicy
 from router.logs import log_request
 from router.memory import keep_handing_back
 from router.metrics import Metrics

@@ -26,7 +26,7 @@ from tiers.spec import ReplicaState, TierName
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from router.live_policy import LivePolicy
+    from router.policy.table import LivePolicy
     from router.settings import Settings
     from tiers.fleet import Fleet
     from tiers.spec import TierSpec

@@ -25,12 +25,12 @@ from router.cli_tiers import tiers_app
 from router.cli_top import top
 from router.cli_trace import trace
 from router.counters import make_counter, named_counter
-from router.decision import Query
+from router.policy.decision import Query
 from router.first_start import Steps
 from router.keys import KeysError
-from router.live_policy import policy_table
+from router.policy.table import policy_table
 from router.logs import start_logging
-from router.policy import decide
+from router.policy.decide import decide
 from router.router_client import ProfileError
 from router.serve import (
     ListenError,
@@ -57,7 +57,7 @@ from tiers.spec import ReplicaState, TierName, TierSpec
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from router.decision import PolicyTable
+    from router.policy.decision import PolicyTable
     from router.keys import KeyStore
     from router.logs import Logging
     from router.serve import Deployment

@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from router.latency import load_latency
-from router.live_policy import policy_table
+from router.policy.table import policy_table
 from router.quality import load_profile
-from router.replay import differing, read_recording, seen, simulate, summarise
+from router.policy.replay import differing, read_recording, seen, simulate, summarise
 from router.settings import load_settings
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from router.replay import Recording, Summary
+    from router.policy.replay import Recording, Summary
 
 
 def replay(

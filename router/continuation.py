@@ -30,8 +30,8 @@ from tiers.spec import ReplicaState
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
-    from router.decision import Decision
-    from router.live_policy import LivePolicy
+    from router.policy.decision import Decision
+    from router.policy.table import LivePolicy
     from router.telemetry import Telemetry
     from router.upstream import EngineRequest, Upstream
     from tiers.fleet import Fleet, Replica

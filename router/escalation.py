@@ -18,8 +18,8 @@ from tiers.spec import TierName
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from router.decision import Decision
-    from router.live_policy import LivePolicy
+    from router.policy.decision import Decision
+    from router.policy.table import LivePolicy
     from router.telemetry import Telemetry
     from router.upstream import Attempt, E, EngineRequest, Upstream
 

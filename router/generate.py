@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from classifier import PromptFeatures
-    from router.decision import Decision, Query
+    from router.policy.decision import Decision, Query
     from tiers.fleet import FleetSnapshot
 
 log = logging.getLogger("qarr.router")

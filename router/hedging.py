@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from router.admission import Admitted
-    from router.decision import Decision
+    from router.policy.decision import Decision
     from router.telemetry import Telemetry
     from router.upstream import Attempt, E, EngineRequest, Upstream
     from tiers.fleet import Lease

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from router.admission import Admitted
     from router.context import RequestContext
-    from router.decision import Decision, Sla
+    from router.policy.decision import Decision, Sla
     from router.doors import Doors
     from router.upstream import Exchange
     from tiers.fleet import Fleet

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from classifier import PromptClass
-    from router.decision import Decision
-    from router.live_policy import LivePolicy
+    from router.policy.decision import Decision
+    from router.policy.table import LivePolicy
     from router.quality import Score
     from router.telemetry import Telemetry
     from router.upstream import Upstream

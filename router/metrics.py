@@ -20,7 +20,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from router.decision import Refusal
+from router.policy.decision import Refusal
 from router.journal import OVER_QUOTA, Outcome
 from tiers.breaker import BreakerState
 from tiers.spec import ReplicaState, TierName

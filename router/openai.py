@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from classifier import PromptFeatures
-    from router.decision import Decision, Query
+    from router.policy.decision import Decision, Query
     from router.upstream import Exchange, Pool, Upstream
     from tiers.fleet import FleetSnapshot
 

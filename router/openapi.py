@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from router.admin import OPERATIONS, REPLICAS
 from router.auto_profile import State
-from router.decision import Basis
+from router.policy.decision import Basis
 from router.generate import STREAM_ID
 from router.journal import Outcome
 from router.keys import PRIORITIES

@@ -20,7 +20,7 @@ from router.context import (
     TooManyConnections,
     TooSlow,
 )
-from router.decision import Decision, Refusal
+from router.policy.decision import Decision, Refusal
 from router.kept import ResumedElsewhere, StreamGone, UnknownStream
 from router.keys import Unauthorized
 from router.quota import OverQuota

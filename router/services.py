@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from router.decision import Refusal
-from router.decision_log import OutcomeRecord
+from router.policy.decision import Refusal
+from router.policy.decision_log import OutcomeRecord
 from router.journal import ttft_from_arrival
 from router.keys import PRIORITIES
-from router.policy import decide
+from router.policy.decide import decide
 from router.problems import BeyondKey, Refused
 from router.settings import TRACE_ID
 from router.upstream import EngineTooSlow
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from router.auto_profile import AutoProfile
     from router.context import RequestContext
     from router.continuation import Continuation
-    from router.decision import Decision, Query
-    from router.decision_log import DecisionLog
+    from router.policy.decision import Decision, Query
+    from router.policy.decision_log import DecisionLog
     from router.escalation import Escalation
     from router.hedging import Hedging
     from router.journal import Journal, OpenRequest
     from router.keys import Caller, Priority
     from router.live_check import LiveCheck
-    from router.live_policy import LivePolicy
+    from router.policy.table import LivePolicy
     from router.quota import Quotas
     from router.samples import PromptSamples
     from router.settings import LimitSettings, OpenAISettings

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from classifier import PromptClass, PromptFeatures
-    from router.decision import Decision, Verdict
+    from router.policy.decision import Decision, Verdict
     from router.journal import RequestRecord
     from router.settings import TelemetrySettings
     from router.upstream import EngineRequest

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
     from router.continuation import Piece, Progress, Resumption
-    from router.decision import Decision
-    from router.live_policy import LivePolicy
+    from router.policy.decision import Decision
+    from router.policy.table import LivePolicy
     from router.settings import UpstreamSettings
     from router.telemetry import Telemetry
     from tiers.fleet import Fleet, Lease, Replica

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.latency import LatencyProfile, Sample, fit, latency_name, load_latency
-from router.live_policy import LivePolicy
+from router.policy.table import LivePolicy
 from router.quality import profile_name
 from router.router_client import ProfileError
 from router.settings import load_settings

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from router.decision_log import read_log
+from router.policy.decision_log import read_log
 from router.line_file import LineFile, LineWriter
 from router.samples import MAX_PROMPTS
 from tests.unit.own_engines import until

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from classifier import PromptClass
-from router.live_policy import policy_table
+from router.policy.table import policy_table
 from router.quality import (
     TOP_K,
     Loss,

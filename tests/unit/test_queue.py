@@ -11,10 +11,10 @@ import pytest
 
 from classifier import PromptClass, PromptFeatures
 from router.admission import Admission
-from router.decision import Query
+from router.policy.decision import Query
 from router.keys import PRIORITIES
-from router.live_policy import LivePolicy
-from router.policy import decide
+from router.policy.table import LivePolicy
+from router.policy.decide import decide
 from router.problems import Refused
 from router.settings import load_settings
 from router.telemetry import Telemetry

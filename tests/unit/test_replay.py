@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from router.cli import app
-from router.decision import PolicyTable, Sla
-from router.decision_log import DecisionLog, DecisionRecord, OutcomeRecord, digest_of, read_log
-from router.policy import decide
-from router.replay import Recording, differing, read_recording, seen, simulate, summarise
+from router.policy.decision import PolicyTable, Sla
+from router.policy.decision_log import DecisionLog, DecisionRecord, OutcomeRecord, digest_of, read_log
+from router.policy.decide import decide
+from router.policy.replay import Recording, differing, read_recording, seen, simulate, summarise
 from router.router_client import ProfileError
 from tests.fakes.engine import Behaviour
 from tests.unit.router_stack import router_stack

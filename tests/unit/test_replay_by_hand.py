@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from router.cli import app
-from router.replay import Summary, differing, read_recording, seen, simulate, summarise
+from router.policy.replay import Summary, differing, read_recording, seen, simulate, summarise
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
 from tiers.spec import TierName

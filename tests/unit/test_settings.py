@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from classifier import PromptClass
-from router.live_policy import policy_table
+from router.policy.table import policy_table
 from router.settings import SettingsError, load_settings
 from tiers.spec import TierName
 

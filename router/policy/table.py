@@ -10,9 +10,9 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from router.decision import ExpectedLoss, PolicyTable
+from router.policy.decision import ExpectedLoss, PolicyTable
 from router.latency import LatencyProfile, latency_name, load_latency
-from router.policy import successors
+from router.policy.decide import successors
 from router.quality import QualityProfile, load_profile, profile_name
 from router.router_client import ProfileError
 from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from classifier import PromptClass
-    from router.decision import Query
+    from router.policy.decision import Query
     from router.settings import PolicySettings
     from tiers.fleet import Fleet
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from router.decision_log import DecisionRecord, OutcomeRecord, PolicyRecord, read_log
-from router.policy import decide
+from router.policy.decision_log import DecisionRecord, OutcomeRecord, PolicyRecord, read_log
+from router.policy.decide import decide
 from router.quality import percentile
 from router.router_client import ProfileError
 from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TierSnapshot
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from router.decision import PolicyTable, Query
+    from router.policy.decision import PolicyTable, Query
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
-from router.decision import CHOSEN, Basis, Decision, Refusal, Verdict
+from router.policy.decision import CHOSEN, Basis, Decision, Refusal, Verdict
 from tiers.fleet import has_places
 from tiers.preparing import about
 from tiers.spec import ReplicaState, TierName
@@ -21,7 +21,7 @@ from tiers.speed import HALF_LIFE_S, IDLE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from router.decision import Bound, ExpectedLoss, PolicyTable, Query
+    from router.policy.decision import Bound, ExpectedLoss, PolicyTable, Query
     from tiers.fleet import Expectation, FleetSnapshot, ReplicaSnapshot, TierSnapshot
 
 STARTING_RETRY_S = 10.0  # engines start and warm in tens of seconds

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from router.decision import PolicyTable, Query, Refusal
+from router.policy.decision import PolicyTable, Query, Refusal
 from router.line_file import LineFile, LineWriter
 from router.router_client import ProfileError
 from tiers.fleet import FleetSnapshot  # noqa: TC001  pydantic reads these
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from router.decision import Decision
+    from router.policy.decision import Decision
 
 KEPT_FILES = 3
 

@@ -1,0 +1,1 @@
+"""Decide which tier serves a request, and why."""
