@@ -23,7 +23,7 @@ from pathlib import Path
 
 from measure import free_port, process, stub, wait_for
 
-from router.keys import add_key
+from router.auth.api_keys import add_key
 
 WINDOW_S = 60
 CONNECTIONS = 32

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from router.keys import KeyStore
+    from router.auth.api_keys import KeyStore
 
 REPLICAS = "/admin/replicas/{id}"
 OPERATIONS = "/admin/operations"

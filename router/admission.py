@@ -22,7 +22,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from router.policy.decision import Basis, Refusal
-from router.keys import PRIORITIES
+from router.auth.api_keys import PRIORITIES
 from router.lines import Entry, Lines
 from router.policy.decide import UNKNOWN_RETRY_S, decide
 from router.problems import Refused

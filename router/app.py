@@ -37,7 +37,7 @@ from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings
 from router.openapi import document
 from router.page import PAGE, Page
 from router.problems import BeyondKey, NoEmbeddings, NotAdmin, Refused, UnknownModel, describe
-from router.quota import OverQuota, Quotas
+from router.auth.quota import OverQuota, Quotas
 from router.samples import PromptSamples
 from router.services import Services
 from router.shared_state import SharedState
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from classifier import TokenCounter
-    from router.keys import KeyStore
+    from router.auth.api_keys import KeyStore
     from router.settings import Settings
     from router.telemetry import Telemetry
     from tiers.fleet import Fleet

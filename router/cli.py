@@ -27,7 +27,7 @@ from router.cli_trace import trace
 from router.counters import make_counter, named_counter
 from router.policy.decision import Query
 from router.first_start import Steps
-from router.keys import KeysError
+from router.auth.api_keys import KeysError
 from router.policy.table import policy_table
 from router.logs import start_logging
 from router.policy.decide import decide
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from router.policy.decision import PolicyTable
-    from router.keys import KeyStore
+    from router.auth.api_keys import KeyStore
     from router.logs import Logging
     from router.serve import Deployment
     from tiers.checkpoint import Checkpoint

@@ -9,12 +9,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from router.keys import add_key, read_keys, revoke_key
+from router.auth.api_keys import add_key, read_keys, revoke_key
 from router.settings import load_settings
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from router.keys import KeyRecord
+    from router.auth.api_keys import KeyRecord
 
 keys_app = typer.Typer(help="Make, list and revoke the keys that requests carry.", no_args_is_help=True)
 ConfigOption = Annotated[

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 
-from router.keys import ANONYMOUS, Caller
+from router.auth.api_keys import ANONYMOUS, Caller
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Mapping

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from router.admin import is_loopback
 from router.doctor import Check, Finding, ok, problem, warning
 from router.doctor_machine import local_tiers
-from router.keys import KeysError, read_keys
+from router.auth.api_keys import KeysError, read_keys
 from router.latency import latency_name, load_latency
 from router.quality import load_profile, profile_name
 from router.router_client import ProfileError

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 
 from router.context import ForeignHost, ForeignPage, RequestContext, body_message, context_of, keep
 from router.doors import Door, Parting
-from router.keys import ANONYMOUS, Caller, KeyStore, Unauthorized
+from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized
 from router.logs import begin_request, log_failure
 from router.openai import speaks_openai
 from router.page import PAGE

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
-from router.keys import PRIORITIES
+from router.auth.api_keys import PRIORITIES
 from router.router_client import (
     ANSWER_TIMEOUT_S,
     BUSY_WAIT_S,

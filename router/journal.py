@@ -16,9 +16,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 from router.continuation import continued_on
-from router.keys import PRIORITIES, Priority
+from router.auth.api_keys import PRIORITIES, Priority
 from router.problems import Refused
-from router.quota import OverQuota
+from router.auth.quota import OverQuota
 from router.wire import render_verdict
 
 if TYPE_CHECKING:

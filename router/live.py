@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from router.doors import Doors
     from router.journal import OpenRequest, RequestRecord
-    from router.keys import Caller, KeyStore
+    from router.auth.api_keys import Caller, KeyStore
     from router.services import Services
     from router.traces import Trace
     from tiers.spec import TierName

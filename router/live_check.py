@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import to_json
 
 from router.jsontext import read_json
-from router.keys import PRIORITIES
+from router.auth.api_keys import PRIORITIES
 from router.quality import REFERENCE, judge
 from router.relays import WholeRelay
 from router.scoring import greedy_body, read_greedy, read_scored, scoring_body

@@ -9,7 +9,7 @@ from router.auto_profile import State
 from router.policy.decision import Basis
 from router.generate import STREAM_ID
 from router.journal import Outcome
-from router.keys import PRIORITIES
+from router.auth.api_keys import PRIORITIES
 from router.live import MOST_LISTED
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, HEADERS, OpenAIWishes
 from router.problems import MEDIA_TYPE

@@ -20,7 +20,7 @@ from router.admin import is_loopback
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from router.keys import KeyStore
+    from router.auth.api_keys import KeyStore
     from router.settings import ServerSettings
 
 PAGE = "/"

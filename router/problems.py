@@ -22,8 +22,8 @@ from router.context import (
 )
 from router.policy.decision import Decision, Refusal
 from router.kept import ResumedElsewhere, StreamGone, UnknownStream
-from router.keys import Unauthorized
-from router.quota import OverQuota
+from router.auth.api_keys import Unauthorized
+from router.auth.quota import OverQuota
 from router.traces import UnknownTrace
 from router.upstream import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoPlace, UpstreamError
 from router.wire import FieldProblem, InvalidBody, render_verdict

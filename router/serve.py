@@ -15,7 +15,7 @@ from router.counters import LateCounter, make_counter, named_counter
 from router.doors import Doors
 from router.edge import allow_files, bound_unsent, protocol_for
 from router.first_start import FirstStart, make_launch
-from router.keys import KeyStore
+from router.auth.api_keys import KeyStore
 from router.line_file import LineFile
 from router.memory import set_aside
 from router.server import Server

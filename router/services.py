@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from router.policy.decision import Refusal
 from router.policy.decision_log import OutcomeRecord
 from router.journal import ttft_from_arrival
-from router.keys import PRIORITIES
+from router.auth.api_keys import PRIORITIES
 from router.policy.decide import decide
 from router.problems import BeyondKey, Refused
 from router.settings import TRACE_ID
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from router.escalation import Escalation
     from router.hedging import Hedging
     from router.journal import Journal, OpenRequest
-    from router.keys import Caller, Priority
+    from router.auth.api_keys import Caller, Priority
     from router.live_check import LiveCheck
     from router.policy.table import LivePolicy
-    from router.quota import Quotas
+    from router.auth.quota import Quotas
     from router.samples import PromptSamples
     from router.settings import LimitSettings, OpenAISettings
     from router.shared_state import SharedState

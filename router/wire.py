@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from router.policy.decision import Decision, Query, Sla, Verdict
-from router.keys import Priority  # noqa: TC001  pydantic reads it
+from router.auth.api_keys import Priority  # noqa: TC001  pydantic reads it
 from tiers.spec import TierName
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
 from running import PATIENCE_S, Running, free_port, process, running  # noqa: E402
 
-from router.keys import add_key  # noqa: E402
+from router.auth.api_keys import add_key  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

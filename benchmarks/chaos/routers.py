@@ -37,7 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from measure import free_port, wait_for  # noqa: E402
 
-from router.keys import add_key  # noqa: E402
+from router.auth.api_keys import add_key  # noqa: E402
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all  # noqa: E402
 
 if TYPE_CHECKING:

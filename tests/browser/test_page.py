@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from playwright.async_api import expect
 
-from router.keys import add_key
+from router.auth.api_keys import add_key
 from tests.browser.line import Line
 from tests.browser.made_up import ANSWER, measured
 from tests.fakes.engine import Behaviour

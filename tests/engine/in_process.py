@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from classifier import TokenCounter
 from router.app import create_app
-from router.keys import KeyStore
+from router.auth.api_keys import KeyStore
 from router.settings import load_settings
 from router.telemetry import Telemetry
 from tests.fakes.engine import serving

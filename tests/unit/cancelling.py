@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 from router.generate import Generate
-from router.keys import add_key
+from router.auth.api_keys import add_key
 from router.quality import profile_name
 from router.upstream import PASSED_AT_ONCE
 from tests.fakes.engine import Behaviour, FakeEngine, serving

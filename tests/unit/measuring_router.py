@@ -13,7 +13,7 @@ import httpx
 from classifier import EstimatingCounter
 from router.app import create_app
 from router.edge import protocol_for
-from router.keys import KeyStore
+from router.auth.api_keys import KeyStore
 from router.profile_files import JOURNAL
 from router.settings import load_settings
 from router.telemetry import make_telemetry

@@ -14,7 +14,7 @@ import httpx
 from classifier import EstimatingCounter
 from router.app import create_app
 from router.edge import protocol_for
-from router.keys import KeyStore
+from router.auth.api_keys import KeyStore
 from router.serve import fleet_options
 from router.settings import PROJECT, Settings, load_settings
 from router.telemetry import Telemetry, make_telemetry

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from router.keys import add_key
+from router.auth.api_keys import add_key
 from tests.unit.router_stack import Stack, router_stack
 from tiers.breaker import Breaker, BreakerOptions, BreakerState
 from tiers.fleet import Fleet, FleetOptions, Gauges, Replica

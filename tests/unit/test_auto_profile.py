@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from router.keys import PRIORITIES
+from router.auth.api_keys import PRIORITIES
 from router.latency import latency_name, load_latency
 from router.profile_files import only_one
 from router.quality import load_profile, profile_name

@@ -18,7 +18,7 @@ from router.doctor import Finding, Health, examine
 from router.doctor_files import judge_checkpoint, judge_kernels
 from router.doctor_machine import judge_cpu, judge_gpu
 from router.doctor_network import judge_fleet, judge_profiling
-from router.keys import add_key
+from router.auth.api_keys import add_key
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.ports import reserved_ports
 from tests.unit.own_router import QARR, own_router

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from router.keys import add_key
+from router.auth.api_keys import add_key
 from tests.unit.router_stack import events, router_stack
 from tiers.spec import TierName
 

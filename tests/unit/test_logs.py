@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from router.keys import add_key
+from router.auth.api_keys import add_key
 from router.log_files import LEVELS, NEW_FILE, Filter, Logs, find_files
 from router.logs import JsonFormatter, TextFormatter, _File, _Hand, begin_request
 from tests.unit.own_engines import until

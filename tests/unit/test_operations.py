@@ -14,7 +14,7 @@ import pytest
 
 from classifier import EstimatingCounter
 from router.app import create_app
-from router.keys import KeyStore, add_key
+from router.auth.api_keys import KeyStore, add_key
 from router.settings import load_settings
 from router.telemetry import Telemetry
 from tests.fakes.engine import Behaviour, serving

@@ -12,7 +12,7 @@ import pytest
 from classifier import PromptClass, PromptFeatures
 from router.admission import Admission
 from router.policy.decision import Query
-from router.keys import PRIORITIES
+from router.auth.api_keys import PRIORITIES
 from router.policy.table import LivePolicy
 from router.policy.decide import decide
 from router.problems import Refused

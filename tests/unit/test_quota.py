@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from redis.asyncio import Redis
 
-from router.keys import Caller, Quota
-from router.quota import WINDOW_S, Grant, LocalLedger, OverQuota, Quotas, _names
+from router.auth.api_keys import Caller, Quota
+from router.auth.quota import WINDOW_S, Grant, LocalLedger, OverQuota, Quotas, _names
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -290,7 +290,7 @@ async def test_what_redis_did_in_time_but_could_not_say_is_given_back(redis_serv
 
 async def test_nobody_waits_for_a_redis_that_hangs(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many requests arrive while Redis hangs, and however long, one task tries it: it is asked for none of them."""
-    monkeypatch.setattr("router.quota.REDIS_RETRY_S", 0.05)
+    monkeypatch.setattr("router.auth.quota.REDIS_RETRY_S", 0.05)
     who = caller("crowd", requests=1000)
     async with sharing(redis_server) as (quotas, operator):
         assert await enters(quotas, who)
@@ -374,8 +374,8 @@ async def test_the_local_clock_is_one_that_nobody_sets() -> None:
 
 async def test_places_of_a_dead_router_come_back(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A router that dies keeps no place for long; one that lives keeps those of its long requests."""
-    monkeypatch.setattr("router.quota.LEASE_S", 3)
-    monkeypatch.setattr("router.quota.RENEW_S", 0.3)
+    monkeypatch.setattr("router.auth.quota.LEASE_S", 3)
+    monkeypatch.setattr("router.auth.quota.RENEW_S", 0.3)
     who = caller("dead", at_once=1)
     dead, alive = Quotas(redis_server.url), Quotas(redis_server.url)
     try:

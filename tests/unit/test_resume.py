@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from router.kept import KeptStream, KeptStreams, StreamGone
-from router.keys import add_key
+from router.auth.api_keys import add_key
 from router.settings import ServerSettings
 from tests.fakes.engine import Behaviour
 from tests.unit.router_stack import events, router_stack

@@ -13,7 +13,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFlags, set_span_in_context
 
-from router.keys import add_key, revoke_key
+from router.auth.api_keys import add_key, revoke_key
 from router.router_client import ProfileError, connect
 from router.top import Picture
 from router.traces import KEY_ID, TraceStore, render_trace

@@ -25,7 +25,7 @@ from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, Faults, RedisClock, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from router.keys import Caller, Quota
+    from router.auth.api_keys import Caller, Quota
 
 log = logging.getLogger("qarr.router")
 WINDOW_S = 60

@@ -1,0 +1,1 @@
+"""API keys, quotas, and who is on this machine."""
