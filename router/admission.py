@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision, Query
     from router.policy.table import LivePolicy
     from router.settings import AdmissionSettings
-    from router.telemetry import Telemetry
+    from router.telemetry.tracing import Telemetry
     from tiers.fleet import Fleet, Lease
     from tiers.spec import TierSpec
 

@@ -30,7 +30,7 @@ from router.kept import KeptStreams, StreamGone, UnknownStream
 from router.live import Live, LiveEndpoints
 from router.live_check import LiveCheck
 from router.policy.table import LivePolicy
-from router.logs import log_request
+from router.telemetry.logs import log_request
 from router.memory import keep_handing_back
 from router.metrics import Metrics
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
@@ -41,7 +41,7 @@ from router.auth.quota import OverQuota, Quotas
 from router.samples import PromptSamples
 from router.services import Services
 from router.shared_state import SharedState
-from router.traces import UnknownTrace
+from router.telemetry.trace_store import UnknownTrace
 from router.upstream import Upstream, UpstreamError, make_transport
 from router.wire import InvalidBody, render_fleet, render_preparing
 from tiers.background import lasting
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from classifier import TokenCounter
     from router.auth.api_keys import KeyStore
     from router.settings import Settings
-    from router.telemetry import Telemetry
+    from router.telemetry.tracing import Telemetry
     from tiers.fleet import Fleet
     from tiers.operations import Operations
 

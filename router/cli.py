@@ -29,7 +29,7 @@ from router.policy.decision import Query
 from router.first_start import Steps
 from router.auth.api_keys import KeysError
 from router.policy.table import policy_table
-from router.logs import start_logging
+from router.telemetry.logs import start_logging
 from router.policy.decide import decide
 from router.router_client import ProfileError
 from router.serve import (
@@ -45,7 +45,7 @@ from router.serve import (
 )
 from router.settings import Settings, SettingsError, load_settings, schema, table
 from router.takeover import Baton, TakeoverError, control_path
-from router.telemetry import TelemetryError
+from router.telemetry.tracing import TelemetryError
 from router.wire import render_features
 from tiers.errors import TierError
 from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
     from router.policy.decision import PolicyTable
     from router.auth.api_keys import KeyStore
-    from router.logs import Logging
+    from router.telemetry.logs import Logging
     from router.serve import Deployment
     from tiers.checkpoint import Checkpoint
     from tiers.fleet import Fleet, Replica

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from router.policy.decision import Decision
     from router.policy.table import LivePolicy
-    from router.telemetry import Telemetry
+    from router.telemetry.tracing import Telemetry
     from router.upstream import EngineRequest, Upstream
     from tiers.fleet import Fleet, Replica
     from tiers.spec import TierName

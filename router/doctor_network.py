@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 from router.cli_client import KEY_NEEDED
 from router.doctor import Check, Finding, ok, problem, warning
 from router.doctor_machine import local_tiers
-from router.telemetry import TelemetryError, exporter_address
+from router.telemetry.tracing import TelemetryError, exporter_address
 from tiers.errors import PortInUse, ProbeError
 from tiers.preparing import Preparing
 from tiers.probe import EngineProbe

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from router.policy.decision import Decision
     from router.policy.table import LivePolicy
-    from router.telemetry import Telemetry
+    from router.telemetry.tracing import Telemetry
     from router.upstream import Attempt, E, EngineRequest, Upstream
 
 log = logging.getLogger("qarr.router")

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from router.counters import LateCounter, make_counter
-from router.telemetry import engine_target
+from router.telemetry.tracing import engine_target
 from tiers.checkpoint import check_alike
 from tiers.errors import CheckpointError, TierError
 from tiers.plan import make_plan, read_machine, weight_bytes

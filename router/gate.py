@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from router.context import ForeignHost, ForeignPage, RequestContext, body_message, context_of, keep
 from router.doors import Door, Parting
 from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized
-from router.logs import begin_request, log_failure
+from router.telemetry.logs import begin_request, log_failure
 from router.openai import speaks_openai
 from router.page import PAGE
 from router.problems import Draining, describe
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from router.doors import Doors
-    from router.telemetry import Telemetry
+    from router.telemetry.tracing import Telemetry
 
 # For load balancers, which have no keys, and for browsers, which ask for one on the page.
 OPEN_PATHS = {"/healthz", "/readyz", PAGE}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from router.admission import Admitted
     from router.policy.decision import Decision
-    from router.telemetry import Telemetry
+    from router.telemetry.tracing import Telemetry
     from router.upstream import Attempt, E, EngineRequest, Upstream
     from tiers.fleet import Lease
 

@@ -20,7 +20,7 @@ from starlette.routing import Route as Endpoint
 
 from router.context import body_message, context_of, start_message, while_connected
 from router.journal import Outcome, render_record
-from router.traces import UnknownTrace, render_listed, render_trace
+from router.telemetry.trace_store import UnknownTrace, render_listed, render_trace
 from router.wire import render_fleet, scope_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from router.journal import OpenRequest, RequestRecord
     from router.auth.api_keys import Caller, KeyStore
     from router.services import Services
-    from router.traces import Trace
+    from router.telemetry.trace_store import Trace
     from tiers.spec import TierName
 
 WINDOW_S = 60.0

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision
     from router.policy.table import LivePolicy
     from router.quality import Score
-    from router.telemetry import Telemetry
+    from router.telemetry.tracing import Telemetry
     from router.upstream import Upstream
     from tiers.fleet import Fleet, Replica
 

@@ -13,7 +13,7 @@ from router.auth.api_keys import PRIORITIES
 from router.live import MOST_LISTED
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, HEADERS, OpenAIWishes
 from router.problems import MEDIA_TYPE
-from router.traces import KeptFor
+from router.telemetry.trace_store import KeptFor
 from router.wire import GenerateBody, allowed_values
 from tiers.operations import KINDS
 from tiers.spec import Precision, ReplicaState, TierName

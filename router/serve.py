@@ -21,7 +21,7 @@ from router.memory import set_aside
 from router.server import Server
 from router.settings import SettingsError
 from router.takeover import TakenError, TakeoverError, control_path, handing_over
-from router.telemetry import make_telemetry
+from router.telemetry.tracing import make_telemetry
 from tiers.breaker import BreakerOptions
 from tiers.canary import Canary
 from tiers.checkpoint import Checkpoint, check_alike
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from classifier import TokenCounter
     from router.settings import Settings, TierSettings
     from router.takeover import Baton
-    from router.telemetry import Telemetry
+    from router.telemetry.tracing import Telemetry
     from tiers.fleet import Replica
 
 log = logging.getLogger("qarr.router")

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from router.samples import PromptSamples
     from router.settings import LimitSettings, OpenAISettings
     from router.shared_state import SharedState
-    from router.telemetry import Telemetry
+    from router.telemetry.tracing import Telemetry
     from router.upstream import Attempt, E, EngineRequest, Exchange, Upstream
     from tiers.fleet import Fleet, FleetSnapshot
 

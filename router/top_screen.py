@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from router.logs import shown_ms
+from router.telemetry.logs import shown_ms
 from router.top import Picture, View
 from tiers.preparing import Preparing
 

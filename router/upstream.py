@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision
     from router.policy.table import LivePolicy
     from router.settings import UpstreamSettings
-    from router.telemetry import Telemetry
+    from router.telemetry.tracing import Telemetry
     from tiers.fleet import Fleet, Lease, Replica
     from tiers.spec import TierName
 

@@ -10,7 +10,7 @@ from classifier import TokenCounter
 from router.app import create_app
 from router.auth.api_keys import KeyStore
 from router.settings import load_settings
-from router.telemetry import Telemetry
+from router.telemetry.tracing import Telemetry
 from tests.fakes.engine import serving
 from tiers.fleet import Fleet, Replica, TemplateTokens
 from tiers.spec import ReplicaState, TierName, TierSpec

@@ -16,7 +16,7 @@ from router.edge import protocol_for
 from router.auth.api_keys import KeyStore
 from router.profile_files import JOURNAL
 from router.settings import load_settings
-from router.telemetry import make_telemetry
+from router.telemetry.tracing import make_telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
 from tests.unit.router_stack import no_faults_in_the_router
 from tiers.fleet import Fleet, Replica

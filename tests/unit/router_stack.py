@@ -17,7 +17,7 @@ from router.edge import protocol_for
 from router.auth.api_keys import KeyStore
 from router.serve import fleet_options
 from router.settings import PROJECT, Settings, load_settings
-from router.telemetry import Telemetry, make_telemetry
+from router.telemetry.tracing import Telemetry, make_telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
 from tiers.fleet import Fleet
 from tiers.spec import ReplicaState, TierName, TierSpec

@@ -19,7 +19,7 @@ import pytest
 
 from router.auth.api_keys import add_key
 from router.log_files import LEVELS, NEW_FILE, Filter, Logs, find_files
-from router.logs import JsonFormatter, TextFormatter, _File, _Hand, begin_request
+from router.telemetry.logs import JsonFormatter, TextFormatter, _File, _Hand, begin_request
 from tests.unit.own_engines import until
 from tests.unit.own_router import QARR, own_router
 

@@ -16,7 +16,7 @@ from classifier import EstimatingCounter
 from router.app import create_app
 from router.auth.api_keys import KeyStore, add_key
 from router.settings import load_settings
-from router.telemetry import Telemetry
+from router.telemetry.tracing import Telemetry
 from tests.fakes.engine import Behaviour, serving
 from tests.unit.own_engines import Own, own_engines, until
 from tests.unit.router_stack import router_stack

@@ -17,7 +17,7 @@ from router.policy.table import LivePolicy
 from router.policy.decide import decide
 from router.problems import Refused
 from router.settings import load_settings
-from router.telemetry import Telemetry
+from router.telemetry.tracing import Telemetry
 from tiers.fleet import Fleet, Gauges, Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 

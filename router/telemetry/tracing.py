@@ -27,7 +27,7 @@ from opentelemetry.trace import Status, StatusCode
 from starlette.datastructures import Headers
 
 from router.journal import Outcome
-from router.traces import KEY_ID, Allowance, KeptFor, RecordAll, TraceStore
+from router.telemetry.trace_store import KEY_ID, Allowance, KeptFor, RecordAll, TraceStore
 from tiers.spec import OtlpTarget
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Records, traces and logs of requests."""
