@@ -42,7 +42,7 @@ from router.samples import PromptSamples
 from router.services import Services
 from router.shared_state import SharedState
 from router.telemetry.trace_store import UnknownTrace
-from router.upstream import Upstream, UpstreamError, make_transport
+from router.upstream.client import Upstream, UpstreamError, make_transport
 from router.wire import InvalidBody, render_fleet, render_preparing
 from tiers.background import lasting
 from tiers.errors import NotPossible, UnknownReplica

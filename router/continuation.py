@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic_core import to_json
 
-from router.event_stream import EventStream, chunk_in
-from router.jsontext import as_boolean, as_integer, read_json
-from router.upstream import (
+from router.upstream.sse import EventStream, chunk_in
+from router.upstream.json_object import as_boolean, as_integer, read_json
+from router.upstream.client import (
     Attempt,
     EngineBroke,
     EngineStalled,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision
     from router.policy.table import LivePolicy
     from router.telemetry.tracing import Telemetry
-    from router.upstream import EngineRequest, Upstream
+    from router.upstream.client import EngineRequest, Upstream
     from tiers.fleet import Fleet, Replica
     from tiers.spec import TierName
 

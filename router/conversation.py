@@ -12,7 +12,7 @@ from classifier import PromptClass, extract
 
 if TYPE_CHECKING:
     from classifier import PromptFeatures, TokenCounter
-    from router.jsontext import JsonObject
+    from router.upstream.json_object import JsonObject
     from tiers.fleet import TemplateTokens
 
 SHORT_CHARS = 200  # a shorter last turn ("and now in Rust?") is read together with the user's turn before it

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from classifier import extract
-from router.answers import Answer, ChatRequest
+from router.upstream.text_stream import Answer, ChatRequest
 from router.context import RequestContext, body_message, context_of, read_body, start_message, while_connected
 from router.continuation import continued_on
 from router.kept import KeptStream, KeptStreams, ResumedElsewhere, StreamGone
@@ -31,7 +31,7 @@ from router.services import (
     priority_of,
     served,
 )
-from router.upstream import UpstreamError
+from router.upstream.client import UpstreamError
 from router.wire import Amount, GenerateBody, make_query, parse_generate, render_decision
 
 if TYPE_CHECKING:

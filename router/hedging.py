@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from router.upstream import UpstreamError
+from router.upstream.client import UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from router.admission import Admitted
     from router.policy.decision import Decision
     from router.telemetry.tracing import Telemetry
-    from router.upstream import Attempt, E, EngineRequest, Upstream
+    from router.upstream.client import Attempt, E, EngineRequest, Upstream
     from tiers.fleet import Lease
 
 LATE = 1.645  # standard deviations: 95 % are earlier

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from router.context import RequestContext
     from router.policy.decision import Decision, Sla
     from router.doors import Doors
-    from router.upstream import Exchange
+    from router.upstream.client import Exchange
     from tiers.fleet import Fleet
     from tiers.spec import TierName
 

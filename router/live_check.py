@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
-from router.jsontext import read_json
+from router.upstream.json_object import read_json
 from router.auth.api_keys import PRIORITIES
 from router.quality import REFERENCE, judge
-from router.relays import WholeRelay
+from router.upstream.openai_stream import WholeRelay
 from router.scoring import greedy_body, read_greedy, read_scored, scoring_body
-from router.upstream import UpstreamError
+from router.upstream.client import UpstreamError
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from router.policy.table import LivePolicy
     from router.quality import Score
     from router.telemetry.tracing import Telemetry
-    from router.upstream import Upstream
+    from router.upstream.client import Upstream
     from tiers.fleet import Fleet, Replica
 
 log = logging.getLogger("qarr.router")

@@ -17,11 +17,11 @@ from starlette.responses import Response
 from router.context import RequestContext, body_message, context_of, read_body, start_message, while_connected
 from router.continuation import continued_on
 from router.conversation import Reading, classify, read_chat, read_completion
-from router.event_stream import DONE, SEPARATOR
+from router.upstream.sse import DONE, SEPARATOR
 from router.generate import STREAM_HEADERS
-from router.jsontext import JsonObject, NotJson, as_boolean, as_integer
+from router.upstream.json_object import JsonObject, NotJson, as_boolean, as_integer
 from router.problems import NoEmbeddings, UnknownModel, describe
-from router.relays import EventRelay, RelayRequest, WholeRelay, resumption_of
+from router.upstream.openai_stream import EventRelay, RelayRequest, WholeRelay, resumption_of
 from router.services import (
     Services,
     answer_headers,
@@ -34,7 +34,7 @@ from router.services import (
     reason_of,
     served,
 )
-from router.upstream import EngineFailed, EngineRefused, EngineUnreachable, NoEngineAnswered, NoPlace, UpstreamError
+from router.upstream.client import EngineFailed, EngineRefused, EngineUnreachable, NoEngineAnswered, NoPlace, UpstreamError
 from router.wire import Amount, FieldProblem, InvalidBody, Wishes, make_query
 from tiers.spec import ReplicaState, TierName
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from classifier import PromptFeatures
     from router.policy.decision import Decision, Query
-    from router.upstream import Exchange, Pool, Upstream
+    from router.upstream.client import Exchange, Pool, Upstream
     from tiers.fleet import FleetSnapshot
 
 log = logging.getLogger("qarr.router")

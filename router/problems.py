@@ -25,7 +25,7 @@ from router.kept import ResumedElsewhere, StreamGone, UnknownStream
 from router.auth.api_keys import Unauthorized
 from router.auth.quota import OverQuota
 from router.telemetry.trace_store import UnknownTrace
-from router.upstream import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoPlace, UpstreamError
+from router.upstream.client import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoPlace, UpstreamError
 from router.wire import FieldProblem, InvalidBody, render_verdict
 from tiers.errors import NotPossible, UnknownReplica
 

@@ -16,7 +16,7 @@ from router.auth.api_keys import PRIORITIES
 from router.policy.decide import decide
 from router.problems import BeyondKey, Refused
 from router.settings import TRACE_ID
-from router.upstream import EngineTooSlow
+from router.upstream.client import EngineTooSlow
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from router.settings import LimitSettings, OpenAISettings
     from router.shared_state import SharedState
     from router.telemetry.tracing import Telemetry
-    from router.upstream import Attempt, E, EngineRequest, Exchange, Upstream
+    from router.upstream.client import Attempt, E, EngineRequest, Exchange, Upstream
     from tiers.fleet import Fleet, FleetSnapshot
 
 

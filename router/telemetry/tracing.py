@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision, Verdict
     from router.journal import RequestRecord
     from router.settings import TelemetrySettings
-    from router.upstream import EngineRequest
+    from router.upstream.client import EngineRequest
     from tiers.fleet import Replica
     from tiers.spec import TierName
 

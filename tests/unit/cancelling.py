@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from router.generate import Generate
 from router.auth.api_keys import add_key
 from router.quality import profile_name
-from router.upstream import PASSED_AT_ONCE
+from router.upstream.client import PASSED_AT_ONCE
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.router_stack import Stack, router_stack
 from tests.unit.test_escalation import profile

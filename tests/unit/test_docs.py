@@ -14,7 +14,7 @@ from router import problems, upstream
 from router.cli import app
 from router.problems import describe
 from router.settings import Settings
-from router.upstream import EngineRefused, UpstreamError
+from router.upstream.client import EngineRefused, UpstreamError
 
 ROOT = Path(__file__).resolve().parents[2]
 

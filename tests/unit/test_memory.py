@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from router.event_stream import chunk_of
+from router.upstream.sse import chunk_of
 from router.settings import PROJECT, LimitSettings
 from router.wire import parse_generate
 from tests.fakes.engine import Behaviour

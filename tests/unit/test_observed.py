@@ -441,7 +441,7 @@ def test_names_are_those_of_the_conventions() -> None:
     import re
 
     import router.telemetry.tracing
-    import router.upstream
+    import router.upstream.client
 
     known = {
         value

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from router.patience import Patience
+from router.upstream.idle_timeout import Patience
 
 pytestmark = pytest.mark.anyio
 SHORT_S, LONG_S = 0.02, 60.0
