@@ -15,17 +15,17 @@ from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
 from router.admin import Admin, is_loopback
-from router.admission import Admission
+from router.pipeline.admission import Admission
 from router.auto_profile import AutoProfile
 from router.context import BodyTooLarge, ClientGone, context_of, end_tasks
-from router.continuation import Continuation
+from router.pipeline.failover import Continuation
 from router.policy.decision_log import DecisionLog
 from router.doors import Doors
-from router.escalation import Escalation
+from router.pipeline.cascade import Escalation
 from router.gate import Gate
 from router.generate import Generate, Route
-from router.hedging import Hedging
-from router.journal import Journal
+from router.pipeline.hedging import Hedging
+from router.pipeline.registry import Journal
 from router.kept import KeptStreams, StreamGone, UnknownStream
 from router.live import Live, LiveEndpoints
 from router.live_check import LiveCheck
@@ -39,8 +39,8 @@ from router.page import PAGE, Page
 from router.problems import BeyondKey, NoEmbeddings, NotAdmin, Refused, UnknownModel, describe
 from router.auth.quota import OverQuota, Quotas
 from router.samples import PromptSamples
-from router.services import Services
-from router.shared_state import SharedState
+from router.pipeline.pipeline import Services
+from router.pipeline.shared_load import SharedState
 from router.telemetry.trace_store import UnknownTrace
 from router.upstream.client import Upstream, UpstreamError, make_transport
 from router.wire import InvalidBody, render_fleet, render_preparing

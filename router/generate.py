@@ -18,10 +18,10 @@ from starlette.responses import Response
 from classifier import extract
 from router.upstream.text_stream import Answer, ChatRequest
 from router.context import RequestContext, body_message, context_of, read_body, start_message, while_connected
-from router.continuation import continued_on
+from router.pipeline.failover import continued_on
 from router.kept import KeptStream, KeptStreams, ResumedElsewhere, StreamGone
 from router.problems import describe
-from router.services import (
+from router.pipeline.pipeline import (
     Services,
     answer_headers,
     check_hint,

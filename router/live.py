@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
 from router.context import body_message, context_of, start_message, while_connected
-from router.journal import Outcome, render_record
+from router.pipeline.registry import Outcome, render_record
 from router.telemetry.trace_store import UnknownTrace, render_listed, render_trace
 from router.wire import render_fleet, scope_of
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from router.doors import Doors
-    from router.journal import OpenRequest, RequestRecord
+    from router.pipeline.registry import OpenRequest, RequestRecord
     from router.auth.api_keys import Caller, KeyStore
-    from router.services import Services
+    from router.pipeline.pipeline import Services
     from router.telemetry.trace_store import Trace
     from tiers.spec import TierName
 

@@ -15,14 +15,14 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from router.context import RequestContext, body_message, context_of, read_body, start_message, while_connected
-from router.continuation import continued_on
+from router.pipeline.failover import continued_on
 from router.conversation import Reading, classify, read_chat, read_completion
 from router.upstream.sse import DONE, SEPARATOR
 from router.generate import STREAM_HEADERS
 from router.upstream.json_object import JsonObject, NotJson, as_boolean, as_integer
 from router.problems import NoEmbeddings, UnknownModel, describe
 from router.upstream.openai_stream import EventRelay, RelayRequest, WholeRelay, resumption_of
-from router.services import (
+from router.pipeline.pipeline import (
     Services,
     answer_headers,
     check_hint,

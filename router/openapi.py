@@ -8,7 +8,7 @@ from router.admin import OPERATIONS, REPLICAS
 from router.auto_profile import State
 from router.policy.decision import Basis
 from router.generate import STREAM_ID
-from router.journal import Outcome
+from router.pipeline.registry import Outcome
 from router.auth.api_keys import PRIORITIES
 from router.live import MOST_LISTED
 from router.openai import CHAT, COMPLETIONS, EMBEDDINGS, HEADERS, OpenAIWishes

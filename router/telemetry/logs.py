@@ -23,7 +23,7 @@ from queue import Full, Queue
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from router.journal import Outcome, render_summary
+from router.pipeline.registry import Outcome, render_summary
 from router.line_file import LineFile, Losses
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Scope
 
-    from router.journal import RequestRecord
+    from router.pipeline.registry import RequestRecord
     from router.settings import TelemetrySettings
 
 ROUTER_FILE = "router-{port}.log"

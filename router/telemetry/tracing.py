@@ -26,7 +26,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import Status, StatusCode
 from starlette.datastructures import Headers
 
-from router.journal import Outcome
+from router.pipeline.registry import Outcome
 from router.telemetry.trace_store import KEY_ID, Allowance, KeptFor, RecordAll, TraceStore
 from tiers.spec import OtlpTarget
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from classifier import PromptClass, PromptFeatures
     from router.policy.decision import Decision, Verdict
-    from router.journal import RequestRecord
+    from router.pipeline.registry import RequestRecord
     from router.settings import TelemetrySettings
     from router.upstream.client import EngineRequest
     from tiers.fleet import Replica

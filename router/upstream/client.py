@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.trace import Span
 
-    from router.continuation import Piece, Progress, Resumption
+    from router.pipeline.failover import Piece, Progress, Resumption
     from router.policy.decision import Decision
     from router.policy.table import LivePolicy
     from router.settings import UpstreamSettings

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic_core import to_json
 
 from router.upstream.text_stream import CERTAINTY, certainties
-from router.continuation import Piece, Progress, Resumption, continued_on
+from router.pipeline.failover import Piece, Progress, Resumption, continued_on
 from router.upstream.sse import DONE, SEPARATOR, EventStream, chunk_in, is_usage
 from router.upstream.json_object import JsonObject, NotJson, as_integer, read_json
 from router.upstream.client import NO_ANSWER, Attempt, EngineBroke, EngineFailed, Exchange, body_of, without_trace

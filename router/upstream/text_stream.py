@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
-from router.continuation import Piece, Progress, Resumption
+from router.pipeline.failover import Piece, Progress, Resumption
 from router.upstream.sse import EventStream, chunk_in
 from router.upstream.client import Attempt, EngineBroke, Exchange, without_trace
 from tiers.spec import TierName

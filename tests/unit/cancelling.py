@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message
 
-    from router.services import Services
+    from router.pipeline.pipeline import Services
     from tiers.fleet import Lease
 
 # waits: the work is cancelled while it waits. served: it is cancelled when what it waits for is there, before it has it.

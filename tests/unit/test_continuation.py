@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from router.continuation import Seam
+from router.pipeline.failover import Seam
 from tests.fakes.engine import PIECE, Behaviour
 from tests.unit.router_stack import Stack, events, router_stack
 from tiers.spec import TierName

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from router.lines import Entry, Lines
+from router.pipeline.queue_lines import Entry, Lines
 from tiers.spec import TierName
 
 FAST, BALANCED, PRECISE = TierName

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from classifier import PromptClass, PromptFeatures
-from router.admission import Admission
+from router.pipeline.admission import Admission
 from router.policy.decision import Query
 from router.auth.api_keys import PRIORITIES
 from router.policy.table import LivePolicy
@@ -24,7 +24,7 @@ from tiers.spec import ReplicaState, TierName, TierSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from router.admission import Admitted
+    from router.pipeline.admission import Admitted
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = TierName

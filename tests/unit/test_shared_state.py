@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from router.context import end_tasks
 from router.redis_link import UNAVAILABLE
-from router.shared_state import EVERY_S, ROUTERS, SharedState
+from router.pipeline.shared_load import EVERY_S, ROUTERS, SharedState
 from tiers.breaker import Breaker, BreakerOptions, BreakerState
 from tiers.fleet import FOREIGN_POLLS, NO_OTHERS, Fleet, Gauges, Others, Replica, Share
 from tiers.spec import ReplicaState, TierName, TierSpec
@@ -31,8 +31,8 @@ LIMIT = 4
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let routers tell more often, and what they tell be old sooner."""
-    monkeypatch.setattr("router.shared_state.EVERY_S", 0.2)
-    monkeypatch.setattr("router.shared_state.LIFE_S", 2)
+    monkeypatch.setattr("router.pipeline.shared_load.EVERY_S", 0.2)
+    monkeypatch.setattr("router.pipeline.shared_load.LIFE_S", 2)
 
 
 def make_fleet(replicas: int = 2, limit: int = LIMIT) -> Fleet:
@@ -358,7 +358,7 @@ async def take_what_there_is(fleet: Fleet) -> None:
 
 async def test_the_odd_place_goes_round(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a limit does not divide evenly, each router in turn has the place that is left."""
-    monkeypatch.setattr("router.shared_state.TURN_S", 1)
+    monkeypatch.setattr("router.pipeline.shared_load.TURN_S", 1)
     async with routers(redis_server.url, 3, waiting=lambda: 9) as fleets:
         for fleet in fleets:
             await until(lambda fleet=fleet: fleet.replicas[0].limit == 2)  # type: ignore[misc]

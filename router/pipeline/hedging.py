@@ -16,7 +16,7 @@ from router.upstream.client import UpstreamError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from router.admission import Admitted
+    from router.pipeline.admission import Admitted
     from router.policy.decision import Decision
     from router.telemetry.tracing import Telemetry
     from router.upstream.client import Attempt, E, EngineRequest, Upstream

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
-from router.continuation import continued_on
+from router.pipeline.failover import continued_on
 from router.auth.api_keys import PRIORITIES, Priority
 from router.problems import Refused
 from router.auth.quota import OverQuota
@@ -24,7 +24,7 @@ from router.wire import render_verdict
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from router.admission import Admitted
+    from router.pipeline.admission import Admitted
     from router.context import RequestContext
     from router.policy.decision import Decision, Sla
     from router.doors import Doors

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from router.policy.decision import Refusal
 from router.policy.decision_log import OutcomeRecord
-from router.journal import ttft_from_arrival
+from router.pipeline.registry import ttft_from_arrival
 from router.auth.api_keys import PRIORITIES
 from router.policy.decide import decide
 from router.problems import BeyondKey, Refused
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from classifier import PromptFeatures, TokenCounter
-    from router.admission import Admission, Admitted
+    from router.pipeline.admission import Admission, Admitted
     from router.auto_profile import AutoProfile
     from router.context import RequestContext
-    from router.continuation import Continuation
+    from router.pipeline.failover import Continuation
     from router.policy.decision import Decision, Query
     from router.policy.decision_log import DecisionLog
-    from router.escalation import Escalation
-    from router.hedging import Hedging
-    from router.journal import Journal, OpenRequest
+    from router.pipeline.cascade import Escalation
+    from router.pipeline.hedging import Hedging
+    from router.pipeline.registry import Journal, OpenRequest
     from router.auth.api_keys import Caller, Priority
     from router.live_check import LiveCheck
     from router.policy.table import LivePolicy
     from router.auth.quota import Quotas
     from router.samples import PromptSamples
     from router.settings import LimitSettings, OpenAISettings
-    from router.shared_state import SharedState
+    from router.pipeline.shared_load import SharedState
     from router.telemetry.tracing import Telemetry
     from router.upstream.client import Attempt, E, EngineRequest, Exchange, Upstream
     from tiers.fleet import Fleet, FleetSnapshot

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from router.policy.decision import Basis, Refusal
 from router.auth.api_keys import PRIORITIES
-from router.lines import Entry, Lines
+from router.pipeline.queue_lines import Entry, Lines
 from router.policy.decide import UNKNOWN_RETRY_S, decide
 from router.problems import Refused
 from tiers.fleet import Demand

@@ -1,0 +1,1 @@
+"""The steps that every served request goes through."""
