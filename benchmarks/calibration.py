@@ -28,9 +28,9 @@ from measure import ROOT
 
 sys.path.insert(0, str(ROOT))
 from classifier import PromptClass
-from router.profiling import read_prompts
-from router.quality import REFERENCE, Score, judge, summarise
-from router.scoring import greedy_body, read_greedy, read_scored, scoring_body
+from router.profiling.measure_quality import read_prompts
+from router.profiling.quality import REFERENCE, Score, judge, summarise
+from router.profiling.scoring import greedy_body, read_greedy, read_scored, scoring_body
 from router.serve import prepare_options
 from router.settings import cache_dir, load_settings
 from tiers.plan import machine_name
@@ -40,7 +40,7 @@ from tiers.spec import TierName, TierSpec
 if TYPE_CHECKING:
     from kernels import Engine
 
-    from router.profiling import Prompt
+    from router.profiling.measure_quality import Prompt
     from tiers.checkpoint import Checkpoint
 
 # Samples x tokens, the cheapest first; 160 prompts are all that the project's own file has.

@@ -37,8 +37,8 @@ import aiohttp
 from measure import ROOT, free_port, wait_for
 
 from classifier import PromptClass
-from router.latency import load_latency
-from router.quality import Interval, Loss, QualityProfile, load_profile, percentile, profile_name
+from router.profiling.latency import load_latency
+from router.profiling.quality import Interval, Loss, QualityProfile, load_profile, percentile, profile_name
 from router.policy.replay import differing, read_recording
 from tiers.spec import TierName
 

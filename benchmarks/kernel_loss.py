@@ -7,7 +7,7 @@
     .venv/bin/python benchmarks/kernel_loss.py /tmp/vllm/quality.journal.jsonl /tmp/plugin/quality.journal.jsonl
 
 All prompts that both judged are taken as one class, as the classes alone have too few; intervals are of 95 %, by bootstrap
-over prompts (``router/quality.py``).
+over prompts (``router/profiling/quality.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from classifier import PromptClass
-from router.quality import Interval, Score, summarise
+from router.profiling.quality import Interval, Score, summarise
 from tiers.spec import TierName
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from starlette.routing import Route as Endpoint
 
 from router.admin import Admin, is_loopback
 from router.pipeline.admission import Admission
-from router.auto_profile import AutoProfile
+from router.profiling.auto_profile import AutoProfile
 from router.context import BodyTooLarge, ClientGone, context_of, end_tasks
 from router.pipeline.failover import Continuation
 from router.policy.decision_log import DecisionLog
@@ -28,7 +28,7 @@ from router.pipeline.hedging import Hedging
 from router.pipeline.registry import Journal
 from router.kept import KeptStreams, StreamGone, UnknownStream
 from router.live import Live, LiveEndpoints
-from router.live_check import LiveCheck
+from router.profiling.shadow_evaluation import LiveCheck
 from router.policy.table import LivePolicy
 from router.telemetry.logs import log_request
 from router.memory import keep_handing_back
@@ -38,7 +38,7 @@ from router.openapi import document
 from router.page import PAGE, Page
 from router.problems import BeyondKey, NoEmbeddings, NotAdmin, Refused, UnknownModel, describe
 from router.auth.quota import OverQuota, Quotas
-from router.samples import PromptSamples
+from router.profiling.prompt_samples import PromptSamples
 from router.pipeline.pipeline import Services
 from router.pipeline.shared_load import SharedState
 from router.telemetry.trace_store import UnknownTrace

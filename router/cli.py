@@ -31,7 +31,7 @@ from router.auth.api_keys import KeysError
 from router.policy.table import policy_table
 from router.telemetry.logs import start_logging
 from router.policy.decide import decide
-from router.router_client import ProfileError
+from router.profiling.client import ProfileError
 from router.serve import (
     ListenError,
     StartError,

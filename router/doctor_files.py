@@ -11,9 +11,9 @@ from router.admin import is_loopback
 from router.doctor import Check, Finding, ok, problem, warning
 from router.doctor_machine import local_tiers
 from router.auth.api_keys import KeysError, read_keys
-from router.latency import latency_name, load_latency
-from router.quality import load_profile, profile_name
-from router.router_client import ProfileError
+from router.profiling.latency import latency_name, load_latency
+from router.profiling.quality import load_profile, profile_name
+from router.profiling.client import ProfileError
 from router.serve import prepare_options
 from router.settings import PROJECT
 from tiers.checkpoint import Checkpoint, check_alike, check_whole, identity, weights_digest

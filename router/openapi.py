@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from router.admin import OPERATIONS, REPLICAS
-from router.auto_profile import State
+from router.profiling.auto_profile import State
 from router.policy.decision import Basis
 from router.generate import STREAM_ID
 from router.pipeline.registry import Outcome

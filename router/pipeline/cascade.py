@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from router.quality import CHECK_TOKENS
+from router.profiling.quality import CHECK_TOKENS
 from router.upstream.client import EngineBroke, NoPlace, UpstreamError
 from tiers.spec import TierName
 

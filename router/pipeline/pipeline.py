@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from classifier import PromptFeatures, TokenCounter
     from router.pipeline.admission import Admission, Admitted
-    from router.auto_profile import AutoProfile
+    from router.profiling.auto_profile import AutoProfile
     from router.context import RequestContext
     from router.pipeline.failover import Continuation
     from router.policy.decision import Decision, Query
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from router.pipeline.hedging import Hedging
     from router.pipeline.registry import Journal, OpenRequest
     from router.auth.api_keys import Caller, Priority
-    from router.live_check import LiveCheck
+    from router.profiling.shadow_evaluation import LiveCheck
     from router.policy.table import LivePolicy
     from router.auth.quota import Quotas
-    from router.samples import PromptSamples
+    from router.profiling.prompt_samples import PromptSamples
     from router.settings import LimitSettings, OpenAISettings
     from router.pipeline.shared_load import SharedState
     from router.telemetry.tracing import Telemetry

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from classifier import PromptClass
-from router.latency import Fit, FitError, LatencyProfile, latency_name
-from router.quality import Interval, Loss, QualityProfile, profile_name
+from router.profiling.latency import Fit, FitError, LatencyProfile, latency_name
+from router.profiling.quality import Interval, Loss, QualityProfile, profile_name
 from tiers.spec import TierName
 
 if TYPE_CHECKING:

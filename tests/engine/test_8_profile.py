@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from classifier import PromptClass
-from router.latency import load_latency
-from router.live_check import ANSWER_TOKENS
-from router.profile_files import JOURNAL
-from router.quality import Certainty, Interval, Loss, QualityProfile, load_profile, profile_name
+from router.profiling.latency import load_latency
+from router.profiling.shadow_evaluation import ANSWER_TOKENS
+from router.profiling.profile_files import JOURNAL
+from router.profiling.quality import Certainty, Interval, Loss, QualityProfile, load_profile, profile_name
 from router.settings import PROJECT
 from tests.engine.conftest import QARR
 from tests.engine.in_process import real_router
@@ -25,7 +25,7 @@ from tiers.spec import TierName
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from router.latency import LatencyProfile
+    from router.profiling.latency import LatencyProfile
     from tests.engine.conftest import Up
     from tiers.fleet import Fleet, Replica
 

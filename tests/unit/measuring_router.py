@@ -14,7 +14,7 @@ from classifier import EstimatingCounter
 from router.app import create_app
 from router.edge import protocol_for
 from router.auth.api_keys import KeyStore
-from router.profile_files import JOURNAL
+from router.profiling.profile_files import JOURNAL
 from router.settings import load_settings
 from router.telemetry.tracing import make_telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all

@@ -13,7 +13,7 @@ import pytest
 
 from router.policy.decision_log import read_log
 from router.line_file import LineFile, LineWriter
-from router.samples import MAX_PROMPTS
+from router.profiling.prompt_samples import MAX_PROMPTS
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
 

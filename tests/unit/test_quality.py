@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from classifier import PromptClass
 from router.policy.table import policy_table
-from router.quality import (
+from router.profiling.quality import (
     TOP_K,
     Loss,
     QualityProfile,
@@ -25,8 +25,8 @@ from router.quality import (
     profile_name,
     summarise,
 )
-from router.quality_report import render
-from router.router_client import ProfileError
+from router.profiling.quality_report import render
+from router.profiling.client import ProfileError
 from router.settings import PolicySettings
 from tests.unit.router_stack import router_stack
 from tiers.spec import TierName

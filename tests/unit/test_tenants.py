@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFlags, set_span_in_context
 
 from router.auth.api_keys import add_key, revoke_key
-from router.router_client import ProfileError, connect
+from router.profiling.client import ProfileError, connect
 from router.top import Picture
 from router.telemetry.trace_store import KEY_ID, TraceStore, render_trace
 from tests.unit.router_stack import Stack, router_stack

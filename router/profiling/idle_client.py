@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 
 from router.auth.api_keys import PRIORITIES
-from router.router_client import (
+from router.profiling.client import (
     ANSWER_TIMEOUT_S,
     BUSY_WAIT_S,
     MAX_WAIT_S,

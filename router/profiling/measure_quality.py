@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from classifier import EstimatingCounter, PromptClass, extract
-from router.quality import REFERENCE, TOP_K, QualityProfile, Score, certainties, judge, summarise
-from router.router_client import ProfileError, first_of
-from router.scoring import GreedyAnswer, greedy_body, read_greedy, read_scored, scoring_body
+from router.profiling.quality import REFERENCE, TOP_K, QualityProfile, Score, certainties, judge, summarise
+from router.profiling.client import ProfileError, first_of
+from router.profiling.scoring import GreedyAnswer, greedy_body, read_greedy, read_scored, scoring_body
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from router.router_client import Client, FleetState
+    from router.profiling.client import Client, FleetState
     from tiers.spec import TierName
 
 Places = list[dict[int, tuple[float, int]]]

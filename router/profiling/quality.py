@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
 from classifier import PromptClass
-from router.router_client import ProfileError
+from router.profiling.client import ProfileError
 from tiers.spec import TierName
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from router.latency import LatencyProfile, Sample, fit
-from router.router_client import ProfileError, first_of
+from router.profiling.latency import LatencyProfile, Sample, fit
+from router.profiling.client import ProfileError, first_of
 
 if TYPE_CHECKING:
-    from router.router_client import Client, FleetState, Timed
+    from router.profiling.client import Client, FleetState, Timed
     from tiers.spec import TierName
 
 LENGTHS = (16, 64, 256, 1024)

@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from router.latency import latency_name, load_latency
-from router.quality import profile_name
-from router.quality_report import render
-from router.router_client import ProfileError
+from router.profiling.latency import latency_name, load_latency
+from router.profiling.quality import profile_name
+from router.profiling.quality_report import render
+from router.profiling.client import ProfileError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from router.latency import LatencyProfile
-    from router.quality import QualityProfile
+    from router.profiling.latency import LatencyProfile
+    from router.profiling.quality import QualityProfile
 
 PROMPTS = Path(__file__).with_name("profile_prompts.jsonl")
 ANSWER_TOKENS = 32

@@ -20,9 +20,9 @@ from pydantic_core import to_json
 
 from router.upstream.json_object import read_json
 from router.auth.api_keys import PRIORITIES
-from router.quality import REFERENCE, judge
+from router.profiling.quality import REFERENCE, judge
 from router.upstream.openai_stream import WholeRelay
-from router.scoring import greedy_body, read_greedy, read_scored, scoring_body
+from router.profiling.scoring import greedy_body, read_greedy, read_scored, scoring_body
 from router.upstream.client import UpstreamError
 from tiers.spec import ReplicaState, TierName
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from classifier import PromptClass
     from router.policy.decision import Decision
     from router.policy.table import LivePolicy
-    from router.quality import Score
+    from router.profiling.quality import Score
     from router.telemetry.tracing import Telemetry
     from router.upstream.client import Upstream
     from tiers.fleet import Fleet, Replica

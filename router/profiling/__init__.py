@@ -1,0 +1,1 @@
+"""Measure what each tier costs in quality and time."""
