@@ -46,7 +46,7 @@ from router.serve import (
 from router.settings import Settings, SettingsError, load_settings, schema, table
 from router.takeover import Baton, TakeoverError, control_path
 from router.telemetry.tracing import TelemetryError
-from router.wire import render_features
+from router.api.bodies import render_features
 from tiers.errors import TierError
 from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
 from tiers.plan import GIB

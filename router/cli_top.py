@@ -20,7 +20,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from router.cli_client import KEY_NEEDED, URL, KeyOption, UrlOption, no_answer
-from router.context import end_tasks
+from router.api.asgi import end_tasks
 from router.top import Picture, View
 from router.top_screen import screen, snapshot
 from tiers.errors import OperationError

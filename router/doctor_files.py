@@ -7,7 +7,7 @@ import stat
 import subprocess
 from typing import TYPE_CHECKING
 
-from router.admin import is_loopback
+from router.api.admin import is_loopback
 from router.doctor import Check, Finding, ok, problem, warning
 from router.doctor_machine import local_tiers
 from router.auth.api_keys import KeysError, read_keys

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from router.context import BodyTooLarge, HeadTooLarge, NotHttp, RequestContext, Signal, TooManyConnections, TooSlow
-from router.openai import speaks_openai
-from router.problems import describe
+from router.api.asgi import BodyTooLarge, HeadTooLarge, NotHttp, RequestContext, Signal, TooManyConnections, TooSlow
+from router.api.openai import speaks_openai
+from router.api.problems import describe
 
 if TYPE_CHECKING:
     import asyncio

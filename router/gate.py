@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from pydantic_core import to_json
 from starlette.datastructures import Headers
 
-from router.context import ForeignHost, ForeignPage, RequestContext, body_message, context_of, keep
+from router.api.asgi import ForeignHost, ForeignPage, RequestContext, body_message, context_of, keep
 from router.doors import Door, Parting
 from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized
 from router.telemetry.logs import begin_request, log_failure
-from router.openai import speaks_openai
+from router.api.openai import speaks_openai
 from router.page import PAGE
-from router.problems import Draining, describe
+from router.api.problems import Draining, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

@@ -18,10 +18,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
-from router.context import body_message, context_of, start_message, while_connected
+from router.api.asgi import body_message, context_of, start_message, while_connected
 from router.pipeline.registry import Outcome, render_record
 from router.telemetry.trace_store import UnknownTrace, render_listed, render_trace
-from router.wire import render_fleet, scope_of
+from router.api.bodies import render_fleet, scope_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence

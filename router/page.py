@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from router.admin import is_loopback
+from router.api.admin import is_loopback
 
 if TYPE_CHECKING:
     from starlette.requests import Request

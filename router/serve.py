@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from router.admin import is_loopback
+from router.api.admin import is_loopback
 from router.app import create_app
 from router.counters import LateCounter, make_counter, named_counter
 from router.doors import Doors

@@ -25,7 +25,7 @@ from router.policy.decision import Basis, Refusal
 from router.auth.api_keys import PRIORITIES
 from router.pipeline.queue_lines import Entry, Lines
 from router.policy.decide import UNKNOWN_RETRY_S, decide
-from router.problems import Refused
+from router.api.problems import Refused
 from tiers.fleet import Demand
 from tiers.spec import TierName
 

@@ -14,7 +14,7 @@ from router.policy.decision_log import OutcomeRecord
 from router.pipeline.registry import ttft_from_arrival
 from router.auth.api_keys import PRIORITIES
 from router.policy.decide import decide
-from router.problems import BeyondKey, Refused
+from router.api.problems import BeyondKey, Refused
 from router.settings import TRACE_ID
 from router.upstream.client import EngineTooSlow
 from tiers.spec import TierName
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from classifier import PromptFeatures, TokenCounter
     from router.pipeline.admission import Admission, Admitted
     from router.profiling.auto_profile import AutoProfile
-    from router.context import RequestContext
+    from router.api.asgi import RequestContext
     from router.pipeline.failover import Continuation
     from router.policy.decision import Decision, Query
     from router.policy.decision_log import DecisionLog

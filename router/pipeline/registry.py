@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from router.pipeline.failover import continued_on
 from router.auth.api_keys import PRIORITIES, Priority
-from router.problems import Refused
+from router.api.problems import Refused
 from router.auth.quota import OverQuota
-from router.wire import render_verdict
+from router.api.bodies import render_verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from router.pipeline.admission import Admitted
-    from router.context import RequestContext
+    from router.api.asgi import RequestContext
     from router.policy.decision import Decision, Sla
     from router.doors import Doors
     from router.upstream.client import Exchange

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
-from router.generate import Generate
+from router.api.generate import Generate
 from router.auth.api_keys import add_key
 from router.profiling.quality import profile_name
 from router.upstream.client import PASSED_AT_ONCE

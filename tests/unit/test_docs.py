@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from router import problems, upstream
 from router.cli import app
-from router.problems import describe
+from router.api.problems import describe
 from router.settings import Settings
 from router.upstream.client import EngineRefused, UpstreamError
 

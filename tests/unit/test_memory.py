@@ -14,7 +14,7 @@ import pytest
 
 from router.upstream.sse import chunk_of
 from router.settings import PROJECT, LimitSettings
-from router.wire import parse_generate
+from router.api.bodies import parse_generate
 from tests.fakes.engine import Behaviour
 from tests.unit.router_stack import Stack, router_stack
 

@@ -15,7 +15,7 @@ from router.policy.decision import Query
 from router.auth.api_keys import PRIORITIES
 from router.policy.table import LivePolicy
 from router.policy.decide import decide
-from router.problems import Refused
+from router.api.problems import Refused
 from router.settings import load_settings
 from router.telemetry.tracing import Telemetry
 from tiers.fleet import Fleet, Gauges, Replica

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from router.kept import KeptStream, KeptStreams, StreamGone
+from router.api.resumable import KeptStream, KeptStreams, StreamGone
 from router.auth.api_keys import add_key
 from router.settings import ServerSettings
 from tests.fakes.engine import Behaviour

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from redis.asyncio import Redis
 
-from router.context import end_tasks
+from router.api.asgi import end_tasks
 from router.redis_link import UNAVAILABLE
 from router.pipeline.shared_load import EVERY_S, ROUTERS, SharedState
 from tiers.breaker import Breaker, BreakerOptions, BreakerState

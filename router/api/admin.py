@@ -9,8 +9,8 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
-from router.context import context_of
-from router.problems import NotAdmin
+from router.api.asgi import context_of
+from router.api.problems import NotAdmin
 from tiers.operations import KINDS, Kind, Operation, Operations
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import logging
 import secrets
 from typing import TYPE_CHECKING
 
-from router.context import Signal, body_message
+from router.api.asgi import Signal, body_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from router.context import (
+from router.api.asgi import (
     BodyTooLarge,
     ForeignHost,
     ForeignPage,
@@ -21,18 +21,18 @@ from router.context import (
     TooSlow,
 )
 from router.policy.decision import Decision, Refusal
-from router.kept import ResumedElsewhere, StreamGone, UnknownStream
+from router.api.resumable import ResumedElsewhere, StreamGone, UnknownStream
 from router.auth.api_keys import Unauthorized
 from router.auth.quota import OverQuota
 from router.telemetry.trace_store import UnknownTrace
 from router.upstream.client import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoPlace, UpstreamError
-from router.wire import FieldProblem, InvalidBody, render_verdict
+from router.api.bodies import FieldProblem, InvalidBody, render_verdict
 from tiers.errors import NotPossible, UnknownReplica
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from router.context import RequestContext
+    from router.api.asgi import RequestContext
 
 MEDIA_TYPE = "application/problem+json"
 BUSY_RETRY_S = 1  # a place frees up with the next finished request
