@@ -22,7 +22,7 @@ from router.pipeline.failover import Continuation
 from router.policy.decision_log import DecisionLog
 from router.doors import Doors
 from router.pipeline.cascade import Escalation
-from router.gate import Gate
+from router.server.gate import Gate
 from router.api.generate import Generate, Route
 from router.pipeline.hedging import Hedging
 from router.pipeline.registry import Journal
@@ -31,7 +31,7 @@ from router.live import Live, LiveEndpoints
 from router.profiling.shadow_evaluation import LiveCheck
 from router.policy.table import LivePolicy
 from router.telemetry.logs import log_request
-from router.memory import keep_handing_back
+from router.server.memory import keep_handing_back
 from router.metrics import Metrics
 from router.api.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
 from router.api.openapi import document

@@ -44,7 +44,7 @@ from router.serve import (
     run,
 )
 from router.settings import Settings, SettingsError, load_settings, schema, table
-from router.takeover import Baton, TakeoverError, control_path
+from router.server.handover import Baton, TakeoverError, control_path
 from router.telemetry.tracing import TelemetryError
 from router.api.bodies import render_features
 from tiers.errors import TierError

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from router.doctor import Check, Finding, ok, problem, warning
-from router.edge import FILES_BESIDES
+from router.server.http_protocol import FILES_BESIDES
 from tiers.plan import GIB, cpu_flags, make_plan, read_machine
 from tiers.spec import TierName
 

@@ -13,14 +13,14 @@ from router.api.admin import is_loopback
 from router.app import create_app
 from router.counters import LateCounter, make_counter, named_counter
 from router.doors import Doors
-from router.edge import allow_files, bound_unsent, protocol_for
+from router.server.http_protocol import allow_files, bound_unsent, protocol_for
 from router.first_start import FirstStart, make_launch
 from router.auth.api_keys import KeyStore
 from router.line_file import LineFile
-from router.memory import set_aside
-from router.server import Server
+from router.server.memory import set_aside
+from router.server.server import Server
 from router.settings import SettingsError
-from router.takeover import TakenError, TakeoverError, control_path, handing_over
+from router.server.handover import TakenError, TakeoverError, control_path, handing_over
 from router.telemetry.tracing import make_telemetry
 from tiers.breaker import BreakerOptions
 from tiers.canary import Canary
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from classifier import TokenCounter
     from router.settings import Settings, TierSettings
-    from router.takeover import Baton
+    from router.server.handover import Baton
     from router.telemetry.tracing import Telemetry
     from tiers.fleet import Replica
 

@@ -12,7 +12,7 @@ import httpx
 
 from classifier import EstimatingCounter
 from router.app import create_app
-from router.edge import protocol_for
+from router.server.http_protocol import protocol_for
 from router.auth.api_keys import KeyStore
 from router.profiling.profile_files import JOURNAL
 from router.settings import load_settings

@@ -13,7 +13,7 @@ import httpx
 
 from classifier import EstimatingCounter
 from router.app import create_app
-from router.edge import protocol_for
+from router.server.http_protocol import protocol_for
 from router.auth.api_keys import KeyStore
 from router.serve import fleet_options
 from router.settings import PROJECT, Settings, load_settings

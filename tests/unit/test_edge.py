@@ -358,7 +358,7 @@ async def test_a_refused_client_is_heard_for_as_long_as_it_sends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow link may take many times longer than the silence after which a refused client is cut off."""
-    monkeypatch.setattr("router.edge.LINGER_S", 3.0)
+    monkeypatch.setattr("router.server.http_protocol.LINGER_S", 3.0)
     size, pieces = 300_000, 30
     async with (
         router_stack(tmp_path, {"server": {"max_body_bytes": 1024}}) as stack,
@@ -379,7 +379,7 @@ async def test_a_refused_client_is_not_heard_for_ever(
     endless: bool,  # noqa: FBT001
 ) -> None:
     """What is taken in is bounded in bytes and in time: one that never ends, and one that falls silent, are cut off."""
-    monkeypatch.setattr("router.edge.LINGER_S", 0.3)
+    monkeypatch.setattr("router.server.http_protocol.LINGER_S", 0.3)
     bounds = {"server": {"max_body_bytes": 1024, "body_timeout_s": 0.6}}
     async with router_stack(tmp_path, bounds) as stack, connected(stack) as (reader, writer):
         writer.write(b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2000000\r\n\r\n")

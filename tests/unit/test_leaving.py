@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from router.takeover import HELLO, MOST_PEERS, TAKEN, control_path
+from router.server.handover import HELLO, MOST_PEERS, TAKEN, control_path
 from tests.fakes.engine import ANSWER, Behaviour, FakeEngine, serving_all
 from tests.ports import reserved_ports
 from tests.unit.own_engines import until

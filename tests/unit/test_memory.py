@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # One block in ten stays, all over the heap, so that the heap's end cannot move down.
 SCRIPT = """
 import psutil
-from router.memory import hand_back
+from router.server.memory import hand_back
 process = psutil.Process()
 before = process.memory_info().rss
 blocks = [bytes(6000) for _ in range(10_000)]
@@ -36,7 +36,7 @@ print(full - before, process.memory_info().rss - before)
 
 ASIDE = """
 import gc
-from router.memory import set_aside
+from router.server.memory import set_aside
 import router.serve
 before = len(gc.get_objects())
 set_aside()
