@@ -27,15 +27,15 @@ from router.api.generate import Generate, Route
 from router.pipeline.hedging import Hedging
 from router.pipeline.registry import Journal
 from router.api.resumable import KeptStreams, StreamGone, UnknownStream
-from router.live import Live, LiveEndpoints
+from router.monitoring.live import Live, LiveEndpoints
 from router.profiling.shadow_evaluation import LiveCheck
 from router.policy.table import LivePolicy
 from router.telemetry.logs import log_request
 from router.server.memory import keep_handing_back
-from router.metrics import Metrics
+from router.monitoring.metrics import Metrics
 from router.api.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
 from router.api.openapi import document
-from router.page import PAGE, Page
+from router.monitoring.page import PAGE, Page
 from router.api.problems import BeyondKey, NoEmbeddings, NotAdmin, Refused, UnknownModel, describe
 from router.auth.quota import OverQuota, Quotas
 from router.profiling.prompt_samples import PromptSamples

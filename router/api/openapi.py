@@ -10,7 +10,7 @@ from router.policy.decision import Basis
 from router.api.generate import STREAM_ID
 from router.pipeline.registry import Outcome
 from router.auth.api_keys import PRIORITIES
-from router.live import MOST_LISTED
+from router.monitoring.live import MOST_LISTED
 from router.api.openai import CHAT, COMPLETIONS, EMBEDDINGS, HEADERS, OpenAIWishes
 from router.api.problems import MEDIA_TYPE
 from router.telemetry.trace_store import KeptFor

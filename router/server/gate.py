@@ -15,7 +15,7 @@ from router.doors import Door, Parting
 from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized
 from router.telemetry.logs import begin_request, log_failure
 from router.api.openai import speaks_openai
-from router.page import PAGE
+from router.monitoring.page import PAGE
 from router.api.problems import Draining, describe
 
 if TYPE_CHECKING:

@@ -87,7 +87,7 @@ async def test_the_routers_own_loops_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The live stream goes on for those who read it when its picture could not be made for a while."""
-    monkeypatch.setattr("router.live.TICK_S", 0.02)
+    monkeypatch.setattr("router.monitoring.live.TICK_S", 0.02)
     monkeypatch.setattr("tiers.background.FIRST_PAUSE_S", 0.02)
     async with router_stack(tmp_path) as stack, stack.client.stream("GET", f"{stack.url}/live") as live:
         lines = live.aiter_lines()

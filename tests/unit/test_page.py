@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from router.auth.api_keys import add_key
-from router.page import SCRIPTS, WEB, compose
+from router.monitoring.page import SCRIPTS, WEB, compose
 from router.settings import SettingsError, load_settings
 from tests.unit.router_stack import router_stack
 

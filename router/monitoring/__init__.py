@@ -1,0 +1,1 @@
+"""Metrics, the live feed and the page."""
