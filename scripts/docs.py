@@ -11,7 +11,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from router.cli import app
+from router.cli.main import app
 from router.settings import schema, table
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from router import problems, upstream
-from router.cli import app
+from router.cli.main import app
 from router.api.problems import describe
 from router.settings import Settings
 from router.upstream.client import EngineRefused, UpstreamError

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from router.auth.api_keys import add_key
-from router.log_files import LEVELS, NEW_FILE, Filter, Logs, find_files
+from router.cli.log_reader import LEVELS, NEW_FILE, Filter, Logs, find_files
 from router.telemetry.logs import JsonFormatter, TextFormatter, _File, _Hand, begin_request
 from tests.unit.own_engines import until
 from tests.unit.own_router import QARR, own_router

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from typer.testing import CliRunner
 
-from router.cli import app
+from router.cli.main import app
 from router.policy.decision import PolicyTable, Sla
 from router.policy.decision_log import DecisionLog, DecisionRecord, OutcomeRecord, digest_of, read_log
 from router.policy.decide import decide

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
-from router.cli import app
+from router.cli.main import app
 from router.policy.replay import Summary, differing, read_recording, seen, simulate, summarise
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack

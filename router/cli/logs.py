@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from router.log_files import ROUTER, Filter, Logs, find_files
+from router.cli.log_reader import ROUTER, Filter, Logs, find_files
 from router.settings import load_settings
 from tiers.errors import OperationError
 
 if TYPE_CHECKING:
-    from router.log_files import Entry
+    from router.cli.log_reader import Entry
 
 Level = Literal["debug", "info", "warning", "error", "critical"]
 LINES = 100

@@ -8,8 +8,8 @@ import subprocess
 from typing import TYPE_CHECKING
 
 from router.api.admin import is_loopback
-from router.doctor import Check, Finding, ok, problem, warning
-from router.doctor_machine import local_tiers
+from router.cli.doctor.checks import Check, Finding, ok, problem, warning
+from router.cli.doctor.machine import local_tiers
 from router.auth.api_keys import KeysError, read_keys
 from router.profiling.latency import latency_name, load_latency
 from router.profiling.quality import load_profile, profile_name
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from router.doctor import Question
+    from router.cli.doctor.checks import Question
 
 GROUP = "files"
 VERSION_TIMEOUT_S = 60

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from router.cli_client import URL, KeyOption, Router, UrlOption
+from router.cli.client import URL, KeyOption, Router, UrlOption
 from router.serve import make_canary
 from router.settings import load_settings
 from tiers.errors import OperationError

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from router.doctor import Check, Finding, ok, problem, warning
+from router.cli.doctor.checks import Check, Finding, ok, problem, warning
 from router.server.http_protocol import FILES_BESIDES
 from tiers.plan import GIB, cpu_flags, make_plan, read_machine
 from tiers.spec import TierName
@@ -23,7 +23,7 @@ from tiers.spec import TierName
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from router.doctor import Question
+    from router.cli.doctor.checks import Question
 
 GROUP = "machine"
 OLDEST_PYTHON = (3, 11)
@@ -159,7 +159,7 @@ def judge_gpu(parts: list[str]) -> Finding:
 
 def memory(question: Question) -> Iterator[Finding]:
     """Check memory against the plan for the configured model."""
-    from router.doctor_files import local_specs  # noqa: PLC0415  it imports from here
+    from router.cli.doctor.files import local_specs  # noqa: PLC0415  it imports from here
 
     machine = read_machine()
     available, total = machine.memory_available, psutil.virtual_memory().total

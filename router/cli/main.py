@@ -16,14 +16,14 @@ from pydantic_core import to_json
 from rich.console import Console
 
 from classifier import TokenizerError, extract
-from router.cli_doctor import doctor
-from router.cli_keys import keys_app
-from router.cli_logs import logs
-from router.cli_profile import profile_app
-from router.cli_replay import replay
-from router.cli_tiers import tiers_app
-from router.cli_top import top
-from router.cli_trace import trace
+from router.cli.doctor.command import doctor
+from router.cli.keys import keys_app
+from router.cli.logs import logs
+from router.cli.profile import profile_app
+from router.cli.replay import replay
+from router.cli.tiers import tiers_app
+from router.cli.top.app import top
+from router.cli.trace import trace
 from router.counters import make_counter, named_counter
 from router.policy.decision import Query
 from router.first_start import Steps

@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from router.cli_client import URL, KeyOption, NotKept, Router, UrlOption
+from router.cli.client import URL, KeyOption, NotKept, Router, UrlOption
 from router.telemetry.logs import shown_ms
-from router.top_screen import OUTCOMES, OWN_ONLY, TIERS
+from router.cli.top.screen import OUTCOMES, OWN_ONLY, TIERS
 from tiers.errors import OperationError
 from tiers.spec import TierName
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from router.telemetry.logs import shown_ms
-from router.top import Picture, View
+from router.cli.top.state import Picture, View
 from tiers.preparing import Preparing
 
 if TYPE_CHECKING:

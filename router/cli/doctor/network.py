@@ -17,9 +17,9 @@ import psutil
 from redis import Redis
 from redis.exceptions import RedisError
 
-from router.cli_client import KEY_NEEDED
-from router.doctor import Check, Finding, ok, problem, warning
-from router.doctor_machine import local_tiers
+from router.cli.client import KEY_NEEDED
+from router.cli.doctor.checks import Check, Finding, ok, problem, warning
+from router.cli.doctor.machine import local_tiers
 from router.telemetry.tracing import TelemetryError, exporter_address
 from tiers.errors import PortInUse, ProbeError
 from tiers.preparing import Preparing
@@ -31,7 +31,7 @@ from tiers.warmup import tokens_digest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from router.doctor import Question
+    from router.cli.doctor.checks import Question
 
 GROUP, RUNNING = "network", "running"
 TIMEOUT_S = 3.0

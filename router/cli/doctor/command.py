@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from router.doctor import Health, examine
+from router.cli.doctor.checks import Health, examine
 
 if TYPE_CHECKING:
-    from router.doctor import Finding
+    from router.cli.doctor.checks import Finding
 
 SHADES = {Health.OK: "green", Health.WARNING: "yellow", Health.PROBLEM: "bold red"}
 NAME_WIDTH = 22

@@ -1,0 +1,1 @@
+"""The ``qarr`` command."""
