@@ -31,7 +31,7 @@ from classifier import PromptClass
 from router.profiling.measure_quality import read_prompts
 from router.profiling.quality import REFERENCE, Score, judge, summarise
 from router.profiling.scoring import greedy_body, read_greedy, read_scored, scoring_body
-from router.serve import prepare_options
+from router.deployment.run import prepare_options
 from router.settings import cache_dir, load_settings
 from tiers.plan import machine_name
 from tiers.prepare import prepare

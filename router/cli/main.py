@@ -24,15 +24,15 @@ from router.cli.replay import replay
 from router.cli.tiers import tiers_app
 from router.cli.top.app import top
 from router.cli.trace import trace
-from router.counters import make_counter, named_counter
+from router.deployment.counters import make_counter, named_counter
 from router.policy.decision import Query
-from router.first_start import Steps
+from router.deployment.first_start import Steps
 from router.auth.api_keys import KeysError
 from router.policy.table import policy_table
 from router.telemetry.logs import start_logging
 from router.policy.decide import decide
 from router.profiling.client import ProfileError
-from router.serve import (
+from router.deployment.run import (
     ListenError,
     StartError,
     Told,
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from router.policy.decision import PolicyTable
     from router.auth.api_keys import KeyStore
     from router.telemetry.logs import Logging
-    from router.serve import Deployment
+    from router.deployment.run import Deployment
     from tiers.checkpoint import Checkpoint
     from tiers.fleet import Fleet, Replica
     from tiers.plan import Plan

@@ -15,7 +15,7 @@ from classifier import EstimatingCounter
 from router.app import create_app
 from router.server.http_protocol import protocol_for
 from router.auth.api_keys import KeyStore
-from router.serve import fleet_options
+from router.deployment.run import fleet_options
 from router.settings import PROJECT, Settings, load_settings
 from router.telemetry.tracing import Telemetry, make_telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all

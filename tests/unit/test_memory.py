@@ -37,7 +37,7 @@ print(full - before, process.memory_info().rss - before)
 ASIDE = """
 import gc
 from router.server.memory import set_aside
-import router.serve
+import router.deployment.run
 before = len(gc.get_objects())
 set_aside()
 print(before, gc.get_freeze_count(), len(gc.get_objects()))

@@ -14,7 +14,7 @@ from router.auth.api_keys import KeysError, read_keys
 from router.profiling.latency import latency_name, load_latency
 from router.profiling.quality import load_profile, profile_name
 from router.profiling.client import ProfileError
-from router.serve import prepare_options
+from router.deployment.run import prepare_options
 from router.settings import PROJECT
 from tiers.checkpoint import Checkpoint, check_alike, check_whole, identity, weights_digest
 from tiers.errors import CheckpointError

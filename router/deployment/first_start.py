@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from router.counters import LateCounter, make_counter
+from router.deployment.counters import LateCounter, make_counter
 from router.telemetry.tracing import engine_target
 from tiers.checkpoint import check_alike
 from tiers.errors import CheckpointError, TierError
@@ -27,7 +27,7 @@ from tiers.spec import EngineLaunch, TierName
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from router.serve import Deployment
+    from router.deployment.run import Deployment
     from router.settings import Settings
     from tiers.checkpoint import Checkpoint
     from tiers.plan import Plan

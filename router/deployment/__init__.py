@@ -1,0 +1,1 @@
+"""Lay out the fleet, start it, and run the router."""
