@@ -20,7 +20,7 @@ from router.profiling.auto_profile import AutoProfile
 from router.api.asgi import BodyTooLarge, ClientGone, context_of, end_tasks
 from router.pipeline.failover import Continuation
 from router.policy.decision_log import DecisionLog
-from router.doors import Doors
+from router.lifecycle import Doors
 from router.pipeline.cascade import Escalation
 from router.server.gate import Gate
 from router.api.generate import Generate, Route

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from router.api.admin import is_loopback
 from router.app import create_app
 from router.deployment.counters import LateCounter, make_counter, named_counter
-from router.doors import Doors
+from router.lifecycle import Doors
 from router.server.http_protocol import allow_files, bound_unsent, protocol_for
 from router.deployment.first_start import FirstStart, make_launch
 from router.auth.api_keys import KeyStore

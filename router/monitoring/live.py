@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
-    from router.doors import Doors
+    from router.lifecycle import Doors
     from router.pipeline.registry import OpenRequest, RequestRecord
     from router.auth.api_keys import Caller, KeyStore
     from router.pipeline.pipeline import Services

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from router.pipeline.admission import Admitted
     from router.api.asgi import RequestContext
     from router.policy.decision import Decision, Sla
-    from router.doors import Doors
+    from router.lifecycle import Doors
     from router.upstream.client import Exchange
     from tiers.fleet import Fleet
     from tiers.spec import TierName

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from starlette.datastructures import Headers
 
 from router.api.asgi import ForeignHost, ForeignPage, RequestContext, body_message, context_of, keep
-from router.doors import Door, Parting
+from router.lifecycle import Door, Parting
 from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized
 from router.telemetry.logs import begin_request, log_failure
 from router.api.openai import speaks_openai
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from router.doors import Doors
+    from router.lifecycle import Doors
     from router.telemetry.tracing import Telemetry
 
 # For load balancers, which have no keys, and for browsers, which ask for one on the page.

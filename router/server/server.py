@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from router.doors import Door, Doors
+from router.lifecycle import Door, Doors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
