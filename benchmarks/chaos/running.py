@@ -96,7 +96,7 @@ def running(
     environment |= {"XDG_CONFIG_HOME": str(folder), "QARR_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
     config, log = folder / "chaos.toml", folder / "router.log"
     config.write_text(settings)
-    argv = [sys.executable, "-m", "router.cli", "serve", "--config", str(config)]
+    argv = [sys.executable, "-m", "router.cli.main", "serve", "--config", str(config)]
     ports: dict[str, int] = {}
     with ExitStack() as stack:
         for tier, shape in shapes.items():
