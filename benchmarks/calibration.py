@@ -28,10 +28,10 @@ from measure import ROOT
 
 sys.path.insert(0, str(ROOT))
 from classifier import PromptClass
+from router.deployment.run import prepare_options
 from router.profiling.measure_quality import read_prompts
 from router.profiling.quality import REFERENCE, Score, judge, summarise
 from router.profiling.scoring import greedy_body, read_greedy, read_scored, scoring_body
-from router.deployment.run import prepare_options
 from router.settings import cache_dir, load_settings
 from tiers.plan import machine_name
 from tiers.prepare import prepare

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from classifier import EstimatingCounter, PromptClass, extract
+from router.policy.decide import decide
 from router.policy.decision import ExpectedLoss, PolicyTable, Query, Sla
 from router.policy.decision_log import DecisionLog
-from router.policy.decide import decide
 from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
 from tiers.fleet import Fleet, Replica
 from tiers.spec import ReplicaState, TierName, TierSpec

@@ -14,36 +14,37 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
+from router.aio import end_tasks
 from router.api.admin import Admin, is_loopback
-from router.pipeline.admission import Admission
-from router.profiling.auto_profile import AutoProfile
-from router.api.asgi import BodyTooLarge, ClientGone, context_of, end_tasks
-from router.pipeline.failover import Continuation
-from router.policy.decision_log import DecisionLog
-from router.lifecycle import Doors
-from router.pipeline.cascade import Escalation
-from router.server.gate import Gate
+from router.api.asgi import BodyTooLarge, ClientGone, context_of
+from router.api.bodies import InvalidBody, render_fleet, render_preparing
 from router.api.generate import Generate, Route
-from router.pipeline.hedging import Hedging
-from router.pipeline.registry import Journal
-from router.api.resumable import KeptStreams, StreamGone, UnknownStream
-from router.monitoring.live import Live, LiveEndpoints
-from router.profiling.shadow_evaluation import LiveCheck
-from router.policy.table import LivePolicy
-from router.telemetry.logs import log_request
-from router.server.memory import keep_handing_back
-from router.monitoring.metrics import Metrics
 from router.api.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
 from router.api.openapi import document
-from router.monitoring.page import PAGE, Page
 from router.api.problems import BeyondKey, NoEmbeddings, NotAdmin, Refused, UnknownModel, describe
+from router.api.resumable import KeptStreams, StreamGone, UnknownStream
 from router.auth.quota import OverQuota, Quotas
-from router.profiling.prompt_samples import PromptSamples
+from router.lifecycle import Doors
+from router.monitoring.live import Live, LiveEndpoints
+from router.monitoring.metrics import Metrics
+from router.monitoring.page import PAGE, Page
+from router.pipeline.admission import Admission
+from router.pipeline.cascade import Escalation
+from router.pipeline.failover import Continuation
+from router.pipeline.hedging import Hedging
 from router.pipeline.pipeline import Services
+from router.pipeline.registry import Journal
 from router.pipeline.shared_load import SharedState
+from router.policy.decision_log import DecisionLog
+from router.policy.table import LivePolicy
+from router.profiling.auto_profile import AutoProfile
+from router.profiling.prompt_samples import PromptSamples
+from router.profiling.shadow_evaluation import LiveCheck
+from router.server.gate import Gate
+from router.server.memory import keep_handing_back
+from router.telemetry.logs import log_request
 from router.telemetry.trace_store import UnknownTrace
 from router.upstream.client import Upstream, UpstreamError, make_transport
-from router.api.bodies import InvalidBody, render_fleet, render_preparing
 from tiers.background import lasting
 from tiers.errors import NotPossible, UnknownReplica
 from tiers.spec import ReplicaState

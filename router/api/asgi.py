@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from router.auth.api_keys import ANONYMOUS, Caller
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine, Mapping
+    from collections.abc import Callable, Coroutine, Mapping
 
     from starlette.types import Message, Receive, Scope, Send
 
@@ -99,38 +99,6 @@ class RequestContext:
         return {"x-request-id": self.request_id, "x-qarr-trace-id": self.trace_id, **self.limits}
 
 
-class Signal:
-    """An event to wait for. asyncio's own holds a deque, 760 bytes, and thousands of these wait at once."""
-
-    __slots__ = ("_set", "_waiters")
-
-    def __init__(self) -> None:
-        self._set = False
-        self._waiters: list[asyncio.Future[None]] | None = None
-
-    def set(self) -> None:
-        """Let everyone go on who waits, or comes to wait before the next ``clear``."""
-        self._set = True
-        for waiter in self._waiters or ():
-            if not waiter.done():
-                waiter.set_result(None)
-
-    def clear(self) -> None:
-        """Let those wait who come from now on."""
-        self._set = False
-
-    async def wait(self) -> None:
-        """Return as soon as it is set."""
-        if self._set:
-            return
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters = [*(self._waiters or ()), waiter]
-        try:
-            await waiter
-        finally:
-            self._waiters = [other for other in self._waiters if other is not waiter] or None
-
-
 def keep(scope: Scope, context: RequestContext) -> None:
     """Keep a request's context where its handlers, and those of its errors, find it."""
     scope[_KEY] = context
@@ -140,14 +108,6 @@ def context_of(scope: Scope) -> RequestContext:
     """Return a request's context."""
     context: RequestContext = scope[_KEY]
     return context
-
-
-async def end_tasks(tasks: Collection[asyncio.Task[None]]) -> None:
-    """Cancel tasks until they have ended: a library in between may swallow a cancellation."""
-    while not all(task.done() for task in tasks):
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks, timeout=1)
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:

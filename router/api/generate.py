@@ -16,11 +16,11 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from classifier import extract
-from router.upstream.text_stream import Answer, ChatRequest
 from router.api.asgi import RequestContext, body_message, context_of, read_body, start_message, while_connected
-from router.pipeline.failover import continued_on
-from router.api.resumable import KeptStream, KeptStreams, ResumedElsewhere, StreamGone
+from router.api.bodies import Amount, GenerateBody, make_query, parse_generate, render_decision
 from router.api.problems import describe
+from router.api.resumable import KeptStream, KeptStreams, ResumedElsewhere, StreamGone
+from router.pipeline.failover import continued_on
 from router.pipeline.pipeline import (
     Services,
     answer_headers,
@@ -32,7 +32,7 @@ from router.pipeline.pipeline import (
     served,
 )
 from router.upstream.client import UpstreamError
-from router.api.bodies import Amount, GenerateBody, make_query, parse_generate, render_decision
+from router.upstream.text_stream import Answer, ChatRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -15,13 +15,11 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from router.api.asgi import RequestContext, body_message, context_of, read_body, start_message, while_connected
-from router.pipeline.failover import continued_on
-from router.api.openai_prompt import Reading, classify, read_chat, read_completion
-from router.upstream.sse import DONE, SEPARATOR
+from router.api.bodies import Amount, FieldProblem, InvalidBody, Wishes, make_query
 from router.api.generate import STREAM_HEADERS
-from router.upstream.json_object import JsonObject, NotJson, as_boolean, as_integer
+from router.api.openai_prompt import Reading, classify, read_chat, read_completion
 from router.api.problems import NoEmbeddings, UnknownModel, describe
-from router.upstream.openai_stream import EventRelay, RelayRequest, WholeRelay, resumption_of
+from router.pipeline.failover import continued_on
 from router.pipeline.pipeline import (
     Services,
     answer_headers,
@@ -34,8 +32,17 @@ from router.pipeline.pipeline import (
     reason_of,
     served,
 )
-from router.upstream.client import EngineFailed, EngineRefused, EngineUnreachable, NoEngineAnswered, NoPlace, UpstreamError
-from router.api.bodies import Amount, FieldProblem, InvalidBody, Wishes, make_query
+from router.upstream.client import (
+    EngineFailed,
+    EngineRefused,
+    EngineUnreachable,
+    NoEngineAnswered,
+    NoPlace,
+    UpstreamError,
+)
+from router.upstream.json_object import JsonObject, NotJson, as_boolean, as_integer
+from router.upstream.openai_stream import EventRelay, RelayRequest, WholeRelay, resumption_of
+from router.upstream.sse import DONE, SEPARATOR
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from router.api.admin import OPERATIONS, REPLICAS
-from router.profiling.auto_profile import State
-from router.policy.decision import Basis
+from router.api.bodies import GenerateBody, allowed_values
 from router.api.generate import STREAM_ID
-from router.pipeline.registry import Outcome
-from router.auth.api_keys import PRIORITIES
-from router.monitoring.live import MOST_LISTED
 from router.api.openai import CHAT, COMPLETIONS, EMBEDDINGS, HEADERS, OpenAIWishes
 from router.api.problems import MEDIA_TYPE
+from router.auth.api_keys import PRIORITIES
+from router.monitoring.live import MOST_LISTED
+from router.pipeline.registry import Outcome
+from router.policy.decision import Basis
+from router.profiling.auto_profile import State
 from router.telemetry.trace_store import KeptFor
-from router.api.bodies import GenerateBody, allowed_values
 from tiers.operations import KINDS
 from tiers.spec import Precision, ReplicaState, TierName
 

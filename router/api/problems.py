@@ -20,13 +20,13 @@ from router.api.asgi import (
     TooManyConnections,
     TooSlow,
 )
-from router.policy.decision import Decision, Refusal
+from router.api.bodies import FieldProblem, InvalidBody, render_verdict
 from router.api.resumable import ResumedElsewhere, StreamGone, UnknownStream
 from router.auth.api_keys import Unauthorized
 from router.auth.quota import OverQuota
+from router.policy.decision import Decision, Refusal
 from router.telemetry.trace_store import UnknownTrace
 from router.upstream.client import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoPlace, UpstreamError
-from router.api.bodies import FieldProblem, InvalidBody, render_verdict
 from tiers.errors import NotPossible, UnknownReplica
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import logging
 import secrets
 from typing import TYPE_CHECKING
 
-from router.api.asgi import Signal, body_message
+from router.aio import Signal
+from router.api.asgi import body_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence

@@ -16,6 +16,8 @@ from pydantic_core import to_json
 from rich.console import Console
 
 from classifier import TokenizerError, extract
+from router.api.bodies import render_features
+from router.auth.api_keys import KeysError
 from router.cli.doctor.command import doctor
 from router.cli.keys import keys_app
 from router.cli.logs import logs
@@ -25,13 +27,7 @@ from router.cli.tiers import tiers_app
 from router.cli.top.app import top
 from router.cli.trace import trace
 from router.deployment.counters import make_counter, named_counter
-from router.policy.decision import Query
 from router.deployment.first_start import Steps
-from router.auth.api_keys import KeysError
-from router.policy.table import policy_table
-from router.telemetry.logs import start_logging
-from router.policy.decide import decide
-from router.profiling.client import ProfileError
 from router.deployment.run import (
     ListenError,
     StartError,
@@ -43,10 +39,14 @@ from router.deployment.run import (
     prepare_options,
     run,
 )
-from router.settings import Settings, SettingsError, load_settings, schema, table
+from router.policy.decide import decide
+from router.policy.decision import Query
+from router.policy.table import policy_table
+from router.profiling.client import ProfileError
 from router.server.handover import Baton, TakeoverError, control_path
+from router.settings import Settings, SettingsError, load_settings, schema, table
+from router.telemetry.logs import start_logging
 from router.telemetry.tracing import TelemetryError
-from router.api.bodies import render_features
 from tiers.errors import TierError
 from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
 from tiers.plan import GIB
@@ -57,10 +57,10 @@ from tiers.spec import ReplicaState, TierName, TierSpec
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from router.policy.decision import PolicyTable
     from router.auth.api_keys import KeyStore
-    from router.telemetry.logs import Logging
     from router.deployment.run import Deployment
+    from router.policy.decision import PolicyTable
+    from router.telemetry.logs import Logging
     from tiers.checkpoint import Checkpoint
     from tiers.fleet import Fleet, Replica
     from tiers.plan import Plan

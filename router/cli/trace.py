@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from router.cli.client import URL, KeyOption, NotKept, Router, UrlOption
-from router.telemetry.logs import shown_ms
 from router.cli.top.screen import OUTCOMES, OWN_ONLY, TIERS
+from router.telemetry.logs import shown_ms
 from tiers.errors import OperationError
 from tiers.spec import TierName
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 from router.api.admin import is_loopback
 from router.app import create_app
-from router.deployment.counters import LateCounter, make_counter, named_counter
-from router.lifecycle import Doors
-from router.server.http_protocol import allow_files, bound_unsent, protocol_for
-from router.deployment.first_start import FirstStart, make_launch
 from router.auth.api_keys import KeyStore
+from router.deployment.counters import LateCounter, make_counter, named_counter
+from router.deployment.first_start import FirstStart, make_launch
+from router.lifecycle import Doors
 from router.line_file import LineFile
+from router.server.handover import TakenError, TakeoverError, control_path, handing_over
+from router.server.http_protocol import allow_files, bound_unsent, protocol_for
 from router.server.memory import set_aside
 from router.server.server import Server
 from router.settings import SettingsError
-from router.server.handover import TakenError, TakeoverError, control_path, handing_over
 from router.telemetry.tracing import make_telemetry
 from tiers.breaker import BreakerOptions
 from tiers.canary import Canary
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from classifier import TokenCounter
-    from router.settings import Settings, TierSettings
     from router.server.handover import Baton
+    from router.settings import Settings, TierSettings
     from router.telemetry.tracing import Telemetry
     from tiers.fleet import Replica
 

@@ -19,9 +19,9 @@ from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
 from router.api.asgi import body_message, context_of, start_message, while_connected
+from router.api.bodies import render_fleet, scope_of
 from router.pipeline.registry import Outcome, render_record
 from router.telemetry.trace_store import UnknownTrace, render_listed, render_trace
-from router.api.bodies import render_fleet, scope_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
-    from router.lifecycle import Doors
-    from router.pipeline.registry import OpenRequest, RequestRecord
     from router.auth.api_keys import Caller, KeyStore
+    from router.lifecycle import Doors
     from router.pipeline.pipeline import Services
+    from router.pipeline.registry import OpenRequest, RequestRecord
     from router.telemetry.trace_store import Trace
     from tiers.spec import TierName
 

@@ -20,8 +20,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from router.policy.decision import Refusal
 from router.pipeline.registry import OVER_QUOTA, Outcome
+from router.policy.decision import Refusal
 from tiers.breaker import BreakerState
 from tiers.spec import ReplicaState, TierName
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
     from starlette.requests import Request
 
-    from router.pipeline.registry import RequestRecord
     from router.pipeline.pipeline import Services
+    from router.pipeline.registry import RequestRecord
 
 NO_TIER = "none"
 # Bounds in seconds: a GPU's first token takes tens of milliseconds, a queue or a CPU's prefill tens of seconds.

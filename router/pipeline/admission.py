@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from router.policy.decision import Basis, Refusal
+from router.api.problems import Refused
 from router.auth.api_keys import PRIORITIES
 from router.pipeline.queue_lines import Entry, Lines
 from router.policy.decide import UNKNOWN_RETRY_S, decide
-from router.api.problems import Refused
+from router.policy.decision import Basis, Refusal
 from tiers.fleet import Demand
 from tiers.spec import TierName
 

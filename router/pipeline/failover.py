@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic_core import to_json
 
-from router.upstream.sse import EventStream, chunk_in
-from router.upstream.json_object import as_boolean, as_integer, read_json
 from router.upstream.client import (
     Attempt,
     EngineBroke,
@@ -25,6 +23,8 @@ from router.upstream.client import (
     UpstreamError,
     without_trace,
 )
+from router.upstream.json_object import as_boolean, as_integer, read_json
+from router.upstream.sse import EventStream, chunk_in
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from router.api.problems import BeyondKey, Refused
+from router.auth.api_keys import PRIORITIES
+from router.pipeline.registry import ttft_from_arrival
+from router.policy.decide import decide
 from router.policy.decision import Refusal
 from router.policy.decision_log import OutcomeRecord
-from router.pipeline.registry import ttft_from_arrival
-from router.auth.api_keys import PRIORITIES
-from router.policy.decide import decide
-from router.api.problems import BeyondKey, Refused
 from router.settings import TRACE_ID
 from router.upstream.client import EngineTooSlow
 from tiers.spec import TierName
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from classifier import PromptFeatures, TokenCounter
-    from router.pipeline.admission import Admission, Admitted
-    from router.profiling.auto_profile import AutoProfile
     from router.api.asgi import RequestContext
-    from router.pipeline.failover import Continuation
-    from router.policy.decision import Decision, Query
-    from router.policy.decision_log import DecisionLog
+    from router.auth.api_keys import Caller, Priority
+    from router.auth.quota import Quotas
+    from router.pipeline.admission import Admission, Admitted
     from router.pipeline.cascade import Escalation
+    from router.pipeline.failover import Continuation
     from router.pipeline.hedging import Hedging
     from router.pipeline.registry import Journal, OpenRequest
-    from router.auth.api_keys import Caller, Priority
-    from router.profiling.shadow_evaluation import LiveCheck
-    from router.policy.table import LivePolicy
-    from router.auth.quota import Quotas
-    from router.profiling.prompt_samples import PromptSamples
-    from router.settings import LimitSettings, OpenAISettings
     from router.pipeline.shared_load import SharedState
+    from router.policy.decision import Decision, Query
+    from router.policy.decision_log import DecisionLog
+    from router.policy.table import LivePolicy
+    from router.profiling.auto_profile import AutoProfile
+    from router.profiling.prompt_samples import PromptSamples
+    from router.profiling.shadow_evaluation import LiveCheck
+    from router.settings import LimitSettings, OpenAISettings
     from router.telemetry.tracing import Telemetry
     from router.upstream.client import Attempt, E, EngineRequest, Exchange, Upstream
     from tiers.fleet import Fleet, FleetSnapshot

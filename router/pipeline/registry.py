@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
-from router.pipeline.failover import continued_on
-from router.auth.api_keys import PRIORITIES, Priority
-from router.api.problems import Refused
-from router.auth.quota import OverQuota
 from router.api.bodies import render_verdict
+from router.api.problems import Refused
+from router.auth.api_keys import PRIORITIES, Priority
+from router.auth.quota import OverQuota
+from router.pipeline.failover import continued_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from router.pipeline.admission import Admitted
     from router.api.asgi import RequestContext
-    from router.policy.decision import Decision, Sla
     from router.lifecycle import Doors
+    from router.pipeline.admission import Admitted
+    from router.policy.decision import Decision, Sla
     from router.upstream.client import Exchange
     from tiers.fleet import Fleet
     from tiers.spec import TierName

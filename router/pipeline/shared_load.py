@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import to_json
 
-from router.upstream.json_object import read_json
 from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, Faults, RedisClock, connect, outage
+from router.upstream.json_object import read_json
 from tiers.fleet import Others, Share
 from tiers.spec import ReplicaState, TierName
 

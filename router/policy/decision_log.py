@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from router.policy.decision import PolicyTable, Query, Refusal
 from router.line_file import LineFile, LineWriter
+from router.policy.decision import PolicyTable, Query, Refusal
 from router.profiling.client import ProfileError
 from tiers.fleet import FleetSnapshot  # noqa: TC001  pydantic reads these
 from tiers.spec import TierName  # noqa: TC001

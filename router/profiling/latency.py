@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import AwareDatetime, Field, ValidationError
 
-from router.profiling.quality import Frozen, check_identities, percentile
 from router.profiling.client import ProfileError
+from router.profiling.quality import Frozen, check_identities, percentile
 from tiers.least_squares import least_squares
 from tiers.spec import TierName
 from tiers.speed import Load, SpeedModel

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from classifier import EstimatingCounter, PromptClass, extract
-from router.profiling.quality import REFERENCE, TOP_K, QualityProfile, Score, certainties, judge, summarise
 from router.profiling.client import ProfileError, first_of
+from router.profiling.quality import REFERENCE, TOP_K, QualityProfile, Score, certainties, judge, summarise
 from router.profiling.scoring import GreedyAnswer, greedy_body, read_greedy, read_scored, scoring_body
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from router.profiling.client import ProfileError
 from router.profiling.latency import latency_name, load_latency
 from router.profiling.quality import profile_name
 from router.profiling.quality_report import render
-from router.profiling.client import ProfileError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

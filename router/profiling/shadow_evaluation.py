@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
-from router.upstream.json_object import read_json
 from router.auth.api_keys import PRIORITIES
 from router.profiling.quality import REFERENCE, judge
-from router.upstream.openai_stream import WholeRelay
 from router.profiling.scoring import greedy_body, read_greedy, read_scored, scoring_body
 from router.upstream.client import UpstreamError
+from router.upstream.json_object import read_json
+from router.upstream.openai_stream import WholeRelay
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from pydantic_core import to_json
 from starlette.datastructures import Headers
 
 from router.api.asgi import ForeignHost, ForeignPage, RequestContext, body_message, context_of, keep
-from router.lifecycle import Door, Parting
-from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized
-from router.telemetry.logs import begin_request, log_failure
 from router.api.openai import speaks_openai
-from router.monitoring.page import PAGE
 from router.api.problems import Draining, describe
+from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized
+from router.lifecycle import Door, Parting
+from router.monitoring.page import PAGE
+from router.telemetry.logs import begin_request, log_failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

@@ -21,7 +21,7 @@ import struct
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from router.api.asgi import end_tasks
+from router.aio import end_tasks
 from tiers.background import lasting
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from queue import Full, Queue
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from router.pipeline.registry import Outcome, render_summary
 from router.line_file import LineFile, Losses
+from router.pipeline.registry import Outcome, render_summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from classifier import PromptClass, PromptFeatures
-    from router.policy.decision import Decision, Verdict
     from router.pipeline.registry import RequestRecord
+    from router.policy.decision import Decision, Verdict
     from router.settings import TelemetrySettings
     from router.upstream.client import EngineRequest
     from tiers.fleet import Replica

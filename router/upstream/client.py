@@ -29,8 +29,8 @@ import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport
 
-from router.upstream.json_object import read_json
 from router.upstream.idle_timeout import Patience
+from router.upstream.json_object import read_json
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence

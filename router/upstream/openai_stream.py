@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic_core import to_json
 
-from router.upstream.text_stream import CERTAINTY, certainties
 from router.pipeline.failover import Piece, Progress, Resumption, continued_on
-from router.upstream.sse import DONE, SEPARATOR, EventStream, chunk_in, is_usage
-from router.upstream.json_object import JsonObject, NotJson, as_integer, read_json
 from router.upstream.client import NO_ANSWER, Attempt, EngineBroke, EngineFailed, Exchange, body_of, without_trace
+from router.upstream.json_object import JsonObject, NotJson, as_integer, read_json
+from router.upstream.sse import DONE, SEPARATOR, EventStream, chunk_in, is_usage
+from router.upstream.text_stream import CERTAINTY, certainties
 from tiers.spec import TierName
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from router.upstream.json_object import read_json
 from router.upstream.client import NO_ANSWER, USAGE, EngineBroke, parts_of, without_trace
+from router.upstream.json_object import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import to_json
 
 from router.pipeline.failover import Piece, Progress, Resumption
-from router.upstream.sse import EventStream, chunk_in
 from router.upstream.client import Attempt, EngineBroke, Exchange, without_trace
+from router.upstream.sse import EventStream, chunk_in
 from tiers.spec import TierName
 
 if TYPE_CHECKING:

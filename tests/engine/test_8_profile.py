@@ -14,9 +14,9 @@ import pytest
 
 from classifier import PromptClass
 from router.profiling.latency import load_latency
-from router.profiling.shadow_evaluation import ANSWER_TOKENS
 from router.profiling.profile_files import JOURNAL
 from router.profiling.quality import Certainty, Interval, Loss, QualityProfile, load_profile, profile_name
+from router.profiling.shadow_evaluation import ANSWER_TOKENS
 from router.settings import PROJECT
 from tests.engine.conftest import QARR
 from tests.engine.in_process import real_router

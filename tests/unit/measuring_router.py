@@ -12,9 +12,9 @@ import httpx
 
 from classifier import EstimatingCounter
 from router.app import create_app
-from router.server.http_protocol import protocol_for
 from router.auth.api_keys import KeyStore
 from router.profiling.profile_files import JOURNAL
+from router.server.http_protocol import protocol_for
 from router.settings import load_settings
 from router.telemetry.tracing import make_telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all

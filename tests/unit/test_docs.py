@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from router import problems, upstream
-from router.cli.main import app
 from router.api.problems import describe
+from router.cli.main import app
 from router.settings import Settings
 from router.upstream.client import EngineRefused, UpstreamError
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from router.upstream.sse import DONE, MAX_EVENT_BYTES, EventStream, chunk_in
 from router.upstream.client import EngineBroke
+from router.upstream.sse import DONE, MAX_EVENT_BYTES, EventStream, chunk_in
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

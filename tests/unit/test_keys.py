@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
-from router.cli.main import app
 from router.auth.api_keys import KeysError, KeyStore, Unauthorized, add_key, read_keys, revoke_key
+from router.cli.main import app
 from router.deployment.run import ListenError, open_keys
 from router.settings import load_settings
 from tests.unit.router_stack import router_stack

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from router.policy.decision_log import read_log
 from router.line_file import LineFile, LineWriter
+from router.policy.decision_log import read_log
 from router.profiling.prompt_samples import MAX_PROMPTS
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack

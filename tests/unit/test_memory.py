@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from router.upstream.sse import chunk_of
-from router.settings import PROJECT, LimitSettings
 from router.api.bodies import parse_generate
+from router.settings import PROJECT, LimitSettings
+from router.upstream.sse import chunk_of
 from tests.fakes.engine import Behaviour
 from tests.unit.router_stack import Stack, router_stack
 

@@ -15,8 +15,8 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, http
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from router.telemetry.tracing import Telemetry, make_telemetry
 from router.telemetry.trace_store import Allowance, KeptFor, RecordAll, TraceStore
+from router.telemetry.tracing import Telemetry, make_telemetry
 from tests.fakes.engine import Behaviour
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack

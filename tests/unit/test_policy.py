@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from classifier import PromptClass, PromptFeatures
-from router.policy.decision import CHOSEN, ExpectedLoss, PolicyTable, Query, Refusal, Sla
 from router.policy.decide import decide, successors
+from router.policy.decision import CHOSEN, ExpectedLoss, PolicyTable, Query, Refusal, Sla
 from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
 from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
 from tiers.spec import ReplicaState, TierName, TierSpec

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from classifier import PromptClass
 from router.policy.table import policy_table
+from router.profiling.client import ProfileError
 from router.profiling.quality import (
     TOP_K,
     Loss,
@@ -26,7 +27,6 @@ from router.profiling.quality import (
     summarise,
 )
 from router.profiling.quality_report import render
-from router.profiling.client import ProfileError
 from router.settings import PolicySettings
 from tests.unit.router_stack import router_stack
 from tiers.spec import TierName

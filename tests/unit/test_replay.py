@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from router.cli.main import app
+from router.policy.decide import decide
 from router.policy.decision import PolicyTable, Sla
 from router.policy.decision_log import DecisionLog, DecisionRecord, OutcomeRecord, digest_of, read_log
-from router.policy.decide import decide
 from router.policy.replay import Recording, differing, read_recording, seen, simulate, summarise
 from router.profiling.client import ProfileError
 from tests.fakes.engine import Behaviour

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from redis.asyncio import Redis
 
-from router.api.asgi import end_tasks
-from router.redis_link import UNAVAILABLE
+from router.aio import end_tasks
 from router.pipeline.shared_load import EVERY_S, ROUTERS, SharedState
+from router.redis_link import UNAVAILABLE
 from tiers.breaker import Breaker, BreakerOptions, BreakerState
 from tiers.fleet import FOREIGN_POLLS, NO_OTHERS, Fleet, Gauges, Others, Replica, Share
 from tiers.spec import ReplicaState, TierName, TierSpec

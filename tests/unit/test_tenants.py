@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFlags, set_span_in_context
 
 from router.auth.api_keys import add_key, revoke_key
-from router.profiling.client import ProfileError, connect
 from router.cli.top.state import Picture
+from router.profiling.client import ProfileError, connect
 from router.telemetry.trace_store import KEY_ID, TraceStore, render_trace
 from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import TierName

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from router.cli.trace import listed, waterfall
-from router.cli.top.state import Picture, View
 from router.cli.top.screen import OWN_ONLY, screen, shown_age, snapshot
+from router.cli.top.state import Picture, View
+from router.cli.trace import listed, waterfall
 from tests.fakes.engine import Behaviour
 from tests.unit.own_engines import until
 from tests.unit.own_router import QARR, own_router

@@ -8,13 +8,13 @@ import subprocess
 from typing import TYPE_CHECKING
 
 from router.api.admin import is_loopback
+from router.auth.api_keys import KeysError, read_keys
 from router.cli.doctor.checks import Check, Finding, ok, problem, warning
 from router.cli.doctor.machine import local_tiers
-from router.auth.api_keys import KeysError, read_keys
+from router.deployment.run import prepare_options
+from router.profiling.client import ProfileError
 from router.profiling.latency import latency_name, load_latency
 from router.profiling.quality import load_profile, profile_name
-from router.profiling.client import ProfileError
-from router.deployment.run import prepare_options
 from router.settings import PROJECT
 from tiers.checkpoint import Checkpoint, check_alike, check_whole, identity, weights_digest
 from tiers.errors import CheckpointError

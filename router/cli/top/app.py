@@ -19,10 +19,10 @@ import typer
 from rich.console import Console, Group
 from rich.live import Live
 
+from router.aio import end_tasks
 from router.cli.client import KEY_NEEDED, URL, KeyOption, UrlOption, no_answer
-from router.api.asgi import end_tasks
-from router.cli.top.state import Picture, View
 from router.cli.top.screen import screen, snapshot
+from router.cli.top.state import Picture, View
 from tiers.errors import OperationError
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from router.telemetry.logs import shown_ms
 from router.cli.top.state import Picture, View
+from router.telemetry.logs import shown_ms
 from tiers.preparing import Preparing
 
 if TYPE_CHECKING:
