@@ -21,8 +21,9 @@ from router.api.bodies import InvalidBody, render_fleet, render_preparing
 from router.api.generate import Generate, Route
 from router.api.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
 from router.api.openapi import document
-from router.api.problems import BeyondKey, NoEmbeddings, NotAdmin, Refused, UnknownModel, describe
+from router.api.problems import NoEmbeddings, NotAdmin, UnknownModel, describe
 from router.api.resumable import KeptStreams, StreamGone, UnknownStream
+from router.auth.api_keys import BeyondKey
 from router.auth.quota import OverQuota, Quotas
 from router.lifecycle import Doors
 from router.monitoring.live import Live, LiveEndpoints
@@ -35,6 +36,7 @@ from router.pipeline.hedging import Hedging
 from router.pipeline.pipeline import Services
 from router.pipeline.registry import Journal
 from router.pipeline.shared_load import SharedState
+from router.policy.decision import Refused
 from router.policy.decision_log import DecisionLog
 from router.policy.table import LivePolicy
 from router.profiling.auto_profile import AutoProfile

@@ -16,8 +16,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from classifier import extract
-from router.api.asgi import RequestContext, body_message, context_of, read_body, start_message, while_connected
-from router.api.bodies import Amount, GenerateBody, make_query, parse_generate, render_decision
+from router.api.asgi import body_message, context_of, read_body, start_message, while_connected
+from router.api.bodies import Amount, GenerateBody, make_query, parse_generate
 from router.api.problems import describe
 from router.api.resumable import KeptStream, KeptStreams, ResumedElsewhere, StreamGone
 from router.pipeline.failover import continued_on
@@ -31,6 +31,7 @@ from router.pipeline.pipeline import (
     priority_of,
     served,
 )
+from router.policy.render import render_decision
 from router.upstream.client import UpstreamError
 from router.upstream.text_stream import Answer, ChatRequest
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from classifier import PromptFeatures
+    from router.pipeline.context import RequestContext
     from router.policy.decision import Decision, Query
     from tiers.fleet import FleetSnapshot
 

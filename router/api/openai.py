@@ -14,7 +14,7 @@ from pydantic_core import to_json
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from router.api.asgi import RequestContext, body_message, context_of, read_body, start_message, while_connected
+from router.api.asgi import body_message, context_of, read_body, start_message, while_connected
 from router.api.bodies import Amount, FieldProblem, InvalidBody, Wishes, make_query
 from router.api.generate import STREAM_HEADERS
 from router.api.openai_prompt import Reading, classify, read_chat, read_completion
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from classifier import PromptFeatures
+    from router.pipeline.context import RequestContext
     from router.policy.decision import Decision, Query
     from router.upstream.client import Exchange, Pool, Upstream
     from tiers.fleet import FleetSnapshot

@@ -11,9 +11,9 @@ from router.api.openai import CHAT, COMPLETIONS, EMBEDDINGS, HEADERS, OpenAIWish
 from router.api.problems import MEDIA_TYPE
 from router.auth.api_keys import PRIORITIES
 from router.monitoring.live import MOST_LISTED
-from router.pipeline.registry import Outcome
 from router.policy.decision import Basis
 from router.profiling.auto_profile import State
+from router.telemetry.record import Outcome
 from router.telemetry.trace_store import KeptFor
 from tiers.operations import KINDS
 from tiers.spec import Precision, ReplicaState, TierName

@@ -20,11 +20,12 @@ from router.api.asgi import (
     TooManyConnections,
     TooSlow,
 )
-from router.api.bodies import FieldProblem, InvalidBody, render_verdict
+from router.api.bodies import FieldProblem, InvalidBody
 from router.api.resumable import ResumedElsewhere, StreamGone, UnknownStream
-from router.auth.api_keys import Unauthorized
+from router.auth.api_keys import BeyondKey, Unauthorized
 from router.auth.quota import OverQuota
-from router.policy.decision import Decision, Refusal
+from router.policy.decision import Decision, Refusal, Refused
+from router.policy.render import render_verdict
 from router.telemetry.trace_store import UnknownTrace
 from router.upstream.client import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoPlace, UpstreamError
 from tiers.errors import NotPossible, UnknownReplica
@@ -32,7 +33,7 @@ from tiers.errors import NotPossible, UnknownReplica
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from router.api.asgi import RequestContext
+    from router.pipeline.context import RequestContext
 
 MEDIA_TYPE = "application/problem+json"
 BUSY_RETRY_S = 1  # a place frees up with the next finished request
@@ -50,14 +51,6 @@ class NoEmbeddings(Exception):
     """No engine serves embeddings."""
 
 
-class BeyondKey(Exception):
-    """A key that refuses what it does not allow was asked for more."""
-
-    def __init__(self, field: str, asked: str, allowed: str) -> None:
-        super().__init__(f"{field} {asked} is beyond this key: it allows {allowed}")
-        self.field, self.asked, self.allowed = field, asked, allowed
-
-
 class NotAdmin(Exception):
     """The caller may not operate on replicas."""
 
@@ -67,14 +60,6 @@ class Draining(Exception):
 
     def __init__(self, detail: str = "this router is ending and takes no new requests: ask again") -> None:
         super().__init__(detail)
-
-
-class Refused(Exception):
-    """The policy found no tier."""
-
-    def __init__(self, decision: Decision) -> None:
-        super().__init__(decision.reason)
-        self.decision = decision
 
 
 @dataclass(frozen=True, slots=True)

@@ -295,3 +295,11 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
     except OSError as error:  # a file that cannot be looked at may hold keys: that must not open the door
         raise KeysError(f"the key file {path} cannot be read: {error.strerror}") from error
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+class BeyondKey(Exception):
+    """A key that refuses what it does not allow was asked for more."""
+
+    def __init__(self, field: str, asked: str, allowed: str) -> None:
+        super().__init__(f"{field} {asked} is beyond this key: it allows {allowed}")
+        self.field, self.asked, self.allowed = field, asked, allowed

@@ -16,7 +16,6 @@ from pydantic_core import to_json
 from rich.console import Console
 
 from classifier import TokenizerError, extract
-from router.api.bodies import render_features
 from router.auth.api_keys import KeysError
 from router.cli.doctor.command import doctor
 from router.cli.keys import keys_app
@@ -41,6 +40,7 @@ from router.deployment.run import (
 )
 from router.policy.decide import decide
 from router.policy.decision import Query
+from router.policy.render import render_features
 from router.policy.table import policy_table
 from router.profiling.client import ProfileError
 from router.server.handover import Baton, TakeoverError, control_path

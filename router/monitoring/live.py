@@ -20,7 +20,7 @@ from starlette.routing import Route as Endpoint
 
 from router.api.asgi import body_message, context_of, start_message, while_connected
 from router.api.bodies import render_fleet, scope_of
-from router.pipeline.registry import Outcome, render_record
+from router.telemetry.record import Outcome, render_record
 from router.telemetry.trace_store import UnknownTrace, render_listed, render_trace
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from router.auth.api_keys import Caller, KeyStore
     from router.lifecycle import Doors
     from router.pipeline.pipeline import Services
-    from router.pipeline.registry import OpenRequest, RequestRecord
+    from router.pipeline.registry import OpenRequest
+    from router.telemetry.record import RequestRecord
     from router.telemetry.trace_store import Trace
     from tiers.spec import TierName
 

@@ -20,8 +20,9 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from router.pipeline.registry import OVER_QUOTA, Outcome
+from router.pipeline.registry import OVER_QUOTA
 from router.policy.decision import Refusal
+from router.telemetry.record import Outcome
 from tiers.breaker import BreakerState
 from tiers.spec import ReplicaState, TierName
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from router.pipeline.pipeline import Services
-    from router.pipeline.registry import RequestRecord
+    from router.telemetry.record import RequestRecord
 
 NO_TIER = "none"
 # Bounds in seconds: a GPU's first token takes tens of milliseconds, a queue or a CPU's prefill tens of seconds.

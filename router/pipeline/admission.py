@@ -21,11 +21,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from router.api.problems import Refused
 from router.auth.api_keys import PRIORITIES
 from router.pipeline.queue_lines import Entry, Lines
 from router.policy.decide import UNKNOWN_RETRY_S, decide
-from router.policy.decision import Basis, Refusal
+from router.policy.decision import Basis, Refusal, Refused
 from tiers.fleet import Demand
 from tiers.spec import TierName
 

@@ -9,11 +9,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from router.api.problems import BeyondKey, Refused
-from router.auth.api_keys import PRIORITIES
+from router.auth.api_keys import PRIORITIES, BeyondKey
 from router.pipeline.registry import ttft_from_arrival
 from router.policy.decide import decide
-from router.policy.decision import Refusal
+from router.policy.decision import Refusal, Refused
 from router.policy.decision_log import OutcomeRecord
 from router.settings import TRACE_ID
 from router.upstream.client import EngineTooSlow
@@ -23,11 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from classifier import PromptFeatures, TokenCounter
-    from router.api.asgi import RequestContext
     from router.auth.api_keys import Caller, Priority
     from router.auth.quota import Quotas
     from router.pipeline.admission import Admission, Admitted
     from router.pipeline.cascade import Escalation
+    from router.pipeline.context import RequestContext
     from router.pipeline.failover import Continuation
     from router.pipeline.hedging import Hedging
     from router.pipeline.registry import Journal, OpenRequest

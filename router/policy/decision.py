@@ -195,3 +195,11 @@ class Decision:
             if verdict.tier is tier:
                 return verdict
         raise KeyError(tier)
+
+
+class Refused(Exception):
+    """The policy found no tier."""
+
+    def __init__(self, decision: Decision) -> None:
+        super().__init__(decision.reason)
+        self.decision = decision

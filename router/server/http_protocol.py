@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.aio import Signal
-from router.api.asgi import BodyTooLarge, HeadTooLarge, NotHttp, RequestContext, TooManyConnections, TooSlow
+from router.api.asgi import BodyTooLarge, HeadTooLarge, NotHttp, TooManyConnections, TooSlow
 from router.api.openai import speaks_openai
 from router.api.problems import describe
+from router.pipeline.context import RequestContext
 
 if TYPE_CHECKING:
     import asyncio

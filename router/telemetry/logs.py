@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from router.line_file import LineFile, Losses
-from router.pipeline.registry import Outcome, render_summary
+from router.telemetry.record import Outcome, render_summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from starlette.types import Scope
 
-    from router.pipeline.registry import RequestRecord
     from router.settings import TelemetrySettings
+    from router.telemetry.record import RequestRecord
 
 ROUTER_FILE = "router-{port}.log"
 QUEUED_LINES = 10_000

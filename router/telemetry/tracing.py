@@ -26,7 +26,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import Status, StatusCode
 from starlette.datastructures import Headers
 
-from router.pipeline.registry import Outcome
+from router.telemetry.record import Outcome
 from router.telemetry.trace_store import KEY_ID, Allowance, KeptFor, RecordAll, TraceStore
 from tiers.spec import OtlpTarget
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from classifier import PromptClass, PromptFeatures
-    from router.pipeline.registry import RequestRecord
     from router.policy.decision import Decision, Verdict
     from router.settings import TelemetrySettings
+    from router.telemetry.record import RequestRecord
     from router.upstream.client import EngineRequest
     from tiers.fleet import Replica
     from tiers.spec import TierName

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from classifier import PromptClass, PromptFeatures
-from router.api.problems import Refused
 from router.auth.api_keys import PRIORITIES
 from router.pipeline.admission import Admission
 from router.policy.decide import decide
-from router.policy.decision import Query
+from router.policy.decision import Query, Refused
 from router.policy.table import LivePolicy
 from router.settings import load_settings
 from router.telemetry.tracing import Telemetry
