@@ -46,7 +46,9 @@ from router.server.gate import Gate
 from router.server.memory import keep_handing_back
 from router.telemetry.logs import log_request
 from router.telemetry.trace_store import UnknownTrace
-from router.upstream.client import Upstream, UpstreamError, make_transport
+from router.upstream.client import Upstream
+from router.upstream.errors import UpstreamError
+from router.upstream.http import make_transport
 from tiers.background import lasting
 from tiers.errors import NotPossible, UnknownReplica
 from tiers.spec import ReplicaState

@@ -20,7 +20,6 @@ from router.api.asgi import body_message, context_of, read_body, start_message, 
 from router.api.bodies import Amount, GenerateBody, make_query, parse_generate
 from router.api.problems import describe
 from router.api.resumable import KeptStream, KeptStreams, ResumedElsewhere, StreamGone
-from router.pipeline.failover import continued_on
 from router.pipeline.pipeline import (
     Services,
     answer_headers,
@@ -32,7 +31,8 @@ from router.pipeline.pipeline import (
     served,
 )
 from router.policy.render import render_decision
-from router.upstream.client import UpstreamError
+from router.upstream.errors import UpstreamError
+from router.upstream.exchange import continued_on
 from router.upstream.text_stream import Answer, ChatRequest
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from router.api.bodies import Amount, FieldProblem, InvalidBody, Wishes, make_qu
 from router.api.generate import STREAM_HEADERS
 from router.api.openai_prompt import Reading, classify, read_chat, read_completion
 from router.api.problems import NoEmbeddings, UnknownModel, describe
-from router.pipeline.failover import continued_on
 from router.pipeline.pipeline import (
     Services,
     answer_headers,
@@ -32,7 +31,7 @@ from router.pipeline.pipeline import (
     reason_of,
     served,
 )
-from router.upstream.client import (
+from router.upstream.errors import (
     EngineFailed,
     EngineRefused,
     EngineUnreachable,
@@ -40,6 +39,7 @@ from router.upstream.client import (
     NoPlace,
     UpstreamError,
 )
+from router.upstream.exchange import continued_on
 from router.upstream.json_object import JsonObject, NotJson, as_boolean, as_integer
 from router.upstream.openai_stream import EventRelay, RelayRequest, WholeRelay, resumption_of
 from router.upstream.sse import DONE, SEPARATOR
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from classifier import PromptFeatures
     from router.pipeline.context import RequestContext
     from router.policy.decision import Decision, Query
-    from router.upstream.client import Exchange, Pool, Upstream
+    from router.upstream.client import Pool, Upstream
+    from router.upstream.exchange import Exchange
     from tiers.fleet import FleetSnapshot
 
 log = logging.getLogger("qarr.router")

@@ -27,7 +27,7 @@ from router.auth.quota import OverQuota
 from router.policy.decision import Decision, Refusal, Refused
 from router.policy.render import render_verdict
 from router.telemetry.trace_store import UnknownTrace
-from router.upstream.client import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoPlace, UpstreamError
+from router.upstream.errors import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoPlace, UpstreamError
 from tiers.errors import NotPossible, UnknownReplica
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from router.profiling.quality import CHECK_TOKENS
-from router.upstream.client import EngineBroke, NoPlace, UpstreamError
+from router.upstream.errors import EngineBroke, NoPlace, UpstreamError
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision
     from router.policy.table import LivePolicy
     from router.telemetry.tracing import Telemetry
-    from router.upstream.client import Attempt, E, EngineRequest, Upstream
+    from router.upstream.client import Upstream
+    from router.upstream.exchange import Attempt, E, EngineRequest
 
 log = logging.getLogger("qarr.router")
 

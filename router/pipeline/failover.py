@@ -9,21 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
-from router.upstream.client import (
-    Attempt,
-    EngineBroke,
-    EngineStalled,
-    Exchange,
-    UpstreamError,
-    without_trace,
-)
-from router.upstream.json_object import as_boolean, as_integer, read_json
+from router.upstream.errors import EngineBroke, EngineStalled, UpstreamError, without_trace
+from router.upstream.exchange import Attempt, Exchange, Piece, Progress, Resumption
+from router.upstream.json_object import read_json
 from router.upstream.sse import EventStream, chunk_in
 from tiers.spec import ReplicaState
 
@@ -33,9 +27,9 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision
     from router.policy.table import LivePolicy
     from router.telemetry.tracing import Telemetry
-    from router.upstream.client import EngineRequest, Upstream
+    from router.upstream.client import Upstream
+    from router.upstream.exchange import EngineRequest
     from tiers.fleet import Fleet, Replica
-    from tiers.spec import TierName
 
 COMPLETIONS, DETOKENIZE = "/v1/completions", "/detokenize"
 BROKEN_CHARACTER = "\ufffd"
@@ -43,164 +37,6 @@ CONTEXT = 8  # tokens before those whose text is asked for: what a tokenizer mak
 MOST_DROPPED = 8  # tokens at the end that may have no text yet: more than the bytes of one character
 DETOKENIZE_TIMEOUT_S = 5.0
 log = logging.getLogger("qarr.router")
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a continued answer.
-
-    Attributes:
-        text: May be empty.
-        token_ids: Of the tokens computed for it; their text may come with a later piece.
-        finish_reason: With the last piece.
-        stop_reason: What stopped it, as the engine says it: a string, a token id or null.
-    """
-
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    finish_reason: str | None = None
-    stop_reason: Any = None
-
-
-class Point(NamedTuple):
-    """A place in an answer where its text is known: so many tokens have so many characters, and end no character halfway."""
-
-    tokens: int
-    characters: int
-
-
-BEGINNING = Point(0, 0)
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far an answer has come: what another engine needs to go on from there.
-
-    As vLLM's ``v1/engine/detokenizer.py`` works, an engine keeps a fixed number of characters back while they may begin a
-    stop string. So each piece of text also tells how long the text of all tokens is by then, and once so many characters
-    more have come, that text itself is known. A token that comes alone and with text has ended a character.
-
-    Attributes:
-        held_back: Characters that an engine keeps back.
-        prompt_ids: The prompt as the engine read it; empty for as long as it is not known.
-        output_ids: Of all tokens that came.
-        told: Characters that came.
-        finish_reason: Once it is known.
-        resumable: Whether what came so far can be continued.
-        counted: Whether the engine has told the tokens of all that came.
-        begun: Where the engine that computes has begun.
-        silent: Tokens that came alone and without any text, by their number: parts of characters, and special ones.
-    """
-
-    held_back: int = 0
-    prompt_ids: list[int] = field(default_factory=list)
-    output_ids: list[int] = field(default_factory=list)
-    told: int = 0
-    finish_reason: str | None = None
-    resumable: bool = True
-    counted: bool = True
-    silent: list[int] = field(default_factory=list)
-    begun: Point = BEGINNING
-    _parts: list[str] = field(default_factory=list)
-    _points: list[Point] = field(default_factory=lambda: [BEGINNING])
-    _spoken: bool = False  # the engine that computes has sent text
-
-    @property
-    def text(self) -> str:
-        """Return what came."""
-        return "".join(self._parts)
-
-    @property
-    def point(self) -> Point:
-        """Return the last place of which all text has come."""
-        return next(point for point in reversed(self._points) if point.characters <= self.told)
-
-    @property
-    def settled(self) -> bool:
-        """Tell whether nothing is kept back at the last such place, and all that came was the text up to there."""
-        return self.point.characters == self.told and not (self.held_back and self._spoken)
-
-    def note(self, piece: Piece) -> None:
-        """Note one more piece that an engine sent."""
-        alone = len(piece.token_ids) == 1
-        self.output_ids += piece.token_ids
-        self.finish_reason = piece.finish_reason or self.finish_reason
-        if piece.text:
-            while len(self._points) > 1 and self._points[1].characters <= self.told:
-                del self._points[0]
-            self._parts.append(piece.text)
-            self.told += len(piece.text)
-            self._spoken = True
-            if alone:
-                self._points.append(Point(len(self.output_ids), self.told + self.held_back))
-            elif not piece.token_ids:
-                self.close(counted=False)
-        elif alone and (self._spoken or not self.held_back):
-            self.silent.append(len(self.output_ids) - 1)
-
-    def close(self, *, counted: bool) -> None:
-        """Note that what came cannot be gone on with: it is no text, or nobody knows of which tokens it is the text.
-
-        Args:
-            counted: Whether the engine told its tokens.
-        """
-        self.resumable, self.counted = False, self.counted and counted
-
-    def rest_at(self, tokens: int, text: str) -> None:
-        """Go back, or on, to a place where the text of so many tokens is known; another engine begins there."""
-        del self.output_ids[tokens:]
-        self._parts, self.told = [text], len(text)
-        self.begun = Point(tokens, len(text))
-        self._points, self.silent, self._spoken = [self.begun], [], False
-
-    def stop_at(self, characters: int) -> None:
-        """End the answer with the token that completed a stop string; those after it were computed for nothing."""
-        last = next((point.tokens for point in self._points if point.characters >= characters), len(self.output_ids))
-        del self.output_ids[last:]
-        self.finish_reason = "stop"
-
-    @property
-    def usage(self) -> dict[str, int]:
-        """Return the token counts, as an engine gives them; empty where the engine did not tell all of its tokens."""
-        prompt, output = len(self.prompt_ids), len(self.output_ids)
-        counts = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-        return counts if prompt and self.counted else {}
-
-
-@dataclass(frozen=True, slots=True)
-class Resumption:
-    """What continuing a request's answer needs of the request.
-
-    Attributes:
-        max_tokens: Output tokens in all; None: as many as the context leaves.
-        sampling: Members of a completion's body that say how tokens are chosen.
-        priority: For vLLM's scheduler, lower first.
-    """
-
-    max_tokens: int | None
-    sampling: Mapping[str, Any]
-    priority: int
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Return the strings that end the answer."""
-        given = self.sampling.get("stop") or ()
-        return (given,) if isinstance(given, str) else tuple(s for s in given if isinstance(s, str) and s)
-
-    @property
-    def includes_stop(self) -> bool:
-        """Tell whether the string that ends the answer belongs to it."""
-        return as_boolean(self.sampling.get("include_stop_str_in_output"))
-
-    @property
-    def held_back(self) -> int:
-        """Return the characters that an engine keeps back, as they may begin a stop string."""
-        return 0 if self.includes_stop else max(map(len, self.stops), default=1) - 1
-
-    @property
-    def min_tokens(self) -> int:
-        """Return the tokens before which no stop string counts."""
-        return as_integer(self.sampling.get("min_tokens")) or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -627,8 +463,3 @@ def _readings(text: str, shown: str) -> tuple[str, ...]:
 def _stop_string(piece: Piece) -> str:
     """Return the stop string that ended a part; empty where none did."""
     return piece.stop_reason if isinstance(piece.stop_reason, str) else ""
-
-
-def continued_on(answer: Exchange) -> list[TierName]:
-    """Return the tiers that went on with an answer, in order."""
-    return [part.tier for part in answer.parts]

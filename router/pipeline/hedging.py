@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from router.upstream.client import UpstreamError
+from router.upstream.errors import UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from router.pipeline.admission import Admitted
     from router.policy.decision import Decision
     from router.telemetry.tracing import Telemetry
-    from router.upstream.client import Attempt, E, EngineRequest, Upstream
+    from router.upstream.client import Upstream
+    from router.upstream.exchange import Attempt, E, EngineRequest
     from tiers.fleet import Lease
 
 LATE = 1.645  # standard deviations: 95 % are earlier

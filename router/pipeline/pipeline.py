@@ -15,7 +15,7 @@ from router.policy.decide import decide
 from router.policy.decision import Refusal, Refused
 from router.policy.decision_log import OutcomeRecord
 from router.settings import TRACE_ID
-from router.upstream.client import EngineTooSlow
+from router.upstream.errors import EngineTooSlow
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from router.profiling.shadow_evaluation import LiveCheck
     from router.settings import LimitSettings, OpenAISettings
     from router.telemetry.tracing import Telemetry
-    from router.upstream.client import Attempt, E, EngineRequest, Exchange, Upstream
+    from router.upstream.client import Upstream
+    from router.upstream.exchange import Attempt, E, EngineRequest, Exchange
     from tiers.fleet import Fleet, FleetSnapshot
 
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Literal
 
 from router.auth.api_keys import PRIORITIES, Priority
 from router.auth.quota import OverQuota
-from router.pipeline.failover import continued_on
 from router.policy.decision import Refused
 from router.telemetry.record import Outcome, RequestRecord
+from router.upstream.exchange import continued_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from router.pipeline.admission import Admitted
     from router.pipeline.context import RequestContext
     from router.policy.decision import Decision, Sla
-    from router.upstream.client import Exchange
+    from router.upstream.exchange import Exchange
     from tiers.fleet import Fleet
 
 log = logging.getLogger("qarr.router")

@@ -21,7 +21,7 @@ from pydantic_core import to_json
 from router.auth.api_keys import PRIORITIES
 from router.profiling.quality import REFERENCE, judge
 from router.profiling.scoring import greedy_body, read_greedy, read_scored, scoring_body
-from router.upstream.client import UpstreamError
+from router.upstream.errors import UpstreamError
 from router.upstream.json_object import read_json
 from router.upstream.openai_stream import WholeRelay
 from tiers.spec import ReplicaState, TierName

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision, Verdict
     from router.settings import TelemetrySettings
     from router.telemetry.record import RequestRecord
-    from router.upstream.client import EngineRequest
+    from router.upstream.exchange import EngineRequest
     from tiers.fleet import Replica
     from tiers.spec import TierName
 

@@ -16,29 +16,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
-from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Literal
 from weakref import WeakValueDictionary
 
-import aiohttp
 import httpx
-from httpx_aiohttp import AiohttpTransport
 
-from router.upstream.idle_timeout import Patience
+from router.upstream.errors import (
+    NO_ANSWER,
+    EngineBroke,
+    EngineFailed,
+    EngineRefused,
+    EngineTooSlow,
+    EngineUnreachable,
+    NoEngineAnswered,
+    NoPlace,
+    UpstreamError,
+    without_trace,
+)
+from router.upstream.exchange import Attempt, E, EngineRequest
+from router.upstream.http import body_of, make_transport
 from router.upstream.json_object import read_json
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-    from contextlib import AbstractAsyncContextManager
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from opentelemetry.trace import Span
 
-    from router.pipeline.failover import Piece, Progress, Resumption
     from router.policy.decision import Decision
     from router.policy.table import LivePolicy
     from router.settings import UpstreamSettings
@@ -46,343 +53,15 @@ if TYPE_CHECKING:
     from tiers.fleet import Fleet, Lease, Replica
     from tiers.spec import TierName
 
-USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 PASSED_AT_ONCE = 16  # small requests without a lease, of one pool at one engine
-READ_BUFFER_BYTES = 1 << 15  # of each answer: at twice that no more is read until the client has taken some
 MAX_ERROR_BYTES = 65536  # of an engine's error that are read; more of it helps nobody
 LARGE_BYTES = 1 << 18  # of an answer to a small request, which takes some milliseconds to read
-# What reading from an engine raises; httpx-aiohttp leaves aiohttp's word for an answer that is no HTTP as it is.
-NO_ANSWER = (httpx.HTTPError, aiohttp.ClientError)
 log = logging.getLogger("qarr.router")
 # Statuses of an engine that blame the router or the moment, not the request.
 _NOT_THE_REQUEST = {401, 403, 408, 425, 429}
 NOT_IMPLEMENTED = 501  # vLLM's word for an option that it does not have
 # Who sends a small request without a lease: the router itself, or a caller of one of these endpoints.
 Pool = Literal["own", "tokens", "embeddings"]
-
-
-class UpstreamError(Exception):
-    """Base of what can go wrong between the router and an engine."""
-
-
-class EngineUnreachable(UpstreamError):
-    """No connection, or no first token in time."""
-
-
-class EngineFailed(UpstreamError):
-    """The engine answered with an error of its own."""
-
-
-class EngineRefused(UpstreamError):
-    """The engine says that the request is wrong.
-
-    Attributes:
-        detail: The engine's message.
-        status: Its HTTP status.
-        body: Its whole answer.
-    """
-
-    def __init__(self, detail: str, status: int = 400, body: bytes = b"") -> None:
-        super().__init__(detail)
-        self.detail, self.status, self.body = detail, status, body
-
-
-class EngineTooSlow(UpstreamError):
-    """The engine did not finish an answer that is not streamed in time."""
-
-
-class EngineBroke(UpstreamError):
-    """The engine failed after the first token."""
-
-
-class EngineStalled(EngineBroke):
-    """The engine sent no further token in time."""
-
-
-class NoPlace(UpstreamError):
-    """Every place was taken between the decision and the attempt."""
-
-
-class NoEngineAnswered(UpstreamError):
-    """Every attempt failed before the first token."""
-
-
-class EngineRequest(Protocol):
-    """What is asked of an engine, apart from what differs between replicas."""
-
-    @property
-    def path(self) -> str:
-        """Return the path at the engine."""
-
-    @property
-    def operation(self) -> str:
-        """Return the GenAI semantic conventions' name of what is done: ``chat`` or ``text_completion``."""
-
-    @property
-    def request_id(self) -> str:
-        """Return an id that no two requests share; the engine is given it with the attempt's number."""
-
-    @property
-    def streamed(self) -> bool:
-        """Tell whether the answer comes as events."""
-
-    @property
-    def judged(self) -> bool:
-        """Tell whether the cheaper tiers are asked how sure they are of their first tokens."""
-
-    @property
-    def priority(self) -> int | None:
-        """Return its priority for vLLM's scheduler, lower first; None where it has none of its own."""
-
-    @property
-    def chat(self) -> Sequence[Any] | None:
-        """Return its messages, where the same could be asked of another tier; None where not."""
-
-    @property
-    def resumption(self) -> Resumption | None:
-        """Return what another engine needs to go on with a broken answer; None where none may."""
-
-    @property
-    def parameters(self) -> Mapping[str, float]:
-        """Return what is told of the request in traces, by semantic conventions' names."""
-
-    def body(self, replica: Replica) -> bytes:
-        """Return the request's body for one replica."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One request at one replica that has answered 200.
-
-    Attributes:
-        number: Attempts that failed before this one.
-        started: When it was sent, by the monotonic clock.
-        opened: When the request was first sent, to whichever replica.
-        token_timeout_s: Longest time between two tokens.
-    """
-
-    tier: TierName
-    lease: Lease
-    response: httpx.Response
-    span: Span
-    number: int
-    started: float
-    token_timeout_s: float
-    opened: float
-
-
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-Fault = TypeVar("Fault", bound=BaseException)
-
-
-class Source(Protocol[T_co]):
-    """Gives one item after another."""
-
-    async def next(self) -> T_co | None:
-        """Return the next one; None after the last."""
-
-    async def aclose(self) -> None:
-        """Give no more."""
-
-
-class Exchange(ABC):
-    """A request that an engine answers: its lease, its span, its times and its usage. Close it, however it ends.
-
-    Attributes:
-        tier: That began the answer.
-        escalation: Why it was begun again at a higher precision; None: it was not.
-        hedge: Why another tier was asked as well, and was quicker; None: it was not.
-        progress: What its caller has of it, where another engine could go on from there.
-        resume: Goes on with it elsewhere, where that may be.
-        parts: What other engines computed of it, in order.
-    """
-
-    def __init__(self, attempt: Attempt) -> None:
-        self.tier = attempt.tier
-        self.failed_attempts = attempt.number
-        self.ttft_ms: float | None = None
-        self.usage: dict[str, int] = {}
-        self.finish_reason: str | None = None
-        self.error: UpstreamError | None = None
-        self.escalation: str | None = None
-        self.hedge: str | None = None
-        self.progress: Progress | None = None
-        self.resume: Callable[[Exchange, EngineBroke], AsyncIterator[Piece]] | None = None
-        self.parts: list[Exchange] = []
-        self._attempt = attempt
-        self._patience = Patience(attempt.token_timeout_s)
-        self._pending: asyncio.Future[Any] | None = None
-        self._source: Source[Any] | None = None
-        self._first_at = self._last_at = 0.0
-        self._complete = self._closed = False
-        self._tokens = 0
-
-    @abstractmethod
-    async def begin(self) -> None:
-        """Read up to the first token, or the whole of an answer that is not streamed.
-
-        Raises:
-            UpstreamError: The engine failed; nothing of its answer has been passed on.
-        """
-
-    async def look_ahead(self, tokens: int, deadline: float) -> float | None:
-        """Read so many tokens without passing them on, and tell how sure the engine is of them.
-
-        Args:
-            tokens: How many; fewer where the answer ends before.
-            deadline: By the monotonic clock; what has come until then must do.
-
-        Returns:
-            The mean log-probability of its first choices; None where it is not known.
-        """
-        del tokens, deadline
-        return None
-
-    @property
-    def complete(self) -> bool:
-        """Tell whether the whole answer has come."""
-        return self._complete
-
-    @property
-    def opened(self) -> float:
-        """Return when the request was first sent, to whichever replica, by the monotonic clock in seconds."""
-        return self._attempt.opened
-
-    @property
-    def replica_id(self) -> str:
-        """Return the id of the replica that serves this answer."""
-        return self._attempt.lease.replica.id
-
-    @property
-    def tpot_ms(self) -> float | None:
-        """Return the mean time between tokens so far, from the engine's token count; None below two tokens.
-
-        Of several sequences, which an engine computes at the same time, as if they were equally long.
-        """
-        tokens = self.usage.get("completion_tokens", 0) / self._attempt.lease.sequences
-        if self.ttft_ms is None or tokens < 2:  # noqa: PLR2004
-            return None
-        return (self._last_at - self._first_at) * 1000 / (tokens - 1)
-
-    @property
-    def output_tokens(self) -> int:
-        """Return the tokens produced so far: the engine's count, or until that comes the number of pieces."""
-        return self.usage.get("completion_tokens", self._tokens)
-
-    async def aclose(self, error: BaseException | None = None) -> None:
-        """End all of it: the lease goes back, the connection is closed, which aborts what is unfinished, the span ends."""
-        try:
-            for part in self.parts:
-                await part.aclose(error)
-        finally:  # also when this is cancelled
-            await self.abandon(error)
-
-    async def abandon(self, error: BaseException | None) -> None:
-        """End this engine's part of it. Only the first call counts."""
-        if self._closed:
-            return
-        self._closed = True
-        lease, span = self._attempt.lease, self._attempt.span
-        if self._complete:
-            lease.finished(self.tpot_ms, self.usage.get("completion_tokens", 0))
-        elif isinstance(error, UpstreamError):
-            lease.failed(type(error).__name__)
-        lease.release()
-        span.set_attributes(self._attributes())
-        end_span(span, error)
-        self._patience.close()
-        async with AsyncExitStack() as closing:  # all of it, also when this is cancelled
-            closing.push_async_callback(self._attempt.response.aclose)
-            if self._source is not None:
-                closing.push_async_callback(self._source.aclose)
-            if self._pending is not None:
-                self._pending.cancel()
-                await asyncio.gather(self._pending, return_exceptions=True)
-
-    def _began(self) -> None:
-        """Note the first token."""
-        self._first_at = self._last_at = time.monotonic()
-        self._attempt.span.add_event("qarr.first_token")
-        self.ttft_ms = (self._first_at - self._attempt.opened) * 1000
-        self._attempt.lease.first_token((self._first_at - self._attempt.started) * 1000)
-
-    def let_go(self) -> None:
-        """Note that the first token goes out only now."""
-        self.ttft_ms = (time.monotonic() - self._attempt.opened) * 1000
-
-    def _produced(self, tokens: int = 1) -> None:
-        """Note more tokens."""
-        self._last_at = time.monotonic()
-        self._tokens += tokens
-        self._attempt.lease.produced(tokens)
-
-    async def _resumed(self, broken: EngineBroke) -> AsyncIterator[Piece]:
-        """Yield the rest of an answer that broke, from other engines.
-
-        Raises:
-            EngineBroke: None could go on, or none may.
-        """
-        if self.resume is None or self.progress is None:
-            raise broken
-        async for piece in self.resume(self, broken):
-            self._last_at = time.monotonic()
-            self._tokens += len(piece.token_ids)
-            yield piece
-        if self.parts or not self.usage:  # else all of the answer had come, and its counts
-            self.usage = self.progress.usage
-        self.finish_reason = self.progress.finish_reason
-
-    async def _next(self, source: Source[T]) -> T | None:
-        """Read one more item, or None at the end.
-
-        Raises:
-            EngineStalled: None came in time.
-        """
-        try:
-            with self._patience:
-                if self._pending is None:
-                    return await source.next()
-                item: T | None = await self._pending
-                self._pending = None
-                return item
-        except TimeoutError as error:
-            limit_s = self._attempt.token_timeout_s
-            raise EngineStalled(f"the engine sent no token for {limit_s:g} s") from error
-
-    async def _ahead(self, source: Source[T], deadline: float) -> T | None:
-        """Read one more item by a deadline on the monotonic clock; one that comes later is left for ``_next``.
-
-        Raises:
-            TimeoutError: None came until then.
-        """
-        if self._pending is None:
-            self._pending = asyncio.ensure_future(source.next())
-        done, _ = await asyncio.wait({self._pending}, timeout=max(deadline - time.monotonic(), 0))
-        if not done:
-            raise TimeoutError
-        item: T | None = self._pending.result()
-        self._pending = None
-        return item
-
-    def _note_usage(self, usage: Mapping[str, Any]) -> None:
-        self.usage = {name: int(usage.get(name) or 0) for name in USAGE}
-
-    def _attributes(self) -> dict[str, Any]:
-        attributes: dict[str, Any] = {}
-        if self.ttft_ms is not None:
-            attributes["qarr.ttft_ms"] = self.ttft_ms
-        if self.finish_reason:
-            attributes["gen_ai.response.finish_reasons"] = (self.finish_reason,)
-        if self.usage:
-            attributes["gen_ai.usage.input_tokens"] = self.usage["prompt_tokens"]
-            attributes["gen_ai.usage.output_tokens"] = self.usage["completion_tokens"]
-        if (tpot_ms := self.tpot_ms) is not None:
-            attributes["qarr.tpot_ms"] = tpot_ms
-        return attributes
-
-
-E = TypeVar("E", bound=Exchange)
 
 
 @dataclass(slots=True)
@@ -409,24 +88,6 @@ class RetryBudget:
             return False
         self._left -= 1
         return True
-
-
-def make_transport(max_connections: int) -> httpx.AsyncBaseTransport:
-    """Return a pooled transport to the engines; 0 connections: any number.
-
-    httpx's interface over aiohttp's client: httpx's own transport costs several times the CPU time per request, and
-    more with every open connection (``benchmarks/transport.py`` measures both in one run).
-    """
-    transport = AiohttpTransport(trust_env=False)
-
-    def session() -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=30.0, ssl=transport.ssl_context)
-        return aiohttp.ClientSession(
-            connector=connector, read_bufsize=READ_BUFFER_BYTES, cookie_jar=aiohttp.DummyCookieJar()
-        )
-
-    transport.client = session  # made by the first request, in its event loop
-    return transport
 
 
 class Upstream:
@@ -654,30 +315,6 @@ def _causes(tried: Mapping[str, str]) -> str:
     return "; ".join(f"{replica}: {cause}" for replica, cause in tried.items())
 
 
-def chunks_of(response: httpx.Response) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
-    """Return a context in which a response's body is read; reading ends with it, and is not left to the collector."""
-    return aclosing(parts_of(response))
-
-
-def parts_of(response: httpx.Response) -> AsyncGenerator[bytes, None]:
-    """Return the parts of a response's body as they come; who reads them closes them."""
-    assert isinstance(response.stream, httpx.AsyncByteStream)
-    return cast("AsyncGenerator[bytes, None]", aiter(response.stream))
-
-
-async def body_of(response: httpx.Response, limit: int | None = None) -> bytes:
-    """Read a response's body, up to about ``limit`` bytes."""
-    parts: list[bytes] = []
-    size = 0
-    async with chunks_of(response) as chunks:
-        async for chunk in chunks:
-            parts.append(chunk)
-            size += len(chunk)
-            if limit is not None and size > limit:
-                break
-    return b"".join(parts)
-
-
 def _holds_object(content: bytes) -> bool:
     """Tell whether an answer holds a JSON object; a large one is looked at from outside only, for the sake of others."""
     if len(content) > LARGE_BYTES:
@@ -697,18 +334,6 @@ def end_span(span: Span, error: BaseException | None) -> None:
         elif isinstance(error, Exception):
             span.record_exception(error)
     span.end()
-
-
-def without_trace(error: Fault) -> Fault:
-    """Return an error that is kept, without the trace that it and its causes have.
-
-    A trace leads to where the error is kept, and so keeps all that was at hand there until the collector comes.
-    """
-    cause: BaseException | None = error
-    while cause is not None and cause.__traceback__ is not None:
-        cause.__traceback__ = None
-        cause = cause.__cause__ or cause.__context__
-    return error
 
 
 def _translate(error: BaseException, limit_s: float, *, streamed: bool) -> BaseException:

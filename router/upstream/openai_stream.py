@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic_core import to_json
 
-from router.pipeline.failover import Piece, Progress, Resumption, continued_on
-from router.upstream.client import NO_ANSWER, Attempt, EngineBroke, EngineFailed, Exchange, body_of, without_trace
+from router.upstream.errors import NO_ANSWER, EngineBroke, EngineFailed, without_trace
+from router.upstream.exchange import Attempt, Exchange, Piece, Progress, Resumption, continued_on
+from router.upstream.http import body_of
 from router.upstream.json_object import JsonObject, NotJson, as_integer, read_json
 from router.upstream.sse import DONE, SEPARATOR, EventStream, chunk_in, is_usage
 from router.upstream.text_stream import CERTAINTY, certainties

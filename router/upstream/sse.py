@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from router.upstream.client import NO_ANSWER, USAGE, EngineBroke, parts_of, without_trace
+from router.upstream.errors import NO_ANSWER, EngineBroke, without_trace
+from router.upstream.exchange import USAGE
+from router.upstream.http import parts_of
 from router.upstream.json_object import read_json
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
-from router.pipeline.failover import Piece, Progress, Resumption
-from router.upstream.client import Attempt, EngineBroke, Exchange, without_trace
+from router.upstream.errors import EngineBroke, without_trace
+from router.upstream.exchange import Attempt, Exchange, Piece, Progress, Resumption
 from router.upstream.sse import EventStream, chunk_in
 from tiers.spec import TierName
 

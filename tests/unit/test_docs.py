@@ -14,7 +14,7 @@ from router import problems, upstream
 from router.api.problems import describe
 from router.cli.main import app
 from router.settings import Settings
-from router.upstream.client import EngineRefused, UpstreamError
+from router.upstream.errors import EngineRefused, UpstreamError
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from router.upstream.client import EngineBroke
+from router.upstream.errors import EngineBroke
 from router.upstream.sse import DONE, MAX_EVENT_BYTES, EventStream, chunk_in
 
 if TYPE_CHECKING:

@@ -1,0 +1,72 @@
+"""What can go wrong between the router and an engine."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import aiohttp
+import httpx
+
+
+class UpstreamError(Exception):
+    """Base of what can go wrong between the router and an engine."""
+
+
+class EngineUnreachable(UpstreamError):
+    """No connection, or no first token in time."""
+
+
+class EngineFailed(UpstreamError):
+    """The engine answered with an error of its own."""
+
+
+class EngineRefused(UpstreamError):
+    """The engine says that the request is wrong.
+
+    Attributes:
+        detail: The engine's message.
+        status: Its HTTP status.
+        body: Its whole answer.
+    """
+
+    def __init__(self, detail: str, status: int = 400, body: bytes = b"") -> None:
+        super().__init__(detail)
+        self.detail, self.status, self.body = detail, status, body
+
+
+class EngineTooSlow(UpstreamError):
+    """The engine did not finish an answer that is not streamed in time."""
+
+
+class EngineBroke(UpstreamError):
+    """The engine failed after the first token."""
+
+
+class EngineStalled(EngineBroke):
+    """The engine sent no further token in time."""
+
+
+class NoPlace(UpstreamError):
+    """Every place was taken between the decision and the attempt."""
+
+
+class NoEngineAnswered(UpstreamError):
+    """Every attempt failed before the first token."""
+
+
+# What reading from an engine raises; httpx-aiohttp leaves aiohttp's word for an answer that is no HTTP as it is.
+NO_ANSWER = (httpx.HTTPError, aiohttp.ClientError)
+
+Fault = TypeVar("Fault", bound=BaseException)
+
+
+def without_trace(error: Fault) -> Fault:
+    """Return an error that is kept, without the trace that it and its causes have.
+
+    A trace leads to where the error is kept, and so keeps all that was at hand there until the collector comes.
+    """
+    cause: BaseException | None = error
+    while cause is not None and cause.__traceback__ is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    return error
