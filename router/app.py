@@ -15,20 +15,22 @@ from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
 from router.aio import end_tasks
-from router.api.admin import Admin, is_loopback
+from router.api.admin import Admin
 from router.api.asgi import BodyTooLarge, ClientGone, context_of
 from router.api.bodies import InvalidBody, render_fleet, render_preparing
 from router.api.generate import Generate, Route
 from router.api.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
 from router.api.openapi import document
+from router.api.paths import PAGE
 from router.api.problems import NoEmbeddings, NotAdmin, UnknownModel, describe
 from router.api.resumable import KeptStreams, StreamGone, UnknownStream
 from router.auth.api_keys import BeyondKey
+from router.auth.network import is_loopback
 from router.auth.quota import OverQuota, Quotas
 from router.lifecycle import Doors
 from router.monitoring.live import Live, LiveEndpoints
 from router.monitoring.metrics import Metrics
-from router.monitoring.page import PAGE, Page
+from router.monitoring.page import Page
 from router.pipeline.admission import Admission
 from router.pipeline.cascade import Escalation
 from router.pipeline.failover import Continuation

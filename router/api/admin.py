@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
@@ -11,6 +10,7 @@ from starlette.routing import Route as Endpoint
 
 from router.api.asgi import context_of
 from router.api.problems import NotAdmin
+from router.auth.network import is_loopback
 from tiers.operations import KINDS, Kind, Operation, Operations
 
 if TYPE_CHECKING:
@@ -72,16 +72,6 @@ class Admin:
                 f"without keys, replicas are operated on from this machine only, and {came}: make a key with 'qarr keys add "
                 f"NAME --admin'"
             )
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether an address or name is this machine's own."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def rendered(operation: Operation) -> dict[str, Any]:

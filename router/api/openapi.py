@@ -8,9 +8,9 @@ from router.api.admin import OPERATIONS, REPLICAS
 from router.api.bodies import GenerateBody, allowed_values
 from router.api.generate import STREAM_ID
 from router.api.openai import CHAT, COMPLETIONS, EMBEDDINGS, HEADERS, OpenAIWishes
+from router.api.paths import MOST_LISTED
 from router.api.problems import MEDIA_TYPE
 from router.auth.api_keys import PRIORITIES
-from router.monitoring.live import MOST_LISTED
 from router.policy.decision import Basis
 from router.profiling.auto_profile import State
 from router.telemetry.record import Outcome

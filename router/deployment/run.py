@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from router.api.admin import is_loopback
 from router.app import create_app
 from router.auth.api_keys import KeyStore
+from router.auth.network import is_loopback
 from router.deployment.counters import LateCounter, make_counter, named_counter
 from router.deployment.first_start import FirstStart, make_launch
 from router.lifecycle import Doors

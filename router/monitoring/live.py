@@ -20,6 +20,7 @@ from starlette.routing import Route as Endpoint
 
 from router.api.asgi import body_message, context_of, start_message, while_connected
 from router.api.bodies import render_fleet, scope_of
+from router.api.paths import MOST_LISTED
 from router.telemetry.record import Outcome, render_record
 from router.telemetry.trace_store import UnknownTrace, render_listed, render_trace
 
@@ -43,7 +44,6 @@ TICK_S = 1.0
 KEEP_ALIVE_S = 15.0
 FIRST_RECORDS = 50
 MOST_SHOWN = 200
-MOST_LISTED = 1000
 MOST_BEHIND = 500  # events that a slow reader may be behind; then it misses the oldest
 STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 

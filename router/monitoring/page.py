@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from router.api.admin import is_loopback
+from router.auth.network import is_loopback
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from router.auth.api_keys import KeyStore
     from router.settings import ServerSettings
 
-PAGE = "/"
 WEB = Path(__file__).with_name("web")
 # In this order; they share one scope.
 SCRIPTS = ("base", "wire", "lanes", "tiers", "requests", "trace", "ask", "quality", "operate", "main")

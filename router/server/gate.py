@@ -12,10 +12,10 @@ from starlette.datastructures import Headers
 
 from router.api.asgi import ForeignHost, ForeignPage, body_message, context_of, keep
 from router.api.openai import speaks_openai
+from router.api.paths import PAGE
 from router.api.problems import Draining, describe
 from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized
 from router.lifecycle import Door, Parting
-from router.monitoring.page import PAGE
 from router.pipeline.context import RequestContext
 from router.telemetry.logs import begin_request, log_failure
 

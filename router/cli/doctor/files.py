@@ -7,8 +7,8 @@ import stat
 import subprocess
 from typing import TYPE_CHECKING
 
-from router.api.admin import is_loopback
 from router.auth.api_keys import KeysError, read_keys
+from router.auth.network import is_loopback
 from router.cli.doctor.checks import Check, Finding, ok, problem, warning
 from router.cli.doctor.machine import local_tiers
 from router.deployment.run import prepare_options
