@@ -29,8 +29,9 @@ from measure import ROOT
 sys.path.insert(0, str(ROOT))
 from classifier import PromptClass
 from router.deployment.run import prepare_options
+from router.policy.profiles import REFERENCE
 from router.profiling.measure_quality import read_prompts
-from router.profiling.quality import REFERENCE, Score, judge, summarise
+from router.profiling.quality import Score, judge, summarise
 from router.profiling.scoring import greedy_body, read_greedy, read_scored, scoring_body
 from router.settings import cache_dir, load_settings
 from tiers.plan import machine_name

@@ -37,9 +37,8 @@ import aiohttp
 from measure import ROOT, free_port, wait_for
 
 from classifier import PromptClass
+from router.policy.profiles import Interval, Loss, QualityProfile, load_latency, load_profile, percentile, profile_name
 from router.policy.replay import differing, read_recording
-from router.profiling.latency import load_latency
-from router.profiling.quality import Interval, Loss, QualityProfile, load_profile, percentile, profile_name
 from tiers.spec import TierName
 
 if TYPE_CHECKING:

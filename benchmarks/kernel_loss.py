@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from classifier import PromptClass
-from router.profiling.quality import Interval, Score, summarise
+from router.profiling.quality import Score, summarise
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from router.policy.profiles import Interval
 
 
 def read(journal: Path) -> dict[tuple[TierName, str], Score]:

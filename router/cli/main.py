@@ -40,9 +40,9 @@ from router.deployment.run import (
 )
 from router.policy.decide import decide
 from router.policy.decision import Query
+from router.policy.profiles import ProfileError
 from router.policy.render import render_features
 from router.policy.table import policy_table
-from router.profiling.client import ProfileError
 from router.server.handover import Baton, TakeoverError, control_path
 from router.settings import Settings, SettingsError, load_settings, schema, table
 from router.telemetry.logs import start_logging

@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from router.profiling.client import ProfileError, connect
-from router.profiling.latency import load_latency
+from router.policy.profiles import ProfileError, load_latency
+from router.profiling.client import connect
 from router.profiling.measure_latency import LatencyPlan, measure_latency
 from router.profiling.measure_quality import Plan, measure, read_prompts
 from router.profiling.profile_files import ANSWER_TOKENS, JOURNAL, PROMPTS, keep_latency, keep_quality, only_one
@@ -24,9 +24,8 @@ from tiers.spec import TierName  # noqa: TC001  typer reads it
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from router.policy.profiles import Fit, Interval, LatencyProfile, Loss, QualityProfile
     from router.profiling.client import RouterClient
-    from router.profiling.latency import Fit, LatencyProfile
-    from router.profiling.quality import Interval, Loss, QualityProfile
 
 profile_app = typer.Typer(help="Measure what the tiers of a running fleet are worth.", no_args_is_help=True)
 ConfigOption = Annotated[

@@ -10,10 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from router.policy.profiles import load_latency, load_profile
 from router.policy.replay import differing, read_recording, seen, simulate, summarise
 from router.policy.table import policy_table
-from router.profiling.latency import load_latency
-from router.profiling.quality import load_profile
 from router.settings import load_settings
 from tiers.spec import TierName
 

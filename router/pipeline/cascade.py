@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from router.profiling.quality import CHECK_TOKENS
+from router.policy.profiles import CHECK_TOKENS
 from router.upstream.errors import EngineBroke, NoPlace, UpstreamError
 from tiers.spec import TierName
 

@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from router.line_file import LineFile, LineWriter
 from router.policy.decision import PolicyTable, Query, Refusal
-from router.profiling.client import ProfileError
+from router.policy.profiles import ProfileError
 from tiers.fleet import FleetSnapshot  # noqa: TC001  pydantic reads these
 from tiers.spec import TierName  # noqa: TC001
 

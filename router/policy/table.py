@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING
 
 from router.policy.decide import successors
 from router.policy.decision import ExpectedLoss, PolicyTable
-from router.profiling.client import ProfileError
-from router.profiling.latency import LatencyProfile, latency_name, load_latency
-from router.profiling.quality import QualityProfile, load_profile, profile_name
+from router.policy.profiles import (
+    LatencyProfile,
+    ProfileError,
+    QualityProfile,
+    latency_name,
+    load_latency,
+    load_profile,
+    profile_name,
+)
 from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
 from tiers.spec import TierName
 

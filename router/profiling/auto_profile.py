@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
-from router.profiling.client import ProfileError
+from router.policy.profiles import REFERENCE, ProfileError
 from router.profiling.idle_client import IdleClient
 from router.profiling.measure_latency import LatencyPlan, measure_latency
 from router.profiling.measure_quality import Plan, measure, read_prompts
 from router.profiling.profile_files import ANSWER_TOKENS, JOURNAL, PROMPTS, keep_latency, keep_quality, only_one
-from router.profiling.quality import REFERENCE
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:

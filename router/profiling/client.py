@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 
+from router.policy.profiles import ProfileError
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -21,10 +22,6 @@ LOOK_S = 0.5  # how long a look at others' requests is good for
 MAX_WAIT_S = 600.0  # for others' requests to end, or a full or absent tier to take one more
 ANSWER_TIMEOUT_S = 900.0
 _TRY_LATER = {429, 503}
-
-
-class ProfileError(Exception):
-    """A profile cannot be made or used; says why and what to do."""
 
 
 def first_of(errors: BaseExceptionGroup[ProfileError]) -> ProfileError:

@@ -14,16 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 
 from router.auth.api_keys import PRIORITIES
-from router.profiling.client import (
-    ANSWER_TIMEOUT_S,
-    BUSY_WAIT_S,
-    MAX_WAIT_S,
-    FleetState,
-    ProfileError,
-    Timed,
-    read_timed,
-    timed_body,
-)
+from router.policy.profiles import ProfileError
+from router.profiling.client import ANSWER_TIMEOUT_S, BUSY_WAIT_S, MAX_WAIT_S, FleetState, Timed, read_timed, timed_body
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:

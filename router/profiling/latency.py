@@ -7,149 +7,22 @@ is the median slowdown of single requests that were decoded while other tiers we
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import replace
 from statistics import fmean, median, pstdev
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from pydantic import AwareDatetime, Field, ValidationError
-
-from router.profiling.client import ProfileError
-from router.profiling.quality import Frozen, check_identities, percentile
+from router.policy.profiles import Fit, FitError, ProfileError, Sample, percentile
 from tiers.least_squares import least_squares
-from tiers.spec import TierName
 from tiers.speed import Load, SpeedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Sequence
+
+    from tiers.spec import TierName
 
 KNEE_PAYS = 0.7  # a knee must leave less than this share of the line's squared error
 MIN_SPREAD = 0.05  # of log(seen / predicted): what live requests scatter by even where the fit is perfect
-
-
-class Sample(Frozen):
-    """One timed request, and what its tier had to do when it was sent. Times in milliseconds.
-
-    Attributes:
-        prompt_tokens: Of its prompt.
-        sequences: Requests that its tier had already.
-        waiting_tokens: Prompt tokens of those that were not computed yet.
-        batch: Sequences decoded together with it, itself included; 0 where it was not decoded.
-        neighbours: Share of the other tiers that were computing as well, 0..1.
-    """
-
-    tier: TierName
-    prompt_tokens: int
-    sequences: int
-    waiting_tokens: int
-    batch: int
-    neighbours: float = Field(ge=0, le=1)
-    ttft_ms: float | None
-    tpot_ms: float | None
-
-
-class FitError(Frozen):
-    """|predicted - seen| / seen over the samples that a model was fitted to: median and 95th percentile."""
-
-    median: float
-    p95: float
-
-
-class Fit(Frozen):
-    """One tier's speed model, as in ``tiers.speed.SpeedModel``, and how well it fits."""
-
-    tier: TierName
-    ttft_base_ms: float = Field(ge=0)
-    prefill_ms_per_token: float = Field(ge=0)
-    ttft_steps: float = Field(ge=0)
-    step_base_ms: float = Field(ge=0)
-    step_ms_per_sequence: float = Field(ge=0)
-    step_knee: int = Field(ge=0)
-    step_ms_beyond_knee: float = Field(ge=0)
-    contention: float = Field(ge=0)
-    ttft_spread: float = Field(ge=0)
-    tpot_spread: float = Field(ge=0)
-    ttft_error: FitError
-    tpot_error: FitError
-    samples: int
-
-    @property
-    def model(self) -> SpeedModel:
-        """Return it as the fleet uses it."""
-        return SpeedModel(
-            ttft_base_ms=self.ttft_base_ms,
-            prefill_ms_per_token=self.prefill_ms_per_token,
-            step_base_ms=self.step_base_ms,
-            step_ms_per_sequence=self.step_ms_per_sequence,
-            step_knee=self.step_knee,
-            step_ms_beyond_knee=self.step_ms_beyond_knee,
-            ttft_steps=self.ttft_steps,
-            contention=self.contention,
-            ttft_spread=max(self.ttft_spread, MIN_SPREAD),
-            tpot_spread=max(self.tpot_spread, MIN_SPREAD),
-            profiled=True,
-        )
-
-
-class LatencyProfile(Frozen):
-    """The measured speed of every tier on one machine.
-
-    Attributes:
-        machine: What it was measured on.
-        checkpoints: What tells each tier's weights from others'.
-    """
-
-    version: Literal[1] = 1
-    created: AwareDatetime
-    model: str
-    machine: str
-    checkpoints: dict[TierName, str | None]
-    fits: tuple[Fit, ...]
-    samples: tuple[Sample, ...]
-
-    def with_others(self, earlier: LatencyProfile) -> LatencyProfile:
-        """Return it with what was measured earlier of the tiers that it leaves out."""
-        own = {fit.tier for fit in self.fits}
-        fits = (*self.fits, *(fit for fit in earlier.fits if fit.tier not in own))
-        samples = (*self.samples, *(sample for sample in earlier.samples if sample.tier not in own))
-        return self.model_copy(update={"fits": fits, "samples": samples})
-
-    def check(self, checkpoints: Mapping[TierName, str | None], machine: str, path: Path) -> None:
-        """Check that the profile is of these checkpoints on this machine.
-
-        Raises:
-            ProfileError: It is of others.
-        """
-        again = "run 'qarr profile latency' again"
-        check_identities(self.checkpoints, checkpoints, f"the latency profile {path}", again)
-        if self.machine != machine:
-            raise ProfileError(f"the latency profile {path} was measured on {self.machine}, this is {machine}; {again}")
-
-
-def latency_name(checkpoints: Mapping[TierName, str | None], machine: str) -> str:
-    """Return the file name of the profile of these checkpoints on this machine."""
-    parts = [checkpoints.get(tier) for tier in TierName], machine
-    return f"latency-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.json"
-
-
-def load_latency(path: Path) -> LatencyProfile:
-    """Read a profile.
-
-    Raises:
-        ProfileError: There is none, or it is not one.
-    """
-    try:
-        return LatencyProfile.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise ProfileError(f"the latency profile {path} cannot be read: {error.strerror}") from error
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ProfileError(
-            f"{path} is no latency profile of this release: {where}: {first['msg']}; run 'qarr profile latency' again"
-        ) from None
 
 
 def fit(tier: TierName, samples: Sequence[Sample], max_num_seqs: int) -> Fit:

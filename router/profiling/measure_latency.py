@@ -12,8 +12,9 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from router.profiling.client import ProfileError, first_of
-from router.profiling.latency import LatencyProfile, Sample, fit
+from router.policy.profiles import LatencyProfile, ProfileError, Sample
+from router.profiling.client import first_of
+from router.profiling.latency import fit
 
 if TYPE_CHECKING:
     from router.profiling.client import Client, FleetState, Timed

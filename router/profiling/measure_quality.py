@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from classifier import EstimatingCounter, PromptClass, extract
-from router.profiling.client import ProfileError, first_of
-from router.profiling.quality import REFERENCE, TOP_K, QualityProfile, Score, certainties, judge, summarise
+from router.policy.profiles import REFERENCE, TOP_K, ProfileError, QualityProfile
+from router.profiling.client import first_of
+from router.profiling.quality import Score, certainties, judge, summarise
 from router.profiling.scoring import GreedyAnswer, greedy_body, read_greedy, read_scored, scoring_body
 
 if TYPE_CHECKING:

@@ -7,16 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from router.profiling.client import ProfileError
-from router.profiling.latency import latency_name, load_latency
-from router.profiling.quality import profile_name
+from router.policy.profiles import ProfileError, latency_name, load_latency, profile_name
 from router.profiling.quality_report import render
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from router.profiling.latency import LatencyProfile
-    from router.profiling.quality import QualityProfile
+    from router.policy.profiles import LatencyProfile, QualityProfile
 
 PROMPTS = Path(__file__).with_name("profile_prompts.jsonl")
 ANSWER_TOKENS = 32

@@ -17,37 +17,24 @@ since tokens of one answer are not independent. For what to expect of full-size 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from collections import defaultdict
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, Literal
-
-from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
+from typing import TYPE_CHECKING
 
 from classifier import PromptClass
-from router.profiling.client import ProfileError
+from router.policy.profiles import CHECK_TOKENS, REFERENCE, Certainty, Frozen, Interval, Loss, percentile
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
-REFERENCE = TierName.PRECISE
-TOP_K = 10  # vLLM gives 20 at most, unless told otherwise
 RESAMPLES = 1000
 CONFIDENCE = 0.95
-CHECK_TOKENS = 8  # of an answer's beginning, that tell how sure a tier is of it
 MIN_CERTAINTIES = 20  # answers that a threshold is taken from
 MIN_PROMPTS = 5  # of a class; resampling fewer says nothing of those that were not asked
 SEED = 20
-
-
-class Frozen(BaseModel):
-    """A value."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Score(Frozen):
@@ -72,132 +59,6 @@ class Score(Frozen):
     kl: tuple[float, ...]
     diverged_at: int | None
     certainty: float | None = None
-
-
-class Interval(Frozen):
-    """An estimate and its interval at ``CONFIDENCE``."""
-
-    mean: float
-    low: float
-    high: float
-
-
-class Loss(Frozen):
-    """What one tier loses on one class of prompts."""
-
-    prompt_class: PromptClass
-    tier: TierName
-    prompts: int
-    tokens: int
-    top1_disagreement: Interval
-    kl_mean: Interval
-    kl_p95: Interval
-    perplexity_ratio: Interval
-    first_divergence: float
-    never_diverged: float
-
-    @property
-    def certain(self) -> bool:
-        """Tell whether there were prompts enough for the intervals to mean anything."""
-        return self.prompts >= MIN_PROMPTS
-
-
-class Certainty(Frozen):
-    """How sure a tier was of one answer's beginning, and what the answer lost.
-
-    Attributes:
-        logprob: Mean log-probability of its first choice over the first ``CHECK_TOKENS`` places.
-        disagreement: Share of the answer's tokens that are not the reference's first choice.
-    """
-
-    tier: TierName
-    logprob: float
-    disagreement: float
-
-
-class QualityProfile(Frozen):
-    """The measured loss of every class and tier.
-
-    Attributes:
-        checkpoints: Digest of each tier's weights; None for engines given by URL, whose checkpoint is not known.
-        answer_tokens: Longest answer.
-        prompts: Digest of the prompts.
-    """
-
-    version: Literal[1] = 1
-    created: AwareDatetime
-    model: str
-    checkpoints: dict[TierName, str | None]
-    answer_tokens: int
-    top_k: int
-    prompts: str
-    losses: tuple[Loss, ...]
-    certainties: tuple[Certainty, ...] = ()
-
-    def threshold(self, tier: TierName, share: float) -> float | None:
-        """Return the certainty that so large a share of a tier's answers stays under; None where it is not known."""
-        found = [c.logprob for c in self.certainties if c.tier is tier]
-        return percentile(found, share) if len(found) >= MIN_CERTAINTIES else None
-
-    def loss(self, prompt_class: PromptClass, tier: TierName) -> Loss | None:
-        """Return what was measured for a class and tier."""
-        return next((x for x in self.losses if x.prompt_class is prompt_class and x.tier is tier), None)
-
-    def check(self, checkpoints: Mapping[TierName, str | None], path: Path) -> None:
-        """Check that the profile is of these checkpoints.
-
-        Raises:
-            ProfileError: It is of others.
-        """
-        check_identities(
-            self.checkpoints, checkpoints, f"the quality profile {path}", "run 'qarr profile quality' again"
-        )
-
-
-def check_identities(
-    measured: Mapping[TierName, str | None], served: Mapping[TierName, str | None], what: str, again: str
-) -> None:
-    """Check that what was measured is what is served.
-
-    Args:
-        measured: What tells each tier's weights from others', when it was measured.
-        served: The same, now.
-        what: Names the profile in the error.
-        again: Says what to do, in the error.
-
-    Raises:
-        ProfileError: A tier serves something else.
-    """
-    for tier, identity in served.items():
-        if measured.get(tier) != identity:
-            raise ProfileError(
-                f"{what} was measured on another checkpoint of {tier}: {_short(measured.get(tier))}, here is "
-                f"{_short(identity)}; {again}"
-            )
-
-
-def profile_name(checkpoints: Mapping[TierName, str | None]) -> str:
-    """Return the file name of the profile of these checkpoints."""
-    digests = [checkpoints.get(tier) for tier in TierName]
-    return f"quality-{hashlib.sha256(repr(digests).encode()).hexdigest()[:16]}.json"
-
-
-def load_profile(path: Path) -> QualityProfile:
-    """Read a profile.
-
-    Raises:
-        ProfileError: There is none, or it is not one.
-    """
-    try:
-        return QualityProfile.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise ProfileError(f"the quality profile {path} cannot be read: {error.strerror}") from error
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ProfileError(
-            f"{path} is no quality profile of this release: {where}: {first['msg']}; run 'qarr profile quality' again"
-        ) from None
 
 
 def judge(
@@ -326,18 +187,3 @@ def _interval(pairs: Pairs, statistic: Callable[[Pairs], float]) -> Interval:
         low=round(percentile(resampled, tail), 5),
         high=round(percentile(resampled, 1 - tail), 5),
     )
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return a percentile by linear interpolation; 0 of nothing."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    below = int(at)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (at - below) * (ordered[above] - ordered[below])
-
-
-def _short(digest: Any) -> str:
-    return "unknown" if digest is None else str(digest)[:16]

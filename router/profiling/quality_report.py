@@ -6,11 +6,11 @@ from html import escape
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from router.profiling.quality import CHECK_TOKENS, REFERENCE
+from router.policy.profiles import CHECK_TOKENS, REFERENCE
 from tiers.spec import PRECISIONS, TierName
 
 if TYPE_CHECKING:
-    from router.profiling.quality import Interval, Loss, QualityProfile
+    from router.policy.profiles import Interval, Loss, QualityProfile
 
 _ROW, _LEFT, _WIDTH, _TOP = 22, 190, 560, 34
 _COLOURS = {TierName.FAST: "#c2571a", TierName.BALANCED: "#2f6fb0", TierName.PRECISE: "#4d7d3a"}

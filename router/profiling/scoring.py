@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from router.profiling.quality import TOP_K
+from router.policy.profiles import TOP_K
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

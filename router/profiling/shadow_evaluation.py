@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import to_json
 
 from router.auth.api_keys import PRIORITIES
-from router.profiling.quality import REFERENCE, judge
+from router.policy.profiles import REFERENCE
+from router.profiling.quality import judge
 from router.profiling.scoring import greedy_body, read_greedy, read_scored, scoring_body
 from router.upstream.errors import UpstreamError
 from router.upstream.json_object import read_json

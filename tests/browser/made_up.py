@@ -8,8 +8,16 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from classifier import PromptClass
-from router.profiling.latency import Fit, FitError, LatencyProfile, latency_name
-from router.profiling.quality import Interval, Loss, QualityProfile, profile_name
+from router.policy.profiles import (
+    Fit,
+    FitError,
+    Interval,
+    LatencyProfile,
+    Loss,
+    QualityProfile,
+    latency_name,
+    profile_name,
+)
 from tiers.spec import TierName
 
 if TYPE_CHECKING:

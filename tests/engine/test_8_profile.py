@@ -13,9 +13,8 @@ import httpx
 import pytest
 
 from classifier import PromptClass
-from router.profiling.latency import load_latency
+from router.policy.profiles import Certainty, Interval, Loss, QualityProfile, load_latency, load_profile, profile_name
 from router.profiling.profile_files import JOURNAL
-from router.profiling.quality import Certainty, Interval, Loss, QualityProfile, load_profile, profile_name
 from router.profiling.shadow_evaluation import ANSWER_TOKENS
 from router.settings import PROJECT
 from tests.engine.conftest import QARR
@@ -25,7 +24,7 @@ from tiers.spec import TierName
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from router.profiling.latency import LatencyProfile
+    from router.policy.profiles import LatencyProfile
     from tests.engine.conftest import Up
     from tiers.fleet import Fleet, Replica
 

@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 from router.api.generate import Generate
 from router.auth.api_keys import add_key
-from router.profiling.quality import profile_name
+from router.policy.profiles import profile_name
 from router.upstream.client import PASSED_AT_ONCE
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.router_stack import Stack, router_stack

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from router.auth.api_keys import PRIORITIES
-from router.profiling.client import ProfileError
-from router.profiling.latency import latency_name, load_latency
+from router.policy.profiles import ProfileError, latency_name, load_latency, load_profile, profile_name
 from router.profiling.profile_files import only_one
-from router.profiling.quality import load_profile, profile_name
 from tests.unit.measuring_router import QUICK, engines, measuring_router
 from tests.unit.own_engines import until
 from tests.unit.own_router import QARR

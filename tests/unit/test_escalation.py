@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from classifier import PromptClass
-from router.profiling.quality import Certainty, Interval, Loss, QualityProfile, profile_name
+from router.policy.profiles import Certainty, Interval, Loss, QualityProfile, profile_name
 from router.profiling.shadow_evaluation import ENOUGH
 from tests.fakes.engine import Behaviour
 from tests.unit.router_stack import Stack, events, router_stack

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.policy.profiles import LatencyProfile, ProfileError, Sample, latency_name, load_latency, profile_name
 from router.policy.table import LivePolicy
-from router.profiling.client import ProfileError
-from router.profiling.latency import LatencyProfile, Sample, fit, latency_name, load_latency
-from router.profiling.quality import profile_name
+from router.profiling.latency import fit
 from router.settings import load_settings
 from tiers.fleet import Fleet
 from tiers.least_squares import least_squares

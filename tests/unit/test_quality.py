@@ -13,19 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from classifier import PromptClass
+from router.policy.profiles import TOP_K, Loss, ProfileError, QualityProfile, load_profile, profile_name
 from router.policy.table import policy_table
-from router.profiling.client import ProfileError
-from router.profiling.quality import (
-    TOP_K,
-    Loss,
-    QualityProfile,
-    Score,
-    judge,
-    kl_divergence,
-    load_profile,
-    profile_name,
-    summarise,
-)
+from router.profiling.quality import Score, judge, kl_divergence, summarise
 from router.profiling.quality_report import render
 from router.settings import PolicySettings
 from tests.unit.router_stack import router_stack

@@ -15,8 +15,8 @@ from router.cli.main import app
 from router.policy.decide import decide
 from router.policy.decision import PolicyTable, Sla
 from router.policy.decision_log import DecisionLog, DecisionRecord, OutcomeRecord, digest_of, read_log
+from router.policy.profiles import ProfileError
 from router.policy.replay import Recording, differing, read_recording, seen, simulate, summarise
-from router.profiling.client import ProfileError
 from tests.fakes.engine import Behaviour
 from tests.unit.router_stack import router_stack
 from tests.unit.test_policy import FAST, MEASURED, PRECISE, PROFILED, fleet, query

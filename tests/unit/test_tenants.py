@@ -15,7 +15,8 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFl
 
 from router.auth.api_keys import add_key, revoke_key
 from router.cli.top.state import Picture
-from router.profiling.client import ProfileError, connect
+from router.policy.profiles import ProfileError
+from router.profiling.client import connect
 from router.telemetry.trace_store import KEY_ID, TraceStore, render_trace
 from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import TierName

@@ -12,9 +12,7 @@ from router.auth.network import is_loopback
 from router.cli.doctor.checks import Check, Finding, ok, problem, warning
 from router.cli.doctor.machine import local_tiers
 from router.deployment.run import prepare_options
-from router.profiling.client import ProfileError
-from router.profiling.latency import latency_name, load_latency
-from router.profiling.quality import load_profile, profile_name
+from router.policy.profiles import ProfileError, latency_name, load_latency, load_profile, profile_name
 from router.settings import PROJECT
 from tiers.checkpoint import Checkpoint, check_alike, check_whole, identity, weights_digest
 from tiers.errors import CheckpointError
