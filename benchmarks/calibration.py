@@ -28,7 +28,7 @@ from measure import ROOT
 
 sys.path.insert(0, str(ROOT))
 from classifier import PromptClass
-from router.deployment.run import prepare_options
+from router.deployment.layout import prepare_options
 from router.policy.profiles import REFERENCE
 from router.profiling.measure_quality import read_prompts
 from router.profiling.quality import Score, judge, summarise

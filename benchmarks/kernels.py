@@ -31,7 +31,7 @@ import httpx
 from measure import ROOT, free_port, wait_for
 
 sys.path.insert(0, str(ROOT))
-from router.deployment.run import prepare_options
+from router.deployment.layout import prepare_options
 from router.settings import load_settings
 from tiers.command import engine_argv, engine_environment
 from tiers.plan import machine_name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -115,24 +116,34 @@ def create_app(
         operations: What operators may do; None: nothing.
     """
     doors = doors or Doors()
-    services = _services(settings, fleet, counter, telemetry, model, doors=doors)
-    running = version("qarr")
-    live, metrics = Live(services, doors, keys, running), Metrics(services, running)
+    wired = _wire(settings, fleet, counter, telemetry, model, doors=doors)
+    services, running = wired.services, version("qarr")
+    live, metrics = Live(services, wired.profiling, doors, keys, running), Metrics(services, wired.evaluation, running)
     admin = Admin(operations, keys).routes() if operations is not None else []
-    status, streams = Status(services, doors), KeptStreams(settings.server)
+    status, streams = Status(services, wired.profiling, doors), KeptStreams(settings.server)
     handlers = dict.fromkeys(HANDLED, status.problem)
-    pages = [*LiveEndpoints(services, live).routes(), Endpoint("/metrics", metrics.answer)]
+    pages = [*LiveEndpoints(services, wired.evaluation, live).routes(), Endpoint("/metrics", metrics.answer)]
     page = Endpoint(PAGE, Page(settings.server, keys).answer)
     routes = [page, *_routes(services, status, streams), *pages, *admin]
-    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(services, streams, live))
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(wired, streams, live))
     app.router.redirect_slashes = False  # it would send callers to wherever their Host header says
     local_names = settings.server.allowed_hosts if is_loopback(settings.server.host) else None
     return telemetry.instrument(Gate(app, keys, telemetry, doors, answered=metrics.answered, local_names=local_names))
 
 
-def _services(
+@dataclass(frozen=True, slots=True)
+class _Wired:
+    """What the handlers work with, and what observes them."""
+
+    services: Services
+    evaluation: LiveCheck
+    profiling: AutoProfile
+    samples: PromptSamples
+
+
+def _wire(
     settings: Settings, fleet: Fleet, counter: TokenCounter, telemetry: Telemetry, model: str, *, doors: Doors
-) -> Services:
+) -> _Wired:
     """Wire what the handlers work with."""
     journal = Journal(fleet, doors, settings.telemetry.recent_requests)
     journal.observers.extend((telemetry.record_outcome, log_request))
@@ -141,10 +152,11 @@ def _services(
     decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
     quotas = Quotas(settings.state.redis_url.get_secret_value())
     profiling = AutoProfile(settings, fleet, policy, model, lambda: bool(journal.open))
-    live_check = LiveCheck(settings.policy.live_check_share, fleet, upstream, policy, telemetry)
+    evaluation = LiveCheck(settings.policy.live_check_share, fleet, upstream, policy, telemetry)
     admission = Admission(fleet, policy, settings.admission, telemetry)
     shared = SharedState(settings.state.redis_url.get_secret_value(), fleet, admission.waiting_for)
-    return Services(
+    samples = PromptSamples(settings.telemetry.sampled_prompts, settings.telemetry.prompt_share)
+    services = Services(
         fleet=fleet,
         upstream=upstream,
         quotas=quotas,
@@ -159,9 +171,9 @@ def _services(
             fleet, policy, upstream, telemetry, settings.upstream.attempts, settings.limits.default_max_tokens
         ),
         hedging=Hedging(upstream, telemetry, settings.upstream.hedge),
-        live_check=live_check,
-        profiling=profiling,
-        samples=PromptSamples(settings.telemetry.sampled_prompts, settings.telemetry.prompt_share),
+        answer_observer=evaluation,
+        background=profiling,
+        prompt_observer=samples,
         limits=settings.limits,
         openai=settings.openai,
         engine_key=settings.engine.api_key,
@@ -170,6 +182,7 @@ def _services(
         model=model,
         trace_url=settings.telemetry.trace_url,
     )
+    return _Wired(services, evaluation, profiling, samples)
 
 
 def _places(fleet: Fleet) -> int:
@@ -178,16 +191,17 @@ def _places(fleet: Fleet) -> int:
 
 
 def _lifespan(
-    services: Services, streams: KeptStreams, live: Live
+    wired: _Wired, streams: KeptStreams, live: Live
 ) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     """Return what runs while the router serves, and what is closed after it."""
+    services = wired.services
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         work = {
             "taking up profiles": services.policy.watch,
-            "the check of live answers": services.live_check.run,
-            "measuring itself": services.profiling.run,
+            "the check of live answers": wired.evaluation.run,
+            "measuring itself": wired.profiling.run,
             "the queue": services.admission.run,
             "what routers share": services.shared.run,
             "the live picture": live.run,
@@ -197,12 +211,12 @@ def _lifespan(
         yield
         await streams.aclose()
         await end_tasks(tasks)
-        await services.profiling.aclose()
+        await wired.profiling.aclose()
         await services.shared.aclose()
         await services.quotas.aclose()
         await services.upstream.aclose()
         await asyncio.to_thread(services.decisions.close)
-        await asyncio.to_thread(services.samples.close)
+        await asyncio.to_thread(wired.samples.close)
 
     return lifespan
 
@@ -230,8 +244,8 @@ def _routes(services: Services, status: Status, streams: KeptStreams) -> list[En
 class Status:
     """The endpoints that tell how things stand, and the rendering of errors."""
 
-    def __init__(self, services: Services, doors: Doors) -> None:
-        self._services, self._doors = services, doors
+    def __init__(self, services: Services, profiling: AutoProfile, doors: Doors) -> None:
+        self._services, self._profiling, self._doors = services, profiling, doors
 
     async def healthz(self, _request: Request) -> Response:
         """Answer that the router is alive."""
@@ -259,7 +273,7 @@ class Status:
         """Answer with the whole fleet as it is now; where its engines are, to operators only."""
         services, inside = self._services, context_of(request.scope).caller.sees_all
         fleet = render_fleet(services.fleet.snapshot(), services.model, services.fleet.machine, inside=inside)
-        return _json({**fleet, "profiling": services.profiling.render(inside=inside)})
+        return _json({**fleet, "profiling": self._profiling.render(inside=inside)})
 
     async def openapi(self, _request: Request) -> Response:
         """Answer with the document of everything that is served."""

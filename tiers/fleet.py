@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tiers.breaker import Breaker, BreakerOptions, BreakerState
 from tiers.limit import ConcurrencyLimit
-from tiers.live_speed import KEPT, Seen
 from tiers.preparing import Preparations, Preparing
 from tiers.spec import ReplicaState, TierName, TierSpec
-from tiers.speed import IDLE, PREFILL_MEMORY_MS, STEADY, Load, SpeedModel, Times, Trend
+from tiers.speed import IDLE, KEPT, PREFILL_MEMORY_MS, STEADY, Load, Seen, SpeedModel, Times, Trend
 from tiers.turnover import Turnover
 
 if TYPE_CHECKING:

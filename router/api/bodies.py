@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from router.auth.api_keys import Priority  # noqa: TC001  pydantic reads it
-from router.policy.decision import Query, Sla
+from router.policy.decision import Priority, Query, Sla
 from tiers.spec import TierName
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from router.api.generate import STREAM_ID
 from router.api.openai import CHAT, COMPLETIONS, EMBEDDINGS, HEADERS, OpenAIWishes
 from router.api.paths import MOST_LISTED
 from router.api.problems import MEDIA_TYPE
-from router.auth.api_keys import PRIORITIES
-from router.policy.decision import Basis
+from router.policy.decision import PRIORITIES, Basis
 from router.profiling.auto_profile import State
 from router.telemetry.record import Outcome
 from router.telemetry.trace_store import KeptFor

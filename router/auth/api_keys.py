@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from router.policy.decision import Priority
+
 log = logging.getLogger("qarr.router")
 PREFIX = "qarr-"
 RELOAD_S = 1.0  # a change of the file is seen at the latest after this
-Priority = Literal["interactive", "standard", "batch"]
-# Highest first; the values are vLLM's priorities: lower ones are scheduled first.
-PRIORITIES: dict[Priority, int] = {"interactive": -1, "standard": 0, "batch": 1}
 
 
 class KeysError(Exception):

@@ -27,17 +27,8 @@ from router.cli.top.app import top
 from router.cli.trace import trace
 from router.deployment.counters import make_counter, named_counter
 from router.deployment.first_start import Steps
-from router.deployment.run import (
-    ListenError,
-    StartError,
-    Told,
-    check_files,
-    listen,
-    make_deployment,
-    open_keys,
-    prepare_options,
-    run,
-)
+from router.deployment.layout import make_deployment, prepare_options
+from router.deployment.run import ListenError, StartError, Told, check_files, listen, open_keys, run
 from router.policy.decide import decide
 from router.policy.decision import Query
 from router.policy.profiles import ProfileError
@@ -58,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from router.auth.api_keys import KeyStore
-    from router.deployment.run import Deployment
+    from router.deployment.layout import Deployment
     from router.policy.decision import PolicyTable
     from router.telemetry.logs import Logging
     from tiers.checkpoint import Checkpoint

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from router.cli.client import URL, KeyOption, Router, UrlOption
-from router.deployment.run import make_canary
+from router.deployment.options import make_canary
 from router.settings import load_settings
 from tiers.errors import OperationError
 from tiers.plan import machine_name

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from router.deployment.counters import LateCounter, make_counter
-from router.telemetry.tracing import engine_target
+from router.deployment.layout import HOST, make_launch
 from tiers.checkpoint import check_alike
 from tiers.errors import CheckpointError, TierError
 from tiers.plan import make_plan, read_machine, weight_bytes
@@ -27,8 +26,7 @@ from tiers.spec import EngineLaunch, TierName
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from router.deployment.run import Deployment
-    from router.settings import Settings
+    from router.deployment.layout import Deployment
     from tiers.checkpoint import Checkpoint
     from tiers.plan import Plan
     from tiers.prepare import PrepareOptions
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from tiers.supervisor import Supervisor
 
 log = logging.getLogger("qarr.router")
-HOST = "127.0.0.1"
 NICENESS = 15  # of the quantizer beside engines, which go first; cores that are idle anyway it gets whole
 REPORTS = 4  # of a step whose parts are counted
 HOW_TO_MEND = "mend the cause, run 'qarr model prepare', and start 'qarr up' again"
@@ -58,29 +55,6 @@ class Steps:
         if now != self._last:
             self._last = now
             self._say(f"{message}{f' ({done} of {total})' if total else ''}{left}")
-
-
-def make_launch(spec: TierSpec, plan: Plan, settings: Settings, model: str, number: int) -> EngineLaunch:
-    """Return how a tier's engine is started.
-
-    Args:
-        spec: With a checkpoint.
-        plan: How the engines share the machine.
-        settings: All settings.
-        model: The model's name.
-        number: The tier's place among those that run here; its port follows from it.
-    """
-    return EngineLaunch(
-        tier=spec,
-        placement=plan.placement(spec.name),
-        python=settings.engine.python,
-        served_model=model,
-        host=HOST,
-        port=settings.engine.base_port + number,
-        api_key=secrets.token_urlsafe(24),
-        otlp=engine_target(),
-        extra_args=settings.engine.extra_args,
-    )
 
 
 class FirstStart:

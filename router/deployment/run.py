@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from router.app import create_app
 from router.auth.api_keys import KeyStore
 from router.auth.network import is_loopback
-from router.deployment.counters import LateCounter, make_counter, named_counter
-from router.deployment.first_start import FirstStart, make_launch
+from router.deployment.first_start import FirstStart
+from router.deployment.layout import Deployment, prepare_options
+from router.deployment.options import fleet_options, supervisor_options
 from router.lifecycle import Doors
 from router.line_file import LineFile
 from router.server.handover import TakenError, TakeoverError, control_path, handing_over
@@ -22,32 +23,21 @@ from router.server.memory import set_aside
 from router.server.server import Server
 from router.settings import SettingsError
 from router.telemetry.tracing import make_telemetry
-from tiers.breaker import BreakerOptions
-from tiers.canary import Canary
-from tiers.checkpoint import Checkpoint, check_alike
-from tiers.errors import EngineError
-from tiers.fleet import Fleet, FleetOptions
-from tiers.operations import OperationOptions
-from tiers.plan import Plan, machine_name, make_plan, read_machine
-from tiers.prepare import PrepareOptions, check_model, slug
-from tiers.spec import EngineLaunch, ReplicaState, TierName, TierSpec
-from tiers.supervisor import Supervisor, SupervisorOptions
-from tiers.warmup import WarmupPlan
-from tiers.watchdog import WatchdogOptions
+from tiers.fleet import Fleet
+from tiers.plan import Plan, machine_name
+from tiers.spec import ReplicaState, TierSpec
+from tiers.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
+    from collections.abc import Callable
 
-    from classifier import TokenCounter
     from router.server.handover import Baton
-    from router.settings import Settings, TierSettings
+    from router.settings import Settings
     from router.telemetry.tracing import Telemetry
     from tiers.fleet import Replica
 
 log = logging.getLogger("qarr.router")
 SETTLED = {ReplicaState.READY, ReplicaState.FAILED, ReplicaState.UNREACHABLE}
-CANARY_FILE = "canary.json"
 
 
 class ListenError(Exception):
@@ -56,98 +46,6 @@ class ListenError(Exception):
 
 class StartError(Exception):
     """An engine that was to be started here did not become ready."""
-
-
-@dataclass(frozen=True, slots=True)
-class Deployment:
-    """Everything that is started together, checked before anything starts.
-
-    Attributes:
-        specs: The tiers, by rising precision.
-        launches: Engines to start here at once; none where checkpoints are missing.
-        plan: How they share the machine.
-        counter: Counts tokens as the engines do, from when there is a checkpoint.
-        model: The model's name.
-        missing: Tiers to run here whose checkpoints are to be made first.
-    """
-
-    settings: Settings
-    specs: tuple[TierSpec, ...]
-    launches: tuple[EngineLaunch, ...]
-    plan: Plan
-    counter: TokenCounter
-    model: str
-    missing: tuple[TierName, ...] = ()
-
-    @property
-    def local(self) -> frozenset[TierName]:
-        """Return the tiers that run here."""
-        if self.missing:
-            return frozenset(spec.name for spec in self.specs if not spec.urls)
-        return frozenset(launch.tier.name for launch in self.launches)
-
-
-def make_deployment(
-    settings: Settings,
-    checkpoints: tuple[Checkpoint, ...],
-    *,
-    start_engines: bool = True,
-    tokenizer: Path | None = None,
-) -> Deployment:
-    """Lay out the fleet: which tiers run here, on what, and with which tokenizer.
-
-    Args:
-        settings: All settings.
-        checkpoints: Prepared checkpoints; not needed for tiers that have URLs or a folder of their own. Where one is
-            missing, no engine is to be started before it is known how large the model is.
-        start_engines: Start an engine here for each tier without URLs; False leaves such tiers out.
-        tokenizer: Model folder to count tokens with; None takes a checkpoint's.
-
-    Raises:
-        TierError: There is no such model, tiers differ in tokenizer, or the machine is too small.
-        TokenizerError: The tokenizer's folder has none.
-    """
-    prepared = {c.tier: c for c in checkpoints}
-    specs = tuple(_spec(name, getattr(settings.tiers, name.value), prepared) for name in TierName)
-    local = tuple(spec for spec in specs if not spec.urls and start_engines)
-    missing = tuple(spec.name for spec in local if spec.checkpoint is None)
-    if missing:
-        check_model(prepare_options(settings))
-    if local:
-        _check_engine_environment(settings)
-    folders = {spec.name: spec.checkpoint for spec in specs if spec.checkpoint is not None}
-    check_alike(folders)
-    if missing:
-        counter = LateCounter()
-        counter.take(make_counter(next(iter(folders.values()), None)))
-        return Deployment(settings, specs, (), Plan("", ()), counter, slug(settings.model.name), missing)
-    plan = make_plan(read_machine(), local, kv_cache_gib=settings.engine.cpu_kv_cache_gib) if local else Plan("", ())
-    precise = prepared.get(TierName.PRECISE)
-    model = precise.manifest.model if precise else settings.model.name
-    launches = tuple(make_launch(spec, plan, settings, model, number) for number, spec in enumerate(local))
-    counted = named_counter(tokenizer) if tokenizer is not None else make_counter(next(iter(folders.values()), None))
-    return Deployment(settings, specs, launches, plan, counted, model)
-
-
-def _check_engine_environment(settings: Settings) -> None:
-    if not settings.engine.python.is_file():
-        raise EngineError(
-            f"there is no engine environment at {settings.engine.python}: run 'make engine-env', or set engine.python to "
-            f"an interpreter that has vLLM"
-        )
-
-
-def prepare_options(settings: Settings) -> PrepareOptions:
-    """Return how the checkpoints are made."""
-    return PrepareOptions(
-        model=settings.model.name,
-        store=settings.model.store,
-        quantizer_python=settings.quantizer.python,
-        calibration=settings.model.calibration,
-        group_size=settings.model.group_size,
-        calibration_samples=settings.model.calibration_samples,
-        calibration_tokens=settings.model.calibration_tokens,
-    )
 
 
 def open_keys(settings: Settings, host: str | None = None) -> KeyStore:
@@ -363,63 +261,6 @@ async def _one_ready(fleet: Fleet, server: Server) -> bool:
     return False
 
 
-def fleet_options(settings: Settings) -> FleetOptions:
-    """Return when replicas are spared."""
-    admission, upstream = settings.admission, settings.upstream
-    return FleetOptions(
-        breaker=BreakerOptions(
-            failures=upstream.breaker_failures,
-            failure_share=upstream.breaker_failure_share,
-            pause_s=upstream.breaker_pause_s,
-            longest_pause_s=upstream.breaker_longest_pause_s,
-        ),
-        adaptive_limit=admission.adaptive_limit,
-        kv_open=admission.kv_open,
-        kv_close=admission.kv_close,
-        long_prompt_tokens=admission.long_prompt_tokens,
-    )
-
-
-def supervisor_options(settings: Settings, machine: str) -> SupervisorOptions:
-    """Return how engines are supervised.
-
-    Args:
-        settings: All settings.
-        machine: The machine's name.
-    """
-    engine = settings.engine
-    return SupervisorOptions(
-        log_dir=engine.log_dir,
-        start_timeout_s=engine.start_timeout_s,
-        stop_grace_s=engine.stop_grace_s,
-        external_api_key=engine.api_key,
-        warmup=WarmupPlan(engine.warmup_question, engine.warmup_expected),
-        watchdog=WatchdogOptions(
-            max_restarts=engine.max_restarts,
-            restart_window_s=engine.restart_window_s,
-            hang_s=engine.hang_s,
-            unreachable_s=engine.unreachable_s,
-            slow_factor=engine.slow_factor,
-            slow_s=engine.slow_s,
-            min_hit_rate=engine.min_prefix_hit_rate,
-        ),
-        operations=OperationOptions(
-            drain_s=engine.drain_s,
-            beside=engine.recycle == "beside",
-            recycle_every_s=engine.recycle_every_s,
-        ),
-        canary=make_canary(settings, machine),
-        live_speed=settings.profile.live,
-    )
-
-
-def make_canary(settings: Settings, machine: str) -> Canary:
-    """Return what engines started here are compared with."""
-    engine = settings.engine
-    path = settings.policy.profiles / CANARY_FILE
-    return Canary(path, machine, engine.canary_min_agreement, engine.canary_max_slowdown)
-
-
 async def _started(deployment: Deployment, supervisor: Supervisor, told: Told) -> None:
     """Make what is missing, and wait until no tier is on its way any more.
 
@@ -460,16 +301,3 @@ async def _settled(deployment: Deployment, fleet: Fleet, making: asyncio.Task[No
         raise StartError(f"{failed[0].id} did not start: {failed[0].detail}")
     all_there = all(r.state is ReplicaState.READY or r in failed for r in fleet.replicas)
     return all_there and not fleet.preparations.coming and (making is None or making.done())
-
-
-def _spec(name: TierName, tier: TierSettings, prepared: Mapping[TierName, Checkpoint]) -> TierSpec:
-    found = None if tier.urls or tier.checkpoint is not None else prepared.get(name)
-    return TierSpec(
-        name=name,
-        max_model_len=tier.max_model_len,
-        max_num_seqs=tier.max_num_seqs,
-        max_in_flight=tier.max_in_flight,
-        urls=tier.urls,
-        checkpoint=found.path if found else None if tier.urls else tier.checkpoint,
-        digest=found.manifest.weights_digest if found else None,
-    )

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from router.lifecycle import Doors
     from router.pipeline.pipeline import Services
     from router.pipeline.registry import OpenRequest
+    from router.profiling.auto_profile import AutoProfile
+    from router.profiling.shadow_evaluation import LiveCheck
     from router.telemetry.record import RequestRecord
     from router.telemetry.trace_store import Trace
     from tiers.spec import TierName
@@ -108,8 +110,9 @@ class Live:
     no longer in force: those streams have no end of their own.
     """
 
-    def __init__(self, services: Services, doors: Doors, keys: KeyStore, version: str) -> None:
-        self._services, self._doors, self._keys, self._version = services, doors, keys, version
+    def __init__(self, services: Services, profiling: AutoProfile, doors: Doors, keys: KeyStore, version: str) -> None:
+        self._services, self._profiling = services, profiling
+        self._doors, self._keys, self._version = doors, keys, version
         self._window: deque[_Ended] = deque(maxlen=WINDOW_RECORDS)
         self._generated: dict[str, int] = {}
         self._rates: dict[str, float] = {}
@@ -181,7 +184,7 @@ class Live:
             "window_s": WINDOW_S,
             "trace_url": services.trace_url or None,
             **rendered,
-            "profiling": services.profiling.render(inside=caller.sees_all),
+            "profiling": self._profiling.render(inside=caller.sees_all),
             "waiting": services.admission.waiting,
             "in_flight": [_render_open(request, now) for request in shown],
             "in_flight_total": len(served),
@@ -271,8 +274,8 @@ def _event(name: bytes, value: Any) -> bytes:
 class LiveEndpoints:
     """``GET /live``, ``/requests``, ``/traces`` and ``/policy``."""
 
-    def __init__(self, services: Services, live: Live) -> None:
-        self._services, self._live = services, live
+    def __init__(self, services: Services, evaluation: LiveCheck, live: Live) -> None:
+        self._services, self._evaluation, self._live = services, evaluation, live
 
     def routes(self) -> list[Endpoint]:
         """Return the endpoints' routes."""
@@ -316,7 +319,7 @@ class LiveEndpoints:
 
     async def _policy(self, _request: Request) -> Response:
         """Answer with the table that decisions are made by."""
-        table, check = self._services.policy.table, self._services.live_check
+        table, check = self._services.policy.table, self._evaluation
         return _json(
             {
                 "class_floor": {kind.value: tier for kind, tier in table.class_floor.items()},

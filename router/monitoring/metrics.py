@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from router.pipeline.pipeline import Services
+    from router.policy.table import LivePolicy
+    from router.profiling.shadow_evaluation import LiveCheck
     from router.telemetry.record import RequestRecord
 
 NO_TIER = "none"
@@ -144,8 +146,8 @@ class RequestMetrics:
 class Losses(Collector):
     """What precisions lose: measured, found in live answers, and allowed."""
 
-    def __init__(self, services: Services) -> None:
-        self._check, self._policy = services.live_check, services.policy
+    def __init__(self, evaluation: LiveCheck, policy: LivePolicy) -> None:
+        self._check, self._policy = evaluation, policy
 
     def collect(self) -> Iterable[Metric]:
         """Return the losses and bounds by class and tier, and the classes that were promoted."""
@@ -244,7 +246,7 @@ class Load(Collector):
 class Metrics:
     """All of the router's metrics."""
 
-    def __init__(self, services: Services, version: str) -> None:
+    def __init__(self, services: Services, evaluation: LiveCheck, version: str) -> None:
         self._registry = CollectorRegistry()
         self._http = Counter(
             "qarr_http_requests",
@@ -256,7 +258,7 @@ class Metrics:
         requests = RequestMetrics(self._registry)
         services.journal.observers.append(requests.observe)
         self._registry.register(Load(services, version))
-        self._registry.register(Losses(services))
+        self._registry.register(Losses(evaluation, services.policy))
 
     def answered(self, route: str, method: str, status: int) -> None:
         """Count an answer of any endpoint."""

@@ -1,8 +1,8 @@
 """``GET /``: the page that operators leave open. One document, put together at start, that loads nothing else.
 
 It has no data of its own: it reads the router's other endpoints as any client does, with the key that is typed into it.
-Nothing on it runs or styles anything but what is in ``router/web``: the policy that browsers hold it to names the digests of
-its one script and its one style sheet, and forbids making markup out of text.
+Its content security policy allows one script and one style sheet, both from ``router/monitoring/web``, by their digests,
+and forbids making markup out of text.
 """
 
 from __future__ import annotations

@@ -21,10 +21,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from router.auth.api_keys import PRIORITIES
 from router.pipeline.queue_lines import Entry, Lines
 from router.policy.decide import UNKNOWN_RETRY_S, decide
-from router.policy.decision import Basis, Refusal, Refused
+from router.policy.decision import PRIORITIES, Basis, Refusal, Refused
 from tiers.fleet import Demand
 from tiers.spec import TierName
 

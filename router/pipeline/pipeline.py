@@ -7,22 +7,22 @@ import secrets
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from router.auth.api_keys import PRIORITIES, BeyondKey
+from router.auth.api_keys import BeyondKey
 from router.pipeline.registry import ttft_from_arrival
 from router.policy.decide import decide
-from router.policy.decision import Refusal, Refused
+from router.policy.decision import PRIORITIES, Refusal, Refused
 from router.policy.decision_log import OutcomeRecord
 from router.settings import TRACE_ID
 from router.upstream.errors import EngineTooSlow
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from classifier import PromptFeatures, TokenCounter
-    from router.auth.api_keys import Caller, Priority
+    from router.auth.api_keys import Caller
     from router.auth.quota import Quotas
     from router.pipeline.admission import Admission, Admitted
     from router.pipeline.cascade import Escalation
@@ -31,17 +31,35 @@ if TYPE_CHECKING:
     from router.pipeline.hedging import Hedging
     from router.pipeline.registry import Journal, OpenRequest
     from router.pipeline.shared_load import SharedState
-    from router.policy.decision import Decision, Query
+    from router.policy.decision import Decision, Priority, Query
     from router.policy.decision_log import DecisionLog
     from router.policy.table import LivePolicy
-    from router.profiling.auto_profile import AutoProfile
-    from router.profiling.prompt_samples import PromptSamples
-    from router.profiling.shadow_evaluation import LiveCheck
     from router.settings import LimitSettings, OpenAISettings
     from router.telemetry.tracing import Telemetry
     from router.upstream.client import Upstream
     from router.upstream.exchange import Attempt, E, EngineRequest, Exchange
     from tiers.fleet import Fleet, FleetSnapshot
+
+
+class PromptObserver(Protocol):
+    """Sees every prompt that is decided on."""
+
+    def offer(self, text: str, features: PromptFeatures) -> None:
+        """See one."""
+
+
+class AnswerObserver(Protocol):
+    """Sees every answer that is complete."""
+
+    def offer(self, decision: Decision, tier: TierName, messages: Sequence[Any] | None) -> None:
+        """See what was decided, who served it, and the messages that it answers; None where they are not known."""
+
+
+class Background(Protocol):
+    """Asks the engines while no request does."""
+
+    def give_way(self) -> None:
+        """Free the engines at once: a request has come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +78,9 @@ class Services:
     escalation: Escalation
     continuation: Continuation
     hedging: Hedging
-    live_check: LiveCheck
-    profiling: AutoProfile
-    samples: PromptSamples
+    answer_observer: AnswerObserver
+    background: Background
+    prompt_observer: PromptObserver
     limits: LimitSettings
     openai: OpenAISettings
     engine_key: str
@@ -94,7 +112,7 @@ def choose(
     """
     telemetry = services.telemetry
     if request_id is not None:
-        services.profiling.give_way()
+        services.background.give_way()
     with telemetry.classify() as span:
         features = read()
         telemetry.record_features(span, features, text)
@@ -104,7 +122,7 @@ def choose(
         telemetry.record_decision(decision)
         telemetry.record_verdicts(decision)
     if request_id is not None:
-        services.samples.offer(text, features)
+        services.prompt_observer.offer(text, features)
         services.decisions.decided(request_id, decision, fleet, table)
     telemetry.record_decision(decision)  # on the server span too: the one that dashboards list
     return decision
@@ -213,7 +231,7 @@ async def _served(
             used = _tokens_used(answer, decision)
             services.decisions.ended(_outcome(context, decision, answer, error or answer.error))
             if answer.complete:
-                services.live_check.offer(decision, answer.tier, request.chat)
+                services.answer_observer.offer(decision, answer.tier, request.chat)
             await answer.aclose(error or answer.error)
     finally:
         if entry.admitted is not None:

@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from router.auth.api_keys import PRIORITIES, Priority
 from router.auth.quota import OverQuota
-from router.policy.decision import Refused
+from router.policy.decision import PRIORITIES, Priority, Refused
 from router.telemetry.record import Outcome, RequestRecord
 from router.upstream.exchange import continued_on
 

@@ -203,3 +203,9 @@ class Refused(Exception):
     def __init__(self, decision: Decision) -> None:
         super().__init__(decision.reason)
         self.decision = decision
+
+
+Priority = Literal["interactive", "standard", "batch"]
+
+# Highest first; the values are vLLM's priorities: lower ones are scheduled first.
+PRIORITIES: dict[Priority, int] = {"interactive": -1, "standard": 0, "batch": 1}

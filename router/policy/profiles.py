@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from router.profiling.latency import MIN_SPREAD
-from router.profiling.quality import MIN_CERTAINTIES, MIN_PROMPTS
 from tiers.spec import TierName
 from tiers.speed import SpeedModel
 
@@ -27,6 +25,9 @@ REFERENCE = TierName.PRECISE
 
 TOP_K = 10  # vLLM gives 20 at most, unless told otherwise
 
+MIN_SPREAD = 0.05  # of log(seen / predicted): what live requests scatter by even where the fit is perfect
+MIN_CERTAINTIES = 20  # answers that a threshold is taken from
+MIN_PROMPTS = 5  # of a class; resampling fewer says nothing of those that were not asked
 CHECK_TOKENS = 8  # of an answer's beginning, that tell how sure a tier is of it
 
 

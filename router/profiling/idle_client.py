@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
-from router.auth.api_keys import PRIORITIES
+from router.policy.decision import PRIORITIES
 from router.policy.profiles import ProfileError
 from router.profiling.client import ANSWER_TIMEOUT_S, BUSY_WAIT_S, MAX_WAIT_S, FleetState, Timed, read_timed, timed_body
 from tiers.spec import ReplicaState

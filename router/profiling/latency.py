@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from tiers.spec import TierName
 
 KNEE_PAYS = 0.7  # a knee must leave less than this share of the line's squared error
-MIN_SPREAD = 0.05  # of log(seen / predicted): what live requests scatter by even where the fit is perfect
 
 
 def fit(tier: TierName, samples: Sequence[Sample], max_num_seqs: int) -> Fit:

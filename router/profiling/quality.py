@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95
-MIN_CERTAINTIES = 20  # answers that a threshold is taken from
-MIN_PROMPTS = 5  # of a class; resampling fewer says nothing of those that were not asked
 SEED = 20
 
 

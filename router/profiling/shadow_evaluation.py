@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
-from router.auth.api_keys import PRIORITIES
+from router.policy.decision import PRIORITIES
 from router.policy.profiles import REFERENCE
 from router.profiling.quality import judge
 from router.profiling.scoring import greedy_body, read_greedy, read_scored, scoring_body
@@ -121,13 +121,12 @@ class LiveCheck:
         """Return the classes that get a higher precision now, and which."""
         return self._promoted
 
-    def offer(self, decision: Decision, served: TierName, messages: Sequence[Any] | None) -> None:
+    def offer(self, decision: Decision, tier: TierName, messages: Sequence[Any] | None) -> None:
         """Keep a served prompt, by chance: only in memory, only until it is checked or others push it out."""
         if not self._share or messages is None:
             return
         promoted = self._promoted.get(decision.query.features.prompt_class)
-        tier = served
-        if promoted is not None and (served is REFERENCE or random.random() < 0.5):  # noqa: PLR2004, S311  no secret
+        if promoted is not None and (tier is REFERENCE or random.random() < 0.5):  # noqa: PLR2004, S311  no secret
             tier = list(TierName)[promoted.rank - 1]  # the one that was left: has it recovered?
         if tier is not REFERENCE and random.random() < self._share:  # noqa: S311
             self._samples.append(Sample(decision, messages, tier))

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from router.policy.render import render_verdict
 
 if TYPE_CHECKING:
-    from router.auth.api_keys import Priority
-    from router.policy.decision import Decision
+    from router.policy.decision import Decision, Priority
     from tiers.spec import TierName
 
 

@@ -12,7 +12,7 @@ import os
 import secrets
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from opentelemetry import propagate, trace
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision, Verdict
     from router.settings import TelemetrySettings
     from router.telemetry.record import RequestRecord
-    from router.upstream.exchange import EngineRequest
     from tiers.fleet import Replica
     from tiers.spec import TierName
 
@@ -56,6 +55,23 @@ UNTRACED = {"/route"}  # nothing follows from it, and the page asks it while som
 _SEND = "qarr.send"
 _PARENT = ContextVar("qarr_parent", default="")  # traceparent for the engines of a request that has no spans
 DEFAULT_ENDPOINTS = {HTTP: "http://localhost:4318", GRPC: "http://localhost:4317"}
+
+
+class TracedRequest(Protocol):
+    """What is told of a request to an engine in its span.
+
+    Attributes:
+        operation: GenAI's name of what is asked for.
+        parameters: Attributes of the span.
+    """
+
+    @property
+    def operation(self) -> str:
+        """Return it."""
+
+    @property
+    def parameters(self) -> Mapping[str, float]:
+        """Return them."""
 
 
 class TelemetryError(Exception):
@@ -313,7 +329,7 @@ class Telemetry:
         if span.is_recording():
             span.add_event(event, {"qarr.class": kind.value, "qarr.tier": tier.value, "qarr.loss.rolling": loss})
 
-    def start_attempt(self, tier: TierName, replica: Replica, request: EngineRequest, number: int) -> Span:
+    def start_attempt(self, tier: TierName, replica: Replica, request: TracedRequest, number: int) -> Span:
         """Start the span of one upstream attempt (GenAI semantic conventions); the caller ends it."""
         if self._provider is None or not trace.get_current_span().get_span_context().is_valid:
             return trace.INVALID_SPAN

@@ -1,15 +1,4 @@
-"""Send a request to a replica and take its answer: attempts, timeouts, retries before the first byte.
-
-UpstreamError
-├── EngineUnreachable   no connection, or no first token in time     tried elsewhere
-├── EngineFailed        an answer of 5xx, or one that makes no sense  tried elsewhere
-├── EngineRefused       the request itself is at fault               not tried elsewhere
-├── EngineTooSlow       no whole answer in time                      not tried elsewhere
-├── EngineBroke         failed after the first token                 gone on with elsewhere, else told to the caller
-│   └── EngineStalled   by silence
-├── NoPlace             every place was taken since the decision
-└── NoEngineAnswered    every attempt failed
-"""
+"""Send a request to a replica and take its answer: attempts, timeouts, retries before the first byte."""
 
 from __future__ import annotations
 
@@ -37,7 +26,7 @@ from router.upstream.errors import (
     UpstreamError,
     without_trace,
 )
-from router.upstream.exchange import Attempt, E, EngineRequest
+from router.upstream.exchange import Attempt, E, EngineRequest, end_span
 from router.upstream.http import body_of, make_transport
 from router.upstream.json_object import read_json
 
@@ -323,17 +312,6 @@ def _holds_object(content: bytes) -> bool:
         return isinstance(read_json(content), dict)
     except ValueError:
         return False
-
-
-def end_span(span: Span, error: BaseException | None) -> None:
-    """End an attempt's span, with its error if it had one; not with an engine's refusal, which may quote the prompt."""
-    if error is not None:
-        span.set_attribute("error.type", type(error).__name__)
-        if isinstance(error, EngineRefused):
-            span.set_attribute("http.response.status_code", error.status)
-        elif isinstance(error, Exception):
-            span.record_exception(error)
-    span.end()
 
 
 def _translate(error: BaseException, limit_s: float, *, streamed: bool) -> BaseException:

@@ -1,4 +1,15 @@
-"""What can go wrong between the router and an engine."""
+"""What can go wrong between the router and an engine.
+
+UpstreamError
+├── EngineUnreachable   no connection, or no first token in time     tried elsewhere
+├── EngineFailed        an answer of 5xx, or one that makes no sense  tried elsewhere
+├── EngineRefused       the request itself is at fault               not tried elsewhere
+├── EngineTooSlow       no whole answer in time                      not tried elsewhere
+├── EngineBroke         failed after the first token                 gone on with elsewhere, else told to the caller
+│   └── EngineStalled   by silence
+├── NoPlace             every place was taken since the decision
+└── NoEngineAnswered    every attempt failed
+"""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from router.upstream.client import end_span
-from router.upstream.errors import EngineBroke, EngineStalled, UpstreamError
+from router.upstream.errors import EngineBroke, EngineRefused, EngineStalled, UpstreamError
 from router.upstream.idle_timeout import Patience
 from router.upstream.json_object import as_boolean, as_integer
 
@@ -465,3 +464,14 @@ E = TypeVar("E", bound=Exchange)
 def continued_on(answer: Exchange) -> list[TierName]:
     """Return the tiers that went on with an answer, in order."""
     return [part.tier for part in answer.parts]
+
+
+def end_span(span: Span, error: BaseException | None) -> None:
+    """End an attempt's span, with its error if it had one; not with an engine's refusal, which may quote the prompt."""
+    if error is not None:
+        span.set_attribute("error.type", type(error).__name__)
+        if isinstance(error, EngineRefused):
+            span.set_attribute("http.response.status_code", error.status)
+        elif isinstance(error, Exception):
+            span.record_exception(error)
+    span.end()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from router.deployment.run import make_deployment
+from router.deployment.layout import make_deployment
 from router.settings import load_settings
 from tests.deploy.services import DEPLOY
 

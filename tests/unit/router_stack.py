@@ -14,7 +14,7 @@ import httpx
 from classifier import EstimatingCounter
 from router.app import create_app
 from router.auth.api_keys import KeyStore
-from router.deployment.run import fleet_options
+from router.deployment.options import fleet_options
 from router.server.http_protocol import protocol_for
 from router.settings import PROJECT, Settings, load_settings
 from router.telemetry.tracing import Telemetry, make_telemetry

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from router.auth.api_keys import PRIORITIES
+from router.policy.decision import PRIORITIES
 from router.policy.profiles import ProfileError, latency_name, load_latency, load_profile, profile_name
 from router.profiling.profile_files import only_one
 from tests.unit.measuring_router import QUICK, engines, measuring_router

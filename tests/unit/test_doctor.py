@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from router.auth.api_keys import add_key
-from router.cli.doctor.checks import Finding, Health, examine
+from router.cli.doctor.checks import examine
 from router.cli.doctor.files import judge_checkpoint, judge_kernels
+from router.cli.doctor.findings import Finding, Health
 from router.cli.doctor.machine import judge_cpu, judge_gpu
 from router.cli.doctor.network import judge_fleet, judge_profiling
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all

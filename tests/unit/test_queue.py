@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from classifier import PromptClass, PromptFeatures
-from router.auth.api_keys import PRIORITIES
 from router.pipeline.admission import Admission
 from router.policy.decide import decide
-from router.policy.decision import Query, Refused
+from router.policy.decision import PRIORITIES, Query, Refused
 from router.policy.table import LivePolicy
 from router.settings import load_settings
 from router.telemetry.tracing import Telemetry

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("classifier", "tiers", "router")
+from tests.imports import PACKAGES, ROOT, circles_and_floors, imports, modules, rank, room_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 FORBIDDEN = {
     "classifier": {"tiers", "router", "starlette", "httpx", "opentelemetry"},
     "tiers": {"router", "starlette", "opentelemetry", "uvicorn"},
@@ -31,6 +34,32 @@ def test_imports_go_one_way(path: Path) -> None:
         elif isinstance(node, ast.ImportFrom) and node.module:
             imported.add(node.module.split(".")[0])
     assert not imported & FORBIDDEN[package]
+
+
+def test_modules_import_by_rank() -> None:
+    """A module of router/ imports only from lower ranks and from its own room, annotations and late imports included."""
+    known = modules()
+    offenders = []
+    for name in known:
+        if not name.startswith("router."):
+            continue
+        for other in imports(name, known):
+            own, theirs = rank(name), rank(other)
+            if own is not None and theirs is not None and theirs >= own and room_of(other) != room_of(name):
+                offenders.append(f"{name} imports {other}")
+    assert not offenders
+
+
+def test_every_module_is_in_a_room() -> None:
+    """Every module of router/ stands in a package that has a rank."""
+    assert not {name for name in modules() if name.startswith("router.") and rank(name) is None}
+
+
+def test_no_modules_import_one_another() -> None:
+    """There is no circle of imports, annotations and late imports included."""
+    known = modules()
+    circles, _ = circles_and_floors({name: imports(name, known) for name in known})
+    assert not circles
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))

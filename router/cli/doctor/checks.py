@@ -5,75 +5,15 @@ A check says what it found, and in one line what to do next. None of them change
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from router.cli.doctor import files, machine, network
+from router.cli.doctor.findings import Check, Finding, Question, ok, problem, warning
 from router.settings import Settings, SettingsError, load_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
-
-
-class Health(StrEnum):
-    """How a check ends."""
-
-    OK = "ok"
-    WARNING = "warning"
-    PROBLEM = "problem"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What one check found.
-
-    Attributes:
-        group: ``settings``, ``machine``, ``files``, ``network`` or ``running``.
-        check: Its name.
-        found: For a person.
-        then: What to do next; empty where nothing is to be done.
-    """
-
-    group: str
-    check: str
-    health: Health
-    found: str
-    then: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What is checked.
-
-    Attributes:
-        deep: Also read every weight file.
-        url: Of a running router.
-        key: For it.
-    """
-
-    settings: Settings
-    deep: bool
-    url: str
-    key: str
-
-
-Check = tuple[str, str, "Callable[[Question], Iterable[Finding]]"]
-
-
-def ok(group: str, check: str, found: str) -> Finding:
-    """Return that all is well."""
-    return Finding(group, check, Health.OK, found)
-
-
-def warning(group: str, check: str, found: str, then: str) -> Finding:
-    """Return what works, but not as well as it could."""
-    return Finding(group, check, Health.WARNING, found, then)
-
-
-def problem(group: str, check: str, found: str, then: str) -> Finding:
-    """Return what does not work."""
-    return Finding(group, check, Health.PROBLEM, found, then)
 
 
 def examine(config: Path | None, *, deep: bool, url: str | None, key: str) -> Iterator[Finding]:
@@ -85,8 +25,6 @@ def examine(config: Path | None, *, deep: bool, url: str | None, key: str) -> It
         url: Of a running router; None: where the settings say that one would be.
         key: For that router.
     """
-    from router import doctor_files, doctor_machine, doctor_network  # noqa: PLC0415  they import the values above
-
     try:
         settings = load_settings(config)
     except SettingsError as error:
@@ -97,13 +35,13 @@ def examine(config: Path | None, *, deep: bool, url: str | None, key: str) -> It
             "'qarr settings' lists every setting; most checks need them",
         )
         settings = Settings.model_construct()
-        yield from _run(doctor_machine.WITHOUT_SETTINGS, Question(settings, deep=deep, url="", key=key))
+        yield from _run(machine.WITHOUT_SETTINGS, Question(settings, deep=deep, url="", key=key))
         return
     yield ok("settings", "settings", f"valid{f', from {config}' if config else ''}")
     host = "127.0.0.1" if settings.server.host in {"0.0.0.0", "::"} else settings.server.host
     shown = f"[{host}]" if ":" in host else host
     question = Question(settings, deep=deep, url=(url or f"http://{shown}:{settings.server.port}").rstrip("/"), key=key)
-    yield from _run((*doctor_machine.CHECKS, *doctor_files.CHECKS, *doctor_network.CHECKS), question)
+    yield from _run((*machine.CHECKS, *files.CHECKS, *network.CHECKS), question)
 
 
 def _without_value(error: SettingsError) -> str:

@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from router.cli.doctor.checks import Health, examine
+from router.cli.doctor.checks import examine
+from router.cli.doctor.findings import Health
 
 if TYPE_CHECKING:
-    from router.cli.doctor.checks import Finding
+    from router.cli.doctor.findings import Finding
 
 SHADES = {Health.OK: "green", Health.WARNING: "yellow", Health.PROBLEM: "bold red"}
 NAME_WIDTH = 22

@@ -9,22 +9,19 @@ from typing import TYPE_CHECKING
 
 from router.auth.api_keys import KeysError, read_keys
 from router.auth.network import is_loopback
-from router.cli.doctor.checks import Check, Finding, ok, problem, warning
-from router.cli.doctor.machine import local_tiers
-from router.deployment.run import prepare_options
+from router.cli.doctor.findings import Check, Finding, _prepared, local_specs, local_tiers, ok, problem, warning
 from router.policy.profiles import ProfileError, latency_name, load_latency, load_profile, profile_name
 from router.settings import PROJECT
 from tiers.checkpoint import Checkpoint, check_alike, check_whole, identity, weights_digest
 from tiers.errors import CheckpointError
 from tiers.plan import machine_name, read_machine
-from tiers.prepare import finished
-from tiers.spec import TierName, TierSpec
+from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from router.cli.doctor.checks import Question
+    from router.cli.doctor.findings import Question
 
 GROUP = "files"
 VERSION_TIMEOUT_S = 60
@@ -280,31 +277,6 @@ def profiles(question: Question) -> Iterator[Finding]:
         except ProfileError as error:
             then = f"remove {path} and run 'qarr profile {kind}': decisions go by a table meanwhile"
             yield warning(GROUP, f"{kind} profile", str(error), then)
-
-
-def local_specs(question: Question) -> tuple[TierSpec, ...]:
-    """Return the tiers started here whose checkpoints are there."""
-    prepared = {c.tier: c for c in _prepared(question)}
-    specs = []
-    for name in local_tiers(question):
-        tier = getattr(question.settings.tiers, name.value)
-        made = None if tier.checkpoint else prepared.get(name)
-        folder = made.path if made else tier.checkpoint
-        if folder is not None:
-            digest = made.manifest.weights_digest if made else None
-            specs.append(
-                TierSpec(
-                    name, tier.max_model_len, tier.max_num_seqs, tier.max_in_flight, checkpoint=folder, digest=digest
-                )
-            )
-    return tuple(specs)
-
-
-def _prepared(question: Question) -> tuple[Checkpoint, ...]:
-    try:
-        return finished(prepare_options(question.settings))
-    except CheckpointError:  # of the calibration file: then none can be found by its recipe
-        return ()
 
 
 def _identities(question: Question) -> dict[TierName, str | None]:

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from router.cli.doctor.checks import Check, Finding, ok, problem, warning
+from router.cli.doctor.findings import Check, Finding, local_specs, local_tiers, ok, problem, warning
 from router.server.http_protocol import FILES_BESIDES
 from tiers.plan import GIB, cpu_flags, make_plan, read_machine
-from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from router.cli.doctor.checks import Question
+    from router.cli.doctor.findings import Question
 
 GROUP = "machine"
 OLDEST_PYTHON = (3, 11)
@@ -159,8 +158,6 @@ def judge_gpu(parts: list[str]) -> Finding:
 
 def memory(question: Question) -> Iterator[Finding]:
     """Check memory against the plan for the configured model."""
-    from router.cli.doctor.files import local_specs  # noqa: PLC0415  it imports from here
-
     machine = read_machine()
     available, total = machine.memory_available, psutil.virtual_memory().total
     found = f"{available / GIB:.1f} of {total / GIB:.1f} GiB available"
@@ -263,11 +260,6 @@ def clock(_question: Question) -> Iterator[Finding]:
         )
     else:
         yield ok(GROUP, "clock", f"{shown}{', synchronised' if state is not None else ''}")
-
-
-def local_tiers(question: Question) -> list[TierName]:
-    """Return the tiers whose engines are started here."""
-    return [name for name in TierName if not getattr(question.settings.tiers, name.value).urls]
 
 
 def _taken(port: int) -> bool:

@@ -18,8 +18,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from router.cli.client import KEY_NEEDED
-from router.cli.doctor.checks import Check, Finding, ok, problem, warning
-from router.cli.doctor.machine import local_tiers
+from router.cli.doctor.findings import Check, Finding, local_tiers, ok, problem, warning
 from router.telemetry.tracing import TelemetryError, exporter_address
 from tiers.errors import PortInUse, ProbeError
 from tiers.preparing import Preparing
@@ -31,7 +30,7 @@ from tiers.warmup import tokens_digest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from router.cli.doctor.checks import Question
+    from router.cli.doctor.findings import Question
 
 GROUP, RUNNING = "network", "running"
 TIMEOUT_S = 3.0

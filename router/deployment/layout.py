@@ -1,0 +1,152 @@
+"""What is started together: the fleet, checked before anything starts."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from router.deployment.counters import LateCounter, make_counter, named_counter
+from router.telemetry.tracing import engine_target
+from tiers.checkpoint import Checkpoint, check_alike
+from tiers.errors import EngineError
+from tiers.plan import Plan, make_plan, read_machine
+from tiers.prepare import PrepareOptions, check_model, slug
+from tiers.spec import EngineLaunch, TierName, TierSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from classifier import TokenCounter
+    from router.settings import Settings, TierSettings
+
+HOST = "127.0.0.1"
+
+
+def make_launch(spec: TierSpec, plan: Plan, settings: Settings, model: str, number: int) -> EngineLaunch:
+    """Return how a tier's engine is started.
+
+    Args:
+        spec: With a checkpoint.
+        plan: How the engines share the machine.
+        settings: All settings.
+        model: The model's name.
+        number: The tier's place among those that run here; its port follows from it.
+    """
+    return EngineLaunch(
+        tier=spec,
+        placement=plan.placement(spec.name),
+        python=settings.engine.python,
+        served_model=model,
+        host=HOST,
+        port=settings.engine.base_port + number,
+        api_key=secrets.token_urlsafe(24),
+        otlp=engine_target(),
+        extra_args=settings.engine.extra_args,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Everything that is started together, checked before anything starts.
+
+    Attributes:
+        specs: The tiers, by rising precision.
+        launches: Engines to start here at once; none where checkpoints are missing.
+        plan: How they share the machine.
+        counter: Counts tokens as the engines do, from when there is a checkpoint.
+        model: The model's name.
+        missing: Tiers to run here whose checkpoints are to be made first.
+    """
+
+    settings: Settings
+    specs: tuple[TierSpec, ...]
+    launches: tuple[EngineLaunch, ...]
+    plan: Plan
+    counter: TokenCounter
+    model: str
+    missing: tuple[TierName, ...] = ()
+
+    @property
+    def local(self) -> frozenset[TierName]:
+        """Return the tiers that run here."""
+        if self.missing:
+            return frozenset(spec.name for spec in self.specs if not spec.urls)
+        return frozenset(launch.tier.name for launch in self.launches)
+
+
+def make_deployment(
+    settings: Settings,
+    checkpoints: tuple[Checkpoint, ...],
+    *,
+    start_engines: bool = True,
+    tokenizer: Path | None = None,
+) -> Deployment:
+    """Lay out the fleet: which tiers run here, on what, and with which tokenizer.
+
+    Args:
+        settings: All settings.
+        checkpoints: Prepared checkpoints; not needed for tiers that have URLs or a folder of their own. Where one is
+            missing, no engine is to be started before it is known how large the model is.
+        start_engines: Start an engine here for each tier without URLs; False leaves such tiers out.
+        tokenizer: Model folder to count tokens with; None takes a checkpoint's.
+
+    Raises:
+        TierError: There is no such model, tiers differ in tokenizer, or the machine is too small.
+        TokenizerError: The tokenizer's folder has none.
+    """
+    prepared = {c.tier: c for c in checkpoints}
+    specs = tuple(_spec(name, getattr(settings.tiers, name.value), prepared) for name in TierName)
+    local = tuple(spec for spec in specs if not spec.urls and start_engines)
+    missing = tuple(spec.name for spec in local if spec.checkpoint is None)
+    if missing:
+        check_model(prepare_options(settings))
+    if local:
+        _check_engine_environment(settings)
+    folders = {spec.name: spec.checkpoint for spec in specs if spec.checkpoint is not None}
+    check_alike(folders)
+    if missing:
+        counter = LateCounter()
+        counter.take(make_counter(next(iter(folders.values()), None)))
+        return Deployment(settings, specs, (), Plan("", ()), counter, slug(settings.model.name), missing)
+    plan = make_plan(read_machine(), local, kv_cache_gib=settings.engine.cpu_kv_cache_gib) if local else Plan("", ())
+    precise = prepared.get(TierName.PRECISE)
+    model = precise.manifest.model if precise else settings.model.name
+    launches = tuple(make_launch(spec, plan, settings, model, number) for number, spec in enumerate(local))
+    counted = named_counter(tokenizer) if tokenizer is not None else make_counter(next(iter(folders.values()), None))
+    return Deployment(settings, specs, launches, plan, counted, model)
+
+
+def _check_engine_environment(settings: Settings) -> None:
+    if not settings.engine.python.is_file():
+        raise EngineError(
+            f"there is no engine environment at {settings.engine.python}: run 'make engine-env', or set engine.python to "
+            f"an interpreter that has vLLM"
+        )
+
+
+def prepare_options(settings: Settings) -> PrepareOptions:
+    """Return how the checkpoints are made."""
+    return PrepareOptions(
+        model=settings.model.name,
+        store=settings.model.store,
+        quantizer_python=settings.quantizer.python,
+        calibration=settings.model.calibration,
+        group_size=settings.model.group_size,
+        calibration_samples=settings.model.calibration_samples,
+        calibration_tokens=settings.model.calibration_tokens,
+    )
+
+
+def _spec(name: TierName, tier: TierSettings, prepared: Mapping[TierName, Checkpoint]) -> TierSpec:
+    found = None if tier.urls or tier.checkpoint is not None else prepared.get(name)
+    return TierSpec(
+        name=name,
+        max_model_len=tier.max_model_len,
+        max_num_seqs=tier.max_num_seqs,
+        max_in_flight=tier.max_in_flight,
+        urls=tier.urls,
+        checkpoint=found.path if found else None if tier.urls else tier.checkpoint,
+        digest=found.manifest.weights_digest if found else None,
+    )

@@ -1,0 +1,125 @@
+"""Count how the code is built: circles, floors, lines, and what one streamed request passes.
+
+    .venv/bin/python scripts/structure.py
+
+``circles`` are groups of modules that import one another, annotations and imports inside functions included; ``floors`` is
+the longest chain of imports. The figures of a request are those of a streamed ``POST /generate`` to a router in front of a
+fake engine: own modules and functions that it passes, calls of own functions for each chunk (from streams of two lengths),
+and the deepest stack of own functions while chunks are relayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.imports import PACKAGES, ROOT, circles_and_floors, imports, modules
+from tests.unit.router_stack import router_stack
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from types import CodeType, FrameType
+    from typing import Any
+
+SHORT, LONG = 20, 120  # chunks of the two streams that are compared
+REPEATS = 5  # requests of each length; the fewest calls count, so that work in the background does not
+
+
+class Calls:
+    """Own functions that are called between ``start`` and ``stop``."""
+
+    def __init__(self) -> None:
+        self.functions: set[CodeType] = set()
+        self.calls = self.depth = 0
+        self._own: dict[str, bool] = {}
+
+    def start(self) -> None:
+        """Begin to count on this thread."""
+        sys.setprofile(self._seen)
+
+    def stop(self) -> None:
+        """Count no more."""
+        sys.setprofile(None)
+
+    @property
+    def modules(self) -> set[str]:
+        """Return the files of the functions called."""
+        return {code.co_filename for code in self.functions}
+
+    def _seen(self, frame: FrameType, event: str, _arg: Any) -> None:
+        if event != "call" or not self._is_own(frame.f_code):
+            return
+        self.functions.add(frame.f_code)
+        self.calls += 1
+        depth, outer = 1, frame.f_back
+        while outer is not None:
+            depth += self._is_own(outer.f_code)
+            outer = outer.f_back
+        self.depth = max(self.depth, depth)
+
+    def _is_own(self, code: CodeType) -> bool:
+        name = code.co_filename
+        if name not in self._own:
+            self._own[name] = any(name.startswith(f"{ROOT / package}/") for package in PACKAGES)
+        return self._own[name]
+
+
+async def request_figures() -> dict[str, int]:
+    """Return the figures of one streamed request."""
+    fewest: dict[int, Calls] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        async with router_stack(Path(folder)) as stack:
+            engine = stack.engines[TierName.FAST]
+            engine.delay_s = 0.002
+            for count in (SHORT, LONG):
+                engine.answer = (" word",) * count
+                for number in range(REPEATS + 1):
+                    counted = Calls()
+                    counted.start()
+                    try:
+                        response = await stack.generate(tier="fast", max_tokens=count + 1)
+                        await asyncio.sleep(0)
+                    finally:
+                        counted.stop()
+                    response.raise_for_status()
+                    if number and (count not in fewest or counted.calls < fewest[count].calls):
+                        fewest[count] = counted
+    short, long = fewest[SHORT], fewest[LONG]
+    return {
+        "modules a streamed request passes": len(short.modules),
+        "own functions a streamed request passes": len(short.functions),
+        "calls of own functions for each chunk": round((long.calls - short.calls) / (LONG - SHORT)),
+        "deepest stack of own functions": short.depth,
+    }
+
+
+def lines(folder: str, suffix: str = "*.py") -> int:
+    """Return the lines of all Python files below a folder."""
+    return sum(len(path.read_text("utf-8").splitlines()) for path in (ROOT / folder).rglob(suffix))
+
+
+def main() -> None:
+    """Count and print."""
+    known = modules()
+    circles, floors = circles_and_floors({name: imports(name, known) for name in known})
+    source = sum(lines(package) for package in PACKAGES)
+    figures: dict[str, object] = {
+        "modules": len(known),
+        "circles": len(circles),
+        "floors": max(floors.values()),
+        "lines of router": lines("router"),
+        "lines of tests to lines of source": round(lines("tests") / source, 2),
+        **asyncio.run(request_figures()),
+    }
+    for name, value in figures.items():
+        print(f"{name:42}{value:>8}")
+    for circle in circles:
+        print("circle: " + ", ".join(circle))
+
+
+if __name__ == "__main__":
+    main()
