@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("qarr.tiers")
 POLL_S = 0.5
-EXIT_S = 1.0  # in which an engine that does not answer may exit, so that its own last words are told
 MISSED_PROBES = 3  # health checks in a row that must fail before a living process counts as unreachable
+EXIT_NOTICE_S = 2.0  # a process that exits closes its connections first: for so long its exit may be the reason
 ELSEWHERE_PAUSE_S = 5.0  # until an engine that somebody else runs, and that was not usable, is tried again
 LAST_PORT = 65535
 WORN_S = 60.0  # an engine that was found to be too slow is recycled within it, or not for that
@@ -320,9 +320,9 @@ class Supervisor:
         asked = asyncio.create_task(engine.again.wait())
         try:
             await asyncio.wait({life, death, asked}, return_when=asyncio.FIRST_COMPLETED)
-            error = life.exception() if life.done() and not death.done() else None
-            if isinstance(error, ProbeError):  # an engine that exits answers no more a moment before
-                await asyncio.wait({death}, timeout=EXIT_S)
+            error = life.exception() if life.done() else None
+            if isinstance(error, ProbeError):
+                await asyncio.wait({death}, timeout=EXIT_NOTICE_S)
             if death.done():
                 raise process.died()
             life.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -173,9 +173,16 @@ async def test_a_crash_loop_ends_failed_until_a_person_restarts(
 
 
 @pytest.mark.anyio
-async def test_a_first_start_that_fails_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that never was ready stays down, with its last words."""
-    async with own_engines(tmp_path, monkeypatch, ready=False, behaviour={"exit_after_s": 0.1}) as own:
+@pytest.mark.parametrize(
+    "behaviour",
+    [{"exit_after_s": 0}, {"exit_after_s": 1.5, "hung": ["/metrics"]}],
+    ids=["before it listens", "in its warm-up"],
+)
+async def test_a_first_start_that_fails_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: dict[str, Any]
+) -> None:
+    """An engine that never was ready stays down, with its last words, also where it exits in the midst of a request."""
+    async with own_engines(tmp_path, monkeypatch, ready=False, behaviour=behaviour) as own:
         assert "exited with status 7" in (own.first.detail or "")
         assert [state for _, state, _ in own.seen].count(STARTING) <= 1
 
