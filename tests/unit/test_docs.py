@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from router import problems, upstream
+from router.api import problems
 from router.api.problems import describe
 from router.cli.main import app
 from router.settings import Settings
+from router.upstream import errors as upstream_errors
 from router.upstream.errors import EngineRefused, UpstreamError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +52,7 @@ def test_every_setting_is_described() -> None:
 
 def test_every_upstream_error_has_a_problem() -> None:
     """Each error of the upstream's tree maps to a 4xx or 5xx of its own, none falls through to 500."""
-    errors = [e for _, e in inspect.getmembers(upstream, inspect.isclass) if issubclass(e, UpstreamError)]
+    errors = [e for _, e in inspect.getmembers(upstream_errors, inspect.isclass) if issubclass(e, UpstreamError)]
     assert len(errors) >= 6
     for error in errors:
         problem = describe(error("why"))
