@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from router.policy.decision import Priority  # noqa: TC001  pydantic reads it
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from router.policy.decision import Priority
 
 log = logging.getLogger("qarr.router")
 PREFIX = "qarr-"

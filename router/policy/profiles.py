@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
+from classifier import PromptClass  # noqa: TC001  pydantic reads it
 from tiers.spec import TierName
 from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-    from classifier import PromptClass
 
 
 class ProfileError(Exception):
