@@ -233,7 +233,8 @@ def lacking_for_one_more(machine: Machine, tier: TierSpec, placement: Placement)
         placement: Of the engine that runs already; the new one gets the same.
     """
     if placement.gpu is None:
-        need, free = _cpu_need(_need(tier, None).weights, placement.kv_cache_gib * GIB), machine.memory_available
+        assert tier.checkpoint is not None
+        need, free = _cpu_need(weight_bytes(tier.checkpoint), placement.kv_cache_gib * GIB), machine.memory_available
     else:
         gpu = next((gpu for gpu in machine.gpus if gpu.index == placement.gpu), None)
         if gpu is None:
