@@ -43,7 +43,7 @@ def test_quality_is_measured_and_taken_up_again(up: Up, tmp_path: Path) -> None:
     )
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert "15 of 15" in first.stderr
-    assert "of 15" not in second.stderr
+    assert "15 of 15: nothing left to ask" in second.stderr
     profile = load_profile(next(tmp_path.glob("quality-*.json")))
     assert {t["tier"]: t["checkpoint_digest"] for t in up.tiers().values()} == profile.checkpoints
     fast, balanced, precise = profile.losses
@@ -134,6 +134,8 @@ async def test_first_tokens_are_checked(
         real_router(up, engine_keys, tmp_path, options) as (url, fleet),
         httpx.AsyncClient(timeout=300, trust_env=False) as client,
     ):
+        # A prompt in the engine's cache is computed with other rounding than a new one, and the text may go another way.
+        await client.post(f"{url}/v1/chat/completions", json={**CHAT, "model": served})
         checked = await client.post(f"{url}/v1/chat/completions", json=CHAT)
         assert checked.headers["x-qarr-tier"] == served
         assert ("escalated from fast" in checked.headers["x-qarr-reason"]) == (served != "fast")
