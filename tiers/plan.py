@@ -279,9 +279,9 @@ def lacking_for_one_more(machine: Machine, tier: TierSpec, placement: Placement)
         placement: Of the engine that runs already; the new one gets the same.
     """
     if placement.gpu is None:
-        asked = _need(tier, None, amx=machine.amx)
-        need = _cpu_need(asked.held, asked.on_disk, placement.kv_cache_gib * GIB)
-        free = machine.memory_available
+        assert tier.checkpoint is not None
+        held, on_disk = held_bytes(tier.checkpoint, amx=machine.amx), weight_bytes(tier.checkpoint)
+        need, free = _cpu_need(held, on_disk, placement.kv_cache_gib * GIB), machine.memory_available
     else:
         gpu = next((gpu for gpu in machine.gpus if gpu.index == placement.gpu), None)
         if gpu is None:

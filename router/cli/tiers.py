@@ -150,13 +150,13 @@ def _print_fleet(fleet: dict[str, Any]) -> None:
         for replica in tier["replicas"]:
             table.add_row(tier["tier"], *_row(replica, tier))
         if not tier["replicas"]:
-            table.add_row(tier["tier"], "-", tier["state"], *"------", "-", _detail(tier["detail"], tier))
+            table.add_row(tier["tier"], "-", tier["state"], *"------", "-", _detail(tier.get("detail"), tier))
     Console(highlight=False, markup=False, width=None if Console().is_terminal else 200).print(table)
 
 
 def _detail(said: str | None, tier: dict[str, Any]) -> str:
     """Return why something is not ready, else what its tier needs before it serves for the first time."""
-    text = said or (Preparing(**tier["preparing"]).text if tier["preparing"] else "")
+    text = said or (Preparing(**tier["preparing"]).text if tier.get("preparing") else "")
     return text.splitlines()[0][:DETAIL_CHARS] if text else ""
 
 

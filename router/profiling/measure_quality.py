@@ -138,7 +138,7 @@ class _Run:
         longest_first = sorted(
             self._plan.prompts, key=lambda prompt: -len(prompt.text)
         )  # none is left alone at the end
-        self._progress("begun", self._done, self._total)
+        self._progress("begun" if self._done < self._total else "nothing left to ask", self._done, self._total)
         try:
             async with asyncio.TaskGroup() as group:
                 for prompt in longest_first:

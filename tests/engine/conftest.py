@@ -83,6 +83,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         "QARR_POLICY__PROFILES": str(profiles),
         "QARR_POLICY__MAX_SLOWDOWN": "1e9",
         "QARR_PROFILE__AUTO": "false",
+        "QARR_PROFILE__LIVE": "false",
         "QARR_ENGINE__HANG_S": "20",
         "QARR_ENGINE__LOG_DIR": str(tmp_path_factory.mktemp("logs")),
         "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,

@@ -42,7 +42,7 @@ def test_quality_is_measured_and_taken_up_again(up: Up, tmp_path: Path) -> None:
     )
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert "15 of 15" in first.stderr
-    assert "of 15" not in second.stderr
+    assert "15 of 15: nothing left to ask" in second.stderr
     profile = load_profile(next(tmp_path.glob("quality-*.json")))
     assert {t["tier"]: t["checkpoint_digest"] for t in up.tiers().values()} == profile.checkpoints
     fast, balanced, precise = profile.losses
@@ -133,22 +133,30 @@ async def test_first_tokens_are_checked(
         real_router(up, engine_keys, tmp_path, options) as (url, fleet),
         httpx.AsyncClient(timeout=300, trust_env=False) as client,
     ):
+        # A prompt in the engine's cache is computed with other rounding than a new one, and the text may go another way.
+        await client.post(f"{url}/v1/chat/completions", json={**CHAT, "model": served})
         checked = await client.post(f"{url}/v1/chat/completions", json=CHAT)
         assert checked.headers["x-qarr-tier"] == served
         assert ("escalated from fast" in checked.headers["x-qarr-reason"]) == (served != "fast")
         plain = await client.post(f"{url}/v1/chat/completions", json={**CHAT, "model": served})
-        assert [stable(chunk) for chunk in chunks(checked.text)] == [stable(chunk) for chunk in chunks(plain.text)]
+        assert whole(checked.text) == whole(plain.text)
         assert all(replica.in_flight == 0 for replica in fleet.replicas)
 
 
-def chunks(text: str) -> list[dict[str, Any]]:
-    """Return a stream's chunks."""
-    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+def whole(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return a stream's text, and its different chunks without text and without what differs from request to request.
 
-
-def stable(chunk: dict[str, Any]) -> dict[str, Any]:
-    """Return a chunk without what differs from request to request."""
-    return {k: v for k, v in chunk.items() if k not in {"id", "created"}}
+    An engine puts tokens that its server had no time to send into one chunk, so their number differs.
+    """
+    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    said, kinds = "", []
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            said += choice["delta"].pop("content", None) or ""
+        kind = {k: v for k, v in chunk.items() if k not in {"id", "created"}}
+        if kind not in kinds:
+            kinds.append(kind)
+    return said, kinds
 
 
 CHATS = ("Hello! Who are you?", "What should I drink in the morning?")

@@ -77,6 +77,7 @@ class Behaviour:
         hung: Paths whose requests are taken and never answered.
         held: Requests that are held so now.
         instead: What it answers on some paths instead, with status 200, by path.
+        measurements: Requests of a supervisor that measures speed; they are not among ``requests``.
     """
 
     answer: tuple[str | bytes, ...] = ANSWER
@@ -114,6 +115,7 @@ class Behaviour:
     instead: dict[str, str] = field(default_factory=dict)
     running: int = 0
     tokens: int = 0
+    measurements: int = 0
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     hung: Collection[str] = ()
@@ -293,7 +295,9 @@ class FakeEngine:
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             return _refused(str(error))
         b = self.behaviour
-        if not _measures_speed(body):
+        if _measures_speed(body):
+            b.measurements += 1
+        else:
             b.requests.append(body)
             b.raw.append(await request.body())
             b.headers.append(dict(request.headers))

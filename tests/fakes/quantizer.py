@@ -7,12 +7,15 @@ It leaves its process id and niceness in ``COMMAND.pid``.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 LAYERS = 31
 MESSAGES = {"awq": "quantizing to AWQ int4, groups of 64", "fp8": "quantizing to FP8"}
 
@@ -30,6 +33,7 @@ def told(path: Path) -> str:
 
 def main() -> int:
     """Run one command: ``python fake.py QUANTIZE_PY COMMAND SOURCE TARGET ...``."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # as quantize.py does
     command, source, target = sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])
     orders = Path(os.environ["FAKE_QUANTIZER"])
     (orders / f"{command}.pid").write_text(f"{os.getpid()} {os.getpriority(os.PRIO_PROCESS, 0)}")

@@ -285,10 +285,10 @@ async def test_a_profile_that_comes_during_a_measurement_counts(tmp_path: Path) 
         try:
             replica = fleet.replicas[0]
             await _until(lambda: replica.state is ReplicaState.READY)
-            asked, behaviour.delay_s = len(behaviour.requests), 0.2
-            await _until(lambda: len(behaviour.requests) > asked)  # a measurement is under way
+            asked, behaviour.delay_s = behaviour.measurements, 0.2
+            await _until(lambda: behaviour.measurements > asked)  # a measurement is under way
             fleet.speeds, replica.speed = {TierName.FAST: SpeedModel(10.0, 0.1, 5.0, profiled=True)}, None
-            await _until(lambda: len(behaviour.requests) > asked + 1)  # its second half
+            await _until(lambda: behaviour.measurements > asked + 1)  # its second half
             await _until(lambda: replica.speed is not None)
             await _until(lambda: replica.speed is not None and replica.speed.profiled)
         finally:

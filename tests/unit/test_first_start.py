@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from router.first_start import NICENESS
 from tests.unit.first_up import first_up
 from tests.unit.own_engines import until
 from tiers.preparing import ENGINE_START_S, TYPICAL, WRITING_S, Preparations, about
@@ -43,7 +44,6 @@ async def test_each_tier_serves_as_soon_as_it_can(tmp_path: Path) -> None:
         asked = await up.generate(stream=False, tier="fast")
         assert "hint fast not taken: is being prepared" in asked.headers["x-qarr-reason"]
         required = await up.generate(tier="fast", tier_policy="require")
-        assert required.status_code == 503
         assert int(required.headers["retry-after"]) > 10
         route = await up.client.post(f"{up.url}/route", json={"prompt": "hi there"})
         assert route.json()["features"]["tokens"] == 2
@@ -57,11 +57,12 @@ async def test_each_tier_serves_as_soon_as_it_can(tmp_path: Path) -> None:
             while not body or body["preparing"][0]["done"] < 3:
                 _, body = await up.get("/readyz")
         (fast,) = body["preparing"]
-        assert (fast["tier"], fast["what"], fast["total"]) == ("fast", "quantizing to AWQ int4, groups of 64", 31)
-        assert fast["remaining_s"] >= ENGINE_START_S
+        assert fast.pop("remaining_s") >= ENGINE_START_S
+        assert fast == {"tier": "fast", "what": "quantizing to AWQ int4, groups of 64", "done": 3, "total": 31}
         pid, niceness = up.quantizer("awq")
         assert os.getpgid(pid) != os.getpgid(up.process.pid)
-        assert niceness > up.quantizer("bf16")[1] == 0  # there was nothing yet that BF16 could yield to
+        ours = os.getpriority(os.PRIO_PROCESS, 0)  # BF16 is made at this: there is nothing yet that it could yield to
+        assert (up.quantizer("bf16")[1], niceness) == (ours, min(ours + NICENESS, 19))
         url = ("--url", up.url)
         assert "quantizing to AWQ int4, groups of 64 (3 of 31), ready in about" in await up.qarr("tiers", *url)
         assert "quantizing to AWQ int4, groups of 64 (3 of 31), ready in about" in await up.qarr("top", "--once", *url)
@@ -78,7 +79,7 @@ async def test_each_tier_serves_as_soon_as_it_can(tmp_path: Path) -> None:
         assert (await up.generate(stream=False, tier="fast")).headers["x-qarr-checkpoint"]
         assert await up.end() == 0
         said = up.said()
-    assert "with precise; to follow: balanced, fast" in said
+    assert "with precise; to follow: balanced" in said
     order = ["precise: its checkpoint is made", "balanced: its checkpoint is made", "fast: its checkpoint is made"]
     assert sorted(order, key=said.index) == order
 

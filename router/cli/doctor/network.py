@@ -236,14 +236,12 @@ def judge_profiling(profiling: dict[str, Any]) -> Finding:
 
 def _without_engine(tier: dict[str, Any]) -> Finding:
     name = f"tier {tier['tier']}"
+    if not tier.get("preparing"):
+        return ok(RUNNING, name, "has no engine: left out")
     if tier["state"] == "preparing":
         return warning(RUNNING, name, f"is being prepared: {Preparing(**tier['preparing']).text}", "wait")
-    if tier["state"] == "failed":
-        said = tier["detail"].partition("\n")[0][:200]
-        return problem(
-            RUNNING, name, f"has no checkpoint{f': {said}' if said else ''}", "'qarr model prepare' makes it"
-        )
-    return ok(RUNNING, name, "has no engine: left out")
+    said = tier["detail"].partition("\n")[0][:200]
+    return problem(RUNNING, name, f"has no checkpoint{f': {said}' if said else ''}", "'qarr model prepare' makes it")
 
 
 def engines(question: Question) -> Iterator[Finding]:

@@ -208,7 +208,7 @@ def _replica_cells(
 
 def _preparing(tier: Mapping[str, Any], width: int) -> list[Text]:
     """Return what a tier needs before it serves for the first time."""
-    if not tier["preparing"]:
+    if not tier.get("preparing"):
         return []
     said = tier["detail"] or Preparing(**tier["preparing"]).text
     line = Text(f"   {tier['tier']}: {_plain(said.splitlines()[0])}", style=STATES.get(tier["state"], ""))
