@@ -17,11 +17,11 @@ from __future__ import annotations
 import asyncio
 import math
 from statistics import fmean, median, pstdev
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tiers.least_squares import least_squares
 from tiers.spec import ReplicaState
-from tiers.speed import IDLE, SpeedModel
+from tiers.speed import IDLE, Seen, SpeedModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,37 +31,12 @@ if TYPE_CHECKING:
 LOOK_S = 2.0
 ENOUGH = 32  # answers before anything is learned
 AGAIN = 1.5  # times as many answers as last time, before it is learned again: what changes later, trends tell
-KEPT = 256  # answers of each replica
 CONTENTIONS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 PAYS = 0.9  # share of the error that more contention must leave at most, to be believed
 FAR = 3.0  # times the median deviation: beyond, an answer is left out
 CLOSE = 0.1  # of log(seen / predicted): deviations below are never far
 ROUNDS = 3
 LEAST_SPREAD, MOST_SPREAD = 0.05, 1.0
-
-
-class Seen(NamedTuple):
-    """One answer, and what its replica had to do. Times in milliseconds.
-
-    Attributes:
-        prompt_tokens: Of its prompt.
-        sequences: That the replica had when it was sent.
-        waiting_tokens: Prompt tokens of those that were not computed yet.
-        neighbours: Share of the other replicas that had requests, 0..1.
-        ttft_ms: To its first token.
-        batch: Mean of the sequences while it was decoded, its own included.
-        prefilled: Prompt tokens that came meanwhile, for each of its tokens.
-        tpot_ms: Mean time between its tokens; None for fewer than two.
-    """
-
-    prompt_tokens: int
-    sequences: int
-    waiting_tokens: int
-    neighbours: float
-    ttft_ms: float
-    batch: float = 0.0
-    prefilled: float = 0.0
-    tpot_ms: float | None = None
 
 
 Row = tuple[float, ...]

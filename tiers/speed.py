@@ -195,3 +195,27 @@ class Trend:
 
 
 STEADY = Trend(0.0, UNMEASURED_SPREAD**2, 0.0)
+
+
+class Seen(NamedTuple):
+    """One answer, and what its replica had to do. Times in milliseconds.
+
+    Attributes:
+        prompt_tokens: Of its prompt.
+        sequences: That the replica had when it was sent.
+        waiting_tokens: Prompt tokens of those that were not computed yet.
+        neighbours: Share of the other replicas that had requests, 0..1.
+        ttft_ms: To its first token.
+        batch: Mean of the sequences while it was decoded, its own included.
+        prefilled: Prompt tokens that came meanwhile, for each of its tokens.
+        tpot_ms: Mean time between its tokens; None for fewer than two.
+    """
+
+    prompt_tokens: int
+    sequences: int
+    waiting_tokens: int
+    neighbours: float
+    ttft_ms: float
+    batch: float = 0.0
+    prefilled: float = 0.0
+    tpot_ms: float | None = None

@@ -12,9 +12,9 @@ import pytest
 from tests.fakes.engine import Behaviour
 from tests.unit.measuring_router import measuring_router
 from tiers.fleet import Fleet, Replica
-from tiers.live_speed import ENOUGH, LiveSpeed, Seen, learn
+from tiers.live_speed import ENOUGH, LiveSpeed, learn
 from tiers.spec import ReplicaState, TierName, TierSpec
-from tiers.speed import Load, SpeedModel
+from tiers.speed import Load, Seen, SpeedModel
 
 if TYPE_CHECKING:
     from pathlib import Path
