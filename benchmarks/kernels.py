@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import statistics
 import sys
 import time
@@ -107,7 +108,8 @@ class Engine(NamedTuple):
 
 @contextmanager
 def engine(spec: TierSpec, python: Path, logs: Path, *, plugin: bool) -> Iterator[Engine]:
-    """Run one tier's engine on one core, as three of them share two."""
+    """Run one tier's engine on one core, as three of them share two. It ends with this program, also by SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     port = free_port()
     place = Placement(threads=1, kv_cache_gib=1)
     launch = EngineLaunch(

@@ -18,7 +18,7 @@ from tiers.breaker import Breaker, BreakerOptions, BreakerState
 from tiers.limit import ConcurrencyLimit
 from tiers.preparing import Preparations, Preparing
 from tiers.spec import ReplicaState, TierName, TierSpec
-from tiers.speed import IDLE, KEPT, PREFILL_MEMORY_MS, STEADY, Load, Seen, SpeedModel, Times, Trend
+from tiers.speed import IDLE, PREFILL_MEMORY_MS, STEADY, Load, Seen, SpeedModel, Times, Trend
 from tiers.turnover import Turnover
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ OUTPUT_MEMORY = 0.95  # weight of the past in the share of the asked output toke
 SHORTEST_HOLD_S = 1e-3  # of a place
 UNKNOWN_RELIEF_S = 1.0  # until a place comes free, of a replica whose speed is not known
 FOREIGN_POLLS = 8  # readings in a row, 4 s, that must show requests of others: gauges lag by seconds
+KEPT_ANSWERS = 256  # of each replica, that its speed is learned from
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +347,7 @@ class Replica:
     _surplus: deque[int] = field(default_factory=lambda: deque(maxlen=FOREIGN_POLLS))
     _silence_s: float = 0.0  # with requests and without progress, as of ``_silent_from``
     _silent_from: float = 0.0
-    seen: deque[Seen] = field(default_factory=lambda: deque(maxlen=KEPT))
+    seen: deque[Seen] = field(default_factory=lambda: deque(maxlen=KEPT_ANSWERS))
     noted: int = 0  # answers that ``seen`` had ever
     _sequence_s: float = 0.0  # sequences, summed over time, as of ``_summed_at``
     _summed_at: float = 0.0

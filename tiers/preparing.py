@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 # In which checkpoints are made: the first two take seconds, the last one minutes.
 MAKING_ORDER = (TierName.PRECISE, TierName.BALANCED, TierName.FAST)
-# Seen with the default model on two cores (AMD EPYC): from a process' start to a ready engine, and what is left of AWQ
-# after its last layer.
+# Estimates for the default model on two idle cores: from a process' start to a ready engine (three started at once took 50
+# to 60 s on an AMD EPYC), and what is left of AWQ after its last layer.
 ENGINE_START_S = 45.0
 WRITING_S = 5.0
 
 
 class Typical(NamedTuple):
-    """How long a checkpoint takes: the libraries' start, and each GiB of BF16 weights. Seen on two cores (AMD EPYC)."""
+    """How long a checkpoint takes: the libraries' start, and each GiB of BF16 weights. Estimates for two idle cores."""
 
     start_s: float
     s_per_gib: float

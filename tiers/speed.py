@@ -196,8 +196,6 @@ class Trend:
 
 STEADY = Trend(0.0, UNMEASURED_SPREAD**2, 0.0)
 
-KEPT = 256  # answers of each replica
-
 
 class Seen(NamedTuple):
     """One answer, and what its replica had to do. Times in milliseconds.
