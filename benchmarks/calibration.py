@@ -35,14 +35,14 @@ from router.profiling.quality import Score, judge, summarise
 from router.profiling.scoring import greedy_body, read_greedy, read_scored, scoring_body
 from router.settings import cache_dir, load_settings
 from tiers.plan import machine_name
-from tiers.prepare import prepare
+from tiers.checkpoints.prepare import prepare
 from tiers.spec import TierName, TierSpec
 
 if TYPE_CHECKING:
     from kernels import Engine
 
     from router.profiling.measure_quality import Prompt
-    from tiers.checkpoint import Checkpoint
+    from tiers.checkpoints.checkpoint import Checkpoint
 
 # Samples x tokens, the cheapest first; 160 prompts are all that the project's own file has.
 CANDIDATES = ("16x256", "16x512", "32x256", "32x512", "64x256", "64x512", "160x256", "160x512")

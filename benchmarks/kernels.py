@@ -36,7 +36,7 @@ from router.deployment.layout import prepare_options
 from router.settings import load_settings
 from tiers.command import engine_argv, engine_environment
 from tiers.plan import machine_name
-from tiers.prepare import find
+from tiers.checkpoints.prepare import find
 from tiers.spec import EngineLaunch, Placement, TierName, TierSpec
 
 if TYPE_CHECKING:

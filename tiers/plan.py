@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
-from tiers.checkpoint import quantized_bytes
+from tiers.checkpoints.checkpoint import quantized_bytes
 from tiers.errors import CheckpointError, PlanError
 from tiers.spec import Placement, Precision, TierName, TierSpec
 

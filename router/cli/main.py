@@ -41,7 +41,7 @@ from router.telemetry.tracing import TelemetryError
 from tiers.errors import TierError
 from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
 from tiers.plan import GIB
-from tiers.prepare import find, finished, prepare
+from tiers.checkpoints.prepare import find, finished, prepare
 from tiers.preparing import about
 from tiers.spec import ReplicaState, TierName, TierSpec
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from router.deployment.layout import Deployment
     from router.policy.decision import PolicyTable
     from router.telemetry.logs import Logging
-    from tiers.checkpoint import Checkpoint
+    from tiers.checkpoints.checkpoint import Checkpoint
     from tiers.fleet import Fleet, Replica
     from tiers.plan import Plan
 

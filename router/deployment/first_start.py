@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from router.deployment.counters import LateCounter, make_counter
 from router.deployment.layout import HOST, make_launch
-from tiers.checkpoint import check_alike
+from tiers.checkpoints.checkpoint import check_alike
 from tiers.errors import CheckpointError, TierError
 from tiers.plan import make_plan, read_machine, weight_bytes
-from tiers.prepare import DEFAULT_MODEL, DEFAULT_WEIGHTS, prepare
+from tiers.checkpoints.prepare import DEFAULT_MODEL, DEFAULT_WEIGHTS, prepare
 from tiers.preparing import about
 from tiers.process import check_port_free
 from tiers.spec import EngineLaunch, TierName
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from router.deployment.layout import Deployment
-    from tiers.checkpoint import Checkpoint
+    from tiers.checkpoints.checkpoint import Checkpoint
     from tiers.plan import Plan
-    from tiers.prepare import PrepareOptions
+    from tiers.checkpoints.prepare import PrepareOptions
     from tiers.spec import TierSpec
     from tiers.supervisor import Supervisor
 

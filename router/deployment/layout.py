@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from router.deployment.counters import LateCounter, make_counter, named_counter
 from router.telemetry.tracing import engine_target
-from tiers.checkpoint import Checkpoint, check_alike
+from tiers.checkpoints.checkpoint import Checkpoint, check_alike
 from tiers.errors import EngineError
 from tiers.plan import Plan, make_plan, read_machine
-from tiers.prepare import PrepareOptions, check_model, slug
+from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
 from tiers.spec import EngineLaunch, TierName, TierSpec
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 
 from classifier import TokenCounter
 from tests.unit.router_stack import events
-from tiers.checkpoint import read_checkpoint
-from tiers.prepare import CALIBRATION_SAMPLES
+from tiers.checkpoints.checkpoint import read_checkpoint
+from tiers.checkpoints.prepare import CALIBRATION_SAMPLES
 from tiers.probe import EngineProbe
 from tiers.spec import PRECISIONS, TierName
 

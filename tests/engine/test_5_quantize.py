@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from router.settings import load_settings
-from tiers.prepare import PrepareOptions, prepare
+from tiers.checkpoints.prepare import PrepareOptions, prepare
 from tiers.spec import TierName
 
 if TYPE_CHECKING:

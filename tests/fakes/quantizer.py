@@ -1,4 +1,4 @@
-"""A stand-in for ``tiers/quantize.py`` in its environment: makes small checkpoints, and waits where a test tells it to.
+"""A stand-in for ``tiers/checkpoints/quantize.py`` in its environment: makes small checkpoints, and waits where a test tells it to.
 
 ``FAKE_QUANTIZER`` names a folder. For each command it waits for a file of that name there, and does what the file says:
 a number: report so many layers as done, and wait for the file to change; ``done``: finish; ``fail``: fail as on a full disk.

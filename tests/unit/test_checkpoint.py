@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tiers.checkpoint import (
+from tiers.checkpoints.checkpoint import (
     MANIFEST,
     Checkpoint,
     check_alike,
@@ -23,8 +23,8 @@ from tiers.checkpoint import (
 )
 from tiers.errors import CheckpointError, PlanError, TokenizerMismatch
 from tiers.plan import GIB, Gpu, Machine, expected_bytes, kv_bytes_per_token, make_plan
-from tiers.prepare import DEFAULT_CALIBRATION, PrepareOptions, check_calibration, find, finished, prepare
-from tiers.quantize import evenly
+from tiers.checkpoints.prepare import DEFAULT_CALIBRATION, PrepareOptions, check_calibration, find, finished, prepare
+from tiers.checkpoints.quantize import evenly
 from tiers.spec import Precision, TierName, TierSpec
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from router.cli.doctor.network import judge_fleet, judge_profiling
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.ports import reserved_ports
 from tests.unit.own_router import QARR, own_router
-from tiers.checkpoint import check_whole, read_checkpoint, seal
+from tiers.checkpoints.checkpoint import check_whole, read_checkpoint, seal
 from tiers.errors import CheckpointError
 from tiers.plan import read_machine
 from tiers.spec import TierName

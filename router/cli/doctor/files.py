@@ -12,7 +12,7 @@ from router.auth.network import is_loopback
 from router.cli.doctor.findings import Check, Finding, _prepared, local_specs, local_tiers, ok, problem, warning
 from router.policy.profiles import ProfileError, latency_name, load_latency, load_profile, profile_name
 from router.settings import PROJECT
-from tiers.checkpoint import Checkpoint, check_alike, check_whole, identity, weights_digest
+from tiers.checkpoints.checkpoint import Checkpoint, check_alike, check_whole, identity, weights_digest
 from tiers.errors import CheckpointError
 from tiers.plan import machine_name, read_machine
 from tiers.spec import TierName

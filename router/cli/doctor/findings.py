@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from router.deployment.layout import prepare_options
 from tiers.errors import CheckpointError
-from tiers.prepare import finished
+from tiers.checkpoints.prepare import finished
 from tiers.spec import TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from router.settings import Settings
-    from tiers.checkpoint import Checkpoint
+    from tiers.checkpoints.checkpoint import Checkpoint
 
 
 class Health(StrEnum):

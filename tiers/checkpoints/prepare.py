@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from classifier import EstimatingCounter, extract
-from tiers.checkpoint import (
+from tiers.checkpoints.checkpoint import (
     TOKENIZER_FILES,
     Checkpoint,
     fingerprint,
