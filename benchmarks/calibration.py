@@ -34,8 +34,8 @@ from router.profiling.measure_quality import read_prompts
 from router.profiling.quality import Score, judge, summarise
 from router.profiling.scoring import greedy_body, read_greedy, read_scored, scoring_body
 from router.settings import cache_dir, load_settings
-from tiers.plan import machine_name
 from tiers.checkpoints.prepare import prepare
+from tiers.plan import machine_name
 from tiers.spec import TierName, TierSpec
 
 if TYPE_CHECKING:

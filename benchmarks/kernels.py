@@ -34,9 +34,9 @@ from measure import ROOT, free_port, wait_for
 sys.path.insert(0, str(ROOT))
 from router.deployment.layout import prepare_options
 from router.settings import load_settings
-from tiers.command import engine_argv, engine_environment
-from tiers.plan import machine_name
 from tiers.checkpoints.prepare import find
+from tiers.lifecycle.command import engine_argv, engine_environment
+from tiers.plan import machine_name
 from tiers.spec import EngineLaunch, Placement, TierName, TierSpec
 
 if TYPE_CHECKING:

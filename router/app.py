@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from router.settings import Settings
     from router.telemetry.tracing import Telemetry
     from tiers.fleet import Fleet
-    from tiers.operations import Operations
+    from tiers.lifecycle.operations import Operations
 
 # Handlers are looked up by exception type, Exception last: whatever is not listed is a 500 without details.
 HANDLED = (

@@ -40,7 +40,9 @@ PLAIN = {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
 def render() -> dict[str, str]:
     """Return each generated file's name and text."""
     portable = re.sub(
-        r'"default": "/[^"]*/(tiers/checkpoints/calibration\.jsonl)"', r'"default": "<project>/\1"', json.dumps(schema(), indent=2)
+        r'"default": "/[^"]*/(tiers/checkpoints/calibration\.jsonl)"',
+        r'"default": "<project>/\1"',
+        json.dumps(schema(), indent=2),
     )
     return {
         "settings.md": f"# Settings\n\n`<cache>` is `QARR_CACHE_DIR`, by default `~/.cache/qarr`; `<runtime>` is "

@@ -11,7 +11,7 @@ from starlette.routing import Route as Endpoint
 from router.api.asgi import context_of
 from router.api.problems import NotAdmin
 from router.auth.network import is_loopback
-from tiers.operations import KINDS, Kind, Operation, Operations
+from tiers.lifecycle.operations import KINDS, Kind, Operation, Operations
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

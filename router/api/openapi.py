@@ -14,12 +14,12 @@ from router.policy.decision import PRIORITIES, Basis
 from router.profiling.auto_profile import State
 from router.telemetry.record import Outcome
 from router.telemetry.trace_store import KeptFor
-from tiers.operations import KINDS
+from tiers.lifecycle.operations import KINDS
 from tiers.spec import Precision, ReplicaState, TierName
 
 if TYPE_CHECKING:
     from router.settings import LimitSettings
-    from tiers.operations import Kind
+    from tiers.lifecycle.operations import Kind
 
 Schema = dict[str, Any]
 RESUMABLE = "Only where the stream can be resumed; with .0 behind it, the Last-Event-ID from before the first event"

@@ -1,8 +1,8 @@
 """Read the log files of engines and routers as one: parsed, merged by time, filtered, and followed while they grow.
 
 Engines write ``REPLICA.log`` (vLLM's lines: local time to the second, without a year), and the start before is
-``REPLICA.log.1`` (``tiers.supervisor``). Routers write ``router-PORT.log``, JSON lines (``router.logs``), with older ones
-numbered. A line without a time belongs to the one above it.
+``REPLICA.log.1``. Routers write ``router-PORT.log``, JSON lines, with older ones numbered. A line without a time belongs
+to the one above it.
 """
 
 from __future__ import annotations

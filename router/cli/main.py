@@ -38,10 +38,10 @@ from router.server.handover import Baton, TakeoverError, control_path
 from router.settings import Settings, SettingsError, load_settings, schema, table
 from router.telemetry.logs import start_logging
 from router.telemetry.tracing import TelemetryError
+from tiers.checkpoints.prepare import find, finished, prepare
 from tiers.errors import TierError
 from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
 from tiers.plan import GIB
-from tiers.checkpoints.prepare import find, finished, prepare
 from tiers.preparing import about
 from tiers.spec import ReplicaState, TierName, TierSpec
 

@@ -19,7 +19,7 @@ from tiers.preparing import Preparing
 from tiers.spec import TierName  # noqa: TC001  typer reads it
 
 if TYPE_CHECKING:
-    from tiers.operations import Kind
+    from tiers.lifecycle.operations import Kind
 
 tiers_app = typer.Typer(help="Show the running fleet; drain, resume, restart and recycle its replicas.")
 POLL_S = 0.5

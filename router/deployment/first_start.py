@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from router.deployment.counters import LateCounter, make_counter
 from router.deployment.layout import HOST, make_launch
 from tiers.checkpoints.checkpoint import check_alike
-from tiers.errors import CheckpointError, TierError
-from tiers.plan import make_plan, read_machine, weight_bytes
 from tiers.checkpoints.prepare import DEFAULT_MODEL, DEFAULT_WEIGHTS, prepare
+from tiers.errors import CheckpointError, TierError
+from tiers.lifecycle.process import check_port_free
+from tiers.plan import make_plan, read_machine, weight_bytes
 from tiers.preparing import about
-from tiers.process import check_port_free
 from tiers.spec import EngineLaunch, TierName
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from router.deployment.layout import Deployment
     from tiers.checkpoints.checkpoint import Checkpoint
-    from tiers.plan import Plan
     from tiers.checkpoints.prepare import PrepareOptions
+    from tiers.lifecycle.supervisor import Supervisor
+    from tiers.plan import Plan
     from tiers.spec import TierSpec
-    from tiers.supervisor import Supervisor
 
 log = logging.getLogger("qarr.router")
 NICENESS = 15  # of the quantizer beside engines, which go first; cores that are idle anyway it gets whole

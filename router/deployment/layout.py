@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from router.deployment.counters import LateCounter, make_counter, named_counter
 from router.telemetry.tracing import engine_target
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike
+from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
 from tiers.errors import EngineError
 from tiers.plan import Plan, make_plan, read_machine
-from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
 from tiers.spec import EngineLaunch, TierName, TierSpec
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tiers.breaker import BreakerOptions
-from tiers.canary import Canary
 from tiers.fleet import FleetOptions
-from tiers.operations import OperationOptions
-from tiers.supervisor import SupervisorOptions
-from tiers.warmup import WarmupPlan
-from tiers.watchdog import WatchdogOptions
+from tiers.lifecycle.canary import Canary
+from tiers.lifecycle.operations import OperationOptions
+from tiers.lifecycle.supervisor import SupervisorOptions
+from tiers.lifecycle.warmup import WarmupPlan
+from tiers.lifecycle.watchdog import WatchdogOptions
 
 if TYPE_CHECKING:
     from router.settings import Settings

@@ -24,9 +24,9 @@ from router.server.server import Server
 from router.settings import SettingsError
 from router.telemetry.tracing import make_telemetry
 from tiers.fleet import Fleet
+from tiers.lifecycle.supervisor import Supervisor
 from tiers.plan import Plan, machine_name
 from tiers.spec import ReplicaState, TierSpec
-from tiers.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -226,7 +226,7 @@ def test_embeddings_come_from_the_engine_named_for_them(up: Up, tmp_path: Path) 
     log = (tmp_path / "engine.log").open("wb")
     engine = subprocess.Popen(
         [
-            str(settings.engine.python), str(ROOT / "tiers/engine_main.py"), "--model", up.tiers()["precise"]["checkpoint"],
+            str(settings.engine.python), str(ROOT / "tiers/lifecycle/engine_main.py"), "--model", up.tiers()["precise"]["checkpoint"],
             "--served-model-name", "embedder", "--runner", "pooling", "--convert", "embed", "--enforce-eager",
             "--port", str(port), "--max-model-len", "512", "--max-num-seqs", "2",
         ],

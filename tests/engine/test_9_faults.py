@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import httpx
 import psutil
 
-from tiers.canary import agreement, read_golden, write_golden
+from tiers.lifecycle.canary import agreement, read_golden, write_golden
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def test_another_checkpoints_answers_are_refused(up: Up) -> None:
     records = {r.tier: r for r in read_golden(path)}
     assert set(records) == set(TierName)
     for one, other in itertools.combinations(records.values(), 2):
-        print(one.tier, other.tier, agreement(one.tokens, other.tokens))  # noqa: T201  the figures in tiers/canary.py
+        print(one.tier, other.tier, agreement(one.tokens, other.tokens))  # noqa: T201  the figures in tiers/lifecycle/canary.py
     swapped = records[TierName.FAST].model_copy(update={"tokens": records[TierName.PRECISE].tokens})
     write_golden(path, [swapped, *(r for r in records.values() if r.tier is not TierName.FAST)])
     refused = up.operate("restart", "fast")

@@ -15,8 +15,8 @@ import httpx
 from tests.fakes import engine as fake
 from tests.ports import reserved_ports
 from tiers.fleet import Fleet, Replica
+from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
 from tiers.spec import EngineLaunch, Placement, ReplicaState, TierName, TierSpec
-from tiers.supervisor import Supervisor, SupervisorOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

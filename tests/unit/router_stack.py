@@ -20,8 +20,8 @@ from router.settings import PROJECT, Settings, load_settings
 from router.telemetry.tracing import Telemetry, make_telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
 from tiers.fleet import Fleet
+from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
 from tiers.spec import ReplicaState, TierName, TierSpec
-from tiers.supervisor import Supervisor, SupervisorOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.unit.own_engines import own_engines, until
-from tiers.canary import TOKENS, Canary, agreement, read_golden
 from tiers.errors import CanaryRefused, CheckpointError
+from tiers.lifecycle.canary import TOKENS, Canary, agreement, read_golden
 from tiers.plan import machine_name
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import SpeedModel

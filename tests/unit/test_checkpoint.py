@@ -21,10 +21,10 @@ from tiers.checkpoints.checkpoint import (
     recipe_digest,
     seal,
 )
-from tiers.errors import CheckpointError, PlanError, TokenizerMismatch
-from tiers.plan import GIB, Gpu, Machine, expected_bytes, kv_bytes_per_token, make_plan
 from tiers.checkpoints.prepare import DEFAULT_CALIBRATION, PrepareOptions, check_calibration, find, finished, prepare
 from tiers.checkpoints.quantize import evenly
+from tiers.errors import CheckpointError, PlanError, TokenizerMismatch
+from tiers.plan import GIB, Gpu, Machine, expected_bytes, kv_bytes_per_token, make_plan
 from tiers.spec import Precision, TierName, TierSpec
 
 if TYPE_CHECKING:

@@ -16,14 +16,14 @@ import pytest
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.own_engines import own_engines
-from tiers.command import engine_argv, engine_environment
 from tiers.errors import EngineDied, PortInUse, WarmupFailed
 from tiers.fleet import Fleet, Replica
-from tiers.process import GUARD, EngineProcess, check_port_free
+from tiers.lifecycle.command import engine_argv, engine_environment
+from tiers.lifecycle.process import GUARD, EngineProcess, check_port_free
+from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
+from tiers.lifecycle.warmup import WarmupPlan, check_answer
 from tiers.spec import EngineLaunch, OtlpTarget, Placement, ReplicaState, TierName, TierSpec
 from tiers.speed import SpeedModel
-from tiers.supervisor import Supervisor, SupervisorOptions
-from tiers.warmup import WarmupPlan, check_answer
 
 pytestmark = pytest.mark.anyio
 SPEC = TierSpec(TierName.FAST, 2048, 16, 32, checkpoint=Path("/models/x"))
@@ -257,7 +257,7 @@ async def test_an_engine_that_says_it_is_not_well_gets_no_traffic(tmp_path: Path
 
 async def test_a_speed_measured_on_a_busy_machine_is_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else the machine does can only slow a measurement down: the fastest of a few counts."""
-    monkeypatch.setattr("tiers.idle_speed.PAUSE_S", 0.2)
+    monkeypatch.setattr("tiers.lifecycle.idle_speed.PAUSE_S", 0.2)
     behaviour = Behaviour(delay_s=0.2)
     async with serving(FakeEngine(behaviour).app) as url:
         fleet = Fleet((_external(url),))

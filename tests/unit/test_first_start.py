@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
-from router.first_start import NICENESS
+from router.deployment.first_start import NICENESS
 
 from tests.unit.first_up import first_up
 from tests.unit.own_engines import until

@@ -11,10 +11,10 @@ import pytest
 
 from tests.unit.own_engines import own_engines, until
 from tiers.fleet import Fleet, Replica
+from tiers.lifecycle.watchdog import STEADY_S, Restarts, WatchdogOptions, Wear, off_by
 from tiers.probe import Counters
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import SpeedModel, Trend
-from tiers.watchdog import STEADY_S, Restarts, WatchdogOptions, Wear, off_by
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -190,7 +190,7 @@ async def test_a_first_start_that_fails_is_not_repeated(
 @pytest.mark.anyio
 async def test_a_hung_engine_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests without a token, and not even one token for the watchdog: killed, with the reason."""
-    monkeypatch.setattr("tiers.watchdog.HANG_PROOF_S", 0.5)
+    monkeypatch.setattr("tiers.lifecycle.watchdog.HANG_PROOF_S", 0.5)
     async with own_engines(tmp_path, monkeypatch, watchdog=WatchdogOptions(hang_s=0.5)) as own:
         before = own.first.pid
         await own.behave(own.first, stall_after=0)

@@ -21,12 +21,12 @@ from tests.fakes.engine import Behaviour, serving
 from tests.unit.own_engines import Own, own_engines, until
 from tests.unit.router_stack import router_stack
 from tiers.errors import NotPossible, UnknownReplica
-from tiers.operations import Operation, OperationOptions
+from tiers.lifecycle.operations import Operation, OperationOptions
 from tiers.plan import GIB, Gpu, Machine, lacking_for_one_more
 from tiers.spec import Placement, ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
-    from tiers.operations import Kind
+    from tiers.lifecycle.operations import Kind
 
 pytestmark = pytest.mark.anyio
 READY, DRAINING, STARTING = ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.STARTING

@@ -15,13 +15,13 @@ import pytest
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.own_engines import own_engines, until
 from tests.unit.test_probe import GAUGES
-from tiers.canary import Canary
-from tiers.engine import Engine
 from tiers.fleet import Fleet, Replica
-from tiers.operations import OperationOptions, Operations
+from tiers.lifecycle.canary import Canary
+from tiers.lifecycle.engine import Engine
+from tiers.lifecycle.operations import OperationOptions, Operations
+from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
+from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.spec import ReplicaState, TierName, TierSpec
-from tiers.supervisor import Supervisor, SupervisorOptions
-from tiers.watchdog import WatchdogOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -41,8 +41,8 @@ async def watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: Behaviour, fleet_type: type[Fleet] = Fleet
 ) -> AsyncIterator[tuple[Replica, Supervisor]]:
     """Watch an engine given by URL, at short intervals."""
-    monkeypatch.setattr("tiers.supervisor.POLL_S", 0.02)
-    monkeypatch.setattr("tiers.supervisor.ELSEWHERE_PAUSE_S", 0.02)
+    monkeypatch.setattr("tiers.lifecycle.supervisor.POLL_S", 0.02)
+    monkeypatch.setattr("tiers.lifecycle.supervisor.ELSEWHERE_PAUSE_S", 0.02)
     async with serving(FakeEngine(behaviour).app) as url:
         fleet = fleet_type((TierSpec(TierName.FAST, 2048, 16, 32, urls=(url,)),))
         supervisor = Supervisor(fleet, SupervisorOptions(tmp_path))

@@ -25,8 +25,8 @@ from tiers.checkpoints.checkpoint import (
     recipe_digest,
     seal,
 )
-from tiers.command import without_ours
 from tiers.errors import CheckpointError
+from tiers.lifecycle.command import without_ours
 from tiers.spec import TierName
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from router.deployment.layout import prepare_options
-from tiers.errors import CheckpointError
 from tiers.checkpoints.prepare import finished
+from tiers.errors import CheckpointError
 from tiers.spec import TierName, TierSpec
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ from router.cli.client import KEY_NEEDED
 from router.cli.doctor.findings import Check, Finding, local_tiers, ok, problem, warning
 from router.telemetry.tracing import TelemetryError, exporter_address
 from tiers.errors import PortInUse, ProbeError
+from tiers.lifecycle.process import check_port_free
+from tiers.lifecycle.warmup import tokens_digest
 from tiers.preparing import Preparing
 from tiers.probe import EngineProbe
-from tiers.process import check_port_free
 from tiers.spec import TierName
-from tiers.warmup import tokens_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

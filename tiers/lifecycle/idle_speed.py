@@ -7,16 +7,16 @@ import time
 from typing import TYPE_CHECKING
 
 from tiers.errors import TierError
+from tiers.lifecycle.warmup import measure_speed
 from tiers.spec import ReplicaState
-from tiers.warmup import measure_speed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tiers.fleet import Fleet, Replica
+    from tiers.lifecycle.warmup import WarmupPlan
     from tiers.probe import EngineProbe
     from tiers.speed import SpeedModel
-    from tiers.warmup import WarmupPlan
 
 POLL_S = 0.5
 SAMPLES = 4  # measurements of an idle replica's speed

@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING
 import httpx
 
 from tiers.background import Faults, lasting
-from tiers.command import engine_argv, engine_environment
-from tiers.engine import Engine, brief
 from tiers.errors import (
     CanaryRefused,
     EngineDied,
@@ -38,20 +36,22 @@ from tiers.errors import (
     UnknownReplica,
 )
 from tiers.fleet import Fleet, Replica
-from tiers.idle_speed import IdleSpeed
+from tiers.lifecycle.command import engine_argv, engine_environment
+from tiers.lifecycle.engine import Engine, brief
+from tiers.lifecycle.idle_speed import IdleSpeed
+from tiers.lifecycle.operations import OperationOptions, Operations
+from tiers.lifecycle.process import EngineProcess, check_port_free
+from tiers.lifecycle.warmup import WarmupPlan, warm_up
+from tiers.lifecycle.watchdog import WatchdogOptions, hangs, off_by
 from tiers.live_speed import LiveSpeed
-from tiers.operations import OperationOptions, Operations
 from tiers.probe import EngineProbe
-from tiers.process import EngineProcess, check_port_free
 from tiers.spec import EngineLaunch, ReplicaState, TierSpec
-from tiers.warmup import WarmupPlan, warm_up
-from tiers.watchdog import WatchdogOptions, hangs, off_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from tiers.canary import Canary
+    from tiers.lifecycle.canary import Canary
     from tiers.probe import Counters
 
 log = logging.getLogger("qarr.tiers")

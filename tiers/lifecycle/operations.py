@@ -21,8 +21,8 @@ from tiers.spec import ReplicaState
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from tiers.engine import Engine
     from tiers.fleet import Fleet, Replica
+    from tiers.lifecycle.engine import Engine
 
 log = logging.getLogger("qarr.tiers")
 POLL_S = 0.2

@@ -7,13 +7,13 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tiers.watchdog import Restarts, Wear
+from tiers.lifecycle.watchdog import Restarts, Wear
 
 if TYPE_CHECKING:
     from tiers.fleet import Replica
-    from tiers.process import EngineProcess
+    from tiers.lifecycle.process import EngineProcess
+    from tiers.lifecycle.watchdog import WatchdogOptions
     from tiers.spec import EngineLaunch
-    from tiers.watchdog import WatchdogOptions
 
 
 @dataclass(slots=True, eq=False)

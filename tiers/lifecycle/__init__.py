@@ -1,0 +1,1 @@
+"""The life of each engine: started, warmed, watched, drained, started again."""
