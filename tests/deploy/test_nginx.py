@@ -20,7 +20,7 @@ from tests.fakes.engine import ANSWER, Behaviour
 from tests.ports import reserved_ports
 from tests.unit.own_engines import until
 from tests.unit.router_stack import events
-from tests.unit.test_leaving import Routers, routers
+from tests.unit.server.test_handover import Routers, routers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

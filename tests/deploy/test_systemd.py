@@ -15,7 +15,7 @@ import pytest
 from router.settings import ServerSettings
 from tests.deploy.services import DEPLOY, ROOT, program
 from tests.unit.own_engines import until
-from tests.unit.test_leaving import QARR, Routers, routers
+from tests.unit.server.test_handover import QARR, Routers, routers
 
 SYSTEMD = DEPLOY / "systemd"
 UNITS = ("qarr.service", "qarr-router@.service")

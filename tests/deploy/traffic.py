@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.deploy.services import eventually
 from tests.fakes.engine import Behaviour
-from tests.unit.test_escalation import WORDS, profiled_stack
+from tests.unit.pipeline.test_cascade import WORDS, profiled_stack
 from tiers.spec import TierName
 
 if TYPE_CHECKING:

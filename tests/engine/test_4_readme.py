@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.unit.test_replay import write
+from tests.unit.policy.test_replay import write
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Up

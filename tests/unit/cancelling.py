@@ -23,8 +23,8 @@ from router.auth.api_keys import add_key
 from router.policy.profiles import profile_name
 from router.upstream.client import PASSED_AT_ONCE
 from tests.fakes.engine import Behaviour, FakeEngine, serving
+from tests.unit.pipeline.test_cascade import profile
 from tests.unit.router_stack import Stack, router_stack
-from tests.unit.test_escalation import profile
 from tiers.spec import TierName
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
-from router.deployment.first_start import NICENESS
 
+from router.deployment.first_start import NICENESS
 from tests.unit.first_up import first_up
 from tests.unit.own_engines import until
 from tiers.preparing import ENGINE_START_S, TYPICAL, WRITING_S, Preparations, about

@@ -14,7 +14,7 @@ import pytest
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.own_engines import own_engines, until
-from tests.unit.test_probe import GAUGES
+from tests.unit.tiers.test_probe import GAUGES
 from tiers.fleet import Fleet, Replica
 from tiers.lifecycle.canary import Canary
 from tiers.lifecycle.engine import Engine

@@ -18,8 +18,8 @@ from router.policy.decision_log import DecisionLog, DecisionRecord, OutcomeRecor
 from router.policy.profiles import ProfileError
 from router.policy.replay import Recording, differing, read_recording, seen, simulate, summarise
 from tests.fakes.engine import Behaviour
+from tests.unit.policy.test_decide import FAST, MEASURED, PRECISE, PROFILED, fleet, query
 from tests.unit.router_stack import router_stack
-from tests.unit.test_policy import FAST, MEASURED, PRECISE, PROFILED, fleet, query
 from tiers.spec import TierName
 from tiers.speed import Load
 
