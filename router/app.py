@@ -6,6 +6,7 @@ import asyncio
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -20,11 +21,13 @@ from router.api.admin import Admin
 from router.api.asgi import BodyTooLarge, ClientGone, context_of
 from router.api.bodies import InvalidBody, render_fleet, render_preparing
 from router.api.generate import Generate, Route
-from router.api.openai import CHAT, COMPLETIONS, EMBEDDINGS, Completions, Embeddings, Models, Tokens, speaks_openai
+from router.api.models import Models
+from router.api.openai import Completions
 from router.api.openapi import document
-from router.api.paths import PAGE
+from router.api.passthrough import Embeddings, Passthrough, Tokens
+from router.api.paths import CHAT, COMPLETIONS, EMBEDDINGS, PAGE, speaks_openai
 from router.api.problems import NoEmbeddings, NotAdmin, UnknownModel, describe
-from router.api.resumable import KeptStreams, StreamGone, UnknownStream
+from router.api.resumable import ResumableStreams, StreamGone, UnknownStream
 from router.auth.api_keys import BeyondKey
 from router.auth.network import is_loopback
 from router.auth.quota import OverQuota, Quotas
@@ -33,11 +36,12 @@ from router.monitoring.live import Live, LiveEndpoints
 from router.monitoring.metrics import Metrics
 from router.monitoring.page import Page
 from router.pipeline.admission import Admission
-from router.pipeline.cascade import Escalation
-from router.pipeline.failover import Continuation
+from router.pipeline.cascade import Cascade
+from router.pipeline.failover import Failover
 from router.pipeline.hedging import Hedging
-from router.pipeline.pipeline import Services
-from router.pipeline.registry import Journal
+from router.pipeline.opener import Direct
+from router.pipeline.pipeline import Pipeline
+from router.pipeline.registry import RequestRegistry
 from router.pipeline.shared_load import SharedState
 from router.policy.decision import Refused
 from router.policy.decision_log import DecisionLog
@@ -48,6 +52,7 @@ from router.profiling.shadow_evaluation import LiveCheck
 from router.server.gate import Gate
 from router.server.memory import keep_handing_back
 from router.telemetry.logs import log_request
+from router.telemetry.record import log_outcome
 from router.telemetry.trace_store import UnknownTrace
 from router.upstream.client import Upstream
 from router.upstream.errors import UpstreamError
@@ -117,14 +122,15 @@ def create_app(
     """
     doors = doors or Doors()
     wired = _wire(settings, fleet, counter, telemetry, model, doors=doors)
-    services, running = wired.services, version("qarr")
-    live, metrics = Live(services, wired.profiling, doors, keys, running), Metrics(services, wired.evaluation, running)
+    pipeline, about = wired.pipeline, wired.about
+    live = Live(pipeline, wired.profiling, doors, keys, about)
+    metrics = Metrics(pipeline, wired.evaluation, wired.upstream.retries, about)
     admin = Admin(operations, keys).routes() if operations is not None else []
-    status, streams = Status(services, wired.profiling, doors), KeptStreams(settings.server)
+    status, streams = Status(wired, settings, doors), ResumableStreams(settings.server)
     handlers = dict.fromkeys(HANDLED, status.problem)
-    pages = [*LiveEndpoints(services, wired.evaluation, live).routes(), Endpoint("/metrics", metrics.answer)]
+    shown = LiveEndpoints(pipeline, wired.evaluation, live, settings.telemetry).routes()
     page = Endpoint(PAGE, Page(settings.server, keys).answer)
-    routes = [page, *_routes(services, status, streams), *pages, *admin]
+    routes = [page, *_routes(wired, settings, status, streams), *shown, Endpoint("/metrics", metrics.answer), *admin]
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(wired, streams, live))
     app.router.redirect_slashes = False  # it would send callers to wherever their Host header says
     local_names = settings.server.allowed_hosts if is_loopback(settings.server.host) else None
@@ -133,56 +139,59 @@ def create_app(
 
 @dataclass(frozen=True, slots=True)
 class _Wired:
-    """What the handlers work with, and what observes them."""
+    """The pipeline, what it works with, and what observes it.
 
-    services: Services
+    Attributes:
+        about: Version, model and trace viewer, as the page and the metrics tell them.
+    """
+
+    pipeline: Pipeline
+    upstream: Upstream
+    shared: SharedState
     evaluation: LiveCheck
     profiling: AutoProfile
     samples: PromptSamples
+    about: dict[str, str]
 
 
 def _wire(
     settings: Settings, fleet: Fleet, counter: TokenCounter, telemetry: Telemetry, model: str, *, doors: Doors
 ) -> _Wired:
-    """Wire what the handlers work with."""
-    journal = Journal(fleet, doors, settings.telemetry.recent_requests)
-    journal.observers.extend((telemetry.record_outcome, log_request))
+    """Wire the pipeline."""
+    registry = RequestRegistry(fleet, doors, settings.telemetry.recent_requests)
+    decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
+    registry.observers.extend((telemetry.record_outcome, log_request, partial(log_outcome, decisions)))
     policy = LivePolicy(settings.policy, fleet)
     upstream = Upstream(fleet, make_transport(2 * _places(fleet)), settings.upstream, telemetry, policy)
-    decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
-    quotas = Quotas(settings.state.redis_url.get_secret_value())
-    profiling = AutoProfile(settings, fleet, policy, model, lambda: bool(journal.open))
+    redis_url = settings.state.redis_url.get_secret_value()
+    profiling = AutoProfile(settings, fleet, policy, model, lambda: bool(registry.open))
     evaluation = LiveCheck(settings.policy.live_check_share, fleet, upstream, policy, telemetry)
     admission = Admission(fleet, policy, settings.admission, telemetry)
-    shared = SharedState(settings.state.redis_url.get_secret_value(), fleet, admission.waiting_for)
     samples = PromptSamples(settings.telemetry.sampled_prompts, settings.telemetry.prompt_share)
-    services = Services(
+    opener = Hedging(upstream, telemetry) if settings.upstream.hedge else Direct(upstream)
+    cascade = Cascade(opener, policy, upstream, telemetry)
+    limits = settings.limits
+    failover = Failover(
+        cascade, fleet, policy, upstream, telemetry, settings.upstream.attempts, limits.default_max_tokens
+    )
+    pipeline = Pipeline(
         fleet=fleet,
-        upstream=upstream,
-        quotas=quotas,
-        admission=admission,
-        shared=shared,
         counter=counter,
         policy=policy,
-        journal=journal,
+        quotas=Quotas(redis_url),
+        admission=admission,
+        opener=failover,
+        cascade=cascade,
+        registry=registry,
         decisions=decisions,
-        escalation=Escalation(policy, upstream, telemetry),
-        continuation=Continuation(
-            fleet, policy, upstream, telemetry, settings.upstream.attempts, settings.limits.default_max_tokens
-        ),
-        hedging=Hedging(upstream, telemetry, settings.upstream.hedge),
-        answer_observer=evaluation,
-        background=profiling,
-        prompt_observer=samples,
-        limits=settings.limits,
-        openai=settings.openai,
-        engine_key=settings.engine.api_key,
-        max_body_bytes=settings.server.max_body_bytes,
         telemetry=telemetry,
-        model=model,
-        trace_url=settings.telemetry.trace_url,
+        prompt_observer=samples,
+        answer_observer=evaluation,
+        on_request=profiling.give_way,
     )
-    return _Wired(services, evaluation, profiling, samples)
+    shared = SharedState(redis_url, fleet, admission.waiting_for)
+    about = {"version": version("qarr"), "model": model, "trace_url": settings.telemetry.trace_url}
+    return _Wired(pipeline, upstream, shared, evaluation, profiling, samples, about)
 
 
 def _places(fleet: Fleet) -> int:
@@ -191,19 +200,19 @@ def _places(fleet: Fleet) -> int:
 
 
 def _lifespan(
-    wired: _Wired, streams: KeptStreams, live: Live
+    wired: _Wired, streams: ResumableStreams, live: Live
 ) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     """Return what runs while the router serves, and what is closed after it."""
-    services = wired.services
+    pipeline = wired.pipeline
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         work = {
-            "taking up profiles": services.policy.watch,
+            "taking up profiles": pipeline.policy.watch,
             "the check of live answers": wired.evaluation.run,
             "measuring itself": wired.profiling.run,
-            "the queue": services.admission.run,
-            "what routers share": services.shared.run,
+            "the queue": pipeline.admission.run,
+            "what routers share": wired.shared.run,
             "the live picture": live.run,
             "handing memory back": keep_handing_back,
         }
@@ -212,28 +221,30 @@ def _lifespan(
         await streams.aclose()
         await end_tasks(tasks)
         await wired.profiling.aclose()
-        await services.shared.aclose()
-        await services.quotas.aclose()
-        await services.upstream.aclose()
-        await asyncio.to_thread(services.decisions.close)
+        await wired.shared.aclose()
+        await pipeline.quotas.aclose()
+        await wired.upstream.aclose()
+        await asyncio.to_thread(pipeline.decisions.close)
         await asyncio.to_thread(wired.samples.close)
 
     return lifespan
 
 
-def _routes(services: Services, status: Status, streams: KeptStreams) -> list[Endpoint]:
+def _routes(wired: _Wired, settings: Settings, status: Status, streams: ResumableStreams) -> list[Endpoint]:
     """Return every route."""
-    models = Models(services, int(time.time()))
+    pipeline = wired.pipeline
+    models = Models(pipeline.fleet, settings.openai, pipeline.telemetry, wired.about["model"], int(time.time()))
+    small = Passthrough(wired.upstream, pipeline.quotas, pipeline.fleet, pipeline.telemetry, settings)
     return [
-        Endpoint("/generate", Generate(services, streams), methods=["POST"]),
-        Endpoint("/route", Route(services), methods=["POST"]),
-        Endpoint(CHAT, Completions(services, CHAT), methods=["POST"]),
-        Endpoint(COMPLETIONS, Completions(services, COMPLETIONS), methods=["POST"]),
-        Endpoint(EMBEDDINGS, Embeddings(services), methods=["POST"]),
+        Endpoint("/generate", Generate(pipeline, settings, streams), methods=["POST"]),
+        Endpoint("/route", Route(pipeline, settings), methods=["POST"]),
+        Endpoint(CHAT, Completions(pipeline, settings, CHAT), methods=["POST"]),
+        Endpoint(COMPLETIONS, Completions(pipeline, settings, COMPLETIONS), methods=["POST"]),
+        Endpoint(EMBEDDINGS, Embeddings(small), methods=["POST"]),
         Endpoint("/v1/models", models, methods=["GET"]),
         Endpoint("/v1/models/{id:path}", models, methods=["GET"]),
-        Endpoint("/tokenize", Tokens(services, "/tokenize"), methods=["POST"]),
-        Endpoint("/detokenize", Tokens(services, "/detokenize"), methods=["POST"]),
+        Endpoint("/tokenize", Tokens(small, "/tokenize"), methods=["POST"]),
+        Endpoint("/detokenize", Tokens(small, "/detokenize"), methods=["POST"]),
         Endpoint("/tiers", status.tiers),
         Endpoint("/readyz", status.readyz),
         Endpoint("/healthz", status.healthz),
@@ -244,8 +255,9 @@ def _routes(services: Services, status: Status, streams: KeptStreams) -> list[En
 class Status:
     """The endpoints that tell how things stand, and the rendering of errors."""
 
-    def __init__(self, services: Services, profiling: AutoProfile, doors: Doors) -> None:
-        self._services, self._profiling, self._doors = services, profiling, doors
+    def __init__(self, wired: _Wired, settings: Settings, doors: Doors) -> None:
+        self._fleet, self._profiling, self._about = wired.pipeline.fleet, wired.profiling, wired.about
+        self._limits, self._doors = settings.limits, doors
 
     async def healthz(self, _request: Request) -> Response:
         """Answer that the router is alive."""
@@ -256,7 +268,7 @@ class Status:
 
         It also says what tiers that have not served yet still need.
         """
-        tiers = self._services.fleet.snapshot().tiers
+        tiers = self._fleet.snapshot().tiers
         ready = self._doors.open and any(tier.state is ReplicaState.READY for tier in tiers)
         body = {
             "ready": ready,
@@ -271,13 +283,13 @@ class Status:
 
     async def tiers(self, request: Request) -> Response:
         """Answer with the whole fleet as it is now; where its engines are, to operators only."""
-        services, inside = self._services, context_of(request.scope).caller.sees_all
-        fleet = render_fleet(services.fleet.snapshot(), services.model, services.fleet.machine, inside=inside)
+        inside = context_of(request.scope).caller.sees_all
+        fleet = render_fleet(self._fleet.snapshot(), self._about["model"], self._fleet.machine, inside=inside)
         return _json({**fleet, "profiling": self._profiling.render(inside=inside)})
 
     async def openapi(self, _request: Request) -> Response:
         """Answer with the document of everything that is served."""
-        return _json(document(version("qarr"), self._services.limits))
+        return _json(document(self._about["version"], self._limits))
 
     async def problem(self, request: Request, error: Exception) -> Response:
         """Answer an error as a problem object."""

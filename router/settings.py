@@ -621,6 +621,10 @@ class TelemetrySettings(Section):
     )
     log_files: int = Field(3, ge=1, description="Old ones of that file that are kept.")
 
+    def trace_address(self, trace_id: str) -> str | None:
+        """Return where a trace viewer shows a trace; None: no viewer is known."""
+        return self.trace_url.replace(TRACE_ID, trace_id) or None
+
 
 class Settings(BaseSettings):
     """All settings."""

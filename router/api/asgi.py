@@ -159,3 +159,8 @@ def start_message(headers: Mapping[str, str], media_type: str, more: Mapping[str
 def body_message(data: bytes, *, more: bool) -> Message:
     """Return the ASGI message that carries a part of a body."""
     return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+async def no_body() -> Any:
+    """Stand for a body that is read already."""
+    return {"type": "http.request", "body": b"", "more_body": False}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from router.policy.decision import Priority, Query, Sla
+from router.pipeline.request import RoutingOptions
+from router.policy.decision import Priority, Sla
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from pydantic import ValidationInfo
     from pydantic_core import ErrorDetails
 
-    from classifier import PromptFeatures
     from router.settings import LimitSettings
     from tiers.fleet import FleetSnapshot, ReplicaSnapshot
     from tiers.preparing import Preparing
@@ -56,10 +56,12 @@ def _limits(info: ValidationInfo) -> LimitSettings:
     return cast("LimitSettings", limits)
 
 
-class Wishes(BaseModel):
+class RoutingFields(BaseModel):
     """What a caller may say about routing, on every endpoint."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, cache_strings="keys")  # as jsontext.read_json
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, cache_strings="keys"
+    )  # as json_object.read_json
 
     tier: Literal["auto", "fast", "balanced", "precise"] = "auto"
     tier_policy: Literal["prefer", "require"] = "prefer"
@@ -71,8 +73,18 @@ class Wishes(BaseModel):
         """Return the tier asked for, None for ``auto``."""
         return None if self.tier == "auto" else TierName(self.tier)
 
+    def options(self, priority: int, hint_field: str) -> RoutingOptions:
+        """Return them as the pipeline knows them.
 
-class GenerateBody(Wishes):
+        Args:
+            priority: In vLLM's numbers.
+            hint_field: Where the tier was asked for.
+        """
+        sla = Sla(self.sla.ttft_ms, self.sla.tpot_ms, self.sla.max_quality_loss, self.sla.confidence)
+        return RoutingOptions(self.hint, hint_field, self.tier_policy == "require", sla, priority)
+
+
+class GenerateBody(RoutingFields):
     """The body of ``POST /generate`` and ``POST /route``. Limits come from the settings, as validation context."""
 
     prompt: str = Field(min_length=1)
@@ -157,32 +169,6 @@ def _problem(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem:
         return FieldProblem(field, "there is no such field", ", ".join(names))
     message = error["msg"].removeprefix("Value error, ")
     return FieldProblem(field, message[:1].lower() + message[1:], allowed.get(field, ""))
-
-
-class Amount(NamedTuple):
-    """How much a request asks for; the parts are those of ``Query``."""
-
-    prompt_tokens: int
-    max_tokens: int
-    sequences: int = 1
-    all_prompt_tokens: int = 0
-
-
-def make_query(wishes: Wishes, features: PromptFeatures, amount: Amount, allowed: frozenset[TierName]) -> Query:
-    """Return the request as the policy sees it."""
-    sla = Sla(wishes.sla.ttft_ms, wishes.sla.tpot_ms, wishes.sla.max_quality_loss, wishes.sla.confidence)
-    require = wishes.tier_policy == "require"
-    return Query(
-        features,
-        amount.prompt_tokens,
-        amount.max_tokens,
-        hint=wishes.hint,
-        require=require,
-        sla=sla,
-        allowed=allowed,
-        sequences=amount.sequences,
-        all_prompt_tokens=amount.all_prompt_tokens,
-    )
 
 
 def render_fleet(fleet: FleetSnapshot, model: str, machine: str, *, inside: bool) -> dict[str, Any]:

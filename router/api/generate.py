@@ -6,116 +6,142 @@ that its caller may lose the connection and go on with the header ``Last-Event-I
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from classifier import extract
 from router.api.asgi import body_message, context_of, read_body, start_message, while_connected
-from router.api.bodies import Amount, GenerateBody, make_query, parse_generate
+from router.api.bodies import parse_generate
 from router.api.problems import describe
-from router.api.resumable import KeptStream, KeptStreams, ResumedElsewhere, StreamGone
-from router.pipeline.pipeline import (
-    Services,
-    answer_headers,
-    check_hint,
-    choose,
-    default_priority,
-    engine_request_id,
-    priority_of,
-    served,
-)
+from router.api.resumable import ResumableStream, ResumableStreams, ResumedElsewhere, StreamGone
+from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, relay, send_whole
+from router.pipeline.pipeline import engine_request_id
+from router.pipeline.request import PromptText, RoutingOptions, class_priority
 from router.policy.render import render_decision
-from router.upstream.errors import UpstreamError
-from router.upstream.exchange import continued_on
-from router.upstream.text_stream import Answer, ChatRequest
+from router.upstream.engine_request import ChatRequest
+from router.upstream.engine_stream import EngineStream, continued_on
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from starlette.types import Receive, Scope, Send
 
-    from classifier import PromptFeatures
+    from classifier import TokenCounter
+    from router.api.bodies import GenerateBody
     from router.pipeline.context import RequestContext
-    from router.policy.decision import Decision, Query
-    from tiers.fleet import FleetSnapshot
+    from router.pipeline.pipeline import Pipeline
+    from router.policy.decision import Decision
+    from router.settings import LimitSettings, Settings
+    from router.upstream.sse import Chunk
 
-log = logging.getLogger("qarr.router")
-EVENT_STREAM = "text/event-stream; charset=utf-8"
-STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 STREAM_ID = "x-qarr-stream-id"
 
 
-class Put(Protocol):
-    """Takes a stream's events."""
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A request for ``/generate``, read."""
 
-    async def __call__(self, events: Sequence[bytes], *, last: bool) -> None:
-        """Take some events, without their ids.
+    context: RequestContext
+    prompt: PromptText
+    options: RoutingOptions
+    max_tokens: int
+    temperature: float
+    messages: tuple[Mapping[str, str], ...]
+    checkable: bool
+    sequences: int = 1
 
-        Args:
-            events: In order.
-            last: Whether no more come.
-        """
+    def engine_request(self, decision: Decision, *, wants_logprobs: bool) -> ChatRequest:
+        """Return what the engine is asked: the prompt goes through the model's own chat template there."""
+        return ChatRequest(
+            messages=self.messages,
+            max_tokens=decision.query.max_tokens,
+            temperature=self.temperature,
+            priority=self.options.priority,
+            request_id=engine_request_id(self.context),
+            wants_logprobs=wants_logprobs,
+        )
+
+
+def read_request(
+    body: GenerateBody, context: RequestContext, limits: LimitSettings, counter: TokenCounter
+) -> GenerateRequest:
+    """Return a request whose body has been checked.
+
+    Raises:
+        BeyondKey: The priority is beyond the caller's key.
+    """
+    user = {"role": "user", "content": body.prompt}
+    prompt, messages = PromptText(body.prompt, messages=1), (user,)
+    if body.system_prompt is not None:
+        tokens = counter.count(body.system_prompt) + counter.count(body.prompt)
+        prompt = PromptText(body.prompt, tokens, messages=2, system=True)
+        messages = ({"role": "system", "content": body.system_prompt}, user)
+    asked = body.priority if "priority" in body.model_fields_set else None
+    return GenerateRequest(
+        context=context,
+        prompt=prompt,
+        options=body.options(class_priority(context.caller, asked, "priority"), "tier"),
+        max_tokens=body.max_tokens or limits.default_max_tokens,
+        temperature=limits.default_temperature if body.temperature is None else body.temperature,
+        messages=messages,
+        checkable=body.stream,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Generate:
     """The endpoint ``POST /generate``, as an ASGI application."""
 
-    services: Services
-    streams: KeptStreams
+    pipeline: Pipeline
+    settings: Settings
+    streams: ResumableStreams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Work stops when the client goes away, unless the stream is resumable."""
-        services = self.services
-        services.telemetry.name_server_span(scope, "/generate")
-        content = await read_body(scope, receive, services.max_body_bytes)
+        pipeline, settings = self.pipeline, self.settings
+        pipeline.telemetry.name_server_span(scope, "/generate")
+        content = await read_body(scope, receive, settings.server.max_body_bytes)
         context = context_of(scope)
         if last_event_id := Headers(scope=scope).get("last-event-id"):
             await self._resume(last_event_id, context, scope, receive, send)
             return
-        body = parse_generate(content, services.limits)
+        body = parse_generate(content, settings.limits)
         del content  # not to be held for as long as the answer takes
-        decision = decision_for(body, context, services, request_id=context.request_id)
-        judged = body.stream and services.escalation.watches(decision)
-        request = chat_request(body, decision, context, services.limits.default_temperature, judged=judged)
+        request = read_request(body, context, settings.limits, pipeline.counter)
+        decision = pipeline.decide(request)
         if body.resumable:
-            make = partial(self._make, decision, request, context)
+            make = partial(self._make, request, decision)
             stream = self.streams.open(context.caller.key_id, make, context.request_id)
             if stream is not None:
                 await while_connected(context, partial(self._read, stream, 0, context), receive, send)
                 return
-        await while_connected(context, partial(self._serve, body, decision, request, context), receive, send)
+        await while_connected(context, partial(self._serve, request, decision, body.stream), receive, send)
 
-    async def _serve(
-        self, body: GenerateBody, decision: Decision, request: ChatRequest, context: RequestContext, send: Send
-    ) -> None:
-        tokens = decision.query.prompt_tokens + decision.query.max_tokens
-        async with served(self.services, context, decision, request, Answer, tokens=tokens) as (answer, admitted):
-            headers = answer_headers(context, admitted, answer, self.services)
-            if body.stream:
+    async def _serve(self, request: GenerateRequest, decision: Decision, stream: bool, send: Send) -> None:  # noqa: FBT001
+        async with self.pipeline.serve(request, decision) as active:
+            headers, answer = answer_headers(active, self.pipeline, self.settings.telemetry), active.answer
+            assert isinstance(answer, EngineStream)
+            if stream:
                 await send(start_message(headers, EVENT_STREAM, STREAM_HEADERS))
-                await stream_answer(answer, context, Numbered(send))
+                await relay(answer, TextEvents(answer, request.context), Numbered(send), request.context.request_id)
             else:
-                await send_answer(answer, headers, context, send)
+                await send_whole(await _collect(answer, request.context), "application/json", headers, send)
 
-    async def _make(
-        self, decision: Decision, request: ChatRequest, context: RequestContext, stream: KeptStream
-    ) -> None:
+    async def _make(self, request: GenerateRequest, decision: Decision, stream: ResumableStream) -> None:
         """Make a resumable stream's events."""
-        tokens = decision.query.prompt_tokens + decision.query.max_tokens
-        async with served(self.services, context, decision, request, Answer, tokens=tokens) as (answer, admitted):
-            headers = answer_headers(context, admitted, answer, self.services)
+        context = request.context
+        async with self.pipeline.serve(request, decision) as active:
+            headers, answer = answer_headers(active, self.pipeline, self.settings.telemetry), active.answer
+            assert isinstance(answer, EngineStream)
             own = {name: value for name, value in headers.items() if name not in context.headers}  # not the request's
             stream.begin({**own, STREAM_ID: stream.id})
-            await stream_answer(answer, context, stream.put)
+            await relay(answer, TextEvents(answer, context), stream.put, context.request_id)
 
-    async def _read(self, stream: KeptStream, after: int, context: RequestContext, send: Send) -> None:
+    async def _read(self, stream: ResumableStream, after: int, context: RequestContext, send: Send) -> None:
         """Send a resumable stream from some event on."""
         started = False
 
@@ -147,17 +173,19 @@ class Generate:
 class Route:
     """The endpoint ``POST /route``: the decision, without generating."""
 
-    services: Services
+    pipeline: Pipeline
+    settings: Settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, which counts as one of no tokens. A refusal is a decision too: 200, with ``tier`` null."""
-        services, context = self.services, context_of(scope)
-        services.telemetry.name_server_span(scope, "/route")
-        body = parse_generate(await read_body(scope, receive, services.max_body_bytes), services.limits)
-        grant = await services.quotas.enter(context.caller, 0, context.limits)
+        pipeline, limits, context = self.pipeline, self.settings.limits, context_of(scope)
+        pipeline.telemetry.name_server_span(scope, "/route")
+        body = parse_generate(await read_body(scope, receive, self.settings.server.max_body_bytes), limits)
+        grant = await pipeline.quotas.enter(context.caller, 0, context.limits)
         counted: int | None = None
         try:
-            rendered = render_decision(decision_for(body, context, services))
+            request = read_request(body, context, limits, pipeline.counter)
+            rendered = render_decision(pipeline.decide(request, serve=False))
             counted = 0
         finally:
             if grant is not None:
@@ -166,41 +194,25 @@ class Route:
         await response(scope, receive, send)
 
 
-def decision_for(
-    body: GenerateBody, context: RequestContext, services: Services, *, request_id: str | None = None
-) -> Decision:
-    """Classify the prompt and decide; with a request id, log it."""
-    check_hint(context.caller, body.hint, "tier")
+class TextEvents:
+    """Writes an answer as text events, then one ``done`` or one ``error`` event."""
 
-    def ask(features: PromptFeatures, fleet: FleetSnapshot) -> Query:
-        tokens = features.tokens + fleet.template.alone
-        if body.system_prompt is not None:
-            tokens = features.tokens + fleet.template.with_system + services.counter.count(body.system_prompt)
-        max_tokens = body.max_tokens or services.limits.default_max_tokens
-        return make_query(body, features, Amount(tokens, max_tokens), context.caller.tiers)
+    __slots__ = ("_answer", "_context")
 
-    return choose(services, body.prompt, lambda: extract(body.prompt, services.counter), ask, request_id)
+    def __init__(self, answer: EngineStream, context: RequestContext) -> None:
+        self._answer, self._context = answer, context
 
+    def events(self, chunks: Sequence[Chunk]) -> list[bytes]:
+        """Return an event for each text."""
+        return [b"data: " + to_json({"text": chunk.text}) + b"\n\n" for chunk in chunks if chunk.text]
 
-def chat_request(
-    body: GenerateBody, decision: Decision, context: RequestContext, default_temperature: float, *, judged: bool
-) -> ChatRequest:
-    """Return what the engine is asked: the prompt goes through the model's own chat template there."""
-    system = ({"role": "system", "content": body.system_prompt},) if body.system_prompt is not None else ()
-    return ChatRequest(
-        messages=(*system, {"role": "user", "content": body.prompt}),
-        max_tokens=decision.query.max_tokens,
-        temperature=default_temperature if body.temperature is None else body.temperature,
-        priority=_priority(body, context),
-        request_id=engine_request_id(context),
-        judged=judged,
-    )
+    def end(self) -> list[bytes]:
+        """Return the last event of a complete answer."""
+        return [b"event: done\ndata: " + to_json(closing(self._answer)) + b"\n\n"]
 
-
-def _priority(body: GenerateBody, context: RequestContext) -> int:
-    if "priority" in body.model_fields_set:
-        return priority_of(context.caller, body.priority, "priority")
-    return default_priority(context.caller)
+    def failure(self, error: Exception) -> list[bytes]:
+        """Return the last event of an answer that could not be completed."""
+        return [error_event(error, self._context)]
 
 
 class Numbered:
@@ -218,36 +230,20 @@ class Numbered:
         await self._send(body_message(b"".join(numbered), more=not last))
 
 
-async def stream_answer(answer: Answer, context: RequestContext, put: Put) -> None:
-    """Relay an answer as server-sent events: text events, then exactly one ``done`` or ``error`` event."""
-    try:
-        async for deltas in answer.batches():
-            events = [b"data: " + to_json({"text": delta.text}) + b"\n\n" for delta in deltas if delta.text]
-            if events:
-                await put(events, last=False)
-        last = b"event: done\ndata: " + to_json(closing(answer)) + b"\n\n"
-    except UpstreamError as error:
-        answer.error = error
-        log.warning("request %s: %s on %s", context.request_id, error, answer.replica_id)
-        last = error_event(error, context)
-    await put([last], last=True)
-
-
 def error_event(error: Exception, context: RequestContext) -> bytes:
     """Return the event that ends a stream which could not be finished, or not here."""
     return b"event: error\ndata: " + to_json(describe(error).body(context.ids)) + b"\n\n"
 
 
-async def send_answer(answer: Answer, headers: dict[str, str], context: RequestContext, send: Send) -> None:
-    """Collect an answer and send it as one JSON object."""
-    text = "".join([delta.text async for deltas in answer.batches() for delta in deltas])
-    rendered = {"text": text, **closing(answer), **context.ids}
-    content = to_json(rendered)
-    await send(start_message(headers, "application/json", {"content-length": str(len(content))}))
-    await send(body_message(content, more=False))
+async def _collect(answer: EngineStream, context: RequestContext) -> bytes:
+    """Read a whole answer, and return it as one JSON object."""
+    parts: list[str] = []
+    while (chunks := await answer.read()) is not None:
+        parts.extend(chunk.text for chunk in chunks)
+    return to_json({"text": "".join(parts), **closing(answer), **context.ids})
 
 
-def closing(answer: Answer) -> dict[str, Any]:
+def closing(answer: EngineStream) -> dict[str, Any]:
     """Return what a complete answer ends with."""
     tpot_ms = answer.tpot_ms
     return {

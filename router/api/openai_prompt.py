@@ -5,15 +5,13 @@ What is malformed reads as empty: the engine, which gets the body as it is, says
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from classifier import PromptClass, extract
+from router.pipeline.request import PromptText
 
 if TYPE_CHECKING:
-    from classifier import PromptFeatures, TokenCounter
+    from classifier import TokenCounter
     from router.upstream.json_object import JsonObject
-    from tiers.fleet import TemplateTokens
 
 SHORT_CHARS = 200  # a shorter last turn ("and now in Rust?") is read together with the user's turn before it
 PART_TOKENS = 1000  # taken for each part that is not text; no tier's tokenizer can count those
@@ -29,45 +27,7 @@ KINDS = (
 )  # of parts; names of others are the caller's own text
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What was read of a request.
-
-    Attributes:
-        text: To classify: the user's last turn.
-        prompt_tokens: Of the longest prompt as the engine will see it, the chat template not counted.
-        all_tokens: Of all prompts together; a chat is one prompt.
-        messages: Of a chat; 0 for a completion.
-        system: The chat has a system message.
-        other_parts: Kinds of parts that are not text, such as ``image_url``.
-        prompts: Answered each on its own.
-    """
-
-    text: str
-    prompt_tokens: int
-    all_tokens: int
-    messages: int = 0
-    system: bool = False
-    other_parts: tuple[str, ...] = ()
-    prompts: int = 1
-
-    def with_template(self, template: TemplateTokens) -> int:
-        """Return the prompt's tokens with what the chat template adds."""
-        if not self.messages:
-            return self.prompt_tokens
-        return self.prompt_tokens + template.conversation(self.messages, system=self.system)
-
-
-def classify(reading: Reading, counter: TokenCounter) -> PromptFeatures:
-    """Classify what was read. Parts that are not text make the class unknown, which routes to a higher precision."""
-    features = extract(reading.text, counter, max(reading.prompt_tokens, 0))
-    if not reading.other_parts:
-        return features
-    signals = tuple(f"part that is not text: {kind}" for kind in reading.other_parts)
-    return replace(features, prompt_class=PromptClass.UNKNOWN, signals=signals)
-
-
-def read_chat(document: JsonObject, counter: TokenCounter) -> Reading:
+def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
     """Read the body of a chat completion."""
     given = document.get("messages")
     messages = [m for m in given if isinstance(m, dict)] if isinstance(given, list) else []
@@ -77,7 +37,7 @@ def read_chat(document: JsonObject, counter: TokenCounter) -> Reading:
     calls = [str(m[key]) for m in messages for key in ("tool_calls", "function_call") if m.get(key)]
     tokens = sum(count(counter, text) for text in [*texts, *extras, *calls])
     tokens += PART_TOKENS * sum(len(_other_parts(m.get("content"))) for m in messages)
-    return Reading(
+    return PromptText(
         text=_last_turn(messages, texts),
         prompt_tokens=tokens,
         all_tokens=tokens,
@@ -87,14 +47,14 @@ def read_chat(document: JsonObject, counter: TokenCounter) -> Reading:
     )
 
 
-def read_completion(document: JsonObject, counter: TokenCounter) -> Reading:
+def read_completion(document: JsonObject, counter: TokenCounter) -> PromptText:
     """Read the body of a completion: text, texts, token ids, or several lists of them."""
     prompt = document.get("prompt")
     several = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
     texts = [item for item in several if isinstance(item, str)]
     counts = [count(counter, text) for text in texts] + [len(item) for item in several if _is_ids(item)]
     ids = () if texts or not counts else ("token ids",)
-    return Reading(
+    return PromptText(
         "\n\n".join(texts), max(counts, default=0), sum(counts), other_parts=ids, prompts=max(len(counts), 1)
     )
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from router.api.admin import OPERATIONS, REPLICAS
 from router.api.bodies import GenerateBody, allowed_values
 from router.api.generate import STREAM_ID
-from router.api.openai import CHAT, COMPLETIONS, EMBEDDINGS, HEADERS, OpenAIWishes
-from router.api.paths import MOST_LISTED
+from router.api.openai import HEADERS, OpenAIFields
+from router.api.paths import CHAT, COMPLETIONS, EMBEDDINGS, MOST_LISTED
 from router.api.problems import MEDIA_TYPE
 from router.policy.decision import PRIORITIES, Basis
 from router.profiling.auto_profile import State
@@ -352,7 +352,7 @@ def _answer_headers() -> Schema:
 def _schemas(limits: LimitSettings) -> Schema:
     body = GenerateBody.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas: Schema = body.pop("$defs")
-    wishes = OpenAIWishes.model_json_schema(ref_template="#/components/schemas/{model}")
+    wishes = OpenAIFields.model_json_schema(ref_template="#/components/schemas/{model}")
     wishes.pop("$defs")
     for field, allowed in allowed_values(limits).items():
         if field in body["properties"]:

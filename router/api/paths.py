@@ -5,3 +5,10 @@ from __future__ import annotations
 PAGE = "/"
 
 MOST_LISTED = 1000
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+_OWN_SHAPE = {"/tokenize", "/detokenize"}  # vLLM's own endpoints, whose errors have OpenAI's form
+
+
+def speaks_openai(path: str) -> bool:
+    """Tell whether errors at a path are to be in OpenAI's form."""
+    return path.startswith("/v1/") or path in _OWN_SHAPE

@@ -44,7 +44,7 @@ class ResumedElsewhere(Exception):
     """Another connection reads the stream now."""
 
 
-class KeptStream:
+class ResumableStream:
     """One stream: its events from the oldest that is kept, numbered from 1.
 
     Attributes:
@@ -185,18 +185,18 @@ class KeptStream:
                 await self._news.wait()
 
 
-class KeptStreams:
+class ResumableStreams:
     """Every resumable stream: those that are read, those that wait for their reader, those that are over."""
 
     def __init__(self, bounds: ServerSettings) -> None:
         self._bounds = bounds
-        self._streams: dict[str, KeptStream] = {}
+        self._streams: dict[str, ResumableStream] = {}
         self._ended: dict[str, str] = {}  # owners by id
         self._ending: set[asyncio.Task[None]] = set()
 
     def open(
-        self, owner: str, work: Callable[[KeptStream], Coroutine[Any, Any, None]], request_id: str
-    ) -> KeptStream | None:
+        self, owner: str, work: Callable[[ResumableStream], Coroutine[Any, Any, None]], request_id: str
+    ) -> ResumableStream | None:
         """Start a stream, or return None where as many are kept as may be, or as the key may have.
 
         Args:
@@ -206,13 +206,13 @@ class KeptStreams:
         """
         if not self._has_room(owner):
             return None
-        stream = KeptStream(owner, self._bounds.resume_bytes)
+        stream = ResumableStream(owner, self._bounds.resume_bytes)
         self._streams[stream.id] = stream
         stream.task = asyncio.create_task(_made(stream, work, request_id))
         self._wait_for_reader(stream)  # its request may end before it reads
         return stream
 
-    def find(self, event_id: str, owner: str) -> tuple[KeptStream, int]:
+    def find(self, event_id: str, owner: str) -> tuple[ResumableStream, int]:
         """Return the stream of an event, and the event's number.
 
         Raises:
@@ -235,7 +235,7 @@ class KeptStreams:
 
     async def read(
         self,
-        stream: KeptStream,
+        stream: ResumableStream,
         after: int,
         start: Callable[[Mapping[str, str]], Coroutine[Any, Any, None]],
         send: Send,
@@ -264,11 +264,11 @@ class KeptStreams:
                 else:
                     self._wait_for_reader(stream)
 
-    def _wait_for_reader(self, stream: KeptStream) -> None:
+    def _wait_for_reader(self, stream: ResumableStream) -> None:
         """Drop a stream unless somebody comes to read it in time."""
         stream.wait_for_reader(asyncio.get_running_loop().call_later(self._bounds.resume_s, self.drop, stream))
 
-    def drop(self, stream: KeptStream) -> None:
+    def drop(self, stream: ResumableStream) -> None:
         """Forget a stream, and abort what is still to be made of it."""
         if self._streams.pop(stream.id, None) is None:
             return
@@ -297,7 +297,7 @@ class KeptStreams:
             return self._make_room(own)
         return free > 0 or self._make_room(list(self._streams.values()))
 
-    def _make_room(self, streams: Sequence[KeptStream]) -> bool:
+    def _make_room(self, streams: Sequence[ResumableStream]) -> bool:
         """Drop the oldest of some streams that is over and that nobody reads."""
         for stream in streams:
             if stream.over and not stream.read:
@@ -306,7 +306,9 @@ class KeptStreams:
         return False
 
 
-async def _made(stream: KeptStream, work: Callable[[KeptStream], Coroutine[Any, Any, None]], request_id: str) -> None:
+async def _made(
+    stream: ResumableStream, work: Callable[[ResumableStream], Coroutine[Any, Any, None]], request_id: str
+) -> None:
     """Make a stream; its fault is told to who reads it."""
     try:
         await work(stream)

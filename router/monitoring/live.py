@@ -25,17 +25,18 @@ from router.telemetry.record import Outcome, render_record
 from router.telemetry.trace_store import UnknownTrace, render_listed, render_trace
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
     from router.auth.api_keys import Caller, KeyStore
     from router.lifecycle import Doors
-    from router.pipeline.pipeline import Services
-    from router.pipeline.registry import OpenRequest
+    from router.pipeline.pipeline import Pipeline
+    from router.pipeline.registry import ActiveRequest
     from router.profiling.auto_profile import AutoProfile
     from router.profiling.shadow_evaluation import LiveCheck
+    from router.settings import TelemetrySettings
     from router.telemetry.record import RequestRecord
     from router.telemetry.trace_store import Trace
     from tiers.spec import TierName
@@ -110,21 +111,28 @@ class Live:
     no longer in force: those streams have no end of their own.
     """
 
-    def __init__(self, services: Services, profiling: AutoProfile, doors: Doors, keys: KeyStore, version: str) -> None:
-        self._services, self._profiling = services, profiling
-        self._doors, self._keys, self._version = doors, keys, version
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        profiling: AutoProfile,
+        doors: Doors,
+        keys: KeyStore,
+        about: Mapping[str, str],
+    ) -> None:
+        self._pipeline, self._profiling = pipeline, profiling
+        self._doors, self._keys, self._about = doors, keys, about
         self._window: deque[_Ended] = deque(maxlen=WINDOW_RECORDS)
         self._generated: dict[str, int] = {}
         self._rates: dict[str, float] = {}
         self._readers: set[Reader] = set()
         self._wanted = asyncio.Event()
-        services.journal.observers.append(self._observe)
+        pipeline.registry.observers.append(self._observe)
 
     @contextmanager
     def watching(self, caller: Caller) -> Iterator[Reader]:
         """Return a reader that starts with the last records and the fleet as it is."""
         reader = Reader(caller)
-        seen = [record for record in self._services.journal.recent if caller.sees(record.key_id)]
+        seen = [record for record in self._pipeline.registry.recent if caller.sees(record.key_id)]
         for record in seen[-FIRST_RECORDS:]:
             reader.put(_event(b"request", render_record(record)))
         reader.put(_event(b"fleet", self.fleet(caller)))
@@ -166,29 +174,29 @@ class Live:
 
     def fleet(self, caller: Caller) -> dict[str, Any]:
         """Return the picture as a caller may see it, as JSON values."""
-        services, now = self._services, time.monotonic()
+        pipeline, now = self._pipeline, time.monotonic()
         self._forget(now)
-        snapshot = services.fleet.snapshot()
-        rendered = render_fleet(snapshot, services.model, services.fleet.machine, inside=caller.sees_all)
+        snapshot = pipeline.fleet.snapshot()
+        rendered = render_fleet(snapshot, self._about["model"], pipeline.fleet.machine, inside=caller.sees_all)
         for tier in rendered["tiers"]:
             for replica in tier["replicas"]:
                 replica["tokens_per_s"] = round(self._rates.get(replica["id"], 0.0), 1)
             tier["tokens_per_s"] = round(sum(r["tokens_per_s"] for r in tier["replicas"]), 1)
             tier.update(_summary([ended for ended in self._window if ended.tier is tier["tier"]]))
-        journal = services.journal
-        served = journal.open
+        registry = pipeline.registry
+        served = registry.open
         shown = [request for request in served if caller.sees(request.context.caller.key_id)][:MOST_SHOWN]
         return {
             "at": round(time.time(), 3),
-            "version": self._version,
+            "version": self._about["version"],
             "window_s": WINDOW_S,
-            "trace_url": services.trace_url or None,
+            "trace_url": self._about["trace_url"] or None,
             **rendered,
             "profiling": self._profiling.render(inside=caller.sees_all),
-            "waiting": services.admission.waiting,
+            "waiting": pipeline.admission.waiting,
             "in_flight": [_render_open(request, now) for request in shown],
             "in_flight_total": len(served),
-            "totals": {shown: journal.totals[name] for shown, name in TOTALS.items()},
+            "totals": {shown: registry.totals[name] for shown, name in TOTALS.items()},
         }
 
     def _forget(self, now: float) -> None:
@@ -209,7 +217,7 @@ class Live:
 
     def _count(self, elapsed_s: float | None) -> None:
         """Note the tokens that replicas have generated; None: there is nothing yet to compare with."""
-        replicas = self._services.fleet.replicas
+        replicas = self._pipeline.fleet.replicas
         before, self._generated = self._generated, {r.id: r.generated for r in replicas}
         if elapsed_s is None:
             self._rates = {}
@@ -249,7 +257,7 @@ def _percentiles(values: list[float]) -> dict[str, float] | None:
     return {name: round(values[-(-len(values) * p // 100) - 1], 2) for name, p in (("p50", 50), ("p95", 95))}
 
 
-def _render_open(request: OpenRequest, now: float) -> dict[str, Any]:
+def _render_open(request: ActiveRequest, now: float) -> dict[str, Any]:
     answer, decision, admitted = request.answer, request.decision, request.admitted
     part = request.now_on
     tier = part.tier if part is not None else decision.tier
@@ -274,8 +282,8 @@ def _event(name: bytes, value: Any) -> bytes:
 class LiveEndpoints:
     """``GET /live``, ``/requests``, ``/traces`` and ``/policy``."""
 
-    def __init__(self, services: Services, evaluation: LiveCheck, live: Live) -> None:
-        self._services, self._evaluation, self._live = services, evaluation, live
+    def __init__(self, pipeline: Pipeline, evaluation: LiveCheck, live: Live, settings: TelemetrySettings) -> None:
+        self._pipeline, self._evaluation, self._live, self._settings = pipeline, evaluation, live, settings
 
     def routes(self) -> list[Endpoint]:
         """Return the endpoints' routes."""
@@ -290,13 +298,13 @@ class LiveEndpoints:
     async def _requests(self, request: Request) -> Response:
         """Answer with the last requests that have ended, the newest first: those of the key, or an operator's all."""
         limit, caller = _limit(request), context_of(request.scope).caller
-        seen = (record for record in reversed(self._services.journal.recent) if caller.sees(record.key_id))
+        seen = (record for record in reversed(self._pipeline.registry.recent) if caller.sees(record.key_id))
         shown = [render_record(record) for record in islice(seen, limit)]
         return _json({"scope": scope_of(everything=caller.sees_all), "requests": shown})
 
     async def _traces(self, request: Request) -> Response:
         """Answer with the traces that are kept, the newest first: those of the key's requests, or an operator's all."""
-        limit, traces = _limit(request), self._services.telemetry.traces
+        limit, traces = _limit(request), self._pipeline.telemetry.traces
         caller = context_of(request.scope).caller
         kept = traces.recent() if traces is not None else []
         seen = (own for own in (_seen(trace, caller) for trace in kept) if own is not None)
@@ -305,7 +313,7 @@ class LiveEndpoints:
 
     async def _trace(self, request: Request) -> Response:
         """Answer with one trace; another key's is not there."""
-        trace_id, traces = request.path_params["trace_id"], self._services.telemetry.traces
+        trace_id, traces = request.path_params["trace_id"], self._pipeline.telemetry.traces
         caller = context_of(request.scope).caller
         kept = traces.find(trace_id) if traces is not None else None
         trace = _seen(kept, caller) if kept is not None else None
@@ -315,11 +323,11 @@ class LiveEndpoints:
                 "every one: ask the router that served the request, or look in the trace viewer"
             )
         rendered = render_trace(trace, inside=caller.sees_all)
-        return _json({**rendered, "trace_url": self._services.trace_address(rendered["trace_id"])})
+        return _json({**rendered, "trace_url": self._settings.trace_address(rendered["trace_id"])})
 
     async def _policy(self, _request: Request) -> Response:
         """Answer with the table that decisions are made by."""
-        table, check = self._services.policy.table, self._evaluation
+        table, check = self._pipeline.policy.table, self._evaluation
         return _json(
             {
                 "class_floor": {kind.value: tier for kind, tier in table.class_floor.items()},

@@ -27,12 +27,12 @@ from tiers.breaker import BreakerState
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from prometheus_client.metrics_core import Metric
     from starlette.requests import Request
 
-    from router.pipeline.pipeline import Services
+    from router.pipeline.pipeline import Pipeline
     from router.policy.table import LivePolicy
     from router.profiling.shadow_evaluation import LiveCheck
     from router.telemetry.record import RequestRecord
@@ -181,19 +181,19 @@ class Losses(Collector):
 class Load(Collector):
     """What the router has to do, and how its engines are."""
 
-    def __init__(self, services: Services, version: str) -> None:
-        self._services, self._version = services, version
+    def __init__(self, pipeline: Pipeline, retries: Mapping[TierName, int], about: Mapping[str, str]) -> None:
+        self._pipeline, self._retries, self._about = pipeline, retries, about
 
     def collect(self) -> Iterable[Metric]:
         """Return the router's own state, then the replicas'."""
-        services = self._services
+        pipeline = self._pipeline
         about = GaugeMetricFamily("qarr_build_info", "1, with what runs.", labels=["version", "model"])
-        about.add_metric([self._version, services.model], 1)
+        about.add_metric([self._about["version"], self._about["model"]], 1)
         yield about
-        waiting = services.admission
+        waiting = pipeline.admission
         yield GaugeMetricFamily("qarr_waiting_requests", "Requests that wait for a place.", waiting.waiting)
         yield GaugeMetricFamily("qarr_waiting_requests_limit", "Requests that may wait.", waiting.most_waiting)
-        yield GaugeMetricFamily("qarr_open_requests", "Requests that are being served.", len(services.journal.open))
+        yield GaugeMetricFamily("qarr_open_requests", "Requests that are being served.", len(pipeline.registry.open))
         yield GaugeMetricFamily("qarr_tasks", "Tasks of the router's event loop.", len(asyncio.all_tasks()))
         blocks = sys.getallocatedblocks()
         yield GaugeMetricFamily("qarr_memory_blocks", "Blocks of memory that Python's objects take.", blocks)
@@ -201,7 +201,7 @@ class Load(Collector):
         yield from self._replicas()
 
     def _attempts(self) -> Iterable[Metric]:
-        fleet = self._services.fleet
+        fleet = self._pipeline.fleet
         failures = CounterMetricFamily(
             "qarr_upstream_failures", "Attempts that an engine failed.", labels=["tier", "error"]
         )
@@ -214,7 +214,7 @@ class Load(Collector):
         ready = GaugeMetricFamily("qarr_tier_ready_replicas", "Replicas that get traffic.", labels=["tier"])
         for spec in fleet.specs:
             tier = spec.name
-            retries.add_metric([tier.value], self._services.upstream.retries[tier])
+            retries.add_metric([tier.value], self._retries[tier])
             restarts.add_metric([tier.value], fleet.restarts[tier])
             count = sum(r.spec.name is tier and r.state is ReplicaState.READY for r in fleet.replicas)
             ready.add_metric([tier.value], count)
@@ -230,7 +230,7 @@ class Load(Collector):
         is_open = GaugeMetricFamily("qarr_breaker_open", "1 while a replica is spared after failures.", labels=labels)
         usage = GaugeMetricFamily("qarr_kv_cache_usage_ratio", "Share of a replica's KV cache in use.", labels=labels)
         now = time.monotonic()
-        for replica in self._services.fleet.replicas:
+        for replica in self._pipeline.fleet.replicas:
             values = [replica.spec.name.value, replica.id]
             state.add_metric([*values, replica.state.value], 1)
             in_flight.add_metric(values, replica.in_flight)
@@ -246,7 +246,9 @@ class Load(Collector):
 class Metrics:
     """All of the router's metrics."""
 
-    def __init__(self, services: Services, evaluation: LiveCheck, version: str) -> None:
+    def __init__(
+        self, pipeline: Pipeline, evaluation: LiveCheck, retries: Mapping[TierName, int], about: Mapping[str, str]
+    ) -> None:
         self._registry = CollectorRegistry()
         self._http = Counter(
             "qarr_http_requests",
@@ -256,9 +258,9 @@ class Metrics:
         )
         ProcessCollector(registry=self._registry)
         requests = RequestMetrics(self._registry)
-        services.journal.observers.append(requests.observe)
-        self._registry.register(Load(services, version))
-        self._registry.register(Losses(evaluation, services.policy))
+        pipeline.registry.observers.append(requests.observe)
+        self._registry.register(Load(pipeline, retries, about))
+        self._registry.register(Losses(evaluation, pipeline.policy))
 
     def answered(self, route: str, method: str, status: int) -> None:
         """Count an answer of any endpoint."""

@@ -12,25 +12,27 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from router.policy.profiles import CHECK_TOKENS
+from router.upstream.engine_stream import EngineStream
 from router.upstream.errors import EngineBroke, NoPlace, UpstreamError
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from router.pipeline.admission import Admitted
+    from router.pipeline.opener import Opener
     from router.policy.decision import Decision
     from router.policy.table import LivePolicy
     from router.telemetry.tracing import Telemetry
     from router.upstream.client import Upstream
-    from router.upstream.exchange import Attempt, E, EngineRequest
+    from router.upstream.engine_stream import EngineAnswer, EngineRequest
 
 log = logging.getLogger("qarr.router")
 
 
 @dataclass(frozen=True, slots=True)
-class Escalation:
+class Cascade:
     """Decides whether an answer that has begun is let go, or begun again higher up."""
 
+    opener: Opener
     policy: LivePolicy
     upstream: Upstream
     telemetry: Telemetry
@@ -46,50 +48,49 @@ class Escalation:
             and _higher(decision) is not None
         )
 
-    async def checked(
-        self, decision: Decision, request: EngineRequest, kind: Callable[[Attempt], E], answer: E, opened: float
-    ) -> E:
-        """Return the answer, or one from a higher precision where the tier is unsure of its first tokens.
+    async def open(self, admitted: Admitted, request: EngineRequest, sent_at: float) -> EngineAnswer:
+        """Open an answer, or one from a higher precision where the tier is unsure of its first tokens.
 
-        Args:
-            decision: Where the answer came from.
-            request: What was asked.
-            kind: Makes the answer, which says how it is read.
-            answer: Begun, and nothing of it sent; closed if it is not the one returned.
-            opened: When the request was first sent, by the monotonic clock.
+        Raises:
+            UpstreamError: As ``Upstream.open``.
         """
+        answer = await self.opener.open(admitted, request, sent_at)
+        if not request.wants_logprobs or not isinstance(answer, EngineStream):
+            return answer
+        decision = admitted.decision
         try:
-            return await self._judged(decision, request, kind, answer, opened)
+            return await self._checked(decision, request, answer, sent_at)
         except EngineBroke as error:  # while it was held: nothing of it has gone out
             await answer.aclose(error)
             taken = {answer.replica_id}
             try:
-                return await self.upstream.open(decision, request, kind, opened, taken=taken, over_limit=True)
+                return await self.upstream.open(decision, request, sent_at, taken=taken, over_limit=True)
             except NoPlace:
                 raise error from None
         except BaseException as error:
             await answer.aclose(error)
             raise
 
-    async def _judged(
-        self, decision: Decision, request: EngineRequest, kind: Callable[[Attempt], E], answer: E, opened: float
-    ) -> E:
+    async def _checked(
+        self, decision: Decision, request: EngineRequest, answer: EngineStream, sent_at: float
+    ) -> EngineAnswer:
+        """Return the answer, of which nothing was sent, or a better one; the one that is not returned is closed."""
         higher, threshold = _higher(decision), self._threshold(answer.tier)
         if higher is None or threshold is None or answer.tier is not decision.tier:
             return answer
-        deadline = opened + self._slack_s(decision, higher)
+        deadline = sent_at + self._slack_s(decision, higher)
         if time.monotonic() >= deadline:
             return answer
         sure = await answer.look_ahead(CHECK_TOKENS, deadline)
         if sure is None or sure >= threshold or time.monotonic() >= deadline:
             return answer
         try:
-            async with asyncio.timeout(self._patience_s(decision, opened)):
+            async with asyncio.timeout(self._longest_wait_s(decision, sent_at)):
                 there = replace(decision, tier=higher)
-                better = await self.upstream.open(there, request, kind, opened, elsewhere=False)
+                better = await self.upstream.open(there, request, sent_at, elsewhere=False)
         except (UpstreamError, TimeoutError) as error:
             log.info("request %s: not escalated to %s: %s", request.request_id, higher, type(error).__name__)
-            answer.let_go()
+            answer.release_held()
             return answer
         better.escalation = (
             f"escalated from {answer.tier}, which was unsure of its first tokens (mean log-probability {sure:.2f}, "
@@ -115,12 +116,12 @@ class Escalation:
         predicted = decision.verdict(higher).predicted_ttft_ms or 0.0
         return min((bound - predicted) / 1000, longest)
 
-    def _patience_s(self, decision: Decision, opened: float) -> float:
+    def _longest_wait_s(self, decision: Decision, sent_at: float) -> float:
         """Return how long the higher tier may take to its first token, while an answer is at hand."""
         bound = decision.query.sla.ttft_ms
         if bound is None:
             return 2 * self.policy.check_wait_s
-        return max(opened + bound / 1000 - time.monotonic(), 0.0)
+        return max(sent_at + bound / 1000 - time.monotonic(), 0.0)
 
 
 def _higher(decision: Decision) -> TierName | None:

@@ -10,25 +10,29 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic_core import to_json
 
+from router.upstream.engine_stream import EngineStream
 from router.upstream.errors import EngineBroke, EngineStalled, UpstreamError, without_trace
-from router.upstream.exchange import Attempt, Exchange, Piece, Progress, Resumption
 from router.upstream.json_object import read_json
-from router.upstream.sse import EventStream, chunk_in
+from router.upstream.sse import Chunk
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 
+    from router.pipeline.admission import Admitted
+    from router.pipeline.opener import Opener
     from router.policy.decision import Decision
     from router.policy.table import LivePolicy
     from router.telemetry.tracing import Telemetry
     from router.upstream.client import Upstream
-    from router.upstream.exchange import EngineRequest
+    from router.upstream.engine_stream import EngineAnswer, EngineRequest
+    from router.upstream.progress import Progress, Resumption
     from tiers.fleet import Fleet, Replica
 
 COMPLETIONS, DETOKENIZE = "/v1/completions", "/detokenize"
@@ -52,7 +56,8 @@ class ContinuedRequest:
     path: str = COMPLETIONS
     operation: str = "text_completion"
     streamed: bool = True
-    judged: bool = False
+    wants_logprobs: bool = False
+    wants_usage: bool = False
     chat: None = None
     resumption: None = None
 
@@ -91,63 +96,7 @@ class ContinuedRequest:
         )
 
 
-class Continued(Exchange):
-    """A part of an answer, computed by another engine than the part before."""
-
-    def __init__(self, attempt: Attempt) -> None:
-        super().__init__(attempt)
-        self._source = self._stream = EventStream(attempt.response, chunk_in)
-        self._first: list[Piece] = []
-
-    async def begin(self) -> None:
-        """Read up to the first token."""
-        while not self._first:
-            chunks = await self._stream.next()
-            if chunks is None:
-                raise EngineBroke("the engine's answer was empty")
-            self._first = self._noted(chunks)
-        self._began()
-
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield every piece from the first.
-
-        Raises:
-            EngineBroke: The engine failed, or no token came in time.
-        """
-        for piece in self._first:
-            self._produced(len(piece.token_ids))
-            yield piece
-        chunks = await self._next(self._stream)
-        while chunks is not None:
-            for piece in self._noted(chunks):
-                self._produced(len(piece.token_ids))
-                yield piece
-            chunks = await self._next(self._stream)
-        if self.finish_reason is None:
-            raise EngineBroke("the engine's stream ended without a finish reason")
-        self._complete = True
-
-    def _noted(self, chunks: Sequence[dict[str, Any]]) -> list[Piece]:
-        """Return chunks as pieces, but for those without a choice."""
-        return [piece for piece in map(self._piece, chunks) if piece is not None]
-
-    def _piece(self, chunk: dict[str, Any]) -> Piece | None:
-        if chunk.get("usage"):
-            self._note_usage(chunk["usage"])
-        choice = next(iter(chunk["choices"]), None)
-        if choice is None:
-            return None
-        piece = Piece(
-            choice.get("text") or "",
-            tuple(choice.get("token_ids") or ()),
-            choice.get("finish_reason"),
-            choice.get("stop_reason"),
-        )
-        self.finish_reason = piece.finish_reason or self.finish_reason
-        return piece
-
-
-class Seam:
+class StopStringJoiner:
     """Watches for stop strings that begin in what one engine computed and end in what the next one did.
 
     An engine looks for them in its own text only.
@@ -209,13 +158,14 @@ class Seam:
 
 
 @dataclass(frozen=True, slots=True)
-class Continuation:
-    """Continues answers.
+class Failover:
+    """Opens answers that go on elsewhere.
 
     Attributes:
         attempts: Times that one answer is gone on with.
     """
 
+    opener: Opener
     fleet: Fleet
     policy: LivePolicy
     upstream: Upstream
@@ -223,22 +173,25 @@ class Continuation:
     attempts: int
     default_max_tokens: int  # room that a tier's context must leave for a request that gives no limit
 
-    def resume(
-        self, decision: Decision, request: EngineRequest
-    ) -> Callable[[Exchange, EngineBroke], AsyncIterator[Piece]] | None:
-        """Return what goes on with the request's answer, or None where that must not be."""
-        resumption = request.resumption
-        if resumption is None:
-            return None
+    async def open(self, admitted: Admitted, request: EngineRequest, sent_at: float) -> EngineAnswer:
+        """Open an answer that goes on elsewhere if its engine fails.
 
-        def pieces(answer: Exchange, broken: EngineBroke) -> AsyncIterator[Piece]:
-            return self._pieces(answer, broken, decision, request, resumption)
+        Raises:
+            UpstreamError: As ``Upstream.open``.
+        """
+        answer = await self.opener.open(admitted, request, sent_at)
+        if isinstance(answer, EngineStream) and request.resumption is not None:
+            answer.resume = partial(self._rest, admitted.decision, request, request.resumption)
+        return answer
 
-        return pieces
-
-    async def _pieces(
-        self, answer: Exchange, broken: EngineBroke, decision: Decision, request: EngineRequest, resumption: Resumption
-    ) -> AsyncIterator[Piece]:
+    async def _rest(  # noqa: C901  one loop, in the order of what happens
+        self,
+        decision: Decision,
+        request: EngineRequest,
+        resumption: Resumption,
+        answer: EngineStream,
+        broken: EngineBroke,
+    ) -> AsyncGenerator[Chunk, None]:
         """Yield the rest of an answer.
 
         Raises:
@@ -246,8 +199,7 @@ class Continuation:
         """
         progress, tried, attempts = answer.progress, set[str](), 0
         assert progress is not None
-        failing: Exchange = answer
-        sent = progress.told
+        failing, sent = answer, progress.told
         while True:
             log.warning("request %s: %s on %s", request.request_id, broken, failing.replica_id)
             await failing.abandon(broken)
@@ -255,41 +207,47 @@ class Continuation:
                 return
             attempts += 1
             tried.add(failing.replica_id)
-            if attempts > self.attempts or not await self._settle(progress, sent, resumption, failing.replica_id):
+            joiner = await self._joiner(progress, sent, resumption, failing.replica_id)
+            if joiner is None or attempts > self.attempts:
                 raise broken
-            text = progress.text
-            seam = Seam(text[:sent], text[sent:], resumption.stops, include=resumption.includes_stop)
-            if seam.passed_over and resumption.min_tokens:
-                raise broken  # whether that one counts is not known
             begins = sent
             exclude = self._rounds(tried, failing.replica_id, broken)
-            part = await self._open(answer, exclude, attempts, decision, request, resumption, broken)
+            part = await self._next_part(answer, exclude, attempts, decision, request, resumption, broken)
             if part is None:  # every token had come
-                yield Piece(seam.pass_on("", last=True), (), "length")
+                yield Chunk(text=joiner.pass_on("", last=True), finish_reason="length")
                 progress.finish_reason = "length"
                 return
             answer.parts.append(part)
             self.telemetry.record_continuation(failing.replica_id, part.replica_id, len(progress.output_ids), broken)
             failing = part
             try:
-                async for piece in part.pieces():
-                    text = seam.pass_on(
-                        piece.text,
-                        last=piece.finish_reason is not None,
-                        ended_by="" if resumption.includes_stop else _stop_string(piece),
-                    )
-                    progress.note(piece)
-                    sent += len(text)
-                    if seam.stopped is not None:
-                        progress.stop_at(begins + seam.end)
-                        yield Piece(text, piece.token_ids, "stop", seam.stopped)
-                        break
-                    yield replace(piece, text=text)
+                while joiner.stopped is None and (chunks := await part.read()) is not None:
+                    for chunk in chunks:
+                        joined = _joined(joiner, chunk, resumption)
+                        progress.note(chunk)
+                        sent += len(joined.text)
+                        if joiner.stopped is not None:
+                            progress.stop_at(begins + joiner.end)
+                        if chunk.choice is not None:
+                            yield joined
+                        if joiner.stopped is not None:
+                            break
                 await part.aclose()
             except EngineBroke as again:
                 broken = without_trace(again)
             else:
                 return
+
+    async def _joiner(
+        self, progress: Progress, sent: int, resumption: Resumption, failed: str
+    ) -> StopStringJoiner | None:
+        """Bring an answer to rest, and return what joins the next part to it; None where that cannot be done safely."""
+        if not await self._settle(progress, sent, resumption, failed):
+            return None
+        text = progress.text
+        joiner = StopStringJoiner(text[:sent], text[sent:], resumption.stops, include=resumption.includes_stop)
+        # Whether a stop string that was passed over counts is not known where some tokens must come first.
+        return None if joiner.passed_over and resumption.min_tokens else joiner
 
     def _rounds(self, tried: Collection[str], failing: str, broken: EngineBroke) -> list[Collection[str]]:
         """Return the replicas that are left out, round by round, so that none is asked twice.
@@ -303,16 +261,16 @@ class Continuation:
             rounds.append(every - {failing})
         return rounds
 
-    async def _open(  # noqa: PLR0917  called here alone
+    async def _next_part(  # noqa: PLR0917  called here alone
         self,
-        answer: Exchange,
+        answer: EngineStream,
         exclude: Sequence[Collection[str]],
         number: int,
         decision: Decision,
         request: EngineRequest,
         resumption: Resumption,
         broken: EngineBroke,
-    ) -> Continued | None:
+    ) -> EngineStream | None:
         """Begin the next part: on the same tier where it has another replica, else where the policy allows it by now.
 
         Returns:
@@ -340,11 +298,12 @@ class Continuation:
             query = replace(decision.query, prompt_tokens=length, max_tokens=min(asked.left, needed))
             rest = replace(decision, tier=tier, query=query)
             try:
-                return await self.upstream.open(
-                    rest, asked, Continued, exclude=excluded, over_limit=True, elsewhere=False
-                )
+                part = await self.upstream.open(rest, asked, exclude=excluded, over_limit=True, elsewhere=False)
             except UpstreamError as error:
                 causes = without_trace(error)
+            else:
+                assert isinstance(part, EngineStream)
+                return part
         raise broken from causes
 
     async def _settle(self, progress: Progress, sent: int, resumption: Resumption, failed: str) -> bool:
@@ -460,6 +419,11 @@ def _readings(text: str, shown: str) -> tuple[str, ...]:
     return text, " " + text  # some tokenizers drop a space where a text begins
 
 
-def _stop_string(piece: Piece) -> str:
-    """Return the stop string that ended a part; empty where none did."""
-    return piece.stop_reason if isinstance(piece.stop_reason, str) else ""
+def _joined(joiner: StopStringJoiner, chunk: Chunk, resumption: Resumption) -> Chunk:
+    """Return what goes out of a chunk of the next engine; with the stop string that it completes, the last chunk."""
+    ended_by = chunk.stop_reason if isinstance(chunk.stop_reason, str) and not resumption.includes_stop else ""
+    text = joiner.pass_on(chunk.text, last=chunk.finish_reason is not None, ended_by=ended_by)
+    finish_reason, stop_reason = chunk.finish_reason, chunk.stop_reason
+    if joiner.stopped is not None:
+        finish_reason, stop_reason = "stop", joiner.stopped
+    return Chunk(text=text, token_ids=chunk.token_ids, finish_reason=finish_reason, stop_reason=stop_reason)

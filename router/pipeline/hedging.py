@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING
 from router.upstream.errors import UpstreamError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from router.pipeline.admission import Admitted
     from router.policy.decision import Decision
     from router.telemetry.tracing import Telemetry
     from router.upstream.client import Upstream
-    from router.upstream.exchange import Attempt, E, EngineRequest
+    from router.upstream.engine_stream import EngineAnswer, EngineRequest
     from tiers.fleet import Lease
 
 LATE = 1.645  # standard deviations: 95 % are earlier
@@ -32,9 +30,8 @@ class Hedging:
 
     upstream: Upstream
     telemetry: Telemetry
-    enabled: bool
 
-    async def open(self, admitted: Admitted, request: EngineRequest, kind: Callable[[Attempt], E], opened: float) -> E:
+    async def open(self, admitted: Admitted, request: EngineRequest, sent_at: float) -> EngineAnswer:
         """Open an answer.
 
         Raises:
@@ -43,22 +40,24 @@ class Hedging:
         decision, lease = admitted.decision, admitted.lease
         wait_s = self._wait_s(decision, lease)
         if wait_s is None or not request.streamed:
-            return await self.upstream.open(decision, request, kind, opened, lease=lease)
+            return await self.upstream.open(decision, request, sent_at, lease=lease)
         taken = {lease.replica.id}  # shared, so that no replica is asked by both
-        first = asyncio.create_task(self.upstream.open(decision, request, kind, opened, lease=lease, taken=taken))
+        first = asyncio.create_task(self.upstream.open(decision, request, sent_at, lease=lease, taken=taken))
         attempts = {first}
         try:
             await asyncio.wait({first}, timeout=wait_s)
             other = self._other(decision)
             if not first.done() and other is not None and self.upstream.take_retry():
-                again = self.upstream.open(other, request, kind, opened, taken=taken, elsewhere=False)
+                again = self.upstream.open(other, request, sent_at, taken=taken, elsewhere=False)
                 attempts.add(asyncio.create_task(again))
             return await self._quickest(attempts, first, decision)
         except BaseException:
             await _end(attempts)
             raise
 
-    async def _quickest(self, attempts: set[asyncio.Task[E]], first: asyncio.Task[E], decision: Decision) -> E:
+    async def _quickest(
+        self, attempts: set[asyncio.Task[EngineAnswer]], first: asyncio.Task[EngineAnswer], decision: Decision
+    ) -> EngineAnswer:
         """Return the answer that begins first, and end the other attempt."""
         left = set(attempts)
         while left:
@@ -81,13 +80,13 @@ class Hedging:
 
     def _wait_s(self, decision: Decision, lease: Lease) -> float | None:
         """Return when a first token is late, in seconds from now; None where that does not matter or is not known."""
-        if not self.enabled or decision.query.sla.ttft_ms is None or lease.predicted is None:
+        if decision.query.sla.ttft_ms is None or lease.predicted is None:
             return None
         trend = lease.replica.ttft_trend
         return lease.predicted.ttft_ms / 1000 * math.exp(trend.mean + LATE * math.sqrt(trend.variance))
 
 
-async def _end(attempts: set[asyncio.Task[E]]) -> None:
+async def _end(attempts: set[asyncio.Task[EngineAnswer]]) -> None:
     """End attempts, whether they have begun an answer or not."""
     for attempt in attempts:
         attempt.cancel()

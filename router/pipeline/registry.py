@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from router.auth.quota import OverQuota
 from router.policy.decision import PRIORITIES, Priority, Refused
 from router.telemetry.record import Outcome, RequestRecord
-from router.upstream.exchange import continued_on
+from router.upstream.engine_stream import continued_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from router.pipeline.admission import Admitted
     from router.pipeline.context import RequestContext
     from router.policy.decision import Decision, Sla
-    from router.upstream.exchange import Exchange
+    from router.upstream.engine_stream import EngineAnswer
     from tiers.fleet import Fleet
 
 log = logging.getLogger("qarr.router")
@@ -37,11 +37,11 @@ State = Literal["waiting", "prefill", "decode"]
 
 
 @dataclass(slots=True, eq=False)
-class OpenRequest:
+class ActiveRequest:
     """A request that is being served. Times by the monotonic clock, in seconds.
 
     Attributes:
-        admitted: Its place; None while it waits.
+        admitted: Its slot; None while it waits.
         sent: When it was let in.
         answer: Once that has begun.
     """
@@ -51,7 +51,7 @@ class OpenRequest:
     priority: Priority
     admitted: Admitted | None = None
     sent: float = 0.0
-    answer: Exchange | None = None
+    answer: EngineAnswer | None = None
 
     @property
     def state(self) -> State:
@@ -61,16 +61,16 @@ class OpenRequest:
         return "waiting" if self.admitted is None else "prefill"
 
     @property
-    def now_on(self) -> Exchange | None:
+    def now_on(self) -> EngineAnswer | None:
         """Return the part of its answer that is computed now; None before the first one has begun."""
         return self.answer.parts[-1] if self.answer is not None and self.answer.parts else self.answer
 
     def let_in(self, admitted: Admitted) -> None:
-        """Note its place."""
+        """Note its slot."""
         self.admitted, self.decision, self.sent = admitted, admitted.decision, time.monotonic()
 
 
-class Journal:
+class RequestRegistry:
     """Holds the requests that are open, and the last records. One event loop owns it.
 
     Attributes:
@@ -80,20 +80,20 @@ class Journal:
 
     def __init__(self, fleet: Fleet, doors: Doors, kept: int) -> None:
         self._fleet, self._doors = fleet, doors
-        self._open: dict[int, OpenRequest] = {}
+        self._open: dict[int, ActiveRequest] = {}
         self.recent: deque[RequestRecord] = deque(maxlen=kept)
         self.observers: list[Callable[[RequestRecord], None]] = []
         self.totals: Counter[str] = Counter()
 
     @property
-    def open(self) -> list[OpenRequest]:
+    def open(self) -> list[ActiveRequest]:
         """Return the requests that are being served, the oldest first."""
         return list(self._open.values())
 
     @contextmanager
-    def entry(self, context: RequestContext, decision: Decision, priority: int) -> Iterator[OpenRequest]:
+    def entry(self, context: RequestContext, decision: Decision, priority: int) -> Iterator[ActiveRequest]:
         """Keep a request open, and record how it ends."""
-        request = OpenRequest(context, decision, _class_of(priority))
+        request = ActiveRequest(context, decision, _class_of(priority))
         self._open[id(request)] = request
         error: BaseException | None = None
         try:
@@ -118,7 +118,7 @@ class Journal:
             except Exception:  # who only watches must not break what is watched
                 log.exception("a record was not taken by %r", observe)
 
-    def _record(self, request: OpenRequest, error: BaseException | None) -> RequestRecord:
+    def _record(self, request: ActiveRequest, error: BaseException | None) -> RequestRecord:
         now, context, admitted, answer = time.monotonic(), request.context, request.admitted, request.answer
         decision = error.decision if isinstance(error, Refused) else request.decision
         outcome, cause = self._outcome(answer, error)
@@ -155,7 +155,7 @@ class Journal:
             continued_on=tuple(continued_on(answer)) if answer is not None else (),
         )
 
-    def _outcome(self, answer: Exchange | None, error: BaseException | None) -> tuple[Outcome, str | None]:
+    def _outcome(self, answer: EngineAnswer | None, error: BaseException | None) -> tuple[Outcome, str | None]:
         failure = error or (answer.error if answer is not None else None)
         if failure is None:
             return Outcome.OK, None
@@ -169,12 +169,12 @@ class Journal:
         return Outcome.ERROR, "Draining" if isinstance(failure, asyncio.CancelledError) else type(failure).__name__
 
 
-def ttft_from_arrival(context: RequestContext, answer: Exchange) -> float | None:
+def ttft_from_arrival(context: RequestContext, answer: EngineAnswer) -> float | None:
     """Return the time from a request's arrival to its first token, in milliseconds; the queue is in it.
 
     A tier counts it from when the request was first sent.
     """
-    return answer.ttft_ms + (answer.opened - context.arrived) * 1000 if answer.ttft_ms is not None else None
+    return answer.ttft_ms + (answer.sent_at - context.arrived) * 1000 if answer.ttft_ms is not None else None
 
 
 def _class_of(priority: int) -> Priority:

@@ -22,9 +22,9 @@ from router.policy.decision import PRIORITIES
 from router.policy.profiles import REFERENCE
 from router.profiling.quality import judge
 from router.profiling.scoring import greedy_body, read_greedy, read_scored, scoring_body
+from router.upstream.engine_stream import BufferedAnswer
 from router.upstream.errors import UpstreamError
 from router.upstream.json_object import read_json
-from router.upstream.openai_stream import WholeRelay
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class CheckRequest:
     request_id: str = field(default_factory=lambda: f"check-{secrets.token_hex(8)}")
     operation: str = "chat"
     streamed: bool = False
-    judged: bool = False
+    wants_logprobs: bool = False
+    wants_usage: bool = False
     priority: int = PRIORITIES["batch"]
     resumption: None = None
 
@@ -173,7 +174,8 @@ class LiveCheck:
     async def _ask(self, sample: Sample, tier: TierName, request: CheckRequest) -> Any:
         query = replace(sample.decision.query, max_tokens=ANSWER_TOKENS, sequences=1)
         there = replace(sample.decision, tier=tier, query=query)
-        answer = await self._upstream.open(there, request, WholeRelay, elsewhere=False)
+        answer = await self._upstream.open(there, request, elsewhere=False)
+        assert isinstance(answer, BufferedAnswer)
         answer.usage = {}  # its length says nothing of what callers' answers will have
         await answer.aclose()
         return read_json(answer.content)

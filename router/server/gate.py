@@ -11,8 +11,7 @@ from pydantic_core import to_json
 from starlette.datastructures import Headers
 
 from router.api.asgi import ForeignHost, ForeignPage, body_message, context_of, keep
-from router.api.openai import speaks_openai
-from router.api.paths import PAGE
+from router.api.paths import PAGE, speaks_openai
 from router.api.problems import Draining, describe
 from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized
 from router.lifecycle import Door, Parting

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.aio import Signal
 from router.api.asgi import BodyTooLarge, HeadTooLarge, NotHttp, TooManyConnections, TooSlow
-from router.api.openai import speaks_openai
+from router.api.paths import speaks_openai
 from router.api.problems import describe
 from router.pipeline.context import RequestContext
 

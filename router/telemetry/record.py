@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from router.policy.decision_log import OutcomeRecord
 from router.policy.render import render_verdict
 
 if TYPE_CHECKING:
     from router.policy.decision import Decision, Priority
+    from router.policy.decision_log import DecisionLog
     from tiers.spec import TierName
 
 
@@ -144,3 +146,21 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 2)
+
+
+def log_outcome(decisions: DecisionLog, record: RequestRecord) -> None:
+    """Write to the decision log how a request ended that an engine had begun to answer."""
+    if record.served_by is None:
+        return
+    gone = "CancelledError" if record.outcome is Outcome.CLIENT_GONE else None
+    decisions.ended(
+        OutcomeRecord(
+            request_id=record.request_id,
+            tier=record.served_by,
+            prompt_tokens=record.prompt_tokens,
+            output_tokens=record.output_tokens,
+            ttft_ms=round(record.ttft_ms, 2) if record.ttft_ms is not None else None,
+            tpot_ms=round(record.tpot_ms, 3) if record.tpot_ms is not None else None,
+            error=record.error or gone,
+        )
+    )

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 import httpx
 
+from router.upstream.engine_stream import Attempt, BufferedAnswer, EngineAnswer, EngineRequest, EngineStream, end_span
 from router.upstream.errors import (
     NO_ANSWER,
     EngineBroke,
@@ -26,12 +27,11 @@ from router.upstream.errors import (
     UpstreamError,
     without_trace,
 )
-from router.upstream.exchange import Attempt, E, EngineRequest, end_span
 from router.upstream.http import body_of, make_transport
 from router.upstream.json_object import read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from opentelemetry.trace import Span
 
@@ -107,22 +107,20 @@ class Upstream:
         self,
         decision: Decision,
         request: EngineRequest,
-        kind: Callable[[Attempt], E],
-        opened: float | None = None,
+        sent_at: float | None = None,
         *,
         lease: Lease | None = None,
         exclude: Collection[str] = (),
         taken: set[str] | None = None,
         over_limit: bool = False,
         elsewhere: bool = True,
-    ) -> E:
+    ) -> EngineAnswer:
         """Try the chosen tier, then those that the policy would take instead by now, until an answer has begun.
 
         Args:
             decision: Where to try.
             request: What to ask.
-            kind: Makes the answer, which says how it is read.
-            opened: When the request was first sent, by the monotonic clock; None: now.
+            sent_at: When the request was first sent, by the monotonic clock; None: now.
             lease: A place on the chosen tier; None: one is taken here.
             exclude: Replicas that are not to be tried.
             taken: Replicas that this request has been sent to, which are not tried again; added to here.
@@ -138,7 +136,7 @@ class Upstream:
         assert decision.tier is not None
         tried: dict[str, str] = {}
         taken = set() if taken is None else taken
-        opened = opened or time.monotonic()
+        sent_at = sent_at or time.monotonic()
         self._retries.earn()
         for tier in self._targets(decision, elsewhere=elsewhere):
             while len(tried) < self._options.attempts:
@@ -151,7 +149,7 @@ class Upstream:
                     raise NoEngineAnswered(f"{_causes(tried)}; no further attempt, since too many fail")
                 self.retries[tier] += bool(tried)
                 try:
-                    return await self._attempt(tier, lease, request, len(tried), kind, opened)
+                    return await self._attempt(tier, lease, request, len(tried), sent_at)
                 except (EngineUnreachable, EngineFailed, EngineBroke) as error:
                     tried[lease.replica.id] = str(error)
                     self._telemetry.record_failed_attempt(lease.replica.id, error)
@@ -238,15 +236,14 @@ class Upstream:
         await self._transport.aclose()
         await self._passing_transport.aclose()
 
-    async def _attempt(  # noqa: PLR0917  called here alone
+    async def _attempt(
         self,
         tier: TierName,
         lease: Lease,
         request: EngineRequest,
         number: int,
-        kind: Callable[[Attempt], E],
-        opened: float,
-    ) -> E:
+        sent_at: float,
+    ) -> EngineAnswer:
         """Make one attempt. The lease, the connection and the span end with it unless an answer is returned."""
         span = self._telemetry.start_attempt(tier, lease.replica, request, number)
         response: httpx.Response | None = None
@@ -260,7 +257,8 @@ class Upstream:
                     raise _status_error(  # noqa: TRY301  one place ends the attempt
                         response.status_code, await body_of(response, MAX_ERROR_BYTES)
                     )
-                answer = kind(Attempt(tier, lease, response, span, number, started, options.token_timeout_s, opened))
+                begun = Attempt(tier, lease, response, span, number, started, options.token_timeout_s, sent_at)
+                answer = EngineStream(begun, request) if request.streamed else BufferedAnswer(begun)
                 await answer.begin()
                 return answer
         except BaseException as error:  # noqa: BLE001  raised again

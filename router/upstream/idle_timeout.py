@@ -10,20 +10,20 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-class Patience:
+class IdleTimeout:
     """Bounds waits that follow one another, each by the same time, as ``asyncio.timeout`` bounds one.
 
     One timer serves them all and is set anew only when it fires: one for each wait would cost more than the rest of what
     is done for a token. Use it as a context manager around each wait, and close it after the last.
 
-    Args:
+    Attributes:
         limit_s: How long one wait may take.
     """
 
-    __slots__ = ("_cancelling", "_late", "_limit_s", "_since", "_task", "_timer")
+    __slots__ = ("_cancelling", "_late", "_since", "_task", "_timer", "limit_s")
 
     def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[object] | None = None
         self._since = 0.0
@@ -36,7 +36,7 @@ class Patience:
         assert task is not None
         self._task, self._cancelling, self._since = task, task.cancelling(), time.monotonic()
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._look)
+            self._timer = asyncio.get_running_loop().call_later(self.limit_s, self._look)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -65,7 +65,7 @@ class Patience:
         self._timer = None
         if self._task is None:
             return  # the next wait sets it
-        left_s = self._since + self._limit_s - time.monotonic()
+        left_s = self._since + self.limit_s - time.monotonic()
         if left_s > 0:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._look)
         else:

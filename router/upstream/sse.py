@@ -1,66 +1,215 @@
-"""Server-sent events of an engine, read as they come.
-
-What reads them is asked for more rather than being an asynchronous generator: a generator for each of the layers between
-the engine's socket and the client's would take most of a kilobyte for every open stream.
-"""
+"""Server-sent events of an engine: split, parsed and checked once, as they come."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from router.upstream.errors import NO_ANSWER, EngineBroke, without_trace
-from router.upstream.exchange import USAGE
 from router.upstream.http import parts_of
-from router.upstream.json_object import read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping, Sequence
 
     import httpx
 
 SEPARATOR, DONE = b"\n\n", b"data: [DONE]"
-MAX_EVENT_BYTES = 1 << 24  # of one event: enough for the ids of a prompt of two million tokens
-# Members of a choice, or of its delta, that hold text.
-_TEXTS = ("content", "text", "reasoning", "reasoning_content")
-T = TypeVar("T")
+MAX_EVENT_BYTES = 1 << 24  # of one event: enough for the token ids of a prompt of two million tokens
+USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
+NOT_A_CHUNK = "the engine's stream holds something that is not a chunk"
+
+# The members that the router reads; all others are kept as they are. Only keys are interned: values are what people ask
+# and engines answer, and the parser's cache would hold on to them (jiter's ``py_string_cache.rs``).
+_READ = ConfigDict(extra="allow", strict=True, cache_strings="keys")
+_Ids = list[int] | None
+_Count = Annotated[int, Field(ge=0)] | None
 
 
-class EventStream(Generic[T]):
-    """An engine's stream, up to ``[DONE]`` and with it. Close it, unless it is read to its end.
+@with_config(_READ)
+class _Usage(TypedDict, total=False):
+    prompt_tokens: _Count
+    completion_tokens: _Count
+    total_tokens: _Count
+
+
+@with_config(_READ)
+class _Delta(TypedDict, total=False):
+    content: str | None
+    text: str | None
+    reasoning: str | None
+    reasoning_content: str | None
+
+
+@with_config(_READ)
+class _Choice(TypedDict, total=False):
+    delta: _Delta
+    text: str | None
+    finish_reason: str | None
+    token_ids: _Ids
+    prompt_token_ids: _Ids
+
+
+@with_config(_READ)
+class _Chunk(TypedDict, total=False):
+    choices: list[_Choice]
+    prompt_token_ids: _Ids
+    usage: _Usage | None
+
+
+_CHUNK: TypeAdapter[dict[str, Any]] = TypeAdapter(_Chunk)
+_USAGE: TypeAdapter[dict[str, Any]] = TypeAdapter(_Usage)
+
+
+@dataclass(slots=True)
+class Chunk:
+    """One event of a stream, read once. A completion's and a chat's chunks look the same here.
+
+    Attributes:
+        raw: The event as it came, without the empty line after it; empty for a chunk that failover has made.
+        data: The JSON object that it holds; None for a comment.
+        choice: The first choice of that object, which has one; None: it has none, such as the chunk with token counts.
+        text: Of the answer.
+        token_ids: Of the tokens computed for it, where they were asked for; their text may come with a later chunk.
+        finish_reason: Of the choice that has ended; None: none has.
+        stop_reason: What stopped it, as the engine says it: a string, a token id or None.
+        other: It holds something that is not the answer's text: reasoning, or a tool call.
+    """
+
+    raw: bytes = b""
+    data: Mapping[str, Any] | None = None
+    choice: Mapping[str, Any] | None = None
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    finish_reason: str | None = None
+    stop_reason: Any = None
+    other: bool = False
+
+    @property
+    def visible(self) -> bool:
+        """Tell whether it shows that the engine computes: text, reasoning, a tool call, or an end."""
+        return bool(self.text or self.other or self.finish_reason)
+
+    @property
+    def usage(self) -> Mapping[str, Any] | None:
+        """Return the token counts that it holds."""
+        return self.data.get("usage") if self.data is not None else None
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Return the log-probabilities of the engine's first choices in a chat's chunk; empty where it has none.
+
+        Raises:
+            EngineBroke: They have another form.
+        """
+        try:
+            places = ((self.choice or {}).get("logprobs") or {}).get("content") or ()
+            return tuple(float(place["top_logprobs"][0]["logprob"]) for place in places if place.get("top_logprobs"))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise EngineBroke(NOT_A_CHUNK) from error
+
+
+def parse_event(raw: bytes) -> Chunk:
+    """Read one event of a stream.
+
+    Raises:
+        EngineBroke: It holds something that is no chunk of an answer, or an error that the engine reports.
+    """
+    if not raw.startswith(b"data:"):
+        return Chunk(raw)  # comments keep connections alive
+    try:
+        data = _CHUNK.validate_json(raw[5:])
+    except ValidationError as error:
+        raise EngineBroke(NOT_A_CHUNK) from error
+    if data.get("error") is not None:
+        raise EngineBroke("the engine reported an error in its stream")
+    choices = data.get("choices")
+    if choices is None:
+        raise EngineBroke(NOT_A_CHUNK)
+    if not choices:
+        return Chunk(raw, data)
+    choice, finish_reason = choices[0], choices[0].get("finish_reason")
+    if finish_reason is None and len(choices) > 1:
+        finish_reason = next((reason for each in choices if (reason := each.get("finish_reason"))), None)
+    delta = choice.get("delta")
+    if delta is None:
+        text, other = choice.get("text"), False
+    else:
+        text, other = delta.get("content"), False
+        for name, value in delta.items():
+            if value and name not in {"content", "role"}:
+                other = True
+    token_ids, stop_reason = choice.get("token_ids") or (), choice.get("stop_reason")
+    return Chunk(raw, data, choice, text or "", token_ids, finish_reason, stop_reason, other)
+
+
+class EventSource:
+    """An engine's stream of events, up to ``[DONE]``. Close it, unless it is read to its end.
+
+    It is asked for more rather than being an asynchronous generator, which would take most of a kilobyte for each stream.
 
     Args:
         response: Its body has not been read.
-        parse: Makes of an event what is wanted, or None to leave it out; raises ``EngineBroke`` for one that must not be.
     """
 
-    __slots__ = ("_buffer", "_fault", "_over", "_parse", "_parts")
+    __slots__ = ("_buffer", "_fault", "_over", "_parts")
 
-    def __init__(self, response: httpx.Response, parse: Callable[[bytes], T | None]) -> None:
+    def __init__(self, response: httpx.Response) -> None:
         self._parts = parts_of(response)
-        self._parse = parse
         self._buffer = bytearray()
         self._over = False
         self._fault: EngineBroke | None = None
 
-    async def next(self) -> list[T] | None:
+    async def next(self) -> list[Chunk] | None:
         """Return what came together, in order and at least one; None after the last.
 
         Raises:
             EngineBroke: The stream ended before its end, or an event was refused. What came before was returned.
         """
-        found: list[T] = []
+        found: list[Chunk] = []
         while not found and not self._over:
             try:
-                for event in await self._events():
-                    if (item := self._parse(event)) is not None:
-                        found.append(item)  # noqa: PERF401  what came before a fault stays
-            except EngineBroke as error:
-                self._over, self._fault = True, without_trace(error)
+                data = await anext(self._parts, None)
+            except NO_ANSWER as error:
+                fault = EngineBroke(f"the engine's stream broke off ({type(error).__name__})")
+                fault.__cause__ = error
+                self._failed(fault)
+                del fault  # its trace leads here
+            else:
+                self._take(data, found)
         if self._over:
             await self._parts.aclose()
         if not found:
             self.check()
         return found or None
+
+    def _take(self, data: bytes | None, found: list[Chunk]) -> None:
+        """Split what came into events, and add those that are whole to ``found``; None: nothing more comes."""
+        if data is None:
+            self._failed(EngineBroke("the engine's stream ended early"))
+            return
+        whole = SEPARATOR in self._buffer[-1:] + data
+        self._buffer += data
+        if not whole:
+            if len(self._buffer) > MAX_EVENT_BYTES:
+                self._failed(EngineBroke(f"the engine's stream holds an event of over {MAX_EVENT_BYTES} bytes"))
+            return
+        *events, rest = bytes(self._buffer).split(SEPARATOR)
+        self._buffer = bytearray(rest)
+        try:
+            for event in events:
+                if event == DONE:
+                    self._over = True
+                    return
+                found.append(parse_event(event))
+        except EngineBroke as error:
+            self._failed(error)
+
+    def _failed(self, fault: EngineBroke) -> None:
+        """Read no more; the fault is raised after what came before it."""
+        self._over, self._fault = True, without_trace(fault)
 
     def check(self) -> None:
         """Look for a fault that follows what was returned, where it has come already.
@@ -79,88 +228,11 @@ class EventStream(Generic[T]):
         """Read no more."""
         await self._parts.aclose()
 
-    async def _events(self) -> list[bytes]:
-        """Return the next whole events.
-
-        Raises:
-            EngineBroke: The stream ended, or an event has no end.
-        """
-        try:
-            async for data in self._parts:
-                whole = SEPARATOR in self._buffer[-1:] + data
-                self._buffer += data
-                if whole:
-                    *events, rest = bytes(self._buffer).split(SEPARATOR)
-                    self._buffer = bytearray(rest)
-                    if DONE in events:
-                        self._over = True
-                        return events[: events.index(DONE) + 1]
-                    return events
-                if len(self._buffer) > MAX_EVENT_BYTES:
-                    raise EngineBroke(f"the engine's stream holds an event of over {MAX_EVENT_BYTES} bytes")
-        except NO_ANSWER as error:
-            raise EngineBroke(f"the engine's stream broke off ({type(error).__name__})") from error
-        raise EngineBroke("the engine's stream ended early")
-
-
-def chunk_in(event: bytes) -> dict[str, Any] | None:
-    """Return the chunk of an answer that an event holds; None for comments and the end.
-
-    Raises:
-        EngineBroke: It holds something else, or an error that the engine reports.
-    """
-    return chunk_of(event) if event.startswith(b"data:") and event != DONE else None
-
-
-def chunk_of(event: bytes) -> dict[str, Any]:
-    """Return the chunk of an answer that an event holds.
-
-    Raises:
-        EngineBroke: It is none, or an error that the engine reports in its stream.
-    """
-    try:
-        chunk = read_json(event.removeprefix(b"data:"))
-    except ValueError as error:
-        raise EngineBroke("the engine's stream holds something that is not a chunk") from error
-    if isinstance(chunk, dict) and chunk.get("error") is not None:
-        raise EngineBroke("the engine reported an error in its stream")
-    if not isinstance(chunk, dict) or not _is_chunk(chunk):
-        raise EngineBroke("the engine's stream holds something that is not a chunk")
-    return chunk
-
-
-def _is_chunk(chunk: dict[str, Any]) -> bool:
-    """Tell whether every member of a chunk that the router reads has the type that it should have."""
-    choices, usage = chunk.get("choices"), chunk.get("usage")
-    return (
-        isinstance(choices, list)
-        and all(map(_is_choice, choices))
-        and _is_ids(chunk.get("prompt_token_ids"))
-        and (usage is None or is_usage(usage))
-    )
-
-
-def _is_choice(choice: Any) -> bool:
-    if not isinstance(choice, dict):
-        return False
-    said = choice.get("delta", choice)  # a completion has its text in the choice itself
-    return (
-        isinstance(said, dict)
-        and all(isinstance(said.get(name), str | None) for name in _TEXTS)
-        and isinstance(choice.get("finish_reason"), str | None)
-        and _is_ids(choice.get("token_ids"))
-        and _is_ids(choice.get("prompt_token_ids"))
-    )
-
-
-def _is_ids(ids: Any) -> bool:
-    return ids is None or (isinstance(ids, list) and all(type(token) is int for token in ids))
-
 
 def is_usage(usage: Any) -> bool:
     """Tell whether a value holds token counts."""
-    return isinstance(usage, dict) and all(_is_count(usage.get(name)) for name in USAGE)
-
-
-def _is_count(count: Any) -> bool:
-    return count is None or (type(count) is int and count >= 0)
+    try:
+        _USAGE.validate_python(usage)
+    except ValidationError:
+        return False
+    return True

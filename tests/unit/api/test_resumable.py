@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from router.api.resumable import KeptStream, KeptStreams, StreamGone
+from router.api.resumable import ResumableStream, ResumableStreams, StreamGone
 from router.auth.api_keys import add_key
 from router.settings import ServerSettings
 from tests.fakes.engine import Behaviour
@@ -328,9 +328,9 @@ async def lose(reader: asyncio.Task[None]) -> None:
 
 async def test_a_slow_reader_of_what_others_had_taken_misses_nothing() -> None:
     """What a lost connection had taken is kept for the next one that still needs it; the engine waits for it."""
-    streams, go, made = KeptStreams(BOUNDS), asyncio.Event(), 0
+    streams, go, made = ResumableStreams(BOUNDS), asyncio.Event(), 0
 
-    async def work(stream: KeptStream) -> None:
+    async def work(stream: ResumableStream) -> None:
         nonlocal made
         stream.begin({})
         for made in range(1, 1001):
@@ -358,9 +358,9 @@ async def test_a_slow_reader_of_what_others_had_taken_misses_nothing() -> None:
 
 async def test_a_stream_that_is_read_is_not_ended_by_readers_before() -> None:
     """Two connections are lost, one after the other; who reads now goes on reading."""
-    streams, gate = KeptStreams(BOUNDS), asyncio.Event()
+    streams, gate = ResumableStreams(BOUNDS), asyncio.Event()
 
-    async def work(stream: KeptStream) -> None:
+    async def work(stream: ResumableStream) -> None:
         stream.begin({})
         while not gate.is_set():
             await stream.put([b"data: x\n\n"], last=False)
@@ -388,9 +388,9 @@ async def test_a_stream_that_is_read_is_not_ended_by_readers_before() -> None:
 
 async def test_who_reads_a_stream_that_is_dropped_is_told() -> None:
     """It does not wait for events that never come."""
-    streams = KeptStreams(BOUNDS)
+    streams = ResumableStreams(BOUNDS)
 
-    async def work(stream: KeptStream) -> None:
+    async def work(stream: ResumableStream) -> None:
         stream.begin({})
         await stream.put([b"data: x\n\n"], last=False)
         await asyncio.Event().wait()

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from router.pipeline.failover import Seam
+from router.pipeline.failover import StopStringJoiner
 from tests.fakes.engine import PIECE, Behaviour
 from tests.unit.router_stack import Stack, events, router_stack
 from tiers.spec import TierName
@@ -510,7 +510,7 @@ def test_a_stop_string_across_the_seam_is_seen(text: str, stops: list[str], data
     if any(stop in before for stop in stops):
         return  # the first engine ended it
     sent = before[: max(len(before) - hold, 0)]
-    seam = Seam(sent, before[len(sent) :], stops, include=include)
+    seam = StopStringJoiner(sent, before[len(sent) :], stops, include=include)
     out, (left, stop) = sent, reference(after, stops, include=include)  # the second engine sees only its own text
     for character in left:
         out += seam.pass_on(character, last=False)

@@ -441,7 +441,7 @@ def test_names_are_those_of_the_conventions() -> None:
     import re
 
     from router.telemetry import tracing
-    from router.upstream import client, exchange
+    from router.upstream import client, engine_stream
 
     known = {
         value
@@ -449,7 +449,7 @@ def test_names_are_those_of_the_conventions() -> None:
         for name, value in vars(module).items()
         if name.isupper() and isinstance(value, str)
     }
-    source = "".join(map(inspect.getsource, (tracing, client, exchange)))
+    source = "".join(map(inspect.getsource, (tracing, client, engine_stream)))
     used = set(re.findall(r'"((?:gen_ai|http|server)\.[a-z_.]+)"', source))
     assert len(used) > 10
     assert used - known == {"http.response.body"}  # a message of ASGI

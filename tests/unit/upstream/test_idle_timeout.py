@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from router.upstream.idle_timeout import Patience
+from router.upstream.idle_timeout import IdleTimeout
 
 pytestmark = pytest.mark.anyio
 SHORT_S, LONG_S = 0.02, 60.0
@@ -16,13 +16,13 @@ async def never() -> None:
     await asyncio.Event().wait()
 
 
-async def wait(patience: Patience) -> None:
+async def wait(patience: IdleTimeout) -> None:
     with patience:
         await never()
 
 
 async def test_a_wait_that_takes_too_long_is_interrupted() -> None:
-    patience = Patience(SHORT_S)
+    patience = IdleTimeout(SHORT_S)
     with pytest.raises(TimeoutError), patience:
         await never()
     task = asyncio.current_task()
@@ -31,7 +31,7 @@ async def test_a_wait_that_takes_too_long_is_interrupted() -> None:
 
 
 async def test_each_wait_has_the_whole_time() -> None:
-    patience = Patience(1.5)
+    patience = IdleTimeout(1.5)
     for _ in range(6):  # together longer than one may be
         with patience:
             await asyncio.sleep(0.3)
@@ -39,7 +39,7 @@ async def test_each_wait_has_the_whole_time() -> None:
 
 
 async def test_time_between_waits_does_not_count() -> None:
-    patience = Patience(SHORT_S)
+    patience = IdleTimeout(SHORT_S)
     with patience:
         pass
     await asyncio.sleep(3 * SHORT_S)  # the timer fires in it, and is set anew by the next wait
@@ -50,7 +50,7 @@ async def test_time_between_waits_does_not_count() -> None:
 
 
 async def test_a_cancellation_by_others_stays_one() -> None:
-    patience = Patience(LONG_S)
+    patience = IdleTimeout(LONG_S)
     task = asyncio.create_task(wait(patience))
     await asyncio.sleep(0)
     task.cancel()
@@ -60,7 +60,7 @@ async def test_a_cancellation_by_others_stays_one() -> None:
 
 
 async def test_a_cancellation_by_others_that_comes_with_the_interruption_stays_one() -> None:
-    patience = Patience(0.0)
+    patience = IdleTimeout(0.0)
     task = asyncio.create_task(wait(patience))
     await asyncio.sleep(0)
     task.cancel()
@@ -71,7 +71,7 @@ async def test_a_cancellation_by_others_that_comes_with_the_interruption_stays_o
 
 
 async def test_a_closed_one_holds_no_timer() -> None:
-    patience = Patience(LONG_S)
+    patience = IdleTimeout(LONG_S)
     with patience:
         timer = patience._timer
     assert timer is not None
@@ -80,7 +80,7 @@ async def test_a_closed_one_holds_no_timer() -> None:
 
 
 async def test_errors_pass() -> None:
-    patience = Patience(LONG_S)
+    patience = IdleTimeout(LONG_S)
     with pytest.raises(ValueError, match="other"), patience:
         raise ValueError("other")
     patience.close()

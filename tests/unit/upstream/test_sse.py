@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from router.upstream.errors import EngineBroke
-from router.upstream.sse import DONE, MAX_EVENT_BYTES, EventStream, chunk_in
+from router.upstream.sse import DONE, MAX_EVENT_BYTES, Chunk, EventSource
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -23,9 +23,9 @@ def event(number: int) -> bytes:
     return b'data: {"choices":[],"n":%d}\n\n' % number
 
 
-def chunk(number: int) -> dict[str, object]:
+def chunk(number: int) -> Chunk:
     """Return what that event holds."""
-    return {"choices": [], "n": number}
+    return Chunk(event(number).strip(), {"choices": [], "n": number})
 
 
 class Parts(httpx.AsyncByteStream):
@@ -47,24 +47,24 @@ class Parts(httpx.AsyncByteStream):
             self.reading = False
 
 
-def stream_of(parts: Parts) -> EventStream[dict[str, object]]:
-    return EventStream(httpx.Response(200, stream=parts), chunk_in)
+def stream_of(parts: Parts) -> EventSource:
+    return EventSource(httpx.Response(200, stream=parts))
 
 
 async def test_what_came_together_is_returned_together() -> None:
     parts = Parts(event(1) + event(2) + event(3)[:2], event(3)[2:-1], b"\n: ping\n\n", DONE + b"\n\n")
     stream = stream_of(parts)
     assert await stream.next() == [chunk(1), chunk(2)]
-    assert await stream.next() == [chunk(3)]
-    assert await stream.next() is None, "a comment and the end are no chunks"
+    assert await stream.next() == [chunk(3), Chunk(b": ping")]
+    assert await stream.next() is None, "the end is no chunk"
     assert not parts.reading
     assert await stream.next() is None
 
 
 async def test_nothing_after_the_end_is_read() -> None:
-    raw = EventStream(httpx.Response(200, stream=Parts(b"data: 1\n\ndata: [DONE]\n\ndata: {nonsense\n\n")), bytes)
-    assert await raw.next() == [b"data: 1", DONE]
-    assert await raw.next() is None
+    stream = stream_of(Parts(event(1) + DONE + b"\n\ndata: {nonsense\n\n"))
+    assert await stream.next() == [chunk(1)]
+    assert await stream.next() is None
 
 
 @pytest.mark.parametrize(
@@ -113,18 +113,15 @@ async def test_a_fault_that_has_come_can_be_asked_for() -> None:
 
 
 async def test_a_fault_leaves_nothing_for_the_collector() -> None:
-    def parse(event: bytes) -> object:  # what the stream holds, a stream itself takes no weak reference
-        return chunk_in(event)
-
-    response = httpx.Response(200, stream=Parts(event(1) + b'data: {"error":{}}\n\n'))
-    stream, held = EventStream(response, parse), weakref.ref(parse)
+    parts = Parts(event(1) + b'data: {"error":{}}\n\n')
+    stream, held = stream_of(parts), weakref.ref(parts)  # a stream itself takes no weak reference
     gc.disable()
     try:
         await stream.next()
         try:
             await stream.next()
         except EngineBroke:
-            del stream, parse
+            del stream, parts
         assert held() is None
     finally:
         gc.enable()

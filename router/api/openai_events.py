@@ -1,0 +1,142 @@
+"""A stream of OpenAI's API: the engine's events as they are, but for what only the router had asked for.
+
+The router asks every engine for token counts: the final chunk that holds only them is left out where the caller did not ask
+for it, and then the engine's fingerprint, which vLLM would have put on the last chunk of each choice, is put back there.
+Token ids, which failover needs, and log-probabilities, which the cascade needs, are taken out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_json
+
+from router.api.problems import describe
+from router.api.serving import reason_of
+from router.upstream.engine_stream import continued_on
+from router.upstream.json_object import read_json
+from router.upstream.sse import DONE, SEPARATOR
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from router.policy.decision import Decision
+    from router.upstream.engine_stream import EngineAnswer, EngineStream
+    from router.upstream.sse import Chunk
+    from tiers.spec import TierSpec
+
+# Quotes in a JSON string are escaped, so these stand only where a member of that name does.
+_LOGPROBS, _FINGERPRINT = b'"logprobs":{', b'"system_fingerprint"'
+_IDS = (b'"token_ids":[', b'"prompt_token_ids":[')
+
+
+class RelayedEvents:
+    """Writes an answer as the engine does, then the report that was asked for, and ``[DONE]``.
+
+    What other engines go on with looks as if the first one had sent it.
+    """
+
+    __slots__ = ("_answer", "_chat", "_report", "_template", "_usage_sent", "_wants_usage")
+
+    def __init__(
+        self, answer: EngineStream, report: Mapping[str, Any] | None, *, chat: bool, wants_usage: bool
+    ) -> None:
+        self._answer, self._report = answer, report
+        self._chat, self._wants_usage = chat, wants_usage
+        self._template: dict[str, Any] = {}
+        self._usage_sent = False
+
+    def events(self, chunks: Sequence[Chunk]) -> list[bytes]:
+        """Return what came together, but for events that the caller would not have got from the engine."""
+        return [event + SEPARATOR for chunk in chunks if (event := self._event(chunk)) is not None]
+
+    def end(self) -> list[bytes]:
+        """Return the end; of an answer that was continued, with a comment that says so, which clients skip."""
+        events = []
+        if self._answer.parts:
+            events.append(b": continued on " + " ".join(continued_on(self._answer)).encode())
+        if self._wants_usage and not self._usage_sent and self._answer.usage:
+            events.append(b"data: " + to_json({**self._template, "choices": [], "usage": self._answer.usage}))
+        if self._report is not None:
+            events.append(b"data: " + to_json(self._report_chunk(self._report)))
+        return [event + SEPARATOR for event in [*events, DONE]]
+
+    def failure(self, error: Exception) -> list[bytes]:
+        """Return an error event; there is no ``[DONE]`` after it."""
+        return [b"data: " + to_json(describe(error).openai_body()) + SEPARATOR]
+
+    def _event(self, chunk: Chunk) -> bytes | None:
+        """Return the event for a chunk; None where it is left out."""
+        raw, data = chunk.raw, chunk.data
+        if data is None:
+            return raw or self._made(chunk)
+        if chunk.choice is None and chunk.usage:
+            self._usage_sent = self._wants_usage
+            if not self._wants_usage:
+                return None
+        if self._answer.progress is not None:
+            if not self._template:
+                self._template = {name: data.get(name) for name in ("id", "object", "created", "model")}
+            # Only with ids does an engine tell of a token that is not to be seen yet.
+            if chunk.token_ids and not chunk.finish_reason and chunk.choice and chunk.choice.get("delta") == {}:
+                return None
+            raw = _without_ids(raw)
+        if self._answer.wants_logprobs and _LOGPROBS in raw:
+            raw = _without_logprobs(raw)
+        if chunk.finish_reason is not None and not self._wants_usage and _FINGERPRINT not in raw and raw.endswith(b"}"):
+            fingerprint = self._answer.fingerprint
+            if fingerprint:
+                raw = raw[:-1] + b',"system_fingerprint":' + to_json(fingerprint) + b"}"
+        return raw
+
+    def _made(self, chunk: Chunk) -> bytes:
+        """Return what another engine computed, as the first engine would have sent it."""
+        choice: dict[str, Any] = {"index": 0}
+        if self._chat:
+            choice["delta"] = {"content": chunk.text}
+        else:
+            choice["text"] = chunk.text
+        choice |= {"logprobs": None, "finish_reason": chunk.finish_reason}
+        if chunk.finish_reason is not None:
+            choice["stop_reason"] = chunk.stop_reason
+        return b"data: " + to_json({**self._template, "choices": [{**choice, "token_ids": None}]})
+
+    def _report_chunk(self, report: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the chunk that tells who served the answer."""
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        continued = {"continued_on": continued_on(self._answer)} if self._answer.parts else {}
+        return {"id": "", "object": kind, "created": 0, "model": "", "choices": [], "qarr": {**report, **continued}}
+
+
+def report_on(decision: Decision, answer: EngineAnswer, spec: TierSpec) -> dict[str, Any]:
+    """Return who serves an answer and why, for bodies whose caller asked for it."""
+    return {
+        "tier": answer.tier.value,
+        "precision": spec.precision.value,
+        "checkpoint": spec.checkpoint_id,
+        "reason": reason_of(decision, answer),
+        "class": decision.query.features.prompt_class.value,
+    }
+
+
+def with_member(content: bytes, name: str, value: object) -> bytes:
+    """Return a JSON object with one more member at its end."""
+    whole = content.rstrip()
+    return whole[:-1] + b"," + to_json(name) + b":" + to_json(value) + b"}"
+
+
+def _without_ids(event: bytes) -> bytes:
+    """Return an event with null for its token ids."""
+    for name in _IDS:
+        head, found, rest = event.partition(name)
+        if found:
+            event = head + name[:-1] + b"null" + rest.partition(b"]")[2]
+    return event
+
+
+def _without_logprobs(raw: bytes) -> bytes:
+    """Return an event as the engine would have sent it without log-probabilities."""
+    chunk = read_json(raw.removeprefix(b"data:"))
+    for choice in chunk["choices"]:
+        choice["logprobs"] = None
+    return b"data: " + to_json(chunk)

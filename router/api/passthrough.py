@@ -1,0 +1,162 @@
+"""Small requests that are passed on as they are, without a slot: ``/tokenize``, ``/detokenize``, ``/v1/embeddings``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+
+from router.api.asgi import context_of, no_body, read_body, while_connected
+from router.api.models import read_document, resolve
+from router.api.paths import EMBEDDINGS
+from router.api.problems import NoEmbeddings
+from router.upstream.errors import EngineFailed, EngineUnreachable, NoEngineAnswered, NoPlace
+from tiers.spec import ReplicaState, TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from starlette.types import Receive, Scope, Send
+
+    from router.auth.quota import Quotas
+    from router.pipeline.context import RequestContext
+    from router.settings import Settings
+    from router.telemetry.tracing import Telemetry
+    from router.upstream.client import Pool, Upstream
+    from router.upstream.json_object import JsonObject
+    from tiers.fleet import Fleet
+
+
+@dataclass(frozen=True, slots=True)
+class Passthrough:
+    """What passes small requests on."""
+
+    upstream: Upstream
+    quotas: Quotas
+    fleet: Fleet
+    telemetry: Telemetry
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The endpoints ``POST /tokenize`` and ``POST /detokenize``: any ready engine answers, they share a tokenizer."""
+
+    deps: Passthrough
+    path: str
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on. Work stops when the client goes away."""
+        deps, context = self.deps, context_of(scope)
+        deps.telemetry.name_server_span(scope, self.path)
+        document = read_document(await read_body(scope, receive, deps.settings.server.max_body_bytes))
+        resolve(document, deps.settings.openai)
+        small = SmallRequest(self.path, "tokens", tuple(self._engines(document, context.caller.tiers)), tokens=0)
+        await while_connected(context, partial(pass_on, deps, context, small), receive, send)
+
+    def _engines(self, document: JsonObject, allowed: frozenset[TierName]) -> Iterator[AskedEngine]:
+        """Yield whom to ask: ready engines, without a place on them, for tokenizing takes nothing from generation."""
+        now = time.monotonic()
+        ready = [r for r in self.deps.fleet.replicas if r.state is ReplicaState.READY and r.spec.name in allowed]
+        for replica in sorted(ready, key=lambda r: (not r.breaker.admits(now), r.spec.name.rank, r.in_flight)):
+            yield AskedEngine(replica.url, replica.api_key, document.edited({"model": replica.model}))
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """The endpoint ``POST /v1/embeddings``: passed on to the engines that the settings name for it."""
+
+    deps: Passthrough
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on. Work stops when the client goes away."""
+        deps, context = self.deps, context_of(scope)
+        deps.telemetry.name_server_span(scope, EMBEDDINGS)
+        body = await read_body(scope, receive, deps.settings.server.max_body_bytes)
+        document = read_document(body)
+        if not deps.settings.openai.embeddings_urls:
+            raise NoEmbeddings(
+                "no engine here serves embeddings: the tiers generate text; set openai.embeddings_urls to one that does"
+            )
+        engines = tuple(
+            AskedEngine(url, deps.settings.engine.api_key, body) for url in deps.settings.openai.embeddings_urls
+        )
+        small = SmallRequest(EMBEDDINGS, "embeddings", engines, tokens=count_input(document.get("input")))
+        await while_connected(context, partial(pass_on, deps, context, small), receive, send)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedEngine:
+    """An engine that may answer a small request, and the request's body for it."""
+
+    url: str
+    api_key: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SmallRequest:
+    """A request that is passed on without a lease.
+
+    Attributes:
+        pool: Whose it waits for, where an engine has many of them.
+        engines: That may answer, in order.
+        tokens: For the quota.
+    """
+
+    path: str
+    pool: Pool
+    engines: tuple[AskedEngine, ...]
+    tokens: int
+
+
+async def pass_on(deps: Passthrough, context: RequestContext, small: SmallRequest, send: Send) -> None:
+    """Take the quota, pass a small request on, and send the answer as it is.
+
+    Raises:
+        OverQuota: The caller's quota is used up.
+        NoEngineAnswered: Those that were asked failed.
+        NoPlace: None could be asked.
+    """
+    grant = await deps.quotas.enter(context.caller, small.tokens, context.limits)
+    used: int | None = None
+    try:
+        status, media_type, content = await _first_answer(deps.upstream, small)
+        used = small.tokens
+    except asyncio.CancelledError:
+        used = small.tokens  # an engine may have worked for it
+        raise
+    finally:
+        if grant is not None:
+            await grant.settle(used)
+    await Response(content, status, context.headers, media_type)({"type": "http"}, no_body, send)
+
+
+async def _first_answer(upstream: Upstream, small: SmallRequest) -> tuple[int, str, bytes]:
+    """Ask one engine after another, those that need no wait first."""
+    causes: list[str] = []
+    for engine in sorted(small.engines, key=lambda e: not upstream.passes_at_once(e.url, small.pool)):
+        try:
+            return await upstream.pass_on(engine.url, engine.api_key, small.path, engine.body, small.pool)
+        except (EngineUnreachable, EngineFailed) as error:
+            causes.append(str(error))
+    if causes:
+        raise NoEngineAnswered("; ".join(causes))
+    raise NoPlace("no tier that could answer this is ready")
+
+
+def count_input(value: Any) -> int:
+    """Return about how many tokens an embedding's input has: ids exactly, text by its length.
+
+    What is no input counts as one token: the engine says best what is wrong with it.
+    """
+    inputs = value if isinstance(value, list) else [value]
+    return sum(len(one) if isinstance(one, list) else _count_one(one) for one in inputs)
+
+
+def _count_one(value: Any) -> int:
+    return max(len(value) // 3, 1) if isinstance(value, str) else 1

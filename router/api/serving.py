@@ -1,0 +1,115 @@
+"""What all endpoints that serve an answer do alike: its headers, and the one loop that relays a stream."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from router.api.asgi import body_message, start_message
+from router.upstream.errors import UpstreamError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from starlette.types import Send
+
+    from router.pipeline.pipeline import Pipeline
+    from router.pipeline.registry import ActiveRequest
+    from router.policy.decision import Decision
+    from router.settings import TelemetrySettings
+    from router.upstream.engine_stream import EngineAnswer, EngineStream
+    from router.upstream.sse import Chunk
+
+log = logging.getLogger("qarr.router")
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class Encoder(Protocol):
+    """Writes an answer's chunks as the events of one endpoint, each with the empty line after it."""
+
+    def events(self, chunks: Sequence[Chunk]) -> list[bytes]:
+        """Return the events for what came together; none where nothing of it is shown."""
+
+    def end(self) -> list[bytes]:
+        """Return the events that end a complete answer."""
+
+    def failure(self, error: UpstreamError) -> list[bytes]:
+        """Return the events that end an answer which could not be completed."""
+
+
+class Sink(Protocol):
+    """Takes a stream's events."""
+
+    async def __call__(self, events: Sequence[bytes], *, last: bool) -> None:
+        """Take some events, in order.
+
+        Args:
+            events: Each without an id.
+            last: Whether no more come.
+        """
+
+
+async def relay(stream: EngineStream, encoder: Encoder, sink: Sink, request_id: str) -> None:
+    """Relay an answer: events as they come, then exactly one end, or one error."""
+    try:
+        while (chunks := await stream.read()) is not None:
+            if events := encoder.events(chunks):
+                await sink(events, last=False)
+        end = encoder.end()
+    except UpstreamError as error:
+        stream.error = error
+        log.warning("request %s: %s on %s", request_id, error, stream.replica_id)
+        end = encoder.failure(error)
+    await sink(end, last=True)
+
+
+class Connection:
+    """Sends events to a client as they are."""
+
+    __slots__ = ("_send",)
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def __call__(self, events: Sequence[bytes], *, last: bool) -> None:
+        """Send some events."""
+        await self._send(body_message(b"".join(events), more=not last))
+
+
+async def send_whole(content: bytes, media_type: str, headers: Mapping[str, str], send: Send) -> None:
+    """Send an answer that is not streamed."""
+    await send(start_message(headers, media_type, {"content-length": str(len(content))}))
+    await send(body_message(content, more=False))
+
+
+def answer_headers(active: ActiveRequest, pipeline: Pipeline, settings: TelemetrySettings) -> dict[str, str]:
+    """Return the headers that disclose who serves an answer and why."""
+    answer, decision, context, admitted = active.answer, active.decision, active.context, active.admitted
+    assert answer is not None
+    spec = pipeline.fleet.spec(answer.tier)
+    headers = {
+        **context.headers,
+        "x-qarr-tier": answer.tier.value,
+        "x-qarr-precision": spec.precision.value,
+        "x-qarr-reason": reason_of(decision, answer),
+    }
+    if admitted is not None and admitted.waited_ms:
+        headers["x-qarr-queue-ms"] = f"{admitted.waited_ms:.0f}"
+    if decision.degraded:
+        headers["x-qarr-degraded"] = ", ".join(decision.degraded)
+    if address := settings.trace_address(context.trace_id):
+        headers["x-qarr-trace-url"] = address
+    if spec.checkpoint_id:
+        headers["x-qarr-checkpoint"] = spec.checkpoint_id
+    return headers
+
+
+def reason_of(decision: Decision, answer: EngineAnswer) -> str:
+    """Return why a tier serves an answer, for a person."""
+    instead = answer.escalation or answer.hedge
+    if instead is not None:
+        return f"{decision.reason}; {instead}"
+    if answer.tier is decision.tier:
+        return decision.reason
+    return f"{decision.reason}; {decision.tier} failed before the first token, so {answer.tier} took over"

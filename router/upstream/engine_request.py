@@ -1,0 +1,220 @@
+"""What engines are asked: a prompt as a chat, or the caller's own body with as little change as routing needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_json
+
+from router.upstream.json_object import JsonObject, NotJson, as_integer
+from router.upstream.progress import Resumption
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tiers.fleet import Replica
+
+LOGPROBS = {"logprobs": True, "top_logprobs": 1}  # how sure an engine is of its first choices
+DEFAULT_COMPLETION = 16  # tokens of a completion that gives no limit, as OpenAI and vLLM have it
+# What of a request says how tokens are chosen, and holds for its continuation as well.
+_SAMPLING = (
+    "allowed_token_ids",
+    "bad_words",
+    "cache_salt",
+    "frequency_penalty",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "repetition_detection",
+    "repetition_penalty",
+    "seed",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "stop",
+    "stop_token_ids",
+    "temperature",
+    "top_k",
+    "top_p",
+    "vllm_xargs",
+    "watermarking",
+)
+# What makes an answer one that cannot be taken over halfway: it has a structure of its own, or tells more than text.
+_NOT_RESUMABLE = (
+    "echo",
+    "ec_transfer_params",
+    "functions",
+    "guided_choice",
+    "guided_decoding_backend",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "kv_transfer_params",
+    "logprob_token_ids",
+    "logprobs",
+    "mm_payload",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "return_prompt_text",
+    "return_token_ids",
+    "return_token_offsets",
+    "return_tokens_as_token_ids",
+    "structured_outputs",
+    "suffix",
+    "tools",
+    "top_logprobs",
+    "use_beam_search",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A chat, made from a prompt and perhaps a system prompt."""
+
+    messages: tuple[Mapping[str, str], ...]
+    max_tokens: int
+    temperature: float
+    priority: int
+    request_id: str
+    wants_logprobs: bool = False  # of the cheaper tiers
+    path: str = "/v1/chat/completions"
+    operation: str = "chat"
+    streamed: bool = True  # always, so that a stalled engine is noticed
+    wants_usage: bool = True
+
+    @property
+    def chat(self) -> Sequence[Mapping[str, str]]:
+        """Return its messages."""
+        return self.messages
+
+    @property
+    def resumption(self) -> Resumption:
+        """Return what another engine needs to go on with a broken answer."""
+        return Resumption(self.max_tokens, {"temperature": self.temperature}, self.priority)
+
+    @property
+    def parameters(self) -> Mapping[str, float]:
+        """Return what is told of the request in traces."""
+        return {"gen_ai.request.max_tokens": self.max_tokens, "gen_ai.request.temperature": self.temperature}
+
+    def body(self, replica: Replica) -> bytes:
+        """Return the request's body for one replica."""
+        return to_json(
+            {
+                "model": replica.model,
+                "messages": self.messages,
+                "max_tokens": self.max_tokens,
+                "temperature": self.temperature,
+                "priority": self.priority if replica.takes_priority else 0,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "return_token_ids": True,
+                **(LOGPROBS if self.wants_logprobs and replica.spec.name is not TierName.PRECISE else {}),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RelayRequest:
+    """A request for one of OpenAI's endpoints, passed on with as little change as routing needs.
+
+    Attributes:
+        document: The caller's body.
+        priority: For vLLM's scheduler, lower first; None leaves the caller's own field.
+        wants_usage: The caller asked for the final chunk with token counts.
+        resumption: What another engine needs to go on with a broken answer; None where none may.
+        wants_logprobs: Ask the cheaper tiers how sure they are; the caller did not ask for log-probabilities and gets none.
+    """
+
+    document: JsonObject
+    path: str
+    operation: str
+    request_id: str
+    streamed: bool
+    priority: int | None
+    wants_usage: bool
+    resumption: Resumption | None = None
+    wants_logprobs: bool = False
+
+    @property
+    def chat(self) -> Sequence[Any] | None:
+        """Return its messages; None for what is no chat, or one with tools, whose answers are checked by other means."""
+        messages = self.document.get("messages")
+        return messages if isinstance(messages, list) and self.document.get("tools") is None else None
+
+    @property
+    def parameters(self) -> Mapping[str, float]:
+        """Return what is told of the request in traces: numbers only, never text."""
+        fields = ("max_tokens", "temperature", "top_p", "n", "seed", "frequency_penalty", "presence_penalty")
+        names = {"n": "gen_ai.request.choice.count", **{f: f"gen_ai.request.{f}" for f in fields if f != "n"}}
+        values = ((names[field], self.document.get(field)) for field in fields)
+        return {name: value for name, value in values if isinstance(value, int | float) and abs(value) < 1 << 63}
+
+    def body(self, replica: Replica) -> bytes:
+        """Return the caller's body with the replica's name for the model; all other values are the caller's bytes."""
+        changes: dict[str, Any] = {"model": replica.model, "qarr": None}
+        if not replica.takes_priority:
+            changes["priority"] = None
+        elif self.priority is not None:
+            changes["priority"] = self.priority
+        if self.streamed and (options := self._stream_options()) is not None:
+            changes["stream_options"] = options
+        if self.wants_logprobs and replica.spec.name is not TierName.PRECISE:
+            changes |= LOGPROBS
+        if self.resumption is not None:
+            changes["return_token_ids"] = True
+        return self.document.edited(changes)
+
+    def _stream_options(self) -> bytes | None:
+        """Return the caller's options, asking for token counts; None leaves options that are no object to the engine."""
+        text = self.document.text_of("stream_options")
+        if text in {"", "null"}:
+            return b'{"include_usage":true}'
+        try:
+            given = JsonObject.parse(text.encode())
+        except NotJson:
+            return None
+        # Without the final counts vLLM gives none with each chunk either.
+        more = (
+            {}
+            if self.wants_usage or "continuous_usage_stats" not in given.values
+            else {"continuous_usage_stats": False}
+        )
+        return given.edited({"include_usage": True, **more})
+
+
+def resumption_of(document: JsonObject, priority: int, *, choices: int, chat: bool) -> Resumption | None:
+    """Return what continuing the streamed answer of a request needs; None where it must not be continued.
+
+    Args:
+        document: The request's body.
+        priority: For vLLM's scheduler.
+        choices: Answers that it asks for.
+        chat: Whether it is a chat, not a completion.
+    """
+    form = document.get("response_format")
+    plain = form is None or (isinstance(form, dict) and form.get("type") == "text")
+    options = document.get("stream_options")
+    counting = isinstance(options, dict) and options.get("continuous_usage_stats")
+    if choices != 1 or not plain or counting or any(document.get(name) for name in _NOT_RESUMABLE):
+        return None
+    messages = document.get("messages")
+    if isinstance(messages, list) and not all(map(_is_text, messages)):
+        return None
+    limit = (as_integer(document.get("max_completion_tokens")) if chat else None) or as_integer(
+        document.get("max_tokens", None if chat else DEFAULT_COMPLETION)
+    )
+    values = ((name, document.get(name)) for name in _SAMPLING)
+    return Resumption(limit, {name: value for name, value in values if value is not None}, priority)
+
+
+def _is_text(message: Any) -> bool:
+    """Tell whether a message holds nothing but text."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, list):
+        return all(isinstance(part, dict) and part.get("type") == "text" for part in content)
+    return content is None or isinstance(content, str)

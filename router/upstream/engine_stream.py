@@ -1,0 +1,447 @@
+"""One answer of an engine, as it comes: streamed, or buffered as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Protocol
+
+from router.upstream.errors import (
+    NO_ANSWER,
+    EngineBroke,
+    EngineFailed,
+    EngineRefused,
+    EngineStalled,
+    UpstreamError,
+    without_trace,
+)
+from router.upstream.http import body_of
+from router.upstream.idle_timeout import IdleTimeout
+from router.upstream.json_object import read_json
+from router.upstream.progress import Progress
+from router.upstream.sse import USAGE, EventSource, is_usage
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+
+    import httpx
+    from opentelemetry.trace import Span
+
+    from router.upstream.progress import Resumption
+    from router.upstream.sse import Chunk
+    from tiers.fleet import Lease, Replica
+
+MAX_ANSWER_BYTES = 1 << 28  # of one that is not streamed: log-probabilities of a long prompt take many
+
+
+class EngineRequest(Protocol):
+    """The request to an engine, without its replica-specific parts."""
+
+    @property
+    def path(self) -> str:
+        """Return the path at the engine."""
+
+    @property
+    def operation(self) -> str:
+        """Return the GenAI semantic conventions' name of what is done: ``chat`` or ``text_completion``."""
+
+    @property
+    def request_id(self) -> str:
+        """Return an id that no two requests share; the engine is given it with the attempt's number."""
+
+    @property
+    def streamed(self) -> bool:
+        """Tell whether the answer comes as events."""
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Tell whether the cheaper tiers are asked how sure they are of their first tokens."""
+
+    @property
+    def wants_usage(self) -> bool:
+        """Tell whether an answer without token counts is not complete."""
+
+    @property
+    def priority(self) -> int | None:
+        """Return its priority for vLLM's scheduler, lower first; None where it has none of its own."""
+
+    @property
+    def chat(self) -> Sequence[Any] | None:
+        """Return its messages, where the same could be asked of another tier; None where not."""
+
+    @property
+    def resumption(self) -> Resumption | None:
+        """Return what another engine needs to go on with a broken answer; None where none may."""
+
+    @property
+    def parameters(self) -> Mapping[str, float]:
+        """Return what is told of the request in traces, by semantic conventions' names."""
+
+    def body(self, replica: Replica) -> bytes:
+        """Return the request's body for one replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One request at one replica that has answered 200.
+
+    Attributes:
+        number: Attempts that failed before this one.
+        started: When it was sent, by the monotonic clock.
+        sent_at: When the request was first sent, to whichever replica.
+        token_timeout_s: Longest time between two tokens.
+    """
+
+    tier: TierName
+    lease: Lease
+    response: httpx.Response
+    span: Span
+    number: int
+    started: float
+    token_timeout_s: float
+    sent_at: float
+
+
+class EngineAnswer(ABC):
+    """A request that an engine answers: its lease, its span, its times and its usage. Close it, however it ends.
+
+    Attributes:
+        tier: That began the answer.
+        replica_id: The same, of the tier's replicas.
+        sent_at: When the request was first sent, to whichever replica, by the monotonic clock in seconds.
+        escalation: Why it was begun again at a higher precision; None: it was not.
+        hedge: Why another tier was asked as well, and was quicker; None: it was not.
+        parts: What other engines computed of it, in order.
+    """
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.tier = attempt.tier
+        self.replica_id = attempt.lease.replica.id
+        self.sent_at = attempt.sent_at
+        self.failed_attempts = attempt.number
+        self.ttft_ms: float | None = None
+        self.usage: dict[str, int] = {}
+        self.finish_reason: str | None = None
+        self.error: UpstreamError | None = None
+        self.escalation: str | None = None
+        self.hedge: str | None = None
+        self.parts: list[EngineStream] = []
+        self._attempt = attempt
+        self._first_at = self._last_at = 0.0
+        self._complete = self._closed = False
+        self._tokens = 0
+
+    @abstractmethod
+    async def begin(self) -> None:
+        """Read up to the first token, or the whole of an answer that is not streamed.
+
+        Raises:
+            UpstreamError: The engine failed; nothing of its answer has been passed on.
+        """
+
+    @property
+    def complete(self) -> bool:
+        """Tell whether the whole answer has come."""
+        return self._complete
+
+    @property
+    def media_type(self) -> str | None:
+        """Return what the engine says the answer is."""
+        return self._attempt.response.headers.get("content-type")
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Return what the engine calls itself in its answers."""
+        return self._attempt.lease.replica.fingerprint
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Return the mean time between tokens so far, from the engine's token count; None below two tokens.
+
+        Of several sequences, which an engine computes at the same time, as if they were equally long.
+        """
+        tokens = self.usage.get("completion_tokens", 0) / self._attempt.lease.sequences
+        if self.ttft_ms is None or tokens < 2:  # noqa: PLR2004
+            return None
+        return (self._last_at - self._first_at) * 1000 / (tokens - 1)
+
+    @property
+    def output_tokens(self) -> int:
+        """Return the tokens produced so far: the engine's count, or until that comes what its chunks tell."""
+        return self.usage.get("completion_tokens", self._tokens)
+
+    async def aclose(self, error: BaseException | None = None) -> None:
+        """End all of it: the lease goes back, the connection is closed, which aborts what is unfinished, the span ends."""
+        try:
+            for part in self.parts:
+                await part.aclose(error)
+        finally:  # also when this is cancelled
+            await self.abandon(error)
+
+    async def abandon(self, error: BaseException | None) -> None:
+        """End this engine's part of it. Only the first call counts."""
+        if self._closed:
+            return
+        self._closed = True
+        lease, span = self._attempt.lease, self._attempt.span
+        if self._complete:
+            lease.finished(self.tpot_ms, self.usage.get("completion_tokens", 0))
+        elif isinstance(error, UpstreamError):
+            lease.failed(type(error).__name__)
+        lease.release()
+        span.set_attributes(self._attributes())
+        end_span(span, error)
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        await self._attempt.response.aclose()
+
+    def _note_usage(self, usage: Mapping[str, Any]) -> None:
+        self.usage = {name: int(usage.get(name) or 0) for name in USAGE}
+
+    def _attributes(self) -> dict[str, Any]:
+        attributes: dict[str, Any] = {}
+        if self.ttft_ms is not None:
+            attributes["qarr.ttft_ms"] = self.ttft_ms
+        if self.finish_reason:
+            attributes["gen_ai.response.finish_reasons"] = (self.finish_reason,)
+        if self.usage:
+            attributes["gen_ai.usage.input_tokens"] = self.usage["prompt_tokens"]
+            attributes["gen_ai.usage.output_tokens"] = self.usage["completion_tokens"]
+        if (tpot_ms := self.tpot_ms) is not None:
+            attributes["qarr.tpot_ms"] = tpot_ms
+        return attributes
+
+
+class EngineStream(EngineAnswer):
+    """A streamed answer. Its chunks up to the first token are here once it has begun, the rest can be read.
+
+    Attributes:
+        progress: What its caller has of it, where another engine could go on from there; None: none may.
+        resume: Goes on with it elsewhere, where that may be; set before the first read.
+        wants_logprobs: The engine was asked how sure it is; nobody else asked for that.
+    """
+
+    def __init__(self, attempt: Attempt, request: EngineRequest) -> None:
+        super().__init__(attempt)
+        resumption = request.resumption
+        self.progress = Progress(resumption.held_back) if resumption is not None else None
+        self.resume: Callable[[EngineStream, EngineBroke], AsyncGenerator[Chunk, None]] | None = None
+        self.wants_logprobs = request.wants_logprobs and attempt.tier is not TierName.PRECISE
+        self._wants_usage = request.wants_usage
+        self._source = EventSource(attempt.response)
+        self._held: list[Chunk] = []
+        self._idle = IdleTimeout(attempt.token_timeout_s)
+        self._pending: asyncio.Future[list[Chunk] | None] | None = None
+        self._rest: AsyncGenerator[Chunk, None] | None = None  # from other engines
+        self._why: tuple[type[EngineBroke], str] = EngineBroke, ""  # they compute it
+
+    async def begin(self) -> None:
+        """Read up to the first chunk that shows something."""
+        while not any(chunk.visible for chunk in self._held):
+            chunks = await self._source.next()
+            if chunks is None:
+                raise EngineBroke("the engine's answer was empty")
+            self._held += chunks
+            self._source.check()  # nothing has been sent: another engine can still answer as if this one had not
+        self._first_at = self._last_at = time.monotonic()
+        self._attempt.span.add_event("qarr.first_token")
+        self.ttft_ms = (self._first_at - self.sent_at) * 1000
+        self._attempt.lease.first_token((self._first_at - self._attempt.started) * 1000)
+
+    async def look_ahead(self, tokens: int, deadline: float) -> float | None:
+        """Read so many tokens without passing them on, and tell how sure the engine is of them.
+
+        Args:
+            tokens: How many; fewer where the answer ends before.
+            deadline: By the monotonic clock; what has come until then must do.
+
+        Returns:
+            The mean log-probability of its first choices; None where it is not known.
+        """
+        if not self.wants_logprobs:
+            return None
+        found = [value for chunk in self._held for value in chunk.logprobs]
+        with contextlib.suppress(TimeoutError):
+            while len(found) < tokens and (chunks := await self._ahead(deadline)) is not None:
+                self._held += chunks
+                self._source.check()
+                found += [value for chunk in chunks for value in chunk.logprobs]
+        self.release_held()
+        return fmean(found[:tokens]) if found else None
+
+    def release_held(self) -> None:
+        """Note that the first token goes out only now."""
+        self.ttft_ms = (time.monotonic() - self.sent_at) * 1000
+
+    async def read(self) -> Sequence[Chunk] | None:
+        """Return what came together next, from whichever engine, at least one chunk; None after the last.
+
+        Raises:
+            EngineBroke: The engine failed, or no token came in time, and no other could go on.
+        """
+        if self._rest is not None:
+            return await self._read_rest()
+        chunks: list[Chunk] | None
+        chunks, self._held = self._held, []
+        if not chunks:
+            try:
+                with self._idle:
+                    chunks = await (self._source.next() if self._pending is None else self._pending)
+                self._pending = None
+                if chunks is None and self.finish_reason is None:
+                    raise EngineBroke("the engine's stream ended without a finish reason")  # noqa: TRY301
+            except TimeoutError:
+                return await self._fail_over(EngineStalled(f"the engine sent no token for {self._idle.limit_s:g} s"))
+            except EngineBroke as error:
+                return await self._fail_over(without_trace(error))
+        if chunks is None:
+            self._complete = True
+            return None
+        for chunk in chunks:
+            if chunk.data is not None:
+                self._note(chunk)
+        return chunks
+
+    def _note(self, chunk: Chunk) -> None:
+        """Note what a chunk says."""
+        if usage := chunk.usage:
+            self._note_usage(usage)
+        if chunk.choice is None:
+            return
+        progress = self.progress
+        if progress is not None:
+            if prompt_ids := (chunk.data or {}).get("prompt_token_ids") or chunk.choice.get("prompt_token_ids"):
+                progress.prompt_ids = prompt_ids
+            progress.note(chunk)
+        if tokens := len(chunk.token_ids) or chunk.visible:
+            self._last_at = time.monotonic()
+            self._tokens += tokens
+            self._attempt.lease.produced(tokens)
+        if chunk.finish_reason is not None:
+            self.finish_reason = chunk.finish_reason
+
+    async def _fail_over(self, broken: EngineBroke) -> Sequence[Chunk] | None:
+        """Read on from another engine.
+
+        Raises:
+            EngineBroke: None may go on, or none could.
+        """
+        try:
+            if self.resume is None or self.progress is None:
+                raise broken
+            self._why, self._rest = (type(broken), str(broken)), self.resume(self, broken)
+        finally:
+            del broken  # its trace leads here
+        return await self._read_rest()
+
+    async def _read_rest(self) -> Sequence[Chunk] | None:
+        assert self._rest is not None
+        assert self.progress is not None
+        chunk = await anext(self._rest, None)
+        if chunk is not None:
+            self._last_at = time.monotonic()
+            self._tokens += len(chunk.token_ids)
+            return (chunk,)
+        if self.parts or not self.usage:  # else all of the answer had come, and its counts
+            self.usage = self.progress.usage
+        self.finish_reason = self.progress.finish_reason
+        if self._wants_usage and not self.usage:
+            kind, why = self._why
+            raise kind(why)  # nobody knows the counts
+        self._complete = True
+        return None
+
+    async def _ahead(self, deadline: float) -> list[Chunk] | None:
+        """Read on by a deadline on the monotonic clock; what comes later is left for ``read``.
+
+        Raises:
+            TimeoutError: Nothing came until then.
+        """
+        if self._pending is None:
+            self._pending = asyncio.ensure_future(self._source.next())
+        done, _ = await asyncio.wait({self._pending}, timeout=max(deadline - time.monotonic(), 0))
+        if not done:
+            raise TimeoutError
+        chunks = self._pending.result()
+        self._pending = None
+        return chunks
+
+    async def aclose(self, error: BaseException | None = None) -> None:
+        """End all of it, what other engines compute of it as well."""
+        try:
+            if self._rest is not None:
+                await self._rest.aclose()
+        finally:
+            await super().aclose(error)
+
+    async def _disconnect(self) -> None:
+        self._idle.close()
+        async with AsyncExitStack() as closing:  # all of it, also when this is cancelled
+            closing.push_async_callback(super()._disconnect)
+            closing.push_async_callback(self._source.aclose)
+            if self._pending is not None:
+                self._pending.cancel()
+                await asyncio.gather(self._pending, return_exceptions=True)
+
+
+class BufferedAnswer(EngineAnswer):
+    """An answer that is not streamed, read as a whole before any of it is passed on.
+
+    Attributes:
+        content: The body.
+    """
+
+    def __init__(self, attempt: Attempt) -> None:
+        super().__init__(attempt)
+        self.content = b""
+
+    async def begin(self) -> None:
+        """Read the whole answer."""
+        try:
+            self.content = await body_of(self._attempt.response, MAX_ANSWER_BYTES)
+        except NO_ANSWER as error:
+            raise EngineBroke(f"the engine's answer broke off ({type(error).__name__})") from error
+        try:
+            answer = read_json(self.content)
+        except ValueError as error:
+            raise EngineFailed("the engine's answer is not a completion") from error
+        if not _is_completion(answer):
+            raise EngineFailed("the engine's answer is not a completion")
+        self.finish_reason = answer["choices"][0].get("finish_reason")
+        self._note_usage(answer["usage"])
+        self._complete = True
+
+
+def _is_completion(answer: Any) -> bool:
+    """Tell whether a whole answer is one: with choices that hold something, and with token counts."""
+    if not isinstance(answer, dict) or not isinstance(choices := answer.get("choices"), list) or not choices:
+        return False
+    return is_usage(answer.get("usage")) and all(
+        isinstance(choice, dict)
+        and isinstance(choice.get("finish_reason"), str | None)
+        and (isinstance(choice.get("message"), dict) or isinstance(choice.get("text"), str))
+        for choice in choices
+    )
+
+
+def continued_on(answer: EngineAnswer) -> list[TierName]:
+    """Return the tiers that went on with an answer, in order."""
+    return [part.tier for part in answer.parts]
+
+
+def end_span(span: Span, error: BaseException | None) -> None:
+    """End an attempt's span, with its error if it had one; not with an engine's refusal, which may quote the prompt."""
+    if error is not None:
+        span.set_attribute("error.type", type(error).__name__)
+        if isinstance(error, EngineRefused):
+            span.set_attribute("http.response.status_code", error.status)
+        elif isinstance(error, Exception):
+            span.record_exception(error)
+    span.end()

@@ -1,0 +1,158 @@
+"""How far a streamed answer has come: what another engine needs to go on with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from router.upstream.json_object import as_boolean, as_integer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from router.upstream.sse import Chunk
+
+
+class Point(NamedTuple):
+    """A point in an answer where its text is known: so many tokens have so many characters, and end no character halfway."""
+
+    tokens: int
+    characters: int
+
+
+BEGINNING = Point(0, 0)
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far an answer has come: what another engine needs to go on from there.
+
+    As vLLM's ``v1/engine/detokenizer.py`` works, an engine keeps a fixed number of characters back while they may begin a
+    stop string. So each chunk of text also tells how long the text of all tokens is by then, and once so many characters
+    more have come, that text itself is known. A token that comes alone and with text has ended a character.
+
+    Attributes:
+        held_back: Characters that an engine keeps back.
+        prompt_ids: The prompt as the engine read it; empty for as long as it is not known.
+        output_ids: Of all tokens that came.
+        told: Characters that came.
+        finish_reason: Once it is known.
+        resumable: Whether what came so far can be continued.
+        counted: Whether the engine has told the tokens of all that came.
+        begun: Where the engine that computes has begun.
+        silent: Tokens that came alone and without any text, by their number: parts of characters, and special ones.
+    """
+
+    held_back: int = 0
+    prompt_ids: list[int] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    told: int = 0
+    finish_reason: str | None = None
+    resumable: bool = True
+    counted: bool = True
+    silent: list[int] = field(default_factory=list)
+    begun: Point = BEGINNING
+    _parts: list[str] = field(default_factory=list)
+    _points: list[Point] = field(default_factory=lambda: [BEGINNING])
+    _spoken: bool = False  # the engine that computes has sent text
+
+    @property
+    def text(self) -> str:
+        """Return what came."""
+        return "".join(self._parts)
+
+    @property
+    def point(self) -> Point:
+        """Return the last point of which all text has come."""
+        return next(point for point in reversed(self._points) if point.characters <= self.told)
+
+    @property
+    def settled(self) -> bool:
+        """Tell whether nothing is kept back at the last such point, and all that came was the text up to there."""
+        return self.point.characters == self.told and not (self.held_back and self._spoken)
+
+    def note(self, chunk: Chunk) -> None:
+        """Note one more chunk that an engine sent."""
+        token_ids = chunk.token_ids
+        alone = len(token_ids) == 1
+        self.output_ids += token_ids
+        if chunk.finish_reason is not None:
+            self.finish_reason = chunk.finish_reason
+        if chunk.other:  # not text that could be gone on with
+            self.close(counted=bool(token_ids))
+        if chunk.text:
+            while len(self._points) > 1 and self._points[1].characters <= self.told:
+                del self._points[0]
+            self._parts.append(chunk.text)
+            self.told += len(chunk.text)
+            self._spoken = True
+            if alone:
+                self._points.append(Point(len(self.output_ids), self.told + self.held_back))
+            elif not token_ids:
+                self.close(counted=False)
+        elif alone and (self._spoken or not self.held_back):
+            self.silent.append(len(self.output_ids) - 1)
+
+    def close(self, *, counted: bool) -> None:
+        """Note that what came cannot be gone on with: it is no text, or nobody knows of which tokens it is the text.
+
+        Args:
+            counted: Whether the engine told its tokens.
+        """
+        self.resumable, self.counted = False, self.counted and counted
+
+    def rest_at(self, tokens: int, text: str) -> None:
+        """Go back, or on, to where the text of so many tokens is known; another engine begins there."""
+        del self.output_ids[tokens:]
+        self._parts, self.told = [text], len(text)
+        self.begun = Point(tokens, len(text))
+        self._points, self.silent, self._spoken = [self.begun], [], False
+
+    def stop_at(self, characters: int) -> None:
+        """End the answer with the token that completed a stop string; those after it were computed for nothing."""
+        last = next((point.tokens for point in self._points if point.characters >= characters), len(self.output_ids))
+        del self.output_ids[last:]
+        self.finish_reason = "stop"
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Return the token counts, as an engine gives them; empty where the engine did not tell all of its tokens."""
+        prompt, output = len(self.prompt_ids), len(self.output_ids)
+        counts = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        return counts if prompt and self.counted else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """What continuing a request's answer needs of the request.
+
+    Attributes:
+        max_tokens: Output tokens in all; None: as many as the context leaves.
+        sampling: Members of a completion's body that say how tokens are chosen.
+        priority: For vLLM's scheduler, lower first.
+    """
+
+    max_tokens: int | None
+    sampling: Mapping[str, Any]
+    priority: int
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Return the strings that end the answer."""
+        given = self.sampling.get("stop") or ()
+        return (given,) if isinstance(given, str) else tuple(s for s in given if isinstance(s, str) and s)
+
+    @property
+    def includes_stop(self) -> bool:
+        """Tell whether the string that ends the answer belongs to it."""
+        return as_boolean(self.sampling.get("include_stop_str_in_output"))
+
+    @property
+    def held_back(self) -> int:
+        """Return the characters that an engine keeps back, as they may begin a stop string."""
+        return 0 if self.includes_stop else max(map(len, self.stops), default=1) - 1
+
+    @property
+    def min_tokens(self) -> int:
+        """Return the tokens before which no stop string counts."""
+        return as_integer(self.sampling.get("min_tokens")) or 0
