@@ -249,7 +249,8 @@ class EngineStream(EngineAnswer):
             if chunks is None:
                 raise EngineBroke("the engine's answer was empty")
             self._held += chunks
-            self._source.check()  # nothing has been sent: another engine can still answer as if this one had not
+            if self.progress is None:  # no other could go on, but as nothing has been sent, another can still answer
+                self._source.check()
         self._first_at = self._last_at = time.monotonic()
         self._attempt.span.add_event("qarr.first_token")
         self.ttft_ms = (self._first_at - self.sent_at) * 1000

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message
 
-    from router.pipeline.pipeline import Services
     from tiers.fleet import Lease
 
 # waits: the work is cancelled while it waits. served: it is cancelled when what it waits for is there, before it has it.
@@ -216,7 +215,6 @@ class CutRouter:
     engines: dict[TierName | str, Behaviour]
     spans: OpenSpans
     key: str
-    services: Services
     _generate: Generate
     _usual: Counter[str] = field(default_factory=Counter)
 
@@ -274,17 +272,17 @@ class CutRouter:
 
     def held(self) -> dict[str, int]:
         """Return what is held now."""
-        services, replicas = self.services, self.stack.fleet.replicas
-        quotas, upstream = services.quotas, services.upstream
+        pipeline, replicas = self._generate.pipeline, self.stack.fleet.replicas
+        quotas, upstream = pipeline.quotas, pipeline.cascade.upstream
         transports = (upstream._transport, upstream._passing_transport)
         tasks = _tasks() - self._usual
         found = {
             "leases": sum(r.in_flight for r in replicas),
             "tokens on replicas": sum(r.prompt_tokens + r.output_tokens + r.kv_tokens_held for r in replicas),
             "probes": sum(r.breaker._held_until is not None for r in replicas),
-            "places of keys": services.admission._held.total(),
-            "waiting": services.admission.waiting,
-            "open requests": len(services.journal.open),
+            "places of keys": pipeline.admission._held.total(),
+            "waiting": pipeline.admission.waiting,
+            "open requests": len(pipeline.registry.open),
             "quota places": sum(map(len, quotas._places.values())),
             "places in the ledger": sum(len(counts.places) for counts in quotas._local._keys.values()),
             "connections": sum(len(t.client.connector._acquired) for t in transports if hasattr(t.client, "connector")),
@@ -362,12 +360,12 @@ async def cut_router(folder: Path, redis_url: str = "") -> AsyncIterator[CutRout
         (profiles / profile_name(identities)).write_text(profile(identities).model_dump_json())
         generate = _endpoint(stack.app)
         async with asyncio.timeout(60):
-            while any(r.speed is None for r in stack.fleet.replicas) or not generate.services.policy.check_enabled:
+            while any(r.speed is None for r in stack.fleet.replicas) or not generate.pipeline.policy.check_enabled:
                 await asyncio.sleep(0.02)
-            while generate.services.policy.check_threshold(FAST) is None:
+            while generate.pipeline.policy.check_threshold(FAST) is None:
                 await asyncio.sleep(0.02)
         engines: dict[TierName | str, Behaviour] = {**stack.engines, "embeddings": embeddings}
-        router = CutRouter(stack, engines, spans, key, generate.services, generate)
+        router = CutRouter(stack, engines, spans, key, generate)
         loop = asyncio.get_running_loop()
         await router.begin()
         loop.set_task_factory(_stepping)
