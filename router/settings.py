@@ -594,7 +594,7 @@ class TelemetrySettings(Section):
     keep_failures: bool = Field(
         True,
         description="Export traces of requests that failed or missed their SLA even where the sampler left them out; "
-        "without the engines' own spans.",
+        "without the engines' own spans. Where a collector samples at the end of traces, leave the sampler at its default.",
     )
     trace_url: Annotated[str, AfterValidator(_viewer_address)] = Field(
         "", description="Address of one trace at a trace viewer, with `{trace_id}` in it; answers then carry it."
