@@ -11,7 +11,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from router.cli.main import app
+from router.cli.main import make_app
 from router.settings import schema, table
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -53,7 +53,7 @@ def render() -> dict[str, str]:
 
 
 def _help(command: tuple[str, ...]) -> str:
-    result = CliRunner().invoke(app, [*command, "--help"], env=PLAIN, prog_name="qarr")
+    result = CliRunner().invoke(make_app(), [*command, "--help"], env=PLAIN, prog_name="qarr")
     lines = [line.rstrip() for line in result.output.strip().splitlines()]
     return f"## qarr {' '.join(command)}".rstrip() + "\n\n```\n" + "\n".join(lines) + "\n```\n"
 

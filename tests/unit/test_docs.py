@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from router.api import problems
 from router.api.problems import describe
-from router.cli.main import app
+from router.cli.main import make_app
 from router.settings import Settings
 from router.upstream import errors as upstream_errors
 from router.upstream.errors import EngineRefused, UpstreamError
@@ -78,7 +78,7 @@ def test_the_commands_for_operators_are_there() -> None:
     assert len(commands) >= 8
     for program, *arguments in commands:
         assert program == "qarr"
-        done = CliRunner().invoke(app, [*arguments, "--help"])
+        done = CliRunner().invoke(make_app(), [*arguments, "--help"])
         assert done.exit_code == 0, f"{arguments}: {done.output}"
 
 
@@ -87,7 +87,7 @@ def test_commands_beside_others_are_there(document: str) -> None:
     """So is every ``qarr`` command that stands among a document's other commands, or in its text."""
     text = (ROOT / "docs" / document).read_text("utf-8")
     found = set(re.findall(r"(?:^|`)qarr ((?:[a-z]+ ?)+)", text, re.MULTILINE))
-    known = {name for name in found if CliRunner().invoke(app, [*name.split(), "--help"]).exit_code == 0}
+    known = {name for name in found if CliRunner().invoke(make_app(), [*name.split(), "--help"]).exit_code == 0}
     assert found
     assert known == found
 
