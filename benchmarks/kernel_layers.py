@@ -3,9 +3,9 @@
     .venv-engine/bin/python -P benchmarks/kernel_layers.py
 
 Of the default model's four kinds of layers, summed, in microseconds on one core: the shortest of several passes, the ways
-taking turns. BF16 is the layer as ``precise`` has it. First the 4-bit kernel, both of its ways, whose crossover is the
-plugin's ``MOST_ROWS``; then the FP8 kernel, and what its time is made of. (``-P``: transformers would take ``kernels.py`` in
-this folder for a package of that name.)
+taking turns. BF16 is the layer as ``precise`` has it, by oneDNN with packed weights. First the 4-bit kernel, both of its
+ways, whose crossover is the plugin's ``MOST_ROWS``; then the FP8 kernel, and what its time is made of. (``-P``:
+transformers would take ``kernels.py`` in this folder for a package of that name.)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import qarr_vllm_kernels as plugin
 import torch
+from vllm import _custom_ops as ops
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
@@ -119,7 +120,7 @@ def main() -> None:
     """Measure and print."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    plain = {shape: torch.randn(shape[1], shape[0]).bfloat16() for shape in SHAPES}
+    plain = {shape: ops.create_onednn_mm(torch.randn(shape[1], shape[0]).bfloat16().t(), 32) for shape in SHAPES}
     int4 = {shape: int4_layer(*shape) for shape in SHAPES}
     fp8 = {shape: fp8_layer(plugin.fp8_kernel(), *shape) for shape in SHAPES}
     before = {shape: fp8_layer(ChannelWiseTorchFP8ScaledMMLinearKernel, *shape) for shape in SHAPES}
@@ -127,7 +128,7 @@ def main() -> None:
     def int4_ways(rows: int, inputs: int, outputs: int) -> dict[str, Callable[[], object]]:
         x, layer = torch.randn(rows, inputs).bfloat16(), int4[inputs, outputs]
         return {
-            "BF16": lambda: torch.nn.functional.linear(x, plain[inputs, outputs]),
+            "BF16": lambda: ops.onednn_mm(plain[inputs, outputs], x, None),
             "int4 by ATen": lambda: layer(x, rows),
             "int4 dequantized to BF16": lambda: layer(x, 0),
         }
@@ -135,7 +136,7 @@ def main() -> None:
     def fp8_ways(rows: int, inputs: int, outputs: int) -> dict[str, Callable[[], object]]:
         x = torch.randn(rows, inputs).bfloat16()
         ways: dict[str, Callable[[], object]] = {
-            "BF16": lambda: torch.nn.functional.linear(x, plain[inputs, outputs]),
+            "BF16": lambda: ops.onednn_mm(plain[inputs, outputs], x, None),
             "FP8 by the plugin": lambda: fp8[inputs, outputs](x),
         }
         ways |= {f"  {name}": way for name, way in fp8_parts(x, outputs).items()}

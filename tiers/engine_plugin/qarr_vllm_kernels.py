@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 
 NIBBLES = 8  # 4-bit values in one packed int32
 MIDDLE = 8  # the code that ATen's kernel takes for zero
+NIBBLES_HELD = 4  # in one int16 of the weights that are dequantized
+BF16_128 = 0x4300  # the bits of 128 in BF16, whose seven bits of mantissa are the units: with a 4-bit code, 128 + code
 ROWS_ALIGNED = 16  # ATen asks for output widths that are a multiple of this
 GROUP_SIZES = (32, 64, 128, 256)
-MOST_ROWS = 64  # up to so many rows ATen's int4 kernel is faster than dequantizing: benchmarks/results/kernels.txt
+MOST_ROWS = 48  # up to so many rows ATen's int4 kernel is faster than dequantizing: benchmarks/results/kernels.txt
 E4M3_LARGEST = 448.0
 SMALLEST_NORMAL = 2.0**-6  # of e4m3; numbers below have the spacing of those above
 EXPONENT = 0x7F800000  # the bits of a float32's exponent
 SHIFT = 1.5 * 2**20  # times a number's power of two: added, it leaves 3 of float32's 23 bits of mantissa, as e4m3 has
+PRIMITIVES = 32  # of oneDNN that a layer keeps, one for each number of rows; vLLM's own number
 FEW_VALUES = 2048  # up to so many, fewer calls cost less than faster ones
 REPLACED = {"CPUWNA16LinearKernel", "ChannelWiseTorchFP8ScaledMMLinearKernel"}
 log = logging.getLogger("vllm.qarr_kernels")  # below vLLM's logger, so that it stands in the engine's log
@@ -60,9 +63,6 @@ def int4_kernel() -> type:
     from vllm.scalar_type import scalar_types
 
     aten = torch.ops.aten
-    # Both 4-bit codes of a byte as two BF16 numbers in one int32, the low one first, as compressed-tensors packs them.
-    byte = torch.arange(256, dtype=torch.int32)
-    pairs = torch.stack([byte & 15, byte >> 4], dim=1).to(torch.bfloat16).view(torch.int32).flatten()
 
     def unpack(packed: torch.Tensor, dim: int) -> torch.Tensor:
         """Unpack int32 words into eight 4-bit codes each, lowest bits first, along ``dim``."""
@@ -102,10 +102,15 @@ def int4_kernel() -> type:
             scale = scales.data.float()
             zero = unpack(zeros.data, dim=0).float() if zeros is not None else torch.full_like(scale, MIDDLE)
             offsets = torch.stack([scale, (MIDDLE - zero) * scale], dim=-1).transpose(0, 1).contiguous()
-            # Read again where many rows come; as bytes, so that one look-up gives two weights.
-            self.bytes = words.data.contiguous().view(torch.uint8).view(scale.shape[0], -1)
-            self.scale, self.zero = scale.to(torch.bfloat16).unsqueeze(-1), zero.to(torch.bfloat16).unsqueeze(-1)
-            packed = aten._convert_weight_to_int4pack_for_cpu(unpack(words.data, dim=1), 1)
+            codes = unpack(words.data, dim=1)
+            # Read again where many rows come: each quarter of the columns is one nibble of the int16 words.
+            quarters = codes.view(codes.shape[0], NIBBLES_HELD, -1)
+            self.held = sum(quarters[:, n] << 4 * n for n in range(NIBBLES_HELD)).to(torch.int16)
+            self.scale, self.zero = (
+                scale.to(torch.bfloat16).unsqueeze(-1),
+                (zero + 128).to(torch.bfloat16).unsqueeze(-1),
+            )
+            packed = aten._convert_weight_to_int4pack_for_cpu(codes, 1)
             setattr(layer, self.w_q_name, Parameter(packed, requires_grad=False))
             setattr(layer, self.w_s_name, Parameter(offsets.to(scales.dtype), requires_grad=False))
             if self.w_zp_name is not None:
@@ -113,9 +118,13 @@ def int4_kernel() -> type:
 
         def dequantized(self) -> torch.Tensor:
             """Return the weights in BF16, [out, in]: (code - zero) is exact, its product with the scale rounded once."""
-            codes = pairs[self.bytes.to(torch.int32)].view(torch.bfloat16)
-            groups = codes.view(*self.scale.shape[:2], self.config.group_size)
-            return groups.sub_(self.zero).mul_(self.scale).view(codes.shape)
+            rows, words = self.held.shape
+            bits = torch.empty(rows, NIBBLES_HELD, words, dtype=torch.int16)
+            for n in range(NIBBLES_HELD):
+                torch.bitwise_right_shift(self.held, 4 * n, out=bits[:, n])
+            bits.bitwise_and_(15).bitwise_or_(BF16_128)
+            groups = bits.view(torch.bfloat16).view(*self.scale.shape[:2], self.config.group_size)
+            return groups.sub_(self.zero).mul_(self.scale).view(rows, -1)
 
         def apply_weights(
             self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -155,6 +164,7 @@ def e4m3_rounding() -> Callable[[torch.Tensor], torch.Tensor]:
 def fp8_kernel() -> type:
     """Return the class of the FP8 kernel: weights e4m3 by channel, activations e4m3 by token, rounded as they come."""
     import torch
+    from vllm import _custom_ops as ops
     from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel
 
     smallest_scale = 1.0 / (E4M3_LARGEST * 512.0)  # as vLLM's QuantFP8
@@ -174,13 +184,13 @@ def fp8_kernel() -> type:
         """
 
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-            """Hold the weights, [in, out] in e4m3, as [out, in] in BF16."""
+            """Hold the weights, [in, out] in e4m3, in BF16, packed by oneDNN as vLLM packs those of BF16 layers."""
             self.own = ours(self.config)
             if not self.own:
                 super().process_weights_after_loading(layer)
                 return
             weight, scale, *_ = self._get_layer_params(layer)
-            self.weight = weight.data.t().to(torch.bfloat16).contiguous()
+            self.weights = ops.create_onednn_mm(weight.data.t().to(torch.bfloat16).contiguous().t(), PRIMITIVES)
             self.weight_scale = scale.data.float().flatten()
             layer.weight = torch.nn.Parameter(weight.data[:0], requires_grad=False)  # its memory is free
 
@@ -192,7 +202,7 @@ def fp8_kernel() -> type:
             wide = x.to(torch.float32)
             scale = wide.abs().amax(dim=-1, keepdim=True).div_(E4M3_LARGEST).clamp_(min=smallest_scale)
             activations = rounded(wide.mul_(scale.reciprocal()))
-            product = torch.nn.functional.linear(activations, self.weight).to(torch.float32)
+            product = ops.onednn_mm(self.weights, activations, None).to(torch.float32)
             product.mul_(scale).mul_(self.weight_scale)
             if bias is not None:
                 product += bias
