@@ -20,6 +20,7 @@ COMMANDS = (
     ("up",),
     ("serve",),
     ("classify",),
+    ("replay",),
     ("model",),
     ("model", "prepare"),
     ("model", "list"),
@@ -28,6 +29,8 @@ COMMANDS = (
     ("logs",),
     ("trace",),
     ("doctor",),
+    ("keys",),
+    *(("keys", name) for name in ("add", "list", "revoke")),
     ("profile",),
     ("profile", "quality"),
     ("profile", "latency"),
@@ -45,8 +48,11 @@ def render() -> dict[str, str]:
         json.dumps(schema(), indent=2),
     )
     return {
-        "settings.md": f"# Settings\n\n`<cache>` is `QARR_CACHE_DIR`, by default `~/.cache/qarr`; `<runtime>` is "
-        f"`$XDG_RUNTIME_DIR/qarr`, or `<cache>/run` where that is not set.\n\n{table()}\n",
+        "settings.md": "# Settings\n\n`<cache>` is `QARR_CACHE_DIR`, by default `~/.cache/qarr`; `<config>` is "
+        "`$XDG_CONFIG_HOME/qarr`, by\ndefault `~/.config/qarr`; `<runtime>` is `$XDG_RUNTIME_DIR/qarr`, or `<cache>/run` if "
+        f"that is not set; `<project>` is the\ncheckout. A TOML file (`--config` or `QARR_CONFIG`) or the environment sets "
+        f"them, as in `QARR_SERVER__PORT=8081`. The\ncommand line takes precedence over the environment, the environment "
+        f"over the file.\n\n{table()}\n",
         "settings.schema.json": portable + "\n",
         "cli.md": "# The command\n\n" + "\n".join(_help(command) for command in COMMANDS),
     }

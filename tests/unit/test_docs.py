@@ -82,7 +82,9 @@ def test_the_commands_for_operators_are_there() -> None:
         assert done.exit_code == 0, f"{arguments}: {done.output}"
 
 
-@pytest.mark.parametrize("document", ["first-fault.md", "install.md", "observing.md", "page.md", "routing.md", "runbooks.md"])
+@pytest.mark.parametrize(
+    "document", ["first-fault.md", "install.md", "observing.md", "page.md", "routing.md", "runbooks.md"]
+)
 def test_commands_beside_others_are_there(document: str) -> None:
     """So is every ``qarr`` command that stands among a document's other commands, or in its text."""
     text = (ROOT / "docs" / document).read_text("utf-8")
