@@ -607,8 +607,8 @@ class TelemetrySettings(Section):
     )
     keep_failures: bool = Field(
         True,
-        description="Export traces of requests that failed or missed their SLA even if the sampler left them out; "
-        "without the engines' own spans.",
+        description="Export traces of requests that failed or missed their SLA even if the sampler left them out; without "
+        "the engines' own spans. If a collector samples complete traces, leave the sampler at its default.",
     )
     trace_url: Annotated[str, AfterValidator(_viewer_address)] = Field(
         "", description="Address of a trace in a trace viewer, with `{trace_id}` in it; answers then carry it."
