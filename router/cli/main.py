@@ -60,7 +60,7 @@ def main() -> None:
 def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     """Return the command with some of its subcommands."""
     app = typer.Typer(
-        help="Serve one language model at three precisions and send each prompt to the lowest one that is good enough.",
+        help="Serve one language model at three precisions and send each prompt to the cheapest one that is good enough.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

@@ -40,7 +40,7 @@ def up(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one, which is printed.")] = None,
 ) -> None:
-    """Make missing checkpoints, start and warm the engines; serve from the first ready tier on. Ctrl-C stops it all."""
+    """Make missing checkpoints, start and warm the engines, serve once one tier is ready. Ctrl-C stops everything."""
     started = time.monotonic()
     settings = load_settings(
         config,
@@ -68,7 +68,7 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one, which is printed.")] = None,
     takeover: Annotated[
-        bool, typer.Option("--takeover", help="Take the place of the router that listens on the port: none is refused.")
+        bool, typer.Option("--takeover", help="Replace the router that listens on the port; no connection is refused.")
     ] = False,
 ) -> None:
     """Serve the router alone, in front of engines that run already. Needs no engine environment."""
