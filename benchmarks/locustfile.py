@@ -2,9 +2,9 @@
 
 usage: .venv/bin/locust -f benchmarks/locustfile.py --headless -H http://127.0.0.1:8080
 
-By default 50 requests a second for 60 seconds, offered by 50 users of one request a second each (LOAD_RPS and
-LOAD_SECONDS change that). A user waits for its answer, so a fleet that is slower than the load gets less. Locust's own
-timing of a stream ends at its first byte: this file fires events of its own for time to first token and whole answer.
+By default 50 users for 60 seconds (LOAD_RPS and LOAD_SECONDS change that). A user sends at most one request a second and
+waits for its answer: the load is a closed loop, and a slow fleet gets less than 50 requests a second. Locust's own timing
+of a stream ends at its first byte, so this file fires events of its own for time to first token and whole answer.
 """
 
 from __future__ import annotations

@@ -83,35 +83,39 @@ class ServerSettings(Section):
     )
     allowed_hosts: tuple[str, ...] = Field(
         (),
-        description="Names, as in the Host header, that a router on a loopback address without keys answers to, besides "
-        "addresses and localhost.",
+        description="Host names that a router without keys on a loopback address answers to, besides addresses and "
+        "localhost.",
     )
     max_body_bytes: int = Field(1 << 20, ge=1024, description="Request bodies over this are refused unread.")
-    max_header_bytes: int = Field(32768, ge=1024, description="Path and headers of a request over this are refused.")
-    max_headers: int = Field(100, ge=8, description="Headers of a request.")
-    max_connections: int = Field(4096, ge=1, description="Open connections; beyond: 503.")
-    header_timeout_s: float = Field(10, gt=0, description="For a request's headers to come.")
+    max_header_bytes: int = Field(
+        32768, ge=1024, description="Requests whose path and headers are over this are refused."
+    )
+    max_headers: int = Field(100, ge=8, description="Most headers of a request.")
+    max_connections: int = Field(4096, ge=1, description="Most open connections; further ones get 503.")
+    header_timeout_s: float = Field(10, gt=0, description="Time for a request's headers to arrive.")
     keep_alive_s: int = Field(
         75,
         ge=1,
-        description="Connections without requests are kept for so long: longer than proxies and clients keep them, so that "
-        "none sends a request while the router closes.",
+        description="Idle connections are kept this long: longer than proxies and clients keep them, so that none "
+        "sends a request while the router closes.",
     )
-    body_timeout_s: float = Field(60, gt=0, description="For a request's body to come.")
+    body_timeout_s: float = Field(60, gt=0, description="Time for a request's body to arrive.")
     write_timeout_s: float = Field(
-        30, gt=0, description="A client that takes nothing of its answer for this long is cut, and its request aborted."
+        30,
+        gt=0,
+        description="A client that reads nothing of its answer for this long is cut off, and its request aborted.",
     )
     resume_s: float = Field(
         30, gt=0, description="A resumable stream is kept for this long after its connection was lost, or it ended."
     )
     resume_streams: int = Field(
-        256, ge=0, description="Resumable streams at once; more are served, but cannot be resumed."
+        256, ge=0, description="Resumable streams at once; further ones are served, but cannot be resumed."
     )
     resume_bytes: int = Field(1 << 18, ge=4096, description="Events kept of each resumable stream, in bytes.")
     drain_s: float = Field(
         30,
         ge=0,
-        description="Open answers may finish for so long after a signal, or after another router has taken over.",
+        description="Time for open answers to finish after a signal, or after another router has taken over.",
     )
     runtime_dir: Path = Field(
         default_factory=runtime_dir,
@@ -122,13 +126,13 @@ class ServerSettings(Section):
 class LimitSettings(Section):
     """What one request may ask."""
 
-    max_prompt_chars: int = Field(16_000, ge=1, description="Characters in a prompt, and in a system prompt.")
-    max_prompt_words: int = Field(5_000, ge=1, description="Words in a prompt, and in a system prompt.")
+    max_prompt_chars: int = Field(16_000, ge=1, description="Most characters in a prompt, and in a system prompt.")
+    max_prompt_words: int = Field(5_000, ge=1, description="Most words in a prompt, and in a system prompt.")
     max_tokens: int = Field(4_096, ge=1, description="Highest `max_tokens` of a request.")
     default_max_tokens: int = Field(256, ge=1, description="`max_tokens` of a request that gives none.")
     default_temperature: float = Field(0.7, ge=0, le=2, description="Temperature of a request that gives none.")
     max_sequences: int = Field(
-        1024, ge=1, description="Answers that one request may ask for: its prompts times `n`, on OpenAI's endpoints."
+        1024, ge=1, description="Most answers of one request: its prompts times `n`, on OpenAI's endpoints."
     )
 
 
@@ -194,8 +198,8 @@ class TierSettings(Section):
     max_in_flight: int = Field(
         32,
         ge=1,
-        description="Requests let into one replica; beyond: elsewhere, or 503. One that asks for several answers "
-        "counts as that many.",
+        description="Requests admitted to one replica; further ones go elsewhere, wait, or get 503. One that asks for"
+        " several answers counts as that many.",
     )
     urls: Annotated[tuple[EngineAddress, ...], AfterValidator(_once)] = Field(
         (), description="Engines that run elsewhere; empty: one is started here."
@@ -252,9 +256,9 @@ class ModelSettings(Section):
         CALIBRATION_SAMPLES, ge=0, description="Prompts of that file used, at even distances; 0 uses all."
     )
     calibration_tokens: int = Field(
-        CALIBRATION_TOKENS, ge=16, le=8192, description="Tokens used of each of these prompts, at most."
+        CALIBRATION_TOKENS, ge=16, le=8192, description="Most tokens used of each of these prompts."
     )
-    group_size: Literal[0, 32, 64, 128] = Field(0, description="AWQ weights a scale; 0 chooses.")
+    group_size: Literal[0, 32, 64, 128] = Field(0, description="AWQ weights per scale; 0 chooses.")
 
 
 def _header_value(key: str) -> str:
@@ -286,51 +290,55 @@ class EngineSettings(Section):
     max_restarts: int = Field(
         5,
         ge=0,
-        description="An engine started here that exits, hangs or answers no more is started again, so often within "
-        "`engine.restart_window_s`; then it stays down until `qarr tiers restart`. 0: never.",
+        description="Restarts within `engine.restart_window_s` of an engine started here that exits, hangs or does "
+        "not answer; then it stays down until `qarr tiers restart`. 0: never restarted.",
     )
     restart_window_s: float = Field(900, gt=0, description="Window in which restarts are counted.")
     hang_s: float = Field(
         120,
         gt=0,
-        description="With requests and without progress for so long, an engine must answer a request of one token "
-        "within 30 s, or it is restarted.",
+        description="An engine that has requests and makes no progress for this long must answer a request of one "
+        "token within 30 s, or it is restarted.",
     )
-    unreachable_s: float = Field(60, gt=0, description="Without an answer to health checks for so long: restarted.")
+    unreachable_s: float = Field(
+        60, gt=0, description="An engine that does not answer health checks for this long is restarted."
+    )
     slow_factor: float = Field(
         4,
         ge=0,
-        description="Over this many times slower than predicted, or than it was itself, for `engine.slow_s`, while the "
-        "others are not: recycled. 0: not looked at.",
+        description="An engine over this many times slower than predicted, or than it was itself, for "
+        "`engine.slow_s`, while the others are not, is recycled. 0: not checked.",
     )
     slow_s: float = Field(600, gt=0, description="How long an engine may be too slow before it is recycled.")
     min_prefix_hit_rate: float = Field(
         0,
         ge=0,
         le=1,
-        description="Recycle an engine whose prefix cache was better than this and is worse for `engine.slow_s`. 0: not "
-        "looked at.",
+        description="An engine whose prefix cache hit rate was above this and is below it for `engine.slow_s` is "
+        "recycled. 0: not checked.",
     )
     drain_s: float = Field(
         120,
         ge=0,
-        description="Open requests of an engine that is restarted or recycled may finish for so long, then they are broken "
-        "off.",
+        description="Time for open requests to finish before an engine is restarted or recycled; then they are broken"
+        " off.",
     )
     recycle: Literal["beside", "in place"] = Field(
         "beside",
-        description="A new engine is started beside the old one and takes its place when it is ready; or the old one is "
-        "stopped first, as also where there is no memory for both, provided that another replica is ready.",
+        description="`beside`: a new engine is started beside the old one and takes its place when it is ready. `in "
+        "place`: the old one is stopped first, if another replica is ready; so it is too where there is "
+        "no memory for both.",
     )
     recycle_every_s: float = Field(
-        0, ge=0, description="Recycle each engine so often, one at a time and spread out. 0: never."
+        0, ge=0, description="Each engine is recycled at this interval, one at a time and spread out. 0: never."
     )
     canary_min_agreement: float = Field(
         0.5,
         ge=0,
         le=1,
-        description="Share of greedy tokens, up to the first that differs, that must be as recorded when the checkpoint "
-        "was first started on this machine (`canary.json` in `policy.profiles`). 0: not compared.",
+        description="Share of greedy tokens, up to the first that differs, that must equal those recorded when the "
+        "checkpoint was first started on this machine (`canary.json` in `policy.profiles`). 0: not "
+        "compared.",
     )
     canary_max_slowdown: float = Field(
         8,
@@ -384,7 +392,7 @@ class PolicySettings(Section):
 
     class_floor: dict[PromptClass, TierName] = Field(
         CLASS_FLOOR,
-        description="Lowest tier for each class of prompt, for as long as its loss is not measured.",
+        description="Lowest tier for each class of prompt, while its loss is not measured.",
         validate_default=True,
     )
     max_loss: dict[PromptClass, Annotated[float, Field(ge=0, le=1)]] = Field(
@@ -394,25 +402,29 @@ class PolicySettings(Section):
         validate_default=True,
     )
     sla_confidence: float = Field(
-        0.9, ge=0.5, lt=1, description="Confidence with which bounds are to be met, where a request gives none."
+        0.9, ge=0.5, lt=1, description="Confidence with which bounds are to be met, if a request gives none."
     )
     give_up: Literal["quality", "latency"] = Field(
-        "latency", description="The bound that is given up first where no tier meets all that a request asks for."
+        "latency", description="The bound that is given up first if no tier meets all that a request asks for."
     )
     prices: dict[TierName, Annotated[float, Field(gt=0)]] = Field(
         {}, description="Weight of an engine-second of each tier; 1 where not given."
     )
     min_confidence: float = Field(
-        0.6, ge=0, le=1, description="Below this confidence in the class, one tier higher is taken."
+        0.6,
+        ge=0,
+        le=1,
+        description="Below this confidence in the class, each tier counts with its highest loss of any class; while "
+        "loss is not measured, one tier higher is taken.",
     )
     profiles: Path = Field(
         default_factory=lambda: cache_dir() / "profiles",
-        description="Where `qarr profile` keeps what it measured. A profile of the checkpoints served is used.",
+        description="Where `qarr profile` keeps its results. The profile of the served checkpoints is used.",
     )
     max_slowdown: float = Field(
         4.0,
         gt=1,
-        description="For as long as speed is not measured under load: a tier this many times slower per token than a higher "
+        description="While speed is not measured under load, a tier this many times slower per token than a higher "
         "precision is passed over.",
     )
 
@@ -420,16 +432,17 @@ class PolicySettings(Section):
         0,
         ge=0,
         lt=1,
-        description="Share of a cheap tier's streamed answers, those that it is least sure of, that are begun again at a "
-        "higher precision before their first byte; needs a quality profile. 0: no check.",
+        description="Cascade: share of a cheap tier's streamed answers, the least certain ones, that a higher "
+        "precision answers instead, before the first byte. Needs a quality profile. 0: off.",
     )
-    check_wait_s: float = Field(2, gt=0, description="Longest time that first tokens are held for that check.")
+    check_wait_s: float = Field(2, gt=0, description="Longest time that first tokens are held for the cascade.")
     live_check_share: float = Field(
         0,
         ge=0,
         le=1,
-        description="Share of prompts served by a cheap tier that are answered again and scored while the engines are idle; "
-        "a class that loses more than `policy.max_loss` gets the next precision until it recovers. 0: no check.",
+        description="Shadow evaluation: share of prompts served by a cheap tier that are answered again and scored "
+        "while the engines are idle. A class that loses more than `policy.max_loss` gets the next "
+        "precision until it recovers. 0: off.",
     )
 
 
@@ -438,86 +451,86 @@ class ProfileSettings(Section):
 
     auto: bool = Field(
         True,
-        description="Measure the speed and the loss of the tiers that no profile in `policy.profiles` tells yet, as "
-        "`qarr profile` does, while no request is served. Only where this router started every engine: what other "
-        "routers use as well is left to `qarr profile`.",
+        description="Measure the speed and the loss of tiers that have no profile in `policy.profiles`, as `qarr "
+        "profile` does, while no request is served. Only if this router started every engine: engines "
+        "that others use too are left to `qarr profile`.",
     )
-    live: bool = Field(
-        True, description="Learn the speed of replicas from live requests for as long as no profile tells it."
-    )
+    live: bool = Field(True, description="Learn the speed of replicas from live requests while no profile has it.")
     latency_s: float = Field(
         150,
         gt=0,
-        description="About how long measuring the speed of all tiers may take, in seconds of work: for less, long prompts "
-        "and large batches are left out.",
+        description="About how long measuring the speed of all tiers may take, in seconds of work. With less time, "
+        "long prompts and large batches are left out.",
     )
     idle_s: float = Field(
         5,
         ge=0,
-        description="So long without requests before it measures, or goes on after giving way to one; twice as long each "
-        "time that nothing came of it, up to a minute.",
+        description="Time without requests before measuring starts, or continues after giving way to one; doubled "
+        "after each attempt without a result, up to a minute.",
     )
 
 
 class WaitSettings(Section):
     """Longest waits in the queue, by priority."""
 
-    interactive: float = Field(10, ge=0, description="Seconds.")
-    standard: float = Field(30, ge=0, description="Seconds.")
-    batch: float = Field(120, ge=0, description="Seconds.")
+    interactive: float = Field(10, ge=0, description="Longest wait for a slot, in seconds.")
+    standard: float = Field(30, ge=0, description="Longest wait for a slot, in seconds.")
+    batch: float = Field(120, ge=0, description="Longest wait for a slot, in seconds.")
 
 
 class AdmissionSettings(Section):
     """Who gets the next free place."""
 
     max_waiting: int = Field(
-        256, ge=0, description="Requests that wait for a place; beyond, the least urgent is refused. 0: none waits."
+        256, ge=0, description="Most requests that wait for a slot; beyond, the least urgent is refused. 0: none waits."
     )
     max_wait_s: WaitSettings = WaitSettings()
     oldest_every: int = Field(
-        8, ge=2, description="One of so many places goes to whoever has waited longest, whatever its priority."
+        8, ge=2, description="One slot in this many goes to the request that has waited longest, whatever its priority."
     )
     adaptive_limit: bool = Field(
         True,
-        description="Let into a replica only as many requests as it takes up without delay, by their times to the first "
-        "token, once its speed is profiled; `tiers.*.max_in_flight` at most.",
+        description="Admit to a replica only as many requests as it takes up without delay, judged by their times to "
+        "the first token, once its speed is profiled; at most `tiers.*.max_in_flight`.",
     )
     kv_open: float = Field(
-        0.88, gt=0, le=1, description="Use of a KV cache from which its replica gets no more long prompts."
+        0.88, gt=0, le=1, description="Usage of the KV cache from which a replica gets no more long prompts."
     )
-    kv_close: float = Field(0.792, gt=0, le=1, description="Use below which it gets them again.")
-    long_prompt_tokens: int = Field(512, ge=1, description="What is a long prompt, in tokens.")
+    kv_close: float = Field(0.792, gt=0, le=1, description="Usage below which it gets them again.")
+    long_prompt_tokens: int = Field(512, ge=1, description="A prompt of more tokens than this is long.")
 
 
 class UpstreamSettings(Section):
     """How the router talks to engines."""
 
-    connect_timeout_s: float = Field(5, gt=0, description="To open a connection.")
+    connect_timeout_s: float = Field(5, gt=0, description="Time to open a connection.")
     first_token_timeout_s: float = Field(120, gt=0, description="From sending a request to its first token.")
-    token_timeout_s: float = Field(60, gt=0, description="Between two tokens.")
-    answer_timeout_s: float = Field(600, gt=0, description="To the whole answer of a request that is not streamed.")
+    token_timeout_s: float = Field(60, gt=0, description="Longest time between two tokens.")
+    answer_timeout_s: float = Field(
+        600, gt=0, description="Time to the whole answer of a request that is not streamed."
+    )
     attempts: int = Field(
         3,
         ge=1,
-        description="Replicas tried before the first byte; as often an answer that breaks midway is gone on with.",
+        description="Replicas tried before the first byte, and the most failovers of one answer.",
     )
     retry_share: float = Field(
         0.2,
         ge=0,
-        description="Further attempts before the first byte that each request earns, for all requests together.",
+        description="Retries before the first byte that each request adds to a budget shared by all requests.",
     )
-    retry_reserve: int = Field(50, ge=0, description="Such attempts that are there at the start, and at most kept.")
+    retry_reserve: int = Field(50, ge=0, description="Retries in that budget at the start, and at most.")
     hedge: bool = Field(
         False,
-        description="Ask a second tier for a request with an SLA on TTFT whose first token is later than it is sure to be "
-        "by the prediction, and take the answer that begins first.",
+        description="If the first token of a streamed request with an SLA on TTFT is later than 95 % are by the "
+        "prediction, ask a second tier too, and take the answer that begins first.",
     )
     breaker_failures: int = Field(3, ge=1, description="Failures in a row after which a replica gets no requests.")
     breaker_failure_share: float = Field(
-        0.5, gt=0, le=1, description="Share of failures among its last requests that does the same."
+        0.5, gt=0, le=1, description="Share of failures among its last attempts with the same effect."
     )
     breaker_pause_s: float = Field(
-        1, gt=0, description="Until it gets one request to try; doubled each time that fails."
+        1, gt=0, description="Pause before it gets one request as a probe; doubled with each probe that fails."
     )
     breaker_longest_pause_s: float = Field(30, gt=0, description="Longest such pause.")
 
@@ -529,7 +542,7 @@ class OpenAISettings(Section):
         {}, description='More model names, as in `gpt-4o = "auto"`.'
     )
     embeddings_urls: Annotated[tuple[BaseAddress, ...], AfterValidator(_once)] = Field(
-        (), description="Engines that serve `/v1/embeddings`; the first that answers."
+        (), description="Engines that serve `/v1/embeddings`; the first one that answers is used."
     )
 
 
@@ -538,7 +551,7 @@ class AuthSettings(Section):
 
     keys_file: Path = Field(
         default_factory=lambda: config_dir() / "keys.json",
-        description="Keys, kept as hashes. As soon as this file exists, requests need one.",
+        description="Keys, kept as hashes. Once this file exists, requests need a key.",
     )
     allow_keyless: bool = Field(
         False, description="Serve without keys to everyone who reaches an address that is not loopback."
@@ -565,7 +578,8 @@ class StateSettings(Section):
 
     redis_url: Annotated[SecretStr, AfterValidator(_redis_address)] = Field(
         SecretStr(""),
-        description="Redis, for routers that share quotas and what they know of their engines; empty: each its own.",
+        description="Redis, for routers that share quotas and the load of their engines; empty: each router counts "
+        "for itself.",
     )
 
 
@@ -588,38 +602,40 @@ class TelemetrySettings(Section):
     recent_traces: int = Field(
         200,
         ge=0,
-        description="Traces kept in memory, for the page and `qarr trace`; where nothing is exported, ten a second are "
-        "recorded, and as many as this at once. 0: none.",
+        description="Traces kept in memory, for the page and `qarr trace`. Without an exporter ten a second are "
+        "recorded, with bursts of up to this number. 0: none.",
     )
     keep_failures: bool = Field(
         True,
-        description="Export traces of requests that failed or missed their SLA even where the sampler left them out; "
-        "without the engines' own spans.",
+        description="Export traces of requests that failed or missed their SLA even if the sampler left them out; without "
+        "the engines' own spans. If a collector samples complete traces, leave the sampler at its default.",
     )
     trace_url: Annotated[str, AfterValidator(_viewer_address)] = Field(
-        "", description="Address of one trace at a trace viewer, with `{trace_id}` in it; answers then carry it."
+        "", description="Address of a trace in a trace viewer, with `{trace_id}` in it; answers then carry it."
     )
     sampled_prompts: Path | None = Field(
         None,
         description="File to which prompts are sampled for `qarr profile quality --prompts`; none: no prompt is kept.",
     )
-    prompt_share: float = Field(0.01, ge=0, le=1, description="Share of prompts that is sampled to that file.")
+    prompt_share: float = Field(0.01, ge=0, le=1, description="Share of prompts that are sampled to that file.")
     decision_log: Path | None = Field(
         None,
-        description="File for every decision with all that it was made from, but no prompts; `qarr replay` reads it.",
+        description="File for every decision with all its inputs except the prompt; `qarr replay` reads it.",
     )
     decision_log_mb: int = Field(100, ge=1, description="Size at which that file is rotated; three old ones are kept.")
-    log_format: Literal["text", "json"] = Field("text", description="Of the router's own lines on standard error.")
+    log_format: Literal["text", "json"] = Field("text", description="Format of the router's log on standard error.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Of those lines: `info` has one for each inference request, and for whatever else fails."
+        "info",
+        description="Level of that log: `info` has one line for each inference request, and one for every other "
+        "failure.",
     )
     log_file_mb: int = Field(
         20,
         ge=0,
-        description="The same lines, `info` and up, go as JSON to `router-PORT.log` in `engine.log_dir`, which is rotated "
-        "at this size. 0: no such file.",
+        description="The same log, `info` and up, goes as JSON to `router-PORT.log` in `engine.log_dir`, which is "
+        "rotated at this size. 0: no such file.",
     )
-    log_files: int = Field(3, ge=1, description="Old ones of that file that are kept.")
+    log_files: int = Field(3, ge=1, description="Old files of that log that are kept.")
 
     def trace_address(self, trace_id: str) -> str | None:
         """Return where a trace viewer shows a trace; None: no viewer is known."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from router.cli.main import app
+from router.cli.main import make_app
 from router.settings import schema, table
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -20,6 +20,7 @@ COMMANDS = (
     ("up",),
     ("serve",),
     ("classify",),
+    ("replay",),
     ("model",),
     ("model", "prepare"),
     ("model", "list"),
@@ -28,12 +29,23 @@ COMMANDS = (
     ("logs",),
     ("trace",),
     ("doctor",),
+    ("keys",),
+    *(("keys", name) for name in ("add", "list", "revoke")),
     ("profile",),
     ("profile", "quality"),
     ("profile", "latency"),
     ("tiers",),
     *(("tiers", name) for name in ("drain", "resume", "restart", "recycle", "record")),
 )
+SETTINGS_HEAD = """# Settings
+
+`<cache>` is `QARR_CACHE_DIR`, by default `~/.cache/qarr`; `<config>` is `$XDG_CONFIG_HOME/qarr`, by default
+`~/.config/qarr`; `<runtime>` is `$XDG_RUNTIME_DIR/qarr`, or `<cache>/run` if that is not set; `<project>` is the
+checkout.
+
+A TOML file (`--config` or `QARR_CONFIG`) or the environment sets them, as in `QARR_SERVER__PORT=8081`. The command line
+takes precedence over the environment, the environment over the file.
+"""
 PLAIN = {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
 
 
@@ -45,15 +57,14 @@ def render() -> dict[str, str]:
         json.dumps(schema(), indent=2),
     )
     return {
-        "settings.md": f"# Settings\n\n`<cache>` is `QARR_CACHE_DIR`, by default `~/.cache/qarr`; `<runtime>` is "
-        f"`$XDG_RUNTIME_DIR/qarr`, or `<cache>/run` where that is not set.\n\n{table()}\n",
+        "settings.md": f"{SETTINGS_HEAD}\n{table()}\n",
         "settings.schema.json": portable + "\n",
         "cli.md": "# The command\n\n" + "\n".join(_help(command) for command in COMMANDS),
     }
 
 
 def _help(command: tuple[str, ...]) -> str:
-    result = CliRunner().invoke(app, [*command, "--help"], env=PLAIN, prog_name="qarr")
+    result = CliRunner().invoke(make_app(), [*command, "--help"], env=PLAIN, prog_name="qarr")
     lines = [line.rstrip() for line in result.output.strip().splitlines()]
     return f"## qarr {' '.join(command)}".rstrip() + "\n\n```\n" + "\n".join(lines) + "\n```\n"
 

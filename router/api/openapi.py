@@ -1,8 +1,12 @@
-"""The OpenAPI document of everything that is served, made from the models that check requests."""
+"""The OpenAPI document of everything that is served, made from the models of requests and responses."""
 
 from __future__ import annotations
 
+from copy import deepcopy
+from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from pydantic.json_schema import models_json_schema
 
 from router.api.admin import OPERATIONS, REPLICAS
 from router.api.bodies import GenerateBody, allowed_values
@@ -10,12 +14,6 @@ from router.api.generate import STREAM_ID
 from router.api.openai import HEADERS, OpenAIFields
 from router.api.paths import CHAT, COMPLETIONS, EMBEDDINGS, MOST_LISTED
 from router.api.problems import MEDIA_TYPE
-from router.policy.decision import PRIORITIES, Basis
-from router.profiling.auto_profile import State
-from router.telemetry.record import Outcome
-from router.telemetry.trace_store import KeptFor
-from tiers.lifecycle.operations import KINDS
-from tiers.spec import Precision, ReplicaState, TierName
 
 if TYPE_CHECKING:
     from router.settings import LimitSettings
@@ -24,25 +22,7 @@ if TYPE_CHECKING:
 Schema = dict[str, Any]
 RESUMABLE = "Only where the stream can be resumed; with .0 behind it, the Last-Event-ID from before the first event"
 JSON, EVENTS = "application/json", "text/event-stream"
-_TIER: Schema = {"type": "string", "enum": [tier.value for tier in TierName]}
-_NUMBER_OR_NULL: Schema = {"type": ["number", "null"]}
-_WHOLE_OR_NULL: Schema = {"type": ["integer", "null"]}
 _TEXT: Schema = {"type": "string"}
-_SCOPE: Schema = {
-    "type": "string",
-    "enum": ["all", "own"],
-    "description": "all: everything; own: the key's own requests, figures of all, and nothing about where engines are",
-}
-_PREPARING: Schema = {
-    "what": {**_TEXT, "description": "The step that the tier is at, or waits for"},
-    "done": {"type": "integer"},
-    "total": {"type": "integer", "description": "Parts of the step; 0 where they cannot be counted"},
-    "remaining_s": {**_NUMBER_OR_NULL, "description": "About how long until the tier is ready; null where not known"},
-}
-_USAGE: Schema = {
-    "type": "object",
-    "properties": {name: {"type": "integer"} for name in ("prompt_tokens", "completion_tokens", "total_tokens")},
-}
 _EVENT: Schema = {
     "type": "object",
     "description": "One server-sent event",
@@ -128,18 +108,6 @@ def document(version: str, limits: LimitSettings) -> Schema:
 _MODEL: Schema = {"type": ["string", "null"], "description": "auto, qarr, fast, balanced, precise, or an alias"}
 
 
-_ABOVE_0: Schema = {"type": "number", "exclusiveMinimum": 0}
-_HEADER_VALUES: Schema = {
-    "tier": {"type": "string", "enum": ["auto", *TierName]},
-    "tier_policy": {"type": "string", "enum": ["prefer", "require"]},
-    "priority": {"type": "string", "enum": list(PRIORITIES)},
-    "ttft_ms": _ABOVE_0,
-    "tpot_ms": _ABOVE_0,
-    "max_quality_loss": {"type": "number", "minimum": 0, "maximum": 1},
-    "confidence": {"type": "number", "minimum": 0.5, "exclusiveMaximum": 1},
-}
-
-
 def _ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
@@ -201,7 +169,7 @@ def _completion(summary: str, fields: list[str]) -> Schema:
         "properties": {
             "model": _MODEL,
             "stream": {"type": ["boolean", "null"]},
-            "qarr": _ref("Wishes"),
+            "qarr": _ref("RoutingFields"),
             **{field: {"description": "As vLLM has it"} for field in fields},
         },
     }
@@ -211,7 +179,7 @@ def _completion(summary: str, fields: list[str]) -> Schema:
             {
                 "name": name,
                 "in": "header",
-                "schema": _HEADER_VALUES[path[-1]],
+                "schema": _header_schema(path),
                 "description": f"As qarr.{'.'.join(path)}",
             }
             for name, path in HEADERS.items()
@@ -259,10 +227,8 @@ def _open(summary: str, schema: Schema) -> Schema:
 
 
 def _ready() -> Schema:
-    preparing = {"type": "array", "items": _object(tier=_TIER, **_PREPARING)}
-    schema = _object(ready={"type": "boolean"}, tiers={"type": "object"}, preparing=preparing)
-    answered = _open("At least one tier serves", schema)
-    answered["responses"]["503"] = {"description": "No tier serves yet", "content": _content(schema)}
+    answered = _open("At least one tier serves", _ref("Readiness"))
+    answered["responses"]["503"] = {"description": "No tier serves yet", "content": _content(_ref("Readiness"))}
     return answered
 
 
@@ -280,8 +246,8 @@ def _seen() -> dict[str, Schema]:
         "in": "query",
         "schema": {"type": "integer", "minimum": 1, "maximum": MOST_LISTED, "default": 100},
     }
-    records = _get("The last requests that have ended, newest first", _list_of("requests", "RequestRecord"))
-    traces = _get("The traces that are kept, newest first", _list_of("traces", "ListedTrace"))
+    records = _get("The last requests that have ended, newest first", _ref("RequestList"))
+    traces = _get("The traces that are kept, newest first", _ref("TraceList"))
     for listed in (records, traces):
         listed["parameters"] = [limit]
         listed["responses"] |= _errors((400,), openai=False)
@@ -303,10 +269,6 @@ def _seen() -> dict[str, Schema]:
     }
 
 
-def _list_of(name: str, schema: str) -> Schema:
-    return _object(scope=_SCOPE, **{name: {"type": "array", "items": _ref(schema)}})
-
-
 def _admin() -> dict[str, Schema]:
     """Return what operators may do; without keys it is answered on loopback only."""
     meanings: dict[Kind, str] = {
@@ -324,7 +286,7 @@ def _admin() -> dict[str, Schema]:
         }
         responses = {"202": begun, **_errors(statuses, openai=False)}
         paths[f"{REPLICAS}/{kind}"] = {"post": {"summary": meaning, "parameters": [named], "responses": responses}}
-    all_of_them = _get("Operations, the latest last", _object(operations={"type": "array", "items": _ref("Operation")}))
+    all_of_them = _get("Operations, the latest last", _ref("OperationList"))
     one = _get("One operation", _ref("Operation"))
     one["parameters"] = [named]
     for asked in (all_of_them, one):
@@ -350,170 +312,36 @@ def _answer_headers() -> Schema:
 
 
 def _schemas(limits: LimitSettings) -> Schema:
-    body = GenerateBody.model_json_schema(ref_template="#/components/schemas/{model}")
-    schemas: Schema = body.pop("$defs")
-    wishes = OpenAIFields.model_json_schema(ref_template="#/components/schemas/{model}")
-    wishes.pop("$defs")
+    """Return the schemas of all bodies, with what one request may ask."""
+    body = deepcopy(_models()["GenerateBody"])
     for field, allowed in allowed_values(limits).items():
         if field in body["properties"]:
             body["properties"][field]["description"] = allowed
     for field in ("prompt", "system_prompt"):
-        _text_of(body["properties"][field])["maxLength"] = limits.max_prompt_chars
-    body["properties"]["max_tokens"]["anyOf"][0]["maximum"] = limits.max_tokens
-    return {
-        **schemas,
-        "GenerateBody": body,
-        "Wishes": wishes,
-        **_answers(),
-        **_faults(),
-    }
+        _unless_null(body["properties"][field])["maxLength"] = limits.max_prompt_chars
+    _unless_null(body["properties"]["max_tokens"])["maximum"] = limits.max_tokens
+    return {**_models(), "GenerateBody": body}
 
 
-def _answers() -> Schema:
-    nullable: Schema = {"type": ["string", "null"], "description": "For operators; null to other keys"}
-    replica = {
-        "type": "object",
-        "required": ["id", "url", "state", "in_flight"],
-        "properties": {"id": _TEXT, "url": nullable},
-    }
-    states = [state.value for state in ReplicaState]
-    tier = _object(
-        tier=_TIER,
-        precision={"type": "string", "enum": [p.value for p in Precision]},
-        state={"type": "string", "enum": states},
-        preparing={"anyOf": [_object(**_PREPARING), {"type": "null"}]},
-        detail=_TEXT,
-        checkpoint_digest={"type": ["string", "null"]},
-        identity=nullable,
-        max_num_seqs={"type": "integer"},
-        max_model_len={"type": "integer"},
-        max_in_flight={"type": "integer"},
-        replicas={"type": "array", "items": replica},
-    )
-    verdict = _object(
-        tier=_TIER,
-        state={"type": "string", "enum": states},
-        predicted_ttft_ms=_NUMBER_OR_NULL,
-        predicted_tpot_ms=_NUMBER_OR_NULL,
-        expected_loss=_NUMBER_OR_NULL,
-        expected_loss_interval={"type": ["array", "null"], "items": {"type": "number"}, "minItems": 2, "maxItems": 2},
-        cost=_NUMBER_OR_NULL,
-        verdict=_TEXT,
-    )
-    return {
-        "Answer": _object(text=_TEXT, usage=_USAGE, finish_reason=_TEXT, tier=_TIER, continued_on={"type": "array"}),
-        "Decision": _object(
-            tier={"anyOf": [_TIER, {"type": "null"}]},
-            precision={"type": ["string", "null"]},
-            reason=_TEXT,
-            confidence={"type": "number"},
-            **{"class": _TEXT},
-            prompt_tokens={"type": "integer"},
-            degraded={"type": "array", "items": {"type": "string", "enum": ["quality", "latency"]}},
-            retry_after_s=_NUMBER_OR_NULL,
-            tiers={"type": "array", "items": verdict},
-        ),
-        **_records(verdict),
-        "Operation": _object(
-            id=_TEXT,
-            operation={"type": "string", "enum": list(KINDS)},
-            replica=_TEXT,
-            state={"type": "string", "enum": ["running", "done", "failed"]},
-            detail=_TEXT,
-            successor={"type": ["string", "null"]},
-            began={"type": "number"},
-            ended=_NUMBER_OR_NULL,
-        ),
-        "Fleet": _fleet(tier),
-        "Model": _object(id=_TEXT, object={"const": "model"}, owned_by=_TEXT, max_model_len={"type": "integer"}),
-        "ModelList": _object(object={"const": "list"}, data={"type": "array", "items": _ref("Model")}),
-    }
+@cache
+def _models() -> Schema:
+    """Return the schemas of all models by their names. They are made when the document is asked for, once."""
+    from router.api.responses import MODELS  # noqa: PLC0415  50 ms of start-up, and few ask
+
+    checked = [(GenerateBody, "validation"), (OpenAIFields, "validation")]
+    models: Any = [*checked, *((model, "serialization") for model in MODELS)]
+    _, made = models_json_schema(models, ref_template="#/components/schemas/{model}")
+    found: Schema = made["$defs"]
+    return {"RoutingFields" if name == OpenAIFields.__name__ else name: schema for name, schema in found.items()}
 
 
-def _fleet(tier: Schema) -> Schema:
-    tiers = {"type": "array", "items": tier}
-    return _object(model=_TEXT, machine=_TEXT, scope=_SCOPE, tiers=tiers, profiling=_profiling())
+def _header_schema(path: tuple[str, ...]) -> Schema:
+    """Return what a header may hold: the same as the field of the body that it stands for."""
+    field = _models()["SlaBody" if path[0] == "sla" else "RoutingFields"]["properties"][path[-1]]
+    return {name: value for name, value in _unless_null(field).items() if name not in {"default", "title"}}
 
 
-def _profiling() -> Schema:
-    tiers = {"type": "array", "items": _TIER}
-    return {
-        **_object(
-            state={"type": "string", "enum": list(State)},
-            what={"type": ["string", "null"], "enum": ["latency", "quality", None]},
-            done={"type": "integer"},
-            total={"type": "integer"},
-            since={"type": "number"},
-            detail=_TEXT,
-            measured=_object(latency=tiers, quality=tiers),
-        ),
-        "description": "How far the router is with measuring itself, and of which tiers speed and loss are measured",
-    }
-
-
-def _records(verdict: Schema) -> Schema:
-    return {
-        "RequestRecord": _object(
-            at={"type": "number"},
-            request_id=_TEXT,
-            trace_id=_TEXT,
-            route=_TEXT,
-            **{"class": _TEXT},
-            tier={"anyOf": [_TIER, {"type": "null"}]},
-            served_by={"anyOf": [_TIER, {"type": "null"}]},
-            reason=_TEXT,
-            basis={"type": "string", "enum": list(Basis)},
-            outcome={"type": "string", "enum": list(Outcome)},
-            error={"type": ["string", "null"]},
-            prompt_tokens={"type": "integer"},
-            output_tokens={"type": "integer"},
-            ttft_ms=_NUMBER_OR_NULL,
-            tpot_ms=_NUMBER_OR_NULL,
-            duration_ms={"type": "number"},
-            sla_met={"type": ["boolean", "null"]},
-            tiers={"type": "array", "items": verdict},
-        ),
-        "ListedTrace": _object(
-            trace_id=_TEXT,
-            name=_TEXT,
-            at={"type": "number"},
-            duration_ms={"type": "number"},
-            spans={"type": "integer"},
-            kept_for={"type": "string", "enum": list(KeptFor)},
-        ),
-        "Trace": _object(
-            trace_id=_TEXT, at={"type": "number"}, duration_ms={"type": "number"}, spans={"type": "array"}
-        ),
-        "Policy": _object(class_floor={"type": "object"}, max_loss={"type": "object"}, losses={"type": "object"}),
-    }
-
-
-def _faults() -> Schema:
-    return {
-        "Problem": {
-            **_object(
-                type=_TEXT, title=_TEXT, status={"type": "integer"}, detail=_TEXT, request_id=_TEXT, trace_id=_TEXT
-            ),
-            "description": "RFC 9457; errors names each field, what is wrong and what is allowed",
-        },
-        "OpenAIError": _object(
-            error=_object(
-                message=_TEXT,
-                type=_TEXT,
-                param={"type": ["string", "null"]},
-                code={"type": ["string", "integer", "null"]},
-            )
-        ),
-    }
-
-
-def _object(**properties: Schema) -> Schema:
-    return {"type": "object", "required": list(properties), "properties": properties}
-
-
-def _text_of(schema: Schema) -> Schema:
-    """Return the part of a schema that is for strings."""
-    if schema.get("type") == "string":
-        return schema
-    found: Schema = next(part for part in schema["anyOf"] if part.get("type") == "string")
+def _unless_null(schema: Schema) -> Schema:
+    """Return the part of a schema that is not for null."""
+    found: Schema = next((part for part in schema.get("anyOf", ()) if part["type"] != "null"), schema)
     return found

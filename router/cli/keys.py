@@ -20,23 +20,26 @@ keys_app = typer.Typer(help="Make, list and revoke the keys that requests carry.
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE")
 ]
-LimitOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="No limit without it.")]
+LimitOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="By default no limit.")]
 
 
 @keys_app.command("add")
 def keys_add(
     name: Annotated[str, typer.Argument(help="Whose key it is, for people and logs.")],
     tier: Annotated[
-        list[TierName] | None, typer.Option(help="A tier that may serve it; repeat for more. All without it.")
+        list[TierName] | None, typer.Option(help="A tier that may serve it (repeat for more); by default all.")
     ] = None,
     over: Annotated[
-        str, typer.Option(help="A hint or priority beyond the key is taken down (clamp) or refused (refuse).")
+        str,
+        typer.Option(help="What happens to a hint or priority beyond the key: lowered (clamp) or refused (refuse)."),
     ] = "clamp",
     max_priority: Annotated[str, typer.Option(help="interactive, standard or batch.")] = "interactive",
     requests_per_minute: LimitOption = None,
     tokens_per_minute: LimitOption = None,
     concurrent_requests: LimitOption = None,
-    admin: Annotated[bool, typer.Option("--admin", help="It may drain, restart and recycle replicas.")] = False,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="Allow it to operate on replicas and to see everybody's requests.")
+    ] = False,
     config: ConfigOption = None,
 ) -> None:
     """Make a key and print it: it is shown this once and kept nowhere."""

@@ -31,10 +31,10 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def logs(
     target: Annotated[
-        str, typer.Argument(metavar="[TIER|REPLICA|router]", help="Whose lines; all without.", show_default=False)
+        str, typer.Argument(metavar="[TIER|REPLICA|router]", help="Whose lines; by default all.", show_default=False)
     ] = "",
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what is added, also by engines started again.")
+        bool, typer.Option("--follow", "-f", help="Follow new lines, also of restarted engines.")
     ] = False,
     lines: Annotated[
         int | None,
@@ -42,15 +42,15 @@ def logs(
             "--lines",
             "-n",
             min=0,
-            help=f"Last lines to show, {LINES} where nothing is said; with --since all.",
+            help=f"Last lines to show; by default {LINES}, with --since all.",
             show_default=False,
         ),
     ] = None,
     since: Annotated[
-        str, typer.Option(help="Only what came later: 90s, 10m, 2h, 1d ago, or a time as in 14:30 or 2026-05-01T14:30.")
+        str, typer.Option(help="Only later lines: 90s, 10m, 2h, 1d ago, or a time as in 14:30 or 2026-05-01T14:30.")
     ] = "",
-    trace: Annotated[str, typer.Option(help="Only lines of this trace, or of those whose id begins so.")] = "",
-    request: Annotated[str, typer.Option(help="Only lines of this request, or of those whose id begins so.")] = "",
+    trace: Annotated[str, typer.Option(help="Only lines of traces whose id is this or begins with it.")] = "",
+    request: Annotated[str, typer.Option(help="Only lines of requests whose id is this or begins with it.")] = "",
     level: Annotated[Level, typer.Option(help="Only lines of this level and above.")] = "debug",
     config: Annotated[
         Path | None, typer.Option("--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE")

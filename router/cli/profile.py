@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from router.policy.profiles import Fit, Interval, LatencyProfile, Loss, QualityProfile
     from router.profiling.client import RouterClient
 
-profile_app = typer.Typer(help="Measure what the tiers of a running fleet are worth.", no_args_is_help=True)
+profile_app = typer.Typer(help="Measure the loss and the speed of a running fleet's tiers.", no_args_is_help=True)
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE")
 ]
@@ -41,22 +41,24 @@ def profile_quality(
     url: UrlOption = "http://127.0.0.1:8080",
     prompts: Annotated[
         Path,
-        typer.Option(help='JSON lines with "text" and perhaps "class"; without, a built-in set.', show_default=False),
+        typer.Option(
+            help='JSON lines with "text" and optionally "class"; by default a built-in set.', show_default=False
+        ),
     ] = PROMPTS,
     per_class: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Prompts of each class; all without it.")
+        int | None, typer.Option(min=1, metavar="N", help="Prompts of each class; by default all.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Longest answer.")] = ANSWER_TOKENS,
     parallel: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Prompts at a time; as many as the engines compute at once without."),
+        typer.Option(min=1, metavar="N", help="Prompts at a time; by default as many as the engines compute at once."),
     ] = None,
     config: ConfigOption = None,
 ) -> None:
     """Measure the loss of each precision on each kind of prompt, against the highest one.
 
-    Other requests go first: it waits while there are any. Interrupted, it goes on where it stopped. QARR_KEY holds the key
-    where the router needs one.
+    Other requests go first: it waits while there are any, and continues where it stopped. QARR_KEY is the key, if the
+    router needs one.
     """
     folder = load_settings(config).policy.profiles
     log = _Log()
@@ -83,13 +85,13 @@ def profile_latency(
     url: UrlOption = "http://127.0.0.1:8080",
     step: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="About how long one step may take.")] = 8.0,
     tier: Annotated[
-        list[TierName] | None, typer.Option(help="Only these, each by its own option; all that are ready without.")
+        list[TierName] | None, typer.Option(help="Only this tier (repeat for more); by default all that are ready.")
     ] = None,
     config: ConfigOption = None,
 ) -> None:
     """Measure how fast each tier is, alone and beside the others: TTFT by prompt length, TPOT by batch.
 
-    It waits while there are other requests, and takes a step again that one came into. QARR_KEY holds the key where the
+    It waits while there are other requests, and repeats a step during which one arrived. QARR_KEY is the key, if the
     router needs one.
     """
     folder = load_settings(config).policy.profiles

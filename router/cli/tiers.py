@@ -41,7 +41,7 @@ def tiers_list(context: typer.Context, url: UrlOption = URL, key: KeyOption = ""
 
 @tiers_app.command("drain")
 def tiers_drain(target: TargetArgument, url: UrlOption = URL, key: KeyOption = "") -> None:
-    """Give a replica no new requests; those that it has go on. It stays up, and can be resumed."""
+    """Give a replica no new requests; open ones finish. It stays up and can be resumed."""
     _operate("drain", target, url, key)
 
 
@@ -53,7 +53,7 @@ def tiers_resume(target: TargetArgument, url: UrlOption = URL, key: KeyOption = 
 
 @tiers_app.command("restart")
 def tiers_restart(target: TargetArgument, url: UrlOption = URL, key: KeyOption = "") -> None:
-    """Drain an engine, stop it and start it again; also one that has failed."""
+    """Drain an engine, stop it and start it again; a failed one too."""
     _operate("restart", target, url, key)
 
 
@@ -65,7 +65,7 @@ def tiers_recycle(target: TargetArgument, url: UrlOption = URL, key: KeyOption =
 
 @tiers_app.command("record")
 def tiers_record(tier: TierName, config: ConfigOption = None) -> None:
-    """Forget the answers that a tier's engines are compared with; its next start records them anew."""
+    """Forget the recorded answers of a tier's engines (the canary); the next start records new ones."""
     settings = load_settings(config)
     canary = make_canary(settings, machine_name())
     count = canary.forget(tier)

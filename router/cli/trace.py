@@ -49,14 +49,14 @@ def trace(
         str,
         typer.Argument(
             metavar="[ID]",
-            help="A trace or request id, or how it begins; without: the last traces.",
+            help="A trace or request id, or its beginning; by default the last traces are listed.",
             show_default=False,
         ),
     ] = "",
     url: UrlOption = URL,
     key: KeyOption = "",
     everything: Annotated[bool, typer.Option("--all", "-a", help="All attributes of every span; all traces.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="As the router gives it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the router's JSON.")] = False,
 ) -> None:
     """Show where a request's time went, and how its tier was chosen; without an id, list the last traces."""
     router = Router(url, key)

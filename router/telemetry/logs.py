@@ -8,7 +8,6 @@ some are left out, and the log says how many.
 from __future__ import annotations
 
 import atexit
-import copy
 import json
 import logging
 import os
@@ -23,7 +22,7 @@ from queue import Full, Queue
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from router.line_file import LineFile, Losses
+from router.line_file import GATHERED_S, LAST_LINES_S, LineFile, Losses
 from router.telemetry.record import Outcome, render_summary
 
 if TYPE_CHECKING:
@@ -37,9 +36,7 @@ if TYPE_CHECKING:
 
 ROUTER_FILE = "router-{port}.log"
 QUEUED_LINES = 10_000
-GATHERED_S = 0.05  # for which lines may wait for others
 MAX_CHARS = 4_000  # of one message: an engine's error may be of any length
-LAST_LINES_S = 2.0  # in which what is queued is written at the end
 PATH_CHARS = 120
 NOT_LOGGED = {"/healthz", "/readyz"}  # 503 is what the latter is for, and load balancers ask every second
 _PLAIN = "/:@{}+,;=~"  # of a path, beside letters and digits
@@ -227,14 +224,13 @@ class _Hand(QueueHandler):
         self._left_out = 0
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Make the message now: its arguments may change."""
-        made = copy.copy(record)
+        """Make the message now: its arguments may change. The record is not copied: no other handler gets it."""
         text = record.getMessage()
-        made.msg = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... ({len(text)} characters)"
-        made.args = None
+        record.msg = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... ({len(text)} characters)"
+        record.args = None
         ids = _REQUEST.get()
-        made.__dict__["ids"] = (ids.request_id, ids.trace_id) if ids is not None else None
-        return made
+        record.__dict__["ids"] = (ids.request_id, ids.trace_id) if ids is not None else None
+        return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
         """Queue a line; where there is no room for it, count it."""

@@ -1,4 +1,4 @@
-"""The README's commands, run as they stand there."""
+"""The commands of the README and of docs/routing.md, run as they stand there."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _command(start: str) -> str:
-    """Return the README's one command that starts so."""
-    found = re.findall(
-        rf"^```bash\n({re.escape(start)}.*?)\n```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    assert len(found) == 1, f"{start!r} stands {len(found)} times in the README"
+def _command(start: str, document: str = "README.md") -> str:
+    """Return a document's one command that starts so."""
+    text = (ROOT / document).read_text("utf-8")
+    found = re.findall(rf"^```bash\n({re.escape(start)}.*?)\n```", text, re.MULTILINE | re.DOTALL)
+    assert len(found) == 1, f"{start!r} stands {len(found)} times in {document}"
     return str(found[0])
 
 
@@ -54,10 +53,12 @@ def test_classify_explains_a_prompt() -> None:
 
 
 def test_replay_compares_policies(tmp_path: Path) -> None:
-    """The README's replay command makes the recorded decisions again and simulates another policy."""
+    """The replay command of docs/routing.md makes the recorded decisions again and simulates another policy."""
     write(tmp_path / "decisions.jsonl", 20, gap_s=0.5)
     (tmp_path / "other.toml").write_text("[policy]\ngive_up = 'quality'\n")
-    command = _command(".venv/bin/qarr replay").replace("decisions.jsonl", f"{tmp_path}/decisions.jsonl")
+    command = _command(".venv/bin/qarr replay", "docs/routing.md").replace(
+        "decisions.jsonl", f"{tmp_path}/decisions.jsonl"
+    )
     shown = _run(command.replace("other.toml", f"{tmp_path}/other.toml"))
     assert "20 of 20 decisions come out as recorded" in shown
     assert "other, simulated" in shown
@@ -66,7 +67,7 @@ def test_replay_compares_policies(tmp_path: Path) -> None:
 def test_make_targets_exist() -> None:
     """Every make target that the documents name is there."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for document in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md"):
+    for document in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "docs/install.md"):
         named = re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / document).read_text(), re.MULTILINE)
         assert set(named) <= targets, document
 

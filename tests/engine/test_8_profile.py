@@ -75,7 +75,7 @@ def test_speed_is_measured(up: Up, tmp_path: Path) -> None:
     """Two tiers, alone and together: every term of the model is found, its error stated, and the profile is theirs."""
     env = {**os.environ, "QARR_POLICY__PROFILES": str(tmp_path)}
     documented = "\n.venv/bin/qarr profile latency\n"
-    assert documented in (PROJECT / "README.md").read_text("utf-8")
+    assert documented in (PROJECT / "docs/routing.md").read_text("utf-8")
     command = [*documented.split(), "--url", up.url, "--tier", "fast", "--tier", "precise", "--step", "0.5"]
     done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr

@@ -12,12 +12,16 @@ from typer.testing import CliRunner
 
 from router.api import problems
 from router.api.problems import describe
-from router.cli.main import app
+from router.cli.main import make_app
 from router.settings import Settings
 from router.upstream import errors as upstream_errors
 from router.upstream.errors import EngineRefused, UpstreamError
 
 ROOT = Path(__file__).resolve().parents[2]
+DECISIONS = sorted((ROOT / "docs/decisions").glob("0*.md"))
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *(p for name in ("docs", "benchmarks", "deploy") for p in (ROOT / name).rglob("*.md"))]
+)
 
 
 def _generated() -> dict[str, str]:
@@ -78,16 +82,18 @@ def test_the_commands_for_operators_are_there() -> None:
     assert len(commands) >= 8
     for program, *arguments in commands:
         assert program == "qarr"
-        done = CliRunner().invoke(app, [*arguments, "--help"])
+        done = CliRunner().invoke(make_app(), [*arguments, "--help"])
         assert done.exit_code == 0, f"{arguments}: {done.output}"
 
 
-@pytest.mark.parametrize("document", ["first-fault.md", "runbooks.md", "page.md", "observing.md"])
+@pytest.mark.parametrize(
+    "document", ["first-fault.md", "install.md", "observing.md", "page.md", "routing.md", "runbooks.md"]
+)
 def test_commands_beside_others_are_there(document: str) -> None:
     """So is every ``qarr`` command that stands among a document's other commands, or in its text."""
     text = (ROOT / "docs" / document).read_text("utf-8")
     found = set(re.findall(r"(?:^|`)qarr ((?:[a-z]+ ?)+)", text, re.MULTILINE))
-    known = {name for name in found if CliRunner().invoke(app, [*name.split(), "--help"]).exit_code == 0}
+    known = {name for name in found if CliRunner().invoke(make_app(), [*name.split(), "--help"]).exit_code == 0}
     assert found
     assert known == found
 
@@ -98,3 +104,49 @@ def test_what_the_documents_call_tested_is_tested() -> None:
     assert len(named) > 10
     tests = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     assert {name for name in named if f"def {name}(" not in tests} == set()
+
+
+def _prose(document: Path) -> str:
+    """Return a document without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", document.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def _anchors(document: Path) -> set[str]:
+    """Return what links to a document's headings end with."""
+    headings = re.findall(r"^#+ (.*)$", _prose(document), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    """Every link to a file of this project finds it, and its heading where one is named."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", _prose(document)):
+        if not link.startswith("http"):
+            name, _, heading = link.partition("#")
+            target = (document.parent / name).resolve() if name else document
+            assert target.exists(), link
+            assert not heading or heading in _anchors(target), link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_prose_is_narrow(document: Path) -> None:
+    """No line of prose has over 120 characters; rows of tables may."""
+    assert [line for line in _prose(document).splitlines() if len(line) > 120 and not line.startswith("|")] == []
+
+
+@pytest.mark.parametrize(("name", "words"), [("README.md", 900), ("ARCHITECTURE.md", 1200)])
+def test_the_first_documents_are_short(name: str, words: int) -> None:
+    """What everybody reads first is read in minutes."""
+    assert len((ROOT / name).read_text("utf-8").split()) <= words
+
+
+def test_decisions_are_short_and_listed() -> None:
+    """Each record has its three parts in under 200 words, and a line in the index."""
+    index = (ROOT / "docs/decisions/README.md").read_text("utf-8")
+    assert len(DECISIONS) > 20
+    for number, record in enumerate(DECISIONS, 1):
+        text = record.read_text("utf-8")
+        assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["Context", "Decision", "Consequence"], record.name
+        assert text.startswith(f"# {number}. ")
+        assert len(text.split()) < 200, record.name
+        assert f"({record.name})" in index

@@ -29,13 +29,13 @@ def doctor(
         Path | None, typer.Option("--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE")
     ] = None,
     url: Annotated[
-        str | None, typer.Option(help="A running router; without, where the settings put one.", show_default=False)
+        str | None, typer.Option(help="A running router; by default the one of the settings.", show_default=False)
     ] = None,
     key: Annotated[str, typer.Option(help="A key for the router.", envvar="QARR_KEY")] = "",
     deep: Annotated[bool, typer.Option("--deep", help="Read every checkpoint's weights as well.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Check machine, settings, files, ports and what runs, and say what to do next. Ends with 1 where there is a problem."""
+    """Check machine, settings, files, ports and what runs, and say what to do. Exits with 1 if there is a problem."""
     findings = []
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
     group = ""

@@ -133,8 +133,7 @@ class _Top:
             keyboard.take()
             reading = asyncio.create_task(self._read())
             drawing = asyncio.create_task(self._draw(live))
-            ended = asyncio.create_task(self._until_ended())
-            tasks = (reading, drawing, ended)
+            tasks: tuple[asyncio.Task[Any], ...] = (reading, drawing, asyncio.create_task(self._ended.wait()))
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -157,9 +156,6 @@ class _Top:
             self._picture = replace(self._picture, trouble=trouble, silent_since=since)
             self._news.set()
             await asyncio.sleep(AGAIN_S)
-
-    async def _until_ended(self) -> None:
-        await self._ended.wait()
 
     async def _draw(self, live: Live) -> None:
         while True:

@@ -63,7 +63,7 @@ def screen(picture: Picture, view: View, width: int, height: int) -> list[Text]:
         height: Of the terminal, in lines.
     """
     shown = view.frozen or picture
-    footer = _footer(view, width)
+    footer = _footer(view)
     if shown.fleet is None:
         said = f"no router answers; trying again: {picture.trouble}" if picture.trouble else "connecting ..."
         return _fitted([Text(" QARR", style="bold"), Text(), Text(f" {said}", style="yellow")], footer, width, height)
@@ -80,14 +80,19 @@ def snapshot(picture: Picture, width: int, *, unicode: bool) -> list[Text]:
     assert picture.fleet is not None
     view = View(unicode=unicode)
     lines = [*_head(picture, picture, view, width), Text(), *_tiers(picture.fleet, view, width)]
-    return [*lines, Text(), *_requests(picture, view, width, ONCE_LINES)]
+    return _cut([*lines, Text(), *_requests(picture, view, width, ONCE_LINES)], width)
 
 
 def _fitted(lines: list[Text], footer: Text, width: int, height: int) -> list[Text]:
+    """Return exactly the terminal's lines, none wider than it."""
     body = lines[: max(height - 1, 0)]
-    for line in body:
+    return _cut([*body, *(Text() for _ in range(height - 1 - len(body))), footer], width)
+
+
+def _cut(lines: list[Text], width: int) -> list[Text]:
+    for line in lines:
         line.truncate(width)
-    return [*body, *(Text() for _ in range(height - 1 - len(body))), footer]
+    return lines
 
 
 def _head(shown: Picture, picture: Picture, view: View, width: int) -> list[Text]:
@@ -166,8 +171,8 @@ def _tiers(fleet: Mapping[str, Any], view: View, width: int) -> list[Text]:
             lines.extend(
                 _line(columns, _replica_cells(replica, tier, bar, kv_bar, view), width) for replica in replicas
             )
-        lines.extend(_preparing(tier, width))
-        lines.extend(note for replica in replicas for note in _notes(replica, width))
+        lines.extend(_preparing(tier))
+        lines.extend(note for replica in replicas for note in _notes(replica))
     return lines
 
 
@@ -206,17 +211,15 @@ def _replica_cells(
     ]
 
 
-def _preparing(tier: Mapping[str, Any], width: int) -> list[Text]:
+def _preparing(tier: Mapping[str, Any]) -> list[Text]:
     """Return what a tier needs before it serves for the first time."""
     if not tier.get("preparing"):
         return []
     said = tier["detail"] or Preparing(**tier["preparing"]).text
-    line = Text(f"   {tier['tier']}: {_plain(said.splitlines()[0])}", style=STATES.get(tier["state"], ""))
-    line.truncate(width)
-    return [line]
+    return [Text(f"   {tier['tier']}: {_plain(said.splitlines()[0])}", style=STATES.get(tier["state"], ""))]
 
 
-def _notes(replica: Mapping[str, Any], width: int) -> list[Text]:
+def _notes(replica: Mapping[str, Any]) -> list[Text]:
     """Return what an operator has to know of a replica that does not simply serve."""
     notes = []
     if replica["detail"]:
@@ -225,10 +228,7 @@ def _notes(replica: Mapping[str, Any], width: int) -> list[Text]:
         notes.append((f"breaker {replica['breaker']}: it failed too often, and gets few requests or none", "yellow"))
     if replica.get("kv_pressure"):
         notes.append(("its KV cache is nearly full: no more long prompts for now", "yellow"))
-    lines = [Text(f"   {replica['id']}: {_plain(text)}", style=style) for text, style in notes]
-    for line in lines:
-        line.truncate(width)
-    return lines
+    return [Text(f"   {replica['id']}: {_plain(text)}", style=style) for text, style in notes]
 
 
 def _requests(picture: Picture, view: View, width: int, height: int) -> list[Text]:
@@ -358,10 +358,7 @@ def _opened(request: Mapping[str, Any], width: int) -> list[Text]:
         Column("VERDICT", 0),
     )
     lines += [Text(), _line(columns, [Text(c.title) for c in columns], width, HEADER)]
-    lines += [_line(columns, _verdict_cells(verdict), width) for verdict in request["tiers"]]
-    for line in lines:
-        line.truncate(width)
-    return lines
+    return lines + [_line(columns, _verdict_cells(verdict), width) for verdict in request["tiers"]]
 
 
 def _verdict_cells(verdict: Mapping[str, Any]) -> list[Text]:
@@ -384,14 +381,13 @@ def _sla_text(request: Mapping[str, Any]) -> str:
     return f"{asked}: {'-' if request['sla_met'] is None else 'met' if request['sla_met'] else 'missed'}"
 
 
-def _footer(view: View, width: int) -> Text:
+def _footer(view: View) -> Text:
     up_down = "\u2191\u2193" if view.unicode else "j/k"
     keys = [("q", "quit"), ("p", "go on" if view.frozen else "pause"), ("s", f"sort: {view.sort}"), (up_down, "select")]
     keys.append(("Enter", "back" if view.opened is not None else "verdicts"))
     line = Text(" ")
     for key, meaning in keys:
         line.append(key, style="bold").append(f" {meaning}   ", style="dim")
-    line.truncate(width)
     return line
 
 
@@ -408,18 +404,11 @@ def _line(columns: Sequence[Column], cells: Sequence[Text], width: int, style: s
     for column, cell in zip(columns, cells, strict=True):
         if column not in kept:
             continue
-        room = column.width or max(rest, 0)
         part = cell.copy()
-        part.truncate(room)
-        gap = " " * (room - len(part))
-        if column.right:
-            line.append(gap).append_text(part).append(" ")
-        else:
-            line.append_text(part).append(gap + " ")
-    line.truncate(width)
-    line.append(" " * (width - len(line)))
-    if style:
-        line.stylize(style)
+        part.align("right" if column.right else "left", column.width or max(rest, 0))
+        line.append_text(part).append(" ")
+    line.align("left", width)
+    line.stylize(style)
     return line
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from router.api.openapi import document
 from router.settings import LimitSettings
 from tests.unit.router_stack import router_stack
 
@@ -28,6 +31,18 @@ async def test_every_route_is_in_the_document(tmp_path: Path) -> None:
         assert described["components"]["schemas"]["GenerateBody"]["properties"]["prompt"]["maxLength"] == (
             LimitSettings().max_prompt_chars
         )
+
+
+async def test_every_schema_is_there_and_used() -> None:
+    """Each reference has its schema, and each schema is referred to from what is served."""
+    described = document("0", LimitSettings())
+    schemas = described["components"]["schemas"]
+    used, left = set(), [described["paths"]]
+    while left:
+        names = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(left.pop()))) - used
+        used |= names
+        left.extend(schemas[name] for name in names)
+    assert used == set(schemas)
 
 
 @pytest.mark.timeout(600)

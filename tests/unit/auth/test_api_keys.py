@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from router.auth.api_keys import KeysError, KeyStore, Unauthorized, add_key, read_keys, revoke_key
-from router.cli.main import app
+from router.cli.main import make_app
 from router.deployment.run import ListenError, open_keys
 from router.settings import load_settings
 from tests.unit.router_stack import router_stack
@@ -102,21 +102,21 @@ def test_the_command_makes_lists_and_revokes(keys_file: Path, monkeypatch: pytes
     monkeypatch.setenv("QARR_AUTH__KEYS_FILE", str(keys_file))
     run = CliRunner()
     made = run.invoke(
-        app, ["keys", "add", "ci", "--tier", "fast", "--requests-per-minute", "5", "--over", "refuse", "--admin"]
+        make_app(), ["keys", "add", "ci", "--tier", "fast", "--requests-per-minute", "5", "--over", "refuse", "--admin"]
     )
     assert made.exit_code == 0, made.output
     key = made.stdout.strip()
     assert key.startswith("qarr-")
     assert "from now on every request needs a key" in made.stderr
-    shown = run.invoke(app, ["keys", "list"]).stdout
+    shown = run.invoke(make_app(), ["keys", "list"]).stdout
     assert "ci" in shown
     assert "in force" in shown
     assert key not in shown
-    listed = json.loads(run.invoke(app, ["keys", "list", "--json"]).stdout)
+    listed = json.loads(run.invoke(make_app(), ["keys", "list", "--json"]).stdout)
     assert (listed[0]["tiers"], listed[0]["requests_per_minute"], listed[0]["admin"]) == (["fast"], 5, True)
     assert "sha256" not in listed[0]
-    assert run.invoke(app, ["keys", "revoke", "ci"]).stdout.startswith("revoked key")
-    assert "revoked" in run.invoke(app, ["keys", "list"]).stdout
+    assert run.invoke(make_app(), ["keys", "revoke", "ci"]).stdout.startswith("revoked key")
+    assert "revoked" in run.invoke(make_app(), ["keys", "list"]).stdout
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "router.example"])

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from rich.cells import cell_len
 
 from router.cli.top.screen import OWN_ONLY, screen, shown_age, snapshot
 from router.cli.top.state import Picture, View
@@ -166,6 +167,16 @@ def test_events_that_come_twice_count_once() -> None:
 def test_without_unicode() -> None:
     """A terminal that has no blocks gets plain characters."""
     assert all(ord(c) < 128 for line in snapshot(full(2), 100, unicode=False) for c in line.plain.replace("\x1b", ""))
+
+
+def test_wide_characters_keep_the_columns() -> None:
+    """Characters that take two cells of a terminal do not move what stands behind them."""
+    picture = Picture().told("fleet", FLEET).told("request", {**RECORD, "class": "\u6a21\u578b" * 4})
+    lines = [line.plain for line in screen(picture, View(), 100, 30)]
+    header = next(line for line in lines if "OUTCOME" in line)
+    row = next(line for line in lines if "\u6a21" in line)
+    assert cell_len(row) == 100
+    assert cell_len(row[: row.index("fast")]) == header.index("TIER")
 
 
 def test_ages() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from typer.testing import CliRunner
 
-from router.cli.main import app
+from router.cli.main import make_app
 from router.policy.decide import decide
 from router.policy.decision import PolicyTable, Sla
 from router.policy.decision_log import DecisionLog, DecisionRecord, OutcomeRecord, digest_of, read_log
@@ -70,7 +70,7 @@ async def test_a_thousand_decisions_come_out_again(tmp_path: Path) -> None:
     assert differing(recording) == []
     assert len(recording.outcomes) == statuses.count(200)
     assert not any(prompt[:12] in path.read_text("utf-8") for prompt in PROMPTS)
-    shown = CliRunner().invoke(app, ["replay", str(path)])
+    shown = CliRunner().invoke(make_app(), ["replay", str(path)])
     assert shown.exit_code == 0
     assert f"{REQUESTS} of {REQUESTS} decisions come out as recorded" in shown.output
 
@@ -84,7 +84,7 @@ def test_a_decision_that_was_tampered_with_is_found(tmp_path: Path) -> None:
     record["tier"] = "balanced"
     path.write_text("\n".join([*lines[:3], json.dumps(record), *lines[4:]]) + "\n")
     assert [r.request_id for r in differing(read_recording(path))] == ["1"]
-    shown = CliRunner().invoke(app, ["replay", str(path)])
+    shown = CliRunner().invoke(make_app(), ["replay", str(path)])
     assert shown.exit_code == 1
     assert "otherwise: 1, recorded balanced" in shown.output
 
@@ -156,7 +156,7 @@ def test_the_command_compares(tmp_path: Path) -> None:
     """With another policy three rows are printed: what was seen, and both policies simulated."""
     write(tmp_path / "log", 20, gap_s=0.2)
     (tmp_path / "other.toml").write_text("[policy.max_loss]\nchat = 0.0\n")
-    shown = CliRunner().invoke(app, ["replay", str(tmp_path / "log"), "--policy", str(tmp_path / "other.toml")])
+    shown = CliRunner().invoke(make_app(), ["replay", str(tmp_path / "log"), "--policy", str(tmp_path / "other.toml")])
     assert shown.exit_code == 0, shown.output
     rows = {line.split("  ")[0].strip(): line for line in shown.output.splitlines()}
     assert "100%" in rows["recorded, as seen"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
-from router.cli.main import app
+from router.cli.main import make_app
 from router.policy.replay import Summary, differing, read_recording, seen, simulate, summarise
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
@@ -207,7 +207,7 @@ def test_the_command_prints_what_is_worked_out(tmp_path: Path) -> None:
         ended(2, "fast", 2, 60.0, 18.0),
     )
     (tmp_path / "other.toml").write_text("[policy.max_loss]\nchat = 0.0\n")
-    shown = CliRunner().invoke(app, ["replay", str(path), "--policy", str(tmp_path / "other.toml")])
+    shown = CliRunner().invoke(make_app(), ["replay", str(path), "--policy", str(tmp_path / "other.toml")])
     rows = {
         name.strip(): rest.split() for name, _, rest in (line.partition("  ") for line in shown.output.splitlines())
     }

@@ -1,0 +1,151 @@
+"""What responses hold, as models that the OpenAPI document is made from. Responses may have more fields than these."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, create_model
+
+from classifier import PromptClass
+from router.policy.decision import Basis, Bound, ExpectedLoss, Priority
+from router.profiling.auto_profile import State, What
+from router.telemetry.record import Outcome
+from router.telemetry.trace_store import KeptFor
+from tiers.lifecycle.operations import Kind
+from tiers.spec import Precision, ReplicaState, TierName
+
+
+def _model(name: str, doc: str | None = None, /, **fields: Any) -> type[BaseModel]:
+    """Return a model of fields that are always there; a string names a model of this module."""
+    kinds: dict[str, Any] = {field: (kind, ...) for field, kind in fields.items()}
+    return create_model(name, __doc__=doc, __module__=__name__, **kinds)
+
+
+SCOPE = "all: everything; own: the key's own requests, figures of all, and nothing about where engines are"
+PARTS = "Parts of the step; 0 where they cannot be counted"
+REMAINING = "About how long until the tier is ready; null where not known"
+Scope = Annotated[Literal["all", "own"], Field(description=SCOPE)]
+ForOperators = Annotated[str | None, Field(description="For operators; null to other keys")]
+
+Usage = create_model("Usage", prompt_tokens=(int, 0), completion_tokens=(int, 0), total_tokens=(int, 0))
+Answer = _model("Answer", text=str, usage="Usage", finish_reason=str | None, tier=TierName, continued_on=list[TierName])
+Verdict = _model(
+    "Verdict",
+    tier=TierName,
+    state=ReplicaState,
+    predicted_ttft_ms=float | None,
+    predicted_tpot_ms=float | None,
+    expected_loss=float | None,
+    expected_loss_interval=tuple[float, float] | None,
+    cost=float | None,
+    verdict=str,
+)
+Decision = _model(
+    "Decision",
+    tier=TierName | None,
+    precision=Precision | None,
+    reason=str,
+    confidence=float,
+    prompt_tokens=int,
+    degraded=list[Bound],
+    retry_after_s=float | None,
+    tiers="list[Verdict]",
+    **{"class": PromptClass},
+)
+RequestRecord = _model(
+    "RequestRecord",
+    at=float,
+    request_id=str,
+    trace_id=str,
+    route=str,
+    priority=Priority,
+    tier=TierName | None,
+    served_by=TierName | None,
+    reason=str,
+    basis=Basis,
+    outcome=Outcome,
+    error=str | None,
+    prompt_tokens=int,
+    output_tokens=int,
+    queue_ms=float,
+    ttft_ms=float | None,
+    tpot_ms=float | None,
+    duration_ms=float,
+    sla_met=bool | None,
+    tiers="list[Verdict]",
+    **{"class": PromptClass},
+)
+RequestList = _model("RequestList", scope=Scope, requests="list[RequestRecord]")
+ListedTrace = _model("ListedTrace", trace_id=str, name=str, at=float, duration_ms=float, spans=int, kept_for=KeptFor)
+TraceList = _model("TraceList", scope=Scope, traces="list[ListedTrace]")
+Trace = _model("Trace", trace_id=str, at=float, duration_ms=float, spans=list[dict[str, Any]])
+Policy = _model(
+    "Policy",
+    class_floor=dict[PromptClass, TierName],
+    max_loss=dict[PromptClass, float],
+    losses=dict[TierName, dict[PromptClass, ExpectedLoss]],
+)
+Operation = _model(
+    "Operation",
+    id=str,
+    operation=Kind,
+    replica=str,
+    state=Literal["running", "done", "failed"],
+    detail=str,
+    successor=str | None,
+    began=float,
+    ended=float | None,
+)
+OperationList = _model("OperationList", operations="list[Operation]")
+Preparing = _model(
+    "Preparing",
+    what=Annotated[str, Field(description="The step that the tier is at, or waits for")],
+    done=int,
+    total=Annotated[int, Field(description=PARTS)],
+    remaining_s=Annotated[float | None, Field(description=REMAINING)],
+)
+PreparingTier = create_model("PreparingTier", __base__=Preparing, tier=(TierName, ...))
+Readiness = _model("Readiness", ready=bool, tiers=dict[TierName, ReplicaState], preparing="list[PreparingTier]")
+Replica = _model("Replica", id=str, url=ForOperators, state=ReplicaState, in_flight=int)
+Tier = _model(
+    "Tier",
+    tier=TierName,
+    precision=Precision,
+    state=ReplicaState,
+    preparing="Preparing | None",
+    detail=str,
+    checkpoint_digest=str | None,
+    identity=ForOperators,
+    max_num_seqs=int,
+    max_model_len=int,
+    max_in_flight=int,
+    replicas="list[Replica]",
+)
+Measured = _model("Measured", latency=list[TierName], quality=list[TierName])
+Profiling = _model(
+    "Profiling",
+    "How far the router is with measuring itself, and of which tiers speed and loss are measured",
+    state=State,
+    what=What | None,
+    done=int,
+    total=int,
+    since=float,
+    detail=str,
+    measured="Measured",
+)
+Fleet = _model("Fleet", model=str, machine=str, scope=Scope, tiers="list[Tier]", profiling="Profiling")
+Model = _model("Model", id=str, object=Literal["model"], owned_by=str, max_model_len=int)
+ModelList = _model("ModelList", object=Literal["list"], data="list[Model]")
+Problem = _model(
+    "Problem",
+    "RFC 9457; errors names each field, what is wrong and what is allowed",
+    type=str,
+    title=str,
+    status=int,
+    detail=str,
+    request_id=str,
+    trace_id=str,
+)
+OpenAIFault = _model("OpenAIFault", message=str, type=str, param=str | None, code=str | int | None)
+OpenAIError = _model("OpenAIError", error="OpenAIFault")
+MODELS = [each for each in vars().values() if isinstance(each, type) and BaseModel in each.__bases__]

@@ -1,0 +1,89 @@
+"""``qarr classify``: what the classifier finds in a prompt."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path  # noqa: TC003  typer reads it
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic_core import to_json
+
+from classifier import extract
+from router.cli.common import ConfigOption, err, fail, tier_settings
+from router.deployment.counters import make_counter, named_counter
+from router.deployment.layout import prepare_options
+from router.policy.decide import decide
+from router.policy.decision import Query
+from router.policy.render import render_features
+from router.policy.table import policy_table
+from router.settings import load_settings
+from tiers.checkpoints.prepare import finished
+from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
+from tiers.spec import ReplicaState, TierName, TierSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from router.policy.decision import PolicyTable
+    from router.settings import Settings
+
+
+def classify(
+    text: Annotated[str | None, typer.Argument(help="The prompt; without it, standard input is read.")] = None,
+    jsonl: Annotated[
+        bool, typer.Option("--jsonl", help='Read {"text": ...} lines, write one JSON object a line.')
+    ] = False,
+    tokenizer: Annotated[Path | None, typer.Option(help="Model folder with tokenizer.json.", metavar="DIR")] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Show what the classifier finds in a prompt, and the tier that an idle fleet would serve it with."""
+    settings = load_settings(config)
+    counter = named_counter(tokenizer) if tokenizer is not None else make_counter(_prepared_folder(settings))
+    if not counter.exact:
+        err.print("no tokenizer yet ('qarr model prepare' makes one): tokens are estimated")
+    fleet, policy = idle_fleet(settings), policy_table(settings.policy)
+    if jsonl:
+        for prompt in _jsonl_prompts(sys.stdin.buffer):
+            typer.echo(to_json(_classified(prompt, counter, fleet, policy, settings)))
+        return
+    prompt = text if text is not None else sys.stdin.read()
+    typer.echo(json.dumps(_classified(prompt, counter, fleet, policy, settings), indent=2, ensure_ascii=False))
+
+
+def idle_fleet(settings: Settings) -> FleetSnapshot:
+    """Return a fleet with one idle, ready replica a tier and no measurements."""
+    replica = ReplicaSnapshot("", "", None, ReplicaState.READY, None, 0, 0, 0, 0, 0)
+    specs = [
+        TierSpec(name, t.max_model_len, t.max_num_seqs, t.max_in_flight)
+        for name, t in zip(TierName, tier_settings(settings), strict=True)
+    ]
+    return FleetSnapshot(tuple(TierSnapshot(spec, (replica,)) for spec in specs), TemplateTokens())
+
+
+def _classified(
+    prompt: str, counter: Any, fleet: FleetSnapshot, policy: PolicyTable, settings: Settings
+) -> dict[str, Any]:
+    features = extract(prompt, counter)
+    query = Query(features, features.tokens, settings.limits.default_max_tokens)
+    decision = decide(query, fleet, policy)
+    return {**render_features(features), "tier": decision.tier, "reason": decision.reason}
+
+
+def _jsonl_prompts(stream: Any) -> Iterator[str]:
+    for number, line in enumerate(stream, 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            fail(f'line {number} of standard input: expected a JSON object with a "text" string')
+        yield text
+
+
+def _prepared_folder(settings: Settings) -> Path | None:
+    found = finished(prepare_options(settings))
+    return found[0].path if found else None

@@ -1,0 +1,66 @@
+"""``qarr model``: make and inspect the checkpoints."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from router.cli.common import CalibrationOption, ConfigOption, ModelOption, clock, err, plain
+from router.deployment.first_start import Steps
+from router.deployment.layout import prepare_options
+from router.settings import load_settings
+from tiers.checkpoints.prepare import find, prepare
+
+if TYPE_CHECKING:
+    from router.settings import Settings
+    from tiers.checkpoints.checkpoint import Checkpoint
+
+model_app = typer.Typer(help="Make and inspect the model's three checkpoints.", no_args_is_help=True)
+
+
+@model_app.command("prepare")
+def model_prepare(
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    calibration: CalibrationOption = None,
+    calibration_samples: Annotated[
+        int | None, typer.Option(help="Calibration prompts used, at even distances; 0 uses all.", metavar="N")
+    ] = None,
+    calibration_tokens: Annotated[
+        int | None, typer.Option(help="Tokens used of each calibration prompt, at most.", metavar="N")
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option(help="AWQ weights a scale: 32, 64 or 128; 0 chooses.", metavar="N")
+    ] = None,
+) -> None:
+    """Make the BF16, FP8 and AWQ int4 checkpoints of a model; what is finished is kept."""
+    started = time.monotonic()
+    asked = {
+        "name": model,
+        "calibration": calibration,
+        "calibration_samples": calibration_samples,
+        "calibration_tokens": calibration_tokens,
+        "group_size": group_size,
+    }
+    for checkpoint in _prepare(load_settings(config, {"model": asked}), started):
+        typer.echo(f"{checkpoint.tier:9} {checkpoint.path}")
+
+
+@model_app.command("list")
+def model_list(config: ConfigOption = None, model: ModelOption = None) -> None:
+    """Show the finished checkpoints of the model as JSON, with their manifests."""
+    found = find(prepare_options(load_settings(config, {"model": {"name": model}}))) or ()
+    rows = [{"tier": c.tier, "path": str(c.path), **c.manifest.model_dump(mode="json")} for c in found]
+    typer.echo(json.dumps(rows, indent=2))
+
+
+def _prepare(settings: Settings, started: float) -> tuple[Checkpoint, ...]:
+    """Make what is missing, with progress on standard error."""
+    options = prepare_options(settings)
+    found = find(options)
+    if found is not None:
+        return found
+    return prepare(options, Steps(lambda line: err.print(f"{clock(started)} {plain(line)}")))

@@ -1,0 +1,149 @@
+"""``qarr up`` and ``qarr serve``."""
+
+from __future__ import annotations
+
+import os
+import time
+from importlib.metadata import version
+from pathlib import Path  # noqa: TC003  typer reads it
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import uvloop
+
+from router.cli.common import CalibrationOption, ConfigOption, ModelOption, clock, err, fail, plain, tier_settings
+from router.deployment.layout import make_deployment, prepare_options
+from router.deployment.run import Told, check_files, listen, open_keys, run
+from router.server.handover import Baton, control_path
+from router.settings import load_settings
+from router.telemetry.logs import start_logging
+from tiers.checkpoints.prepare import finished
+from tiers.plan import GIB
+from tiers.preparing import about
+from tiers.spec import ReplicaState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from router.auth.api_keys import KeyStore
+    from router.deployment.layout import Deployment
+    from router.telemetry.logs import Logging
+    from tiers.fleet import Fleet, Replica
+    from tiers.plan import Plan
+    from tiers.spec import TierSpec
+
+
+def up(
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    calibration: CalibrationOption = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one, which is printed.")] = None,
+) -> None:
+    """Make missing checkpoints, start and warm the engines, serve once one tier is ready. Ctrl-C stops everything."""
+    started = time.monotonic()
+    settings = load_settings(
+        config,
+        {"server": {"host": host, "port": port}, "model": {"name": model, "calibration": calibration}},
+    )
+    check_files(settings)
+    logging = start_logging(settings.telemetry)
+    keys = open_keys(settings)
+    sock = listen(settings)
+    needed = any(not t.urls and t.checkpoint is None for t in tier_settings(settings))
+    deployment = make_deployment(settings, finished(prepare_options(settings)) if needed else ())
+    if not deployment.missing:
+        _show_plan(deployment.model, deployment.plan, deployment.specs)
+    _run(deployment, sock, keys, started, logging)
+
+
+def serve(
+    config: ConfigOption = None,
+    fast: Annotated[list[str] | None, typer.Option(help="URL of an AWQ int4 engine.", metavar="URL")] = None,
+    balanced: Annotated[list[str] | None, typer.Option(help="URL of an FP8 engine.", metavar="URL")] = None,
+    precise: Annotated[list[str] | None, typer.Option(help="URL of a BF16 engine.", metavar="URL")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="The model's folder, for exact token counts.", metavar="DIR")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one, which is printed.")] = None,
+    takeover: Annotated[
+        bool, typer.Option("--takeover", help="Replace the router that listens on the port; no connection is refused.")
+    ] = False,
+) -> None:
+    """Serve the router alone, in front of engines that run already. Needs no engine environment."""
+    started = time.monotonic()
+    urls = {"fast": fast, "balanced": balanced, "precise": precise}
+    overrides: dict[str, Any] = {name: {"urls": tuple(u) if u else None} for name, u in urls.items()}
+    settings = load_settings(config, {"server": {"host": host, "port": port}, "tiers": overrides})
+    if not any(t.urls for t in tier_settings(settings)):
+        fail("no engine is given: name at least one with --fast, --balanced or --precise URL, or use 'qarr up'")
+    check_files(settings)
+    deployment = make_deployment(settings, (), start_engines=False, tokenizer=tokenizer)
+    logging = start_logging(settings.telemetry)
+    baton = None
+    if takeover:
+        baton, sock = Baton.ask(control_path(settings.server.runtime_dir, settings.server.port))
+        keys = open_keys(settings, sock.getsockname()[0])
+    else:
+        keys = open_keys(settings)
+        sock = listen(settings)
+    if not deployment.counter.exact:
+        err.print("no tokenizer folder is given (--tokenizer DIR): prompt tokens are estimated")
+    _run(deployment, sock, keys, started, logging, baton)
+
+
+def _show_plan(model: str, plan: Plan, specs: Sequence[TierSpec]) -> None:
+    err.print(f"model {model} on {plan.device}")
+    for share in plan.shares:
+        spec = next(s for s in specs if s.name is share.tier)
+        roughly = " " if spec.checkpoint is not None else "~"
+        weights = f"{roughly}{share.weights / GIB:4.2f} GiB"
+        if share.weights != share.on_disk:
+            weights += f" ({share.on_disk / GIB:.2f} on disk: this CPU has no AMX)"
+        err.print(
+            f"  {spec.name:9}{spec.precision:9} weights {weights}, KV cache {share.kv_cache / GIB:5.2f} GiB "
+            f"({share.kv_tokens} tokens), context {spec.max_model_len}"
+        )
+
+
+def _run(
+    deployment: Deployment, sock: Any, keys: KeyStore, started: float, logging: Logging, baton: Baton | None = None
+) -> None:
+    host, port = sock.getsockname()[:2]
+    logging.also_to_file(deployment.settings.engine.log_dir, port)
+    shown = f"[{host}]" if ":" in host else host
+
+    def say(text: str) -> None:
+        line = f"{clock(started)} {text}"
+        logging.say(lambda: err.print(line))  # not here: a stopped terminal would hold the router up
+
+    def changed(replica: Replica) -> None:
+        detail = f": {replica.detail}" if replica.detail else ""
+        say(f"{replica.id:12} {replica.state.value}{plain(detail)}")
+
+    def serving(fleet: Fleet) -> None:
+        ready = " and ".join(t.spec.name for t in fleet.snapshot().tiers if t.state is ReplicaState.READY)
+        say(f"[bold green]serving[/] on http://{shown}:{port} with {ready}; {_to_follow(fleet)}")
+
+    def is_up(fleet: Fleet) -> None:
+        failed = [tier.spec.name for tier in fleet.snapshot().tiers if tier.state is ReplicaState.FAILED]
+        how = f"all tiers ready but {' and '.join(failed)}" if failed else "all tiers ready"
+        say(f"[bold green]up[/]: listening on http://{shown}:{port}, {how}. Ctrl-C stops.")
+
+    def planned(plan: Plan, specs: Sequence[TierSpec]) -> None:
+        logging.say(lambda: _show_plan(deployment.model, plan, specs))
+
+    told = Told(changed, is_up, serving, planned, lambda line: say(plain(line)))
+    say(f"listening on http://{shown}:{port}; requests are served as soon as a tier is ready")
+    uvloop.run(run(deployment, sock, version("qarr"), told, keys=keys, baton=baton))
+    say("stopped")
+    if not logging.stop():
+        os._exit(0)  # all is ended, but Python would wait for standard error to be taken
+
+
+def _to_follow(fleet: Fleet) -> str:
+    """Return which tiers are not ready yet, and about when they are."""
+    coming = [(tier, fleet.preparations.of(tier)) for tier in fleet.preparations.coming]
+    times = (f" in {about(p.remaining_s)}" if p is not None and p.remaining_s is not None else "" for _, p in coming)
+    return "to follow: " + ", ".join(f"{tier}{time}" for (tier, _), time in zip(coming, times, strict=True))
