@@ -55,7 +55,7 @@ from router.telemetry.logs import log_request
 from router.telemetry.record import log_outcome
 from router.telemetry.trace_store import UnknownTrace
 from router.upstream.client import Upstream
-from router.upstream.errors import UpstreamError
+from router.upstream.errors import EngineRefused, UpstreamError
 from router.upstream.http import make_transport
 from tiers.background import lasting
 from tiers.errors import NotPossible, UnknownReplica
@@ -296,6 +296,9 @@ class Status:
         if isinstance(error, ClientGone):
             return Response(status_code=499)
         openai = speaks_openai(request.scope["path"])
+        if openai and isinstance(error, EngineRefused) and error.body:  # in OpenAI's form already, by the engine itself
+            headers = context_of(request.scope).headers
+            return Response(error.body, error.status, headers, "application/json")
         return describe(error).response(context_of(request.scope), openai=openai)
 
 

@@ -10,6 +10,7 @@ from starlette.datastructures import MutableHeaders
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Sequence
 
     from starlette.types import Message, Send
 
@@ -50,20 +51,30 @@ class Doors:
             task.cancel()
 
 
-class Parting:
+class ResponseTracker:
     """One answer on its way out: how far it is, and once the router is leaving, that clients are to connect anew.
 
     Attributes:
         status: That was sent; 499 where the client went away before.
+
+    Args:
+        send: Through every layer around the application.
+        send_body: To the server itself: bodies are nothing to those layers.
     """
 
-    def __init__(self, send: Send, doors: Doors) -> None:
-        self._send, self._doors = send, doors
+    __slots__ = ("_doors", "_send", "_send_body", "begun", "complete", "status", "streams")
+
+    def __init__(self, send: Send, send_body: Send, doors: Doors) -> None:
+        self._send, self._send_body, self._doors = send, send_body, doors
         self.begun = self.streams = self.complete = False
         self.status = CLIENT_GONE
 
     async def send(self, message: Message) -> None:
         """Pass on a part of the answer."""
+        if message["type"] == "http.response.body":
+            await self._send_body(message)
+            self.complete = not message.get("more_body", False)
+            return
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             self.status = message["status"]
@@ -71,4 +82,13 @@ class Parting:
             if not self._doors.open:
                 headers["connection"] = "close"
         await self._send(message)
-        self.complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+    async def put(self, events: Sequence[bytes], *, last: bool) -> None:
+        """Send events of a stream that has begun.
+
+        Args:
+            events: In order.
+            last: Whether no more come.
+        """
+        await self._send_body({"type": "http.response.body", "body": b"".join(events), "more_body": not last})
+        self.complete = last

@@ -573,11 +573,12 @@ class Lease:
         """Note output tokens that have arrived."""
         if self._released:
             return
-        self.replica.progressed(time.monotonic())
-        self.replica.generated += tokens
+        replica = self.replica
+        replica._silence_s, replica._silent_from = 0.0, time.monotonic()  # noqa: SLF001  once a token, so no call
+        replica.generated += tokens
         self._generated += tokens
         tokens = min(tokens, self._output_tokens)
-        self.replica.output_tokens -= tokens
+        replica.output_tokens -= tokens
         self._output_tokens -= tokens
 
     def finished(self, tpot_ms: float | None, output_tokens: int = 0) -> None:

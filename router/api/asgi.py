@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Coroutine, Mapping
 
-    from starlette.types import Message, Receive, Scope, Send
+    from starlette.types import Message, Receive, Scope
 
+    from router.lifecycle import ResponseTracker
     from router.pipeline.context import RequestContext
 
 log = logging.getLogger("qarr.router")
-_KEY = "qarr.context"
+_KEY, _TRACKER = "qarr.context", "qarr.tracker"
 
 
 class ClientGone(Exception):
@@ -79,6 +80,22 @@ def context_of(scope: Scope) -> RequestContext:
     return context
 
 
+def track(scope: Scope, tracker: ResponseTracker) -> None:
+    """Keep what a request's answer goes through where its handler finds it."""
+    scope[_TRACKER] = tracker
+
+
+def tracker_of(scope: Scope) -> ResponseTracker:
+    """Return what a request's answer goes through."""
+    tracker: ResponseTracker = scope[_TRACKER]
+    return tracker
+
+
+def untrack(scope: Scope) -> None:
+    """Forget it when the request ends: it leads back to the request."""
+    scope.pop(_TRACKER, None)
+
+
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """Read a request's body, up to ``limit`` bytes. Its context then says when it was there.
 
@@ -105,36 +122,27 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             return b"".join(parts)
 
 
-async def while_connected(
-    context: RequestContext, work: Callable[[Send], Coroutine[Any, Any, None]], receive: Receive, send: Send
-) -> None:
+async def while_connected(scope: Scope, work: Coroutine[Any, Any, None], receive: Receive) -> None:
     """Answer a request, unless its client disconnects before it has the whole answer: then cancel the work.
 
     What is left to do after the last byte is always done: servers report the end of an answer as a disconnect as well.
 
     Args:
-        context: Of the request.
-        work: Answers by the ``send`` that it is given.
+        scope: The request's.
+        work: Answers.
         receive: Tells of the disconnect.
-        send: To the client.
     """
-    complete = False
-
-    async def noting(message: Message) -> None:
-        nonlocal complete
-        await send(message)
-        complete = message["type"] == "http.response.body" and not message.get("more_body", False)
-
-    working = asyncio.create_task(work(noting))
+    tracker = tracker_of(scope)
+    working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done() and complete:
+        if not working.done() and tracker.complete:
             await asyncio.wait({working})
         if working.done():
             working.result()
         else:
-            log.debug("request %s: the client went away", context.request_id)
+            log.debug("request %s: the client went away", context_of(scope).request_id)
     finally:
         for task in (working, watching):
             task.cancel()

@@ -14,11 +14,11 @@ from pydantic_core import to_json
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from router.api.asgi import body_message, context_of, read_body, start_message, while_connected
+from router.api.asgi import body_message, context_of, read_body, start_message, tracker_of, while_connected
 from router.api.bodies import parse_generate
 from router.api.problems import describe
 from router.api.resumable import ResumableStream, ResumableStreams, ResumedElsewhere, StreamGone
-from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, relay, send_whole
+from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, send_whole, serve_stream
 from router.pipeline.pipeline import engine_request_id
 from router.pipeline.request import PromptText, RoutingOptions, class_priority
 from router.policy.render import render_decision
@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 
     from classifier import TokenCounter
     from router.api.bodies import GenerateBody
+    from router.api.serving import Encoder, Sink
+    from router.lifecycle import ResponseTracker
     from router.pipeline.context import RequestContext
     from router.pipeline.pipeline import Pipeline
+    from router.pipeline.registry import ActiveRequest
     from router.policy.decision import Decision
     from router.settings import LimitSettings, Settings
     from router.upstream.sse import Chunk
@@ -75,11 +78,11 @@ def read_request(
         BeyondKey: The priority is beyond the caller's key.
     """
     user = {"role": "user", "content": body.prompt}
-    prompt, messages = PromptText(body.prompt, messages=1), (user,)
+    prompt, messages = PromptText(body.prompt, messages=1), [user]
     if body.system_prompt is not None:
         tokens = counter.count(body.system_prompt) + counter.count(body.prompt)
         prompt = PromptText(body.prompt, tokens, messages=2, system=True)
-        messages = ({"role": "system", "content": body.system_prompt}, user)
+        messages = [{"role": "system", "content": body.system_prompt}, user]
     asked = body.priority if "priority" in body.model_fields_set else None
     return GenerateRequest(
         context=context,
@@ -87,7 +90,7 @@ def read_request(
         options=body.options(class_priority(context.caller, asked, "priority"), "tier"),
         max_tokens=body.max_tokens or limits.default_max_tokens,
         temperature=limits.default_temperature if body.temperature is None else body.temperature,
-        messages=messages,
+        messages=tuple(messages),
         checkable=body.stream,
     )
 
@@ -117,29 +120,38 @@ class Generate:
             make = partial(self._make, request, decision)
             stream = self.streams.open(context.caller.key_id, make, context.request_id)
             if stream is not None:
-                await while_connected(context, partial(self._read, stream, 0, context), receive, send)
+                await while_connected(scope, self._read(stream, 0, context, send), receive)
                 return
-        await while_connected(context, partial(self._serve, request, decision, body.stream), receive, send)
+        if body.stream:
+            begin = partial(self._begin, send, tracker_of(scope))
+            await while_connected(scope, serve_stream(pipeline, request, decision, begin), receive)
+        else:
+            await while_connected(scope, self._serve_whole(request, decision, send), receive)
 
-    async def _serve(self, request: GenerateRequest, decision: Decision, stream: bool, send: Send) -> None:  # noqa: FBT001
+    async def _begin(
+        self, send: Send, tracker: ResponseTracker, active: ActiveRequest, answer: EngineStream
+    ) -> tuple[Encoder, Sink]:
+        headers = answer_headers(active, self.pipeline, self.settings.telemetry)
+        await send(start_message(headers, EVENT_STREAM, STREAM_HEADERS))
+        return TextEvents(answer, active.context, numbered=True), tracker.put
+
+    async def _serve_whole(self, request: GenerateRequest, decision: Decision, send: Send) -> None:
         async with self.pipeline.serve(request, decision) as active:
             headers, answer = answer_headers(active, self.pipeline, self.settings.telemetry), active.answer
             assert isinstance(answer, EngineStream)
-            if stream:
-                await send(start_message(headers, EVENT_STREAM, STREAM_HEADERS))
-                await relay(answer, TextEvents(answer, request.context), Numbered(send), request.context.request_id)
-            else:
-                await send_whole(await _collect(answer, request.context), "application/json", headers, send)
+            await send_whole(await _collect(answer, request.context), "application/json", headers, send)
 
     async def _make(self, request: GenerateRequest, decision: Decision, stream: ResumableStream) -> None:
         """Make a resumable stream's events."""
-        context = request.context
-        async with self.pipeline.serve(request, decision) as active:
-            headers, answer = answer_headers(active, self.pipeline, self.settings.telemetry), active.answer
-            assert isinstance(answer, EngineStream)
+
+        async def begin(active: ActiveRequest, answer: EngineStream) -> tuple[Encoder, Sink]:
+            context = request.context
+            headers = answer_headers(active, self.pipeline, self.settings.telemetry)
             own = {name: value for name, value in headers.items() if name not in context.headers}  # not the request's
             stream.begin({**own, STREAM_ID: stream.id})
-            await relay(answer, TextEvents(answer, context), stream.put, context.request_id)
+            return TextEvents(answer, context), stream.put
+
+        await serve_stream(self.pipeline, request, decision, begin)
 
     async def _read(self, stream: ResumableStream, after: int, context: RequestContext, send: Send) -> None:
         """Send a resumable stream from some event on."""
@@ -166,7 +178,7 @@ class Generate:
             self.streams.drop(stream)
             await Response(status_code=204, headers=context.headers)(scope, receive, send)
             return
-        await while_connected(context, partial(self._read, stream, after, context), receive, send)
+        await while_connected(scope, self._read(stream, after, context, send), receive)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,39 +207,43 @@ class Route:
 
 
 class TextEvents:
-    """Writes an answer as text events, then one ``done`` or one ``error`` event."""
+    """Writes an answer as text events, then one ``done`` or one ``error`` event.
 
-    __slots__ = ("_answer", "_context")
+    Args:
+        answer: Which.
+        context: The request's ids.
+        numbered: Each event gets its number as id; else whoever takes the events gives them ids.
+    """
 
-    def __init__(self, answer: EngineStream, context: RequestContext) -> None:
+    __slots__ = ("_answer", "_context", "_number")
+
+    def __init__(self, answer: EngineStream, context: RequestContext, *, numbered: bool = False) -> None:
         self._answer, self._context = answer, context
+        self._number = 0 if numbered else None
 
     def events(self, chunks: Sequence[Chunk]) -> list[bytes]:
         """Return an event for each text."""
-        return [b"data: " + to_json({"text": chunk.text}) + b"\n\n" for chunk in chunks if chunk.text]
+        events, number = [], self._number
+        for chunk in chunks:
+            if chunk.text:
+                event = b"data: " + to_json({"text": chunk.text}) + b"\n\n"
+                if number is not None:
+                    number += 1
+                    event = b"id: %d\n" % number + event
+                events.append(event)
+        self._number = number
+        return events
 
     def end(self) -> list[bytes]:
         """Return the last event of a complete answer."""
-        return [b"event: done\ndata: " + to_json(closing(self._answer)) + b"\n\n"]
+        return self._last(b"event: done\ndata: " + to_json(closing(self._answer)) + b"\n\n")
 
     def failure(self, error: Exception) -> list[bytes]:
         """Return the last event of an answer that could not be completed."""
-        return [error_event(error, self._context)]
+        return self._last(error_event(error, self._context))
 
-
-class Numbered:
-    """Sends events to one connection, with their numbers as ids."""
-
-    __slots__ = ("_number", "_send")
-
-    def __init__(self, send: Send) -> None:
-        self._send, self._number = send, 0
-
-    async def __call__(self, events: Sequence[bytes], *, last: bool) -> None:
-        """Send some events."""
-        numbered = [b"id: %d\n" % number + event for number, event in enumerate(events, self._number + 1)]
-        self._number += len(events)
-        await self._send(body_message(b"".join(numbered), more=not last))
+    def _last(self, event: bytes) -> list[bytes]:
+        return [event if self._number is None else b"id: %d\n" % (self._number + 1) + event]
 
 
 def error_event(error: Exception, context: RequestContext) -> bytes:

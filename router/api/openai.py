@@ -8,27 +8,28 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from starlette.datastructures import Headers
-from starlette.responses import Response
 
-from router.api.asgi import context_of, no_body, read_body, start_message, while_connected
+from router.api.asgi import context_of, read_body, start_message, tracker_of, while_connected
 from router.api.bodies import FieldProblem, InvalidBody, RoutingFields
 from router.api.models import read_document, resolve
 from router.api.openai_events import RelayedEvents, report_on, with_member
 from router.api.openai_prompt import read_chat, read_completion
 from router.api.paths import CHAT
-from router.api.serving import EVENT_STREAM, STREAM_HEADERS, Connection, answer_headers, relay, send_whole
+from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, send_whole, serve_stream
 from router.pipeline.pipeline import engine_request_id
 from router.pipeline.request import MAX_COUNT, class_priority, priority_within
 from router.upstream.engine_request import RelayRequest, resumption_of
 from router.upstream.engine_stream import BufferedAnswer, EngineStream
-from router.upstream.errors import EngineRefused
 from router.upstream.json_object import as_boolean, as_integer
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
+    from router.api.serving import Encoder, Sink
+    from router.lifecycle import ResponseTracker
     from router.pipeline.context import RequestContext
     from router.pipeline.pipeline import Pipeline
+    from router.pipeline.registry import ActiveRequest
     from router.pipeline.request import PromptText, RoutingOptions
     from router.policy.decision import Decision
     from router.settings import Settings
@@ -132,31 +133,39 @@ class Completions:
         context = context_of(scope)
         request = self._read(document, Headers(scope=scope), context)
         decision = pipeline.decide(request)
-        await while_connected(context, partial(self._serve, request, decision), receive, send)
+        if request.streamed:
+            begin = partial(self._begin, request, send, tracker_of(scope))
+            await while_connected(scope, serve_stream(pipeline, request, decision, begin), receive)
+        else:
+            await while_connected(scope, self._serve_whole(request, decision, send), receive)
 
-    async def _serve(self, request: CompletionRequest, decision: Decision, send: Send) -> None:
-        pipeline, context = self.pipeline, request.context
-        try:
-            async with pipeline.serve(request, decision) as active:
-                headers, answer = answer_headers(active, pipeline, self.settings.telemetry), active.answer
-                assert answer is not None
-                report = None
-                if request.report:
-                    report = report_on(active.decision, answer, pipeline.fleet.spec(answer.tier))
-                if isinstance(answer, EngineStream):
-                    chat, wants_usage = request.path == CHAT, request.wants_usage
-                    encoder = RelayedEvents(answer, report, chat=chat, wants_usage=wants_usage)
-                    await send(start_message(headers, answer.media_type or EVENT_STREAM, STREAM_HEADERS))
-                    await relay(answer, encoder, Connection(send), context.request_id)
-                elif isinstance(answer, BufferedAnswer):
-                    content = with_member(answer.content, "qarr", report) if report else answer.content
-                    await send_whole(content, answer.media_type or "application/json", headers, send)
-        except EngineRefused as error:
-            if not error.body:
-                raise
-            # The engine's own words, in OpenAI's form already.
-            response = Response(error.body, error.status, context.headers, "application/json")
-            await response({"type": "http"}, no_body, send)
+    async def _begin(
+        self,
+        request: CompletionRequest,
+        send: Send,
+        tracker: ResponseTracker,
+        active: ActiveRequest,
+        answer: EngineStream,
+    ) -> tuple[Encoder, Sink]:
+        headers = answer_headers(active, self.pipeline, self.settings.telemetry)
+        await send(start_message(headers, answer.media_type or EVENT_STREAM, STREAM_HEADERS))
+        report, chat = self._report(request, active), self.path == CHAT
+        return RelayedEvents(answer, report, chat=chat, wants_usage=request.wants_usage), tracker.put
+
+    async def _serve_whole(self, request: CompletionRequest, decision: Decision, send: Send) -> None:
+        async with self.pipeline.serve(request, decision) as active:
+            headers, answer = answer_headers(active, self.pipeline, self.settings.telemetry), active.answer
+            assert isinstance(answer, BufferedAnswer)
+            report = self._report(request, active)
+            content = with_member(answer.content, "qarr", report) if report else answer.content
+            await send_whole(content, answer.media_type or "application/json", headers, send)
+
+    def _report(self, request: CompletionRequest, active: ActiveRequest) -> dict[str, Any] | None:
+        """Return who serves the answer and why, where its caller asked for it."""
+        answer = active.answer
+        if not request.report or answer is None:
+            return None
+        return report_on(active.decision, answer, self.pipeline.fleet.spec(answer.tier))
 
     def _read(self, document: JsonObject, headers: Headers, context: RequestContext) -> CompletionRequest:
         """Read what routing needs of a request for a completion.

@@ -70,7 +70,7 @@ class RelayedEvents:
         raw, data = chunk.raw, chunk.data
         if data is None:
             return raw or self._made(chunk)
-        if chunk.choice is None and chunk.usage:
+        if chunk.choice is None and data.get("usage"):
             self._usage_sent = self._wants_usage
             if not self._wants_usage:
                 return None

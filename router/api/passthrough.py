@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
@@ -56,7 +55,7 @@ class Tokens:
         document = read_document(await read_body(scope, receive, deps.settings.server.max_body_bytes))
         resolve(document, deps.settings.openai)
         small = SmallRequest(self.path, "tokens", tuple(self._engines(document, context.caller.tiers)), tokens=0)
-        await while_connected(context, partial(pass_on, deps, context, small), receive, send)
+        await while_connected(scope, pass_on(deps, context, small, send), receive)
 
     def _engines(self, document: JsonObject, allowed: frozenset[TierName]) -> Iterator[AskedEngine]:
         """Yield whom to ask: ready engines, without a place on them, for tokenizing takes nothing from generation."""
@@ -86,7 +85,7 @@ class Embeddings:
             AskedEngine(url, deps.settings.engine.api_key, body) for url in deps.settings.openai.embeddings_urls
         )
         small = SmallRequest(EMBEDDINGS, "embeddings", engines, tokens=count_input(document.get("input")))
-        await while_connected(context, partial(pass_on, deps, context, small), receive, send)
+        await while_connected(scope, pass_on(deps, context, small, send), receive)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,19 +6,23 @@ import logging
 from typing import TYPE_CHECKING, Protocol
 
 from router.api.asgi import body_message, start_message
+from router.upstream.engine_stream import EngineStream
 from router.upstream.errors import UpstreamError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from starlette.types import Send
 
     from router.pipeline.pipeline import Pipeline
     from router.pipeline.registry import ActiveRequest
+    from router.pipeline.request import ParsedRequest
     from router.policy.decision import Decision
     from router.settings import TelemetrySettings
-    from router.upstream.engine_stream import EngineAnswer, EngineStream
+    from router.upstream.engine_stream import EngineAnswer
     from router.upstream.sse import Chunk
+
+    Begin = Callable[[ActiveRequest, EngineStream], Awaitable[tuple["Encoder", "Sink"]]]
 
 log = logging.getLogger("qarr.router")
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -50,31 +54,29 @@ class Sink(Protocol):
         """
 
 
-async def relay(stream: EngineStream, encoder: Encoder, sink: Sink, request_id: str) -> None:
-    """Relay an answer: events as they come, then exactly one end, or one error."""
-    try:
-        while (chunks := await stream.read()) is not None:
-            if events := encoder.events(chunks):
-                await sink(events, last=False)
-        end = encoder.end()
-    except UpstreamError as error:
-        stream.error = error
-        log.warning("request %s: %s on %s", request_id, error, stream.replica_id)
-        end = encoder.failure(error)
-    await sink(end, last=True)
+async def serve_stream(pipeline: Pipeline, request: ParsedRequest, decision: Decision, begin: Begin) -> None:
+    """Serve a streamed answer: its head, events as they come, then exactly one end or one error.
 
-
-class Connection:
-    """Sends events to a client as they are."""
-
-    __slots__ = ("_send",)
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-
-    async def __call__(self, events: Sequence[bytes], *, last: bool) -> None:
-        """Send some events."""
-        await self._send(body_message(b"".join(events), more=not last))
+    Args:
+        pipeline: Opens the answer.
+        request: What is asked.
+        decision: Where to.
+        begin: Sends the head; returns what encodes the chunks, and where the events go.
+    """
+    async with pipeline.serve(request, decision) as active:
+        stream = active.answer
+        assert isinstance(stream, EngineStream)
+        encoder, sink = await begin(active, stream)
+        try:
+            while (chunks := await stream.read()) is not None:
+                if events := encoder.events(chunks):
+                    await sink(events, last=False)
+            end = encoder.end()
+        except UpstreamError as error:
+            stream.error = error
+            log.warning("request %s: %s on %s", request.context.request_id, error, stream.replica_id)
+            end = encoder.failure(error)
+        await sink(end, last=True)
 
 
 async def send_whole(content: bytes, media_type: str, headers: Mapping[str, str], send: Send) -> None:

@@ -358,14 +358,14 @@ class LiveStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until the client goes away."""
 
-        async def work(send: Send) -> None:
+        async def work() -> None:
             with self.live.watching(context_of(scope).caller) as reader:
                 await send(start_message(context_of(scope).headers, "text/event-stream; charset=utf-8", STREAM_HEADERS))
                 async for events in reader.events():
                     await send(body_message(events, more=True))
                 await send(body_message(b"", more=False))
 
-        await while_connected(context_of(scope), work, receive, send)
+        await while_connected(scope, work(), receive)
 
 
 def _seen(trace: Trace, caller: Caller) -> Trace | None:

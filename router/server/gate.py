@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from pydantic_core import to_json
 from starlette.datastructures import Headers
 
-from router.api.asgi import ForeignHost, ForeignPage, body_message, context_of, keep
+from router.api.asgi import ForeignHost, ForeignPage, body_message, context_of, keep, track, untrack
 from router.api.paths import PAGE, speaks_openai
 from router.api.problems import Draining, describe
 from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized
-from router.lifecycle import Door, Parting
+from router.lifecycle import Door, ResponseTracker
 from router.pipeline.context import RequestContext
 from router.telemetry.logs import begin_request, log_failure
+from router.telemetry.tracing import SEND
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -63,48 +64,52 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        task, parting = asyncio.current_task(), Parting(send, self._doors)
+        task = asyncio.current_task()
+        send_body = scope.pop(SEND, send)  # left there, it would tie the request to itself
+        tracker = ResponseTracker(send, send_body, self._doors)
         assert task is not None
         self._doors.inside.add(task)
         try:
-            await self._enter(scope, receive, parting.send)
+            await self._enter(scope, receive, tracker)
         except asyncio.CancelledError:
             if not self._doors.time_is_up:
                 raise
             task.uncancel()
-            await self._break_off(scope, receive, parting)
+            await self._break_off(scope, receive, tracker)
         finally:
             self._doors.inside.discard(task)
-            log_failure(scope, parting.status)
-            self._answered(_route(scope), scope["method"], parting.status)
+            untrack(scope)
+            log_failure(scope, tracker.status)
+            self._answered(_route(scope), scope["method"], tracker.status)
 
-    async def _break_off(self, scope: Scope, receive: Receive, parting: Parting) -> None:
+    async def _break_off(self, scope: Scope, receive: Receive, tracker: ResponseTracker) -> None:
         """End an answer for which there is no time left, as far as it has come, with an error."""
         openai, context = speaks_openai(scope["path"]), context_of(scope)
         problem = describe(Draining("this router has ended before the answer was complete: ask again"))
-        if not parting.begun:
-            await problem.response(context, openai=openai)(scope, receive, parting.send)
-        elif parting.streams and not parting.complete:
+        if not tracker.begun:
+            await problem.response(context, openai=openai)(scope, receive, tracker.send)
+        elif tracker.streams and not tracker.complete:
             name = b"" if openai else b"event: error\n"
             body = problem.openai_body() if openai else problem.body(context.ids)
-            await parting.send(body_message(name + b"data: " + to_json(body) + b"\n\n", more=False))
+            await tracker.send(body_message(name + b"data: " + to_json(body) + b"\n\n", more=False))
 
-    async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _enter(self, scope: Scope, receive: Receive, tracker: ResponseTracker) -> None:
         headers = Headers(scope=scope)
         ids = self._telemetry.request_ids(headers)
         begin_request(*ids)
         context = RequestContext(*ids, route=scope["path"])
         keep(scope, context)
+        track(scope, tracker)
         try:
             caller = self._caller(scope, headers)
         except (Unauthorized, Draining, ForeignHost, ForeignPage) as error:
             response = describe(error).response(context, openai=speaks_openai(scope["path"]))
             response.headers["connection"] = "close"  # its body is not going to be read
-            await response(scope, receive, send)
+            await response(scope, receive, tracker.send)
             return
         keep(scope, replace(context, caller=caller))
         self._telemetry.record_caller(caller.key_id)
-        await self._app(scope, receive, send)
+        await self._app(scope, receive, tracker.send)
 
     def _check_host(self, host: str) -> None:
         """Refuse requests to names that come from the DNS, where there are no keys.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, MutableMapping
 
     from opentelemetry.trace import Span, Tracer
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from classifier import PromptClass, PromptFeatures
     from router.policy.decision import Decision, Verdict
@@ -52,7 +52,7 @@ MOST_OPEN_FOR_MEMORY = (
     50  # such traces at once: spans take much of what an open stream holds (benchmarks/open_streams.py)
 )
 UNTRACED = {"/route"}  # nothing follows from it, and the page asks it while somebody types
-_SEND = "qarr.send"
+SEND = "qarr.send"  # the server's own, for bodies
 _PARENT = ContextVar("qarr_parent", default="")  # traceparent for the engines of a request that has no spans
 DEFAULT_ENDPOINTS = {HTTP: "http://localhost:4318", GRPC: "http://localhost:4317"}
 
@@ -114,16 +114,8 @@ class Telemetry:
         if self._provider is None:
             return app
 
-        async def inside(scope: Scope, receive: Receive, send: Send) -> None:
-            passing = scope.pop(_SEND)  # left there, it would tie the request to itself
-
-            async def skipping(message: Message) -> None:
-                await (passing if message["type"] == "http.response.body" else send)(message)
-
-            await app(scope, receive, skipping)
-
         wrapped = OpenTelemetryMiddleware(
-            inside,
+            app,
             tracer_provider=self._provider,
             meter_provider=NoOpMeterProvider(),
             exclude_spans=["receive", "send"],
@@ -138,7 +130,7 @@ class Telemetry:
                 await app(scope, receive, send)
                 return
             _PARENT.set("")  # the request before on this connection may have left one
-            scope[_SEND] = send
+            scope[SEND] = send
             await wrapped(scope, receive, send)
 
         return traced

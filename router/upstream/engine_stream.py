@@ -153,7 +153,8 @@ class EngineAnswer(ABC):
     @property
     def media_type(self) -> str | None:
         """Return what the engine says the answer is."""
-        return self._attempt.response.headers.get("content-type")
+        content_type: str | None = self._attempt.response.headers.get("content-type")
+        return content_type
 
     @property
     def fingerprint(self) -> str | None:
@@ -281,7 +282,7 @@ class EngineStream(EngineAnswer):
         """Note that the first token goes out only now."""
         self.ttft_ms = (time.monotonic() - self.sent_at) * 1000
 
-    async def read(self) -> Sequence[Chunk] | None:
+    async def read(self) -> Sequence[Chunk] | None:  # noqa: C901, PLR0912  once a chunk: calls would cost more than this
         """Return what came together next, from whichever engine, at least one chunk; None after the last.
 
         Raises:
@@ -305,28 +306,26 @@ class EngineStream(EngineAnswer):
         if chunks is None:
             self._complete = True
             return None
+        progress, tokens = self.progress, 0
         for chunk in chunks:
-            if chunk.data is not None:
-                self._note(chunk)
-        return chunks
-
-    def _note(self, chunk: Chunk) -> None:
-        """Note what a chunk says."""
-        if usage := chunk.usage:
-            self._note_usage(usage)
-        if chunk.choice is None:
-            return
-        progress = self.progress
-        if progress is not None:
-            if prompt_ids := (chunk.data or {}).get("prompt_token_ids") or chunk.choice.get("prompt_token_ids"):
-                progress.prompt_ids = prompt_ids
-            progress.note(chunk)
-        if tokens := len(chunk.token_ids) or chunk.visible:
+            data, choice = chunk.data, chunk.choice
+            if data is None:
+                continue
+            if usage := data.get("usage"):
+                self._note_usage(usage)
+            if choice is None:
+                continue
+            if progress is not None:
+                if prompt_ids := data.get("prompt_token_ids") or choice.get("prompt_token_ids"):
+                    progress.prompt_ids = prompt_ids
+                progress.note(chunk)
+            tokens += len(chunk.token_ids) or bool(chunk.text or chunk.other or chunk.finish_reason)
+            self.finish_reason = chunk.finish_reason or self.finish_reason
+        if tokens:
             self._last_at = time.monotonic()
             self._tokens += tokens
             self._attempt.lease.produced(tokens)
-        if chunk.finish_reason is not None:
-            self.finish_reason = chunk.finish_reason
+        return chunks
 
     async def _fail_over(self, broken: EngineBroke) -> Sequence[Chunk] | None:
         """Read on from another engine.

@@ -59,8 +59,8 @@ class _Chunk(TypedDict, total=False):
     usage: _Usage | None
 
 
-_CHUNK: TypeAdapter[dict[str, Any]] = TypeAdapter(_Chunk)
-_USAGE: TypeAdapter[dict[str, Any]] = TypeAdapter(_Usage)
+_CHUNK: TypeAdapter[Any] = TypeAdapter(_Chunk)
+_USAGE: TypeAdapter[Any] = TypeAdapter(_Usage)
 
 
 @dataclass(slots=True)
@@ -91,11 +91,6 @@ class Chunk:
     def visible(self) -> bool:
         """Tell whether it shows that the engine computes: text, reasoning, a tool call, or an end."""
         return bool(self.text or self.other or self.finish_reason)
-
-    @property
-    def usage(self) -> Mapping[str, Any] | None:
-        """Return the token counts that it holds."""
-        return self.data.get("usage") if self.data is not None else None
 
     @property
     def logprobs(self) -> tuple[float, ...]:
@@ -162,7 +157,7 @@ class EventSource:
         self._over = False
         self._fault: EngineBroke | None = None
 
-    async def next(self) -> list[Chunk] | None:
+    async def next(self) -> list[Chunk] | None:  # noqa: C901  once a chunk: calls would cost more than this
         """Return what came together, in order and at least one; None after the last.
 
         Raises:
@@ -172,40 +167,30 @@ class EventSource:
         while not found and not self._over:
             try:
                 data = await anext(self._parts, None)
+                if data is None:
+                    self._failed(EngineBroke("the engine's stream ended early"))
+                    break
+                whole = SEPARATOR in self._buffer[-1:] + data
+                self._buffer += data
+                if whole:
+                    *events, rest = bytes(self._buffer).split(SEPARATOR)
+                    self._buffer = bytearray(rest)
+                    for event in events:
+                        if event == DONE:
+                            self._over = True
+                            break
+                        found.append(parse_event(event))
+                elif len(self._buffer) > MAX_EVENT_BYTES:
+                    self._failed(EngineBroke(f"the engine's stream holds an event of over {MAX_EVENT_BYTES} bytes"))
+            except EngineBroke as error:
+                self._failed(error)
             except NO_ANSWER as error:
-                fault = EngineBroke(f"the engine's stream broke off ({type(error).__name__})")
-                fault.__cause__ = error
-                self._failed(fault)
-                del fault  # its trace leads here
-            else:
-                self._take(data, found)
+                self._failed(_broken_off(error))
         if self._over:
             await self._parts.aclose()
         if not found:
             self.check()
         return found or None
-
-    def _take(self, data: bytes | None, found: list[Chunk]) -> None:
-        """Split what came into events, and add those that are whole to ``found``; None: nothing more comes."""
-        if data is None:
-            self._failed(EngineBroke("the engine's stream ended early"))
-            return
-        whole = SEPARATOR in self._buffer[-1:] + data
-        self._buffer += data
-        if not whole:
-            if len(self._buffer) > MAX_EVENT_BYTES:
-                self._failed(EngineBroke(f"the engine's stream holds an event of over {MAX_EVENT_BYTES} bytes"))
-            return
-        *events, rest = bytes(self._buffer).split(SEPARATOR)
-        self._buffer = bytearray(rest)
-        try:
-            for event in events:
-                if event == DONE:
-                    self._over = True
-                    return
-                found.append(parse_event(event))
-        except EngineBroke as error:
-            self._failed(error)
 
     def _failed(self, fault: EngineBroke) -> None:
         """Read no more; the fault is raised after what came before it."""
@@ -227,6 +212,12 @@ class EventSource:
     async def aclose(self) -> None:
         """Read no more."""
         await self._parts.aclose()
+
+
+def _broken_off(error: BaseException) -> EngineBroke:
+    fault = EngineBroke(f"the engine's stream broke off ({type(error).__name__})")
+    fault.__cause__ = error
+    return fault
 
 
 def is_usage(usage: Any) -> bool:
