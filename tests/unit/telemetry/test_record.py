@@ -452,7 +452,7 @@ def test_names_are_those_of_the_conventions() -> None:
     source = "".join(map(inspect.getsource, (tracing, client, engine_stream)))
     used = set(re.findall(r'"((?:gen_ai|http|server)\.[a-z_.]+)"', source))
     assert len(used) > 10
-    assert used - known == {"http.response.body"}  # a message of ASGI
+    assert used <= known
 
 
 def test_the_sdk_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
