@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from classifier import EstimatingCounter, PromptClass, extract
 from router.policy.decide import decide
-from router.policy.decision import ExpectedLoss, PolicyTable, Query, Sla
+from router.policy.decision import ExpectedLoss, PolicyParameters, Query, Sla
 from router.policy.decision_log import DecisionLog
 from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
 from tiers.fleet import Fleet, Replica
@@ -36,7 +36,7 @@ def main() -> None:
         replica = fleet.add(Replica(f"{spec.name}-0", spec, "http://127.0.0.1", "", "m", state=ReplicaState.READY))
         replica.measured(SpeedModel(20, 1, 20 + 20 * spec.name.rank, 2, 1, 0.5, 0.1, 0.1, profiled=True))
     loss = {kind: ExpectedLoss(0.02, 0.01, 0.03) for kind in PromptClass}
-    table = PolicyTable(CLASS_FLOOR, CLASS_MAX_LOSS, losses={TierName.FAST: loss, TierName.BALANCED: loss})
+    table = PolicyParameters(CLASS_FLOOR, CLASS_MAX_LOSS, losses={TierName.FAST: loss, TierName.BALANCED: loss})
     counter = EstimatingCounter()
     features = extract(PROMPT, counter)
     query = Query(features, 40, 200, sla=Sla(ttft_ms=500, tpot_ms=50, max_quality_loss=0.1))

@@ -31,7 +31,7 @@ from router.api.resumable import ResumableStreams, StreamGone, UnknownStream
 from router.auth.api_keys import BeyondKey
 from router.auth.network import is_loopback
 from router.auth.quota import OverQuota, Quotas
-from router.lifecycle import Doors
+from router.lifecycle import ServerState
 from router.monitoring.live import Live, LiveEndpoints
 from router.monitoring.metrics import Metrics
 from router.monitoring.page import Page
@@ -42,13 +42,13 @@ from router.pipeline.hedging import Hedging
 from router.pipeline.opener import Direct
 from router.pipeline.pipeline import Pipeline
 from router.pipeline.registry import RequestRegistry
-from router.pipeline.shared_load import SharedState
+from router.pipeline.shared_load import SharedLoad
 from router.policy.decision import Refused
 from router.policy.decision_log import DecisionLog
-from router.policy.table import LivePolicy
+from router.policy.table import PolicyStore
 from router.profiling.auto_profile import AutoProfile
 from router.profiling.prompt_samples import PromptSamples
-from router.profiling.shadow_evaluation import LiveCheck
+from router.profiling.shadow_evaluation import ShadowEvaluation
 from router.server.gate import Gate
 from router.server.memory import keep_handing_back
 from router.telemetry.logs import log_request
@@ -105,7 +105,7 @@ def create_app(
     model: str,
     *,
     keys: KeyStore,
-    doors: Doors | None = None,
+    server_state: ServerState | None = None,
     operations: Operations | None = None,
 ) -> ASGIApp:
     """Wire the router.
@@ -117,16 +117,16 @@ def create_app(
         telemetry: Where spans go.
         model: The served model's name, for people.
         keys: Of those who may use it.
-        doors: Tell whether it takes requests; None: always.
+        server_state: Tell whether it takes requests; None: always.
         operations: What operators may do; None: nothing.
     """
-    doors = doors or Doors()
-    wired = _wire(settings, fleet, counter, telemetry, model, doors=doors)
+    server_state = server_state or ServerState()
+    wired = _wire(settings, fleet, counter, telemetry, model, server_state=server_state)
     pipeline, about = wired.pipeline, wired.about
-    live = Live(pipeline, wired.profiling, doors, keys, about)
+    live = Live(pipeline, wired.profiling, server_state, keys, about)
     metrics = Metrics(pipeline, wired.evaluation, wired.upstream.retries, about)
     admin = Admin(operations, keys).routes() if operations is not None else []
-    status, streams = Status(wired, settings, doors), ResumableStreams(settings.server)
+    status, streams = Status(wired, settings, server_state), ResumableStreams(settings.server)
     handlers = dict.fromkeys(HANDLED, status.problem)
     shown = LiveEndpoints(pipeline, wired.evaluation, live, settings.telemetry).routes()
     page = Endpoint(PAGE, Page(settings.server, keys).answer)
@@ -134,7 +134,9 @@ def create_app(
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(wired, streams, live))
     app.router.redirect_slashes = False  # it would send callers to wherever their Host header says
     local_names = settings.server.allowed_hosts if is_loopback(settings.server.host) else None
-    return telemetry.instrument(Gate(app, keys, telemetry, doors, answered=metrics.answered, local_names=local_names))
+    return telemetry.instrument(
+        Gate(app, keys, telemetry, server_state, answered=metrics.answered, local_names=local_names)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,25 +149,31 @@ class _Wired:
 
     pipeline: Pipeline
     upstream: Upstream
-    shared: SharedState
-    evaluation: LiveCheck
+    shared: SharedLoad
+    evaluation: ShadowEvaluation
     profiling: AutoProfile
     samples: PromptSamples
     about: dict[str, str]
 
 
 def _wire(
-    settings: Settings, fleet: Fleet, counter: TokenCounter, telemetry: Telemetry, model: str, *, doors: Doors
+    settings: Settings,
+    fleet: Fleet,
+    counter: TokenCounter,
+    telemetry: Telemetry,
+    model: str,
+    *,
+    server_state: ServerState,
 ) -> _Wired:
     """Wire the pipeline."""
-    registry = RequestRegistry(fleet, doors, settings.telemetry.recent_requests)
+    registry = RequestRegistry(fleet, server_state, settings.telemetry.recent_requests)
     decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
     registry.observers.extend((telemetry.record_outcome, log_request, partial(log_outcome, decisions)))
-    policy = LivePolicy(settings.policy, fleet)
+    policy = PolicyStore(settings.policy, fleet)
     upstream = Upstream(fleet, make_transport(2 * _places(fleet)), settings.upstream, telemetry, policy)
     redis_url = settings.state.redis_url.get_secret_value()
     profiling = AutoProfile(settings, fleet, policy, model, lambda: bool(registry.open))
-    evaluation = LiveCheck(settings.policy.live_check_share, fleet, upstream, policy, telemetry)
+    evaluation = ShadowEvaluation(settings.policy.live_check_share, fleet, upstream, policy, telemetry)
     admission = Admission(fleet, policy, settings.admission, telemetry)
     samples = PromptSamples(settings.telemetry.sampled_prompts, settings.telemetry.prompt_share)
     opener = Hedging(upstream, telemetry) if settings.upstream.hedge else Direct(upstream)
@@ -189,7 +197,7 @@ def _wire(
         answer_observer=evaluation,
         on_request=profiling.give_way,
     )
-    shared = SharedState(redis_url, fleet, admission.waiting_for)
+    shared = SharedLoad(redis_url, fleet, admission.waiting_for)
     about = {"version": version("qarr"), "model": model, "trace_url": settings.telemetry.trace_url}
     return _Wired(pipeline, upstream, shared, evaluation, profiling, samples, about)
 
@@ -255,9 +263,9 @@ def _routes(wired: _Wired, settings: Settings, status: Status, streams: Resumabl
 class Status:
     """The endpoints that tell how things stand, and the rendering of errors."""
 
-    def __init__(self, wired: _Wired, settings: Settings, doors: Doors) -> None:
+    def __init__(self, wired: _Wired, settings: Settings, server_state: ServerState) -> None:
         self._fleet, self._profiling, self._about = wired.pipeline.fleet, wired.profiling, wired.about
-        self._limits, self._doors = settings.limits, doors
+        self._limits, self._server_state = settings.limits, server_state
 
     async def healthz(self, _request: Request) -> Response:
         """Answer that the router is alive."""
@@ -269,7 +277,7 @@ class Status:
         It also says what tiers that have not served yet still need.
         """
         tiers = self._fleet.snapshot().tiers
-        ready = self._doors.open and any(tier.state is ReplicaState.READY for tier in tiers)
+        ready = self._server_state.open and any(tier.state is ReplicaState.READY for tier in tiers)
         body = {
             "ready": ready,
             "tiers": {tier.spec.name: tier.state.value for tier in tiers},

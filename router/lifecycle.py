@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CLIENT_GONE = 499  # nginx's status for a request that nobody waits for any more
 
 
-class Door(Enum):
+class ServerPhase(Enum):
     """What happens to a request that comes now."""
 
     OPEN = "open"
@@ -27,27 +27,27 @@ class Door(Enum):
 
 
 @dataclass(slots=True)
-class Doors:
-    """The state of one router's doors.
+class ServerState:
+    """Whether one router takes requests, and which it has.
 
     Attributes:
-        inside: The tasks of requests that are being answered.
-        time_is_up: Whether those are ended now, complete or not.
+        active_requests: The tasks of requests that are being answered.
+        deadline_passed: Whether those are ended now, complete or not.
     """
 
-    state: Door = Door.OPEN
-    inside: set[asyncio.Task[None]] = field(default_factory=set)
-    time_is_up: bool = False
+    state: ServerPhase = ServerPhase.OPEN
+    active_requests: set[asyncio.Task[None]] = field(default_factory=set)
+    deadline_passed: bool = False
 
     @property
     def open(self) -> bool:
         """Tell whether the router stays."""
-        return self.state is Door.OPEN
+        return self.state is ServerPhase.OPEN
 
     def end_all(self) -> None:
         """End every request that is being answered; each ends its own answer with an error."""
-        self.time_is_up = True
-        for task in self.inside:
+        self.deadline_passed = True
+        for task in self.active_requests:
             task.cancel()
 
 
@@ -62,10 +62,10 @@ class ResponseTracker:
         send_body: To the server itself: bodies are nothing to those layers.
     """
 
-    __slots__ = ("_doors", "_send", "_send_body", "begun", "complete", "status", "streams")
+    __slots__ = ("_send", "_send_body", "_server_state", "begun", "complete", "status", "streams")
 
-    def __init__(self, send: Send, send_body: Send, doors: Doors) -> None:
-        self._send, self._send_body, self._doors = send, send_body, doors
+    def __init__(self, send: Send, send_body: Send, server_state: ServerState) -> None:
+        self._send, self._send_body, self._server_state = send, send_body, server_state
         self.begun = self.streams = self.complete = False
         self.status = CLIENT_GONE
 
@@ -79,7 +79,7 @@ class ResponseTracker:
             headers = MutableHeaders(scope=message)
             self.status = message["status"]
             self.begun, self.streams = True, headers.get("content-type", "").startswith("text/event-stream")
-            if not self._doors.open:
+            if not self._server_state.open:
                 headers["connection"] = "close"
         await self._send(message)
 

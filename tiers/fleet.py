@@ -48,7 +48,7 @@ class Gauges:
     kv_cache_tokens: int | None = None
 
 
-class Others(NamedTuple):
+class PeerLoad(NamedTuple):
     """What other routers have on a replica: places, prompt tokens to compute, output tokens to come, cache tokens."""
 
     requests: int = 0
@@ -57,7 +57,7 @@ class Others(NamedTuple):
     kv_tokens: int = 0
 
 
-NO_OTHERS = Others()
+NO_PEERS = PeerLoad()
 
 
 class Demand(NamedTuple):
@@ -339,7 +339,7 @@ class Replica:
     options: FleetOptions = field(default_factory=FleetOptions)
     breaker: Breaker = field(init=False)
     turnover: Turnover = field(default_factory=Turnover)
-    _others: Others = NO_OTHERS
+    _others: PeerLoad = NO_PEERS
     _others_until: float = 0.0  # what they told is old from then on
     _limit: ConcurrencyLimit = field(init=False)
     _prefill_rate: float = 0.0  # prompt tokens a millisecond, as of ``_prefill_at``
@@ -375,11 +375,11 @@ class Replica:
         return min(self.whole_limit, max(self.share.holds(time.monotonic()), 1))
 
     @property
-    def others(self) -> Others:
+    def others(self) -> PeerLoad:
         """Return what other routers have on the replica, as long as that is not old."""
-        return self._others if time.monotonic() < self._others_until else NO_OTHERS
+        return self._others if time.monotonic() < self._others_until else NO_PEERS
 
-    def note_others(self, others: Others, until: float) -> None:
+    def note_others(self, others: PeerLoad, until: float) -> None:
         """Note what other routers have, and until when that tells anything, by the monotonic clock."""
         self._others, self._others_until = others, until
 
@@ -403,7 +403,7 @@ class Replica:
         self.state, self.detail = state, detail
         if state not in {ReplicaState.READY, ReplicaState.DRAINING}:
             self.gauges = self.speed = None
-            self.kv_pressure, self._others = False, NO_OTHERS
+            self.kv_pressure, self._others = False, NO_PEERS
             self.turnover = Turnover()
             self.breaker.reset()
             self._surplus.clear()

@@ -26,7 +26,7 @@ from tiers.spec import ReplicaState, TierName, TierSpec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from router.policy.decision import PolicyTable
+    from router.policy.decision import PolicyParameters
     from router.settings import Settings
 
 
@@ -63,7 +63,7 @@ def idle_fleet(settings: Settings) -> FleetSnapshot:
 
 
 def _classified(
-    prompt: str, counter: Any, fleet: FleetSnapshot, policy: PolicyTable, settings: Settings
+    prompt: str, counter: Any, fleet: FleetSnapshot, policy: PolicyParameters, settings: Settings
 ) -> dict[str, Any]:
     features = extract(prompt, counter)
     query = Query(features, features.tokens, settings.limits.default_max_tokens)

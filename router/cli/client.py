@@ -21,7 +21,7 @@ class NotKept(OperationError):
     """The router has no such thing (HTTP 404)."""
 
 
-class Router:
+class RouterApiClient:
     """A client of the running router.
 
     Raises everywhere:

@@ -14,7 +14,7 @@ import uvloop
 from router.cli.common import CalibrationOption, ConfigOption, ModelOption, clock, err, fail, plain, tier_settings
 from router.deployment.layout import make_deployment, prepare_options
 from router.deployment.run import Told, check_files, listen, open_keys, run
-from router.server.handover import Baton, control_path
+from router.server.handover import HandoverClient, control_path
 from router.settings import load_settings
 from router.telemetry.logs import start_logging
 from tiers.checkpoints.prepare import finished
@@ -83,7 +83,7 @@ def serve(
     logging = start_logging(settings.telemetry)
     baton = None
     if takeover:
-        baton, sock = Baton.ask(control_path(settings.server.runtime_dir, settings.server.port))
+        baton, sock = HandoverClient.ask(control_path(settings.server.runtime_dir, settings.server.port))
         keys = open_keys(settings, sock.getsockname()[0])
     else:
         keys = open_keys(settings)
@@ -108,7 +108,12 @@ def _show_plan(model: str, plan: Plan, specs: Sequence[TierSpec]) -> None:
 
 
 def _run(
-    deployment: Deployment, sock: Any, keys: KeyStore, started: float, logging: Logging, baton: Baton | None = None
+    deployment: Deployment,
+    sock: Any,
+    keys: KeyStore,
+    started: float,
+    logging: Logging,
+    baton: HandoverClient | None = None,
 ) -> None:
     host, port = sock.getsockname()[:2]
     logging.also_to_file(deployment.settings.engine.log_dir, port)

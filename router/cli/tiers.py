@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from router.cli.client import URL, KeyOption, Router, UrlOption
+from router.cli.client import URL, KeyOption, RouterApiClient, UrlOption
 from router.deployment.options import make_canary
 from router.settings import load_settings
 from tiers.errors import OperationError
@@ -72,7 +72,7 @@ def tiers_record(tier: TierName, config: ConfigOption = None) -> None:
     typer.echo(f"{count} records of {tier} forgotten in {canary.path}; its next start records new ones")
 
 
-class _Router(Router):
+class _Router(RouterApiClient):
     """The running router's fleet and operations."""
 
     def fleet(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from router.cli.client import URL, KeyOption, NotKept, Router, UrlOption
+from router.cli.client import URL, KeyOption, NotKept, RouterApiClient, UrlOption
 from router.cli.top.screen import OUTCOMES, OWN_ONLY, TIERS
 from router.telemetry.logs import shown_ms
 from tiers.errors import OperationError
@@ -59,7 +59,7 @@ def trace(
     as_json: Annotated[bool, typer.Option("--json", help="Print the router's JSON.")] = False,
 ) -> None:
     """Show where a request's time went, and how its tier was chosen; without an id, list the last traces."""
-    router = Router(url, key)
+    router = RouterApiClient(url, key)
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
     found = _find(router, trace_id) if trace_id else router.get("/traces")
     if as_json:
@@ -71,7 +71,7 @@ def trace(
         console.print(line, soft_wrap=True)
 
 
-def _find(router: Router, given: str) -> dict[str, Any]:
+def _find(router: RouterApiClient, given: str) -> dict[str, Any]:
     """Return the trace that an id, or how it begins, stands for.
 
     Raises:

@@ -15,7 +15,7 @@ from router.auth.network import is_loopback
 from router.deployment.first_start import FirstStart
 from router.deployment.layout import Deployment, prepare_options
 from router.deployment.options import fleet_options, supervisor_options
-from router.lifecycle import Doors
+from router.lifecycle import ServerState
 from router.line_file import LineFile
 from router.server.handover import TakenError, TakeoverError, control_path, handing_over
 from router.server.http_protocol import allow_files, bound_unsent, protocol_for
@@ -31,7 +31,7 @@ from tiers.spec import ReplicaState, TierSpec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from router.server.handover import Baton
+    from router.server.handover import HandoverClient
     from router.settings import Settings
     from router.telemetry.tracing import Telemetry
     from tiers.fleet import Replica
@@ -134,7 +134,13 @@ class Told:
 
 
 async def run(
-    deployment: Deployment, sock: socket.socket, version: str, told: Told, *, keys: KeyStore, baton: Baton | None = None
+    deployment: Deployment,
+    sock: socket.socket,
+    version: str,
+    told: Told,
+    *,
+    keys: KeyStore,
+    baton: HandoverClient | None = None,
 ) -> None:
     """Start the engines and the router; return after a signal, or another router that took over, has ended both.
 
@@ -181,7 +187,7 @@ async def run(
 
 
 def _server(deployment: Deployment, supervisor: Supervisor, telemetry: Telemetry, keys: KeyStore) -> Server:
-    doors, settings = Doors(), deployment.settings
+    server_state, settings = ServerState(), deployment.settings
     app = create_app(
         settings,
         supervisor.fleet,
@@ -189,10 +195,10 @@ def _server(deployment: Deployment, supervisor: Supervisor, telemetry: Telemetry
         telemetry,
         deployment.model,
         keys=keys,
-        doors=doors,
+        server_state=server_state,
         operations=supervisor.operations,
     )
-    return Server(app, doors, settings.server, protocol_for(settings.server))
+    return Server(app, server_state, settings.server, protocol_for(settings.server))
 
 
 async def _serve(
@@ -203,7 +209,7 @@ async def _serve(
     version: str,
     starting: asyncio.Task[None],
     on_up: Callable[[], None],
-    baton: Baton | None,
+    baton: HandoverClient | None,
     alone: bool,
 ) -> None:
     """Serve until the router leaves; one without engines of its own can be taken over."""
@@ -238,7 +244,7 @@ async def _ended(serving: asyncio.Task[None], server: Server) -> None:
     await serving
 
 
-async def _taken_over(baton: Baton, server: Server) -> bool:
+async def _taken_over(baton: HandoverClient, server: Server) -> bool:
     """Say that this router serves; tell whether it is to go on: of several that take over, only the first one is."""
     try:
         await asyncio.to_thread(baton.ready)

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from router.auth.api_keys import Caller, KeyStore
-    from router.lifecycle import Doors
+    from router.lifecycle import ServerState
     from router.pipeline.pipeline import Pipeline
     from router.pipeline.registry import ActiveRequest
     from router.profiling.auto_profile import AutoProfile
-    from router.profiling.shadow_evaluation import LiveCheck
+    from router.profiling.shadow_evaluation import ShadowEvaluation
     from router.settings import TelemetrySettings
     from router.telemetry.record import RequestRecord
     from router.telemetry.trace_store import Trace
@@ -115,12 +115,12 @@ class Live:
         self,
         pipeline: Pipeline,
         profiling: AutoProfile,
-        doors: Doors,
+        server_state: ServerState,
         keys: KeyStore,
         about: Mapping[str, str],
     ) -> None:
         self._pipeline, self._profiling = pipeline, profiling
-        self._doors, self._keys, self._about = doors, keys, about
+        self._server_state, self._keys, self._about = server_state, keys, about
         self._window: deque[_Ended] = deque(maxlen=WINDOW_RECORDS)
         self._generated: dict[str, int] = {}
         self._rates: dict[str, float] = {}
@@ -169,7 +169,7 @@ class Live:
             if caller not in events:
                 events[caller] = _event(b"fleet", self.fleet(caller))
             reader.put(events[caller])
-            if not self._doors.open:
+            if not self._server_state.open:
                 reader.end()
 
     def fleet(self, caller: Caller) -> dict[str, Any]:
@@ -282,7 +282,9 @@ def _event(name: bytes, value: Any) -> bytes:
 class LiveEndpoints:
     """``GET /live``, ``/requests``, ``/traces`` and ``/policy``."""
 
-    def __init__(self, pipeline: Pipeline, evaluation: LiveCheck, live: Live, settings: TelemetrySettings) -> None:
+    def __init__(
+        self, pipeline: Pipeline, evaluation: ShadowEvaluation, live: Live, settings: TelemetrySettings
+    ) -> None:
         self._pipeline, self._evaluation, self._live, self._settings = pipeline, evaluation, live, settings
 
     def routes(self) -> list[Endpoint]:

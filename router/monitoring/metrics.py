@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from router.pipeline.pipeline import Pipeline
-    from router.policy.table import LivePolicy
-    from router.profiling.shadow_evaluation import LiveCheck
+    from router.policy.table import PolicyStore
+    from router.profiling.shadow_evaluation import ShadowEvaluation
     from router.telemetry.record import RequestRecord
 
 NO_TIER = "none"
@@ -146,7 +146,7 @@ class RequestMetrics:
 class Losses(Collector):
     """What precisions lose: measured, found in live answers, and allowed."""
 
-    def __init__(self, evaluation: LiveCheck, policy: LivePolicy) -> None:
+    def __init__(self, evaluation: ShadowEvaluation, policy: PolicyStore) -> None:
         self._check, self._policy = evaluation, policy
 
     def collect(self) -> Iterable[Metric]:
@@ -247,7 +247,11 @@ class Metrics:
     """All of the router's metrics."""
 
     def __init__(
-        self, pipeline: Pipeline, evaluation: LiveCheck, retries: Mapping[TierName, int], about: Mapping[str, str]
+        self,
+        pipeline: Pipeline,
+        evaluation: ShadowEvaluation,
+        retries: Mapping[TierName, int],
+        about: Mapping[str, str],
     ) -> None:
         self._registry = CollectorRegistry()
         self._http = Counter(

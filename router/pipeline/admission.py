@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from router.policy.decision import Decision, Query
-    from router.policy.table import LivePolicy
+    from router.policy.table import PolicyStore
     from router.settings import AdmissionSettings
     from router.telemetry.tracing import Telemetry
     from tiers.fleet import Fleet, Lease
@@ -74,7 +74,7 @@ class _Waiting(Entry):
 class Admission:
     """Lets requests in. One event loop owns it."""
 
-    def __init__(self, fleet: Fleet, policy: LivePolicy, options: AdmissionSettings, telemetry: Telemetry) -> None:
+    def __init__(self, fleet: Fleet, policy: PolicyStore, options: AdmissionSettings, telemetry: Telemetry) -> None:
         self._fleet, self._policy, self._options, self._telemetry = fleet, policy, options, telemetry
         self._held: Counter[str] = Counter()  # places, by key
         self._lines: Lines[_Waiting] = Lines(self._held)

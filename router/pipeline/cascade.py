@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from router.pipeline.admission import Admitted
     from router.pipeline.opener import Opener
     from router.policy.decision import Decision
-    from router.policy.table import LivePolicy
+    from router.policy.table import PolicyStore
     from router.telemetry.tracing import Telemetry
     from router.upstream.client import Upstream
     from router.upstream.engine_stream import EngineAnswer, EngineRequest
@@ -33,7 +33,7 @@ class Cascade:
     """Decides whether an answer that has begun is let go, or begun again higher up."""
 
     opener: Opener
-    policy: LivePolicy
+    policy: PolicyStore
     upstream: Upstream
     telemetry: Telemetry
 

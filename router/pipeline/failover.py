@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from router.pipeline.admission import Admitted
     from router.pipeline.opener import Opener
     from router.policy.decision import Decision
-    from router.policy.table import LivePolicy
+    from router.policy.table import PolicyStore
     from router.telemetry.tracing import Telemetry
     from router.upstream.client import Upstream
     from router.upstream.engine_stream import EngineAnswer, EngineRequest
@@ -167,7 +167,7 @@ class Failover:
 
     opener: Opener
     fleet: Fleet
-    policy: LivePolicy
+    policy: PolicyStore
     upstream: Upstream
     telemetry: Telemetry
     attempts: int

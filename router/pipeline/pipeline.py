@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from router.pipeline.request import ParsedRequest, RoutingOptions
     from router.policy.decision import Decision
     from router.policy.decision_log import DecisionLog
-    from router.policy.table import LivePolicy
+    from router.policy.table import PolicyStore
     from router.telemetry.tracing import Telemetry
     from tiers.fleet import Fleet
 
@@ -61,7 +61,7 @@ class Pipeline:
 
     fleet: Fleet
     counter: TokenCounter
-    policy: LivePolicy
+    policy: PolicyStore
     quotas: Quotas
     admission: Admission
     opener: Opener

@@ -22,7 +22,7 @@ from router.upstream.engine_stream import continued_on
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from router.lifecycle import Doors
+    from router.lifecycle import ServerState
     from router.pipeline.admission import Admitted
     from router.pipeline.context import RequestContext
     from router.policy.decision import Decision, Sla
@@ -78,8 +78,8 @@ class RequestRegistry:
         totals: Records by outcome, and what happened to requests, since the start.
     """
 
-    def __init__(self, fleet: Fleet, doors: Doors, kept: int) -> None:
-        self._fleet, self._doors = fleet, doors
+    def __init__(self, fleet: Fleet, server_state: ServerState, kept: int) -> None:
+        self._fleet, self._server_state = fleet, server_state
         self._open: dict[int, ActiveRequest] = {}
         self.recent: deque[RequestRecord] = deque(maxlen=kept)
         self.observers: list[Callable[[RequestRecord], None]] = []
@@ -164,7 +164,7 @@ class RequestRegistry:
             return Outcome.REFUSED, refusal.value if refusal is not None else None
         if isinstance(failure, OverQuota):
             return Outcome.REFUSED, OVER_QUOTA
-        if isinstance(failure, asyncio.CancelledError | OSError) and not self._doors.time_is_up:
+        if isinstance(failure, asyncio.CancelledError | OSError) and not self._server_state.deadline_passed:
             return Outcome.CLIENT_GONE, None
         return Outcome.ERROR, "Draining" if isinstance(failure, asyncio.CancelledError) else type(failure).__name__
 

@@ -26,7 +26,7 @@ from pydantic_core import to_json
 
 from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, Faults, RedisClock, connect, outage
 from router.upstream.json_object import read_json
-from tiers.fleet import Others, Share
+from tiers.fleet import PeerLoad, Share
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ return {tostring(now), cjson.encode({settled, told})}
 """
 
 
-class SharedState:
+class SharedLoad:
     """One router's part in it. ``run`` until cancelled, then ``aclose``.
 
     Args:
@@ -217,7 +217,7 @@ class SharedState:
             share, routers, *others, spared_s = replicas[replica.url]
             *_, wanted, had, _limit = own[replica.url]
             replica.share = Share(int(share), until)
-            replica.note_others(Others(*map(int, others)), until)
+            replica.note_others(PeerLoad(*map(int, others)), until)
             if spared_s > 0:
                 replica.breaker.adopt(now, spared_s)
             self._routers[replica.url] = int(routers if settled else max(routers, self._routers.get(replica.url, 1)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
-from router.policy.decision import CHOSEN, Basis, Decision, Refusal, Verdict
+from router.policy.decision import CHOSEN, Basis, Decision, Refusal, TierReport
 from tiers.fleet import has_places
 from tiers.preparing import about
 from tiers.spec import ReplicaState, TierName
@@ -21,7 +21,7 @@ from tiers.speed import HALF_LIFE_S, IDLE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from router.policy.decision import Bound, ExpectedLoss, PolicyTable, Query
+    from router.policy.decision import Bound, ExpectedLoss, PolicyParameters, Query
     from tiers.fleet import Expectation, FleetSnapshot, ReplicaSnapshot, TierSnapshot
 
 STARTING_RETRY_S = 10.0  # engines start and warm in tens of seconds
@@ -47,7 +47,7 @@ class _Need:
 
 
 @dataclass(slots=True)  # never changed; freezing would cost a tenth of a decision
-class _Outlook:
+class _TierEstimate:
     """One tier, and what can be expected of it. None: not known, or nothing against it."""
 
     tier: TierSnapshot
@@ -74,19 +74,19 @@ class _Outlook:
         return self.replica is not None and self.replica.speed is not None and self.replica.speed.learned
 
 
-def decide(query: Query, fleet: FleetSnapshot, table: PolicyTable) -> Decision:
+def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decision:
     """Choose the cheapest tier that serves the request as asked, or refuse it."""
     confidence = table.sla_confidence if query.sla.confidence is None else query.sla.confidence
     z = _NORMAL.inv_cdf(confidence)
     need = _need(query, table)
     in_flight = fleet.sequences
     share, long = fleet.output_share, fleet.long_prompt_tokens
-    outlooks = [_look(tier, query, share, in_flight, long, table, z, need) for tier in fleet.tiers]
-    asked = [o for o in outlooks if not (query.require and query.hint) or o.name is query.hint]
+    estimates = [_look(tier, query, share, in_flight, long, table, z, need) for tier in fleet.tiers]
+    asked = [o for o in estimates if not (query.require and query.hint) or o.name is query.hint]
     possible = [o for o in asked if o.obstacle is None]
     within = [o for o in possible if o.slow is None and o.lossy is None]
     if not possible or (query.require and not within):
-        return _refuse(query, fleet, outlooks, asked, Refusal.SLA_UNMET if possible else None, z)
+        return _refuse(query, fleet, estimates, asked, Refusal.SLA_UNMET if possible else None, z)
     degraded: tuple[Bound, ...]
     if within:
         chosen, reason, basis = _choose(query, within, asked, table, need)
@@ -97,7 +97,7 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyTable) -> Decision:
         reason = f"no tier is expected to meet the SLA: {' and '.join(degraded)} given up, {chosen.name} taken"
     reasons = [reason]
     if query.hint is not None and chosen.name is not query.hint:  # first: what was asked for and is not given
-        reasons.insert(0, f"hint {query.hint} not taken: {_why_not(query, outlooks)}")
+        reasons.insert(0, f"hint {query.hint} not taken: {_why_not(query, estimates)}")
     if query.sla.max_quality_loss is not None and within and not table.losses:
         reasons.append("loss is not measured yet, so only the reference precision is sure to keep max_quality_loss")
     spare = [] if query.require else [o for o in possible if o is not chosen]
@@ -107,13 +107,13 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyTable) -> Decision:
         reason="; ".join(reasons),
         query=query,
         fallbacks=_fallback_order(chosen.name, [(o.name, o.replica) for o in spare], table.max_slowdown),
-        verdicts=tuple(_verdict(o, chosen) for o in outlooks),
+        verdicts=tuple(_verdict(o, chosen) for o in estimates),
         basis=basis,
         degraded=degraded,
     )
 
 
-def _need(query: Query, table: PolicyTable) -> _Need:
+def _need(query: Query, table: PolicyParameters) -> _Need:
     """Return what the class needs. An unsure class asks for one tier more; a hint that cannot be taken is a floor."""
     features = query.features
     kind = features.prompt_class
@@ -138,10 +138,10 @@ def _look(  # noqa: PLR0917  called here alone
     output_share: float,
     in_flight: int,
     long_prompt_tokens: int,
-    table: PolicyTable,
+    table: PolicyParameters,
     z: float,
     need: _Need,
-) -> _Outlook:
+) -> _TierEstimate:
     """Find out what can be expected of one tier."""
     spec, expected, prompt_tokens = tier.spec, output_share * query.max_tokens * query.sequences, query.tokens_to_read
     free = tier.next(prompt_tokens, expected, long_prompt_tokens, query.sequences)
@@ -157,7 +157,7 @@ def _look(  # noqa: PLR0917  called here alone
     sure = query.features.confidence >= table.min_confidence
     worst = None if loss is None else loss.at(z) if sure else loss.high
     slow, excess = _slow(query, times, z)
-    return _Outlook(
+    return _TierEstimate(
         tier=tier,
         replica=replica,
         obstacle=_obstacle(tier, query, full=free is None),
@@ -261,12 +261,12 @@ def _unfit(tier: TierName, worst: float | None, need: _Need) -> str | None:
 
 
 def _choose(
-    query: Query, within: Sequence[_Outlook], asked: Sequence[_Outlook], table: PolicyTable, need: _Need
-) -> tuple[_Outlook, str, Basis]:
+    query: Query, within: Sequence[_TierEstimate], asked: Sequence[_TierEstimate], table: PolicyParameters, need: _Need
+) -> tuple[_TierEstimate, str, Basis]:
     """Choose among tiers that meet the SLA, and say why. ``within`` is not empty and rises in precision."""
-    for outlook in within:
-        if outlook.name is query.hint:
-            return outlook, f"hint {query.hint}", Basis.HINT
+    for estimate in within:
+        if estimate.name is query.hint:
+            return estimate, f"hint {query.hint}", Basis.HINT
     fit = [o for o in within if o.unfit is None]
     if not fit:
         best = within[-1]
@@ -283,7 +283,7 @@ def _choose(
     return *_lowest(fit, table, need), Basis.TABLE
 
 
-def _cheapest(fit: Sequence[_Outlook], need: _Need) -> tuple[_Outlook, str]:
+def _cheapest(fit: Sequence[_TierEstimate], need: _Need) -> tuple[_TierEstimate, str]:
     """Choose by measured engine time; of equals, the lowest precision."""
     chosen = min(fit, key=_cost)
     others = ", ".join(f"{o.name} {_cost(o):.2g}" for o in fit if o is not chosen)
@@ -292,11 +292,11 @@ def _cheapest(fit: Sequence[_Outlook], need: _Need) -> tuple[_Outlook, str]:
     return chosen, f"{need.who}: cheapest tier that meets its needs is {chosen.name} ({compared}{learned})"
 
 
-def _cost(outlook: _Outlook) -> float:
-    return math.inf if outlook.cost is None else outlook.cost
+def _cost(estimate: _TierEstimate) -> float:
+    return math.inf if estimate.cost is None else estimate.cost
 
 
-def _lowest(fit: Sequence[_Outlook], table: PolicyTable, need: _Need) -> tuple[_Outlook, str]:
+def _lowest(fit: Sequence[_TierEstimate], table: PolicyParameters, need: _Need) -> tuple[_TierEstimate, str]:
     """Choose the lowest precision, unless a higher one is so much faster that it has nothing to offer.
 
     For as long as no speed was measured under load.
@@ -322,7 +322,9 @@ def _dominated(lower: ReplicaSnapshot | None, higher: ReplicaSnapshot | None, ma
     return lower.speed.step_ms(1) > max_slowdown * higher.speed.step_ms(1)
 
 
-def _nearest(query: Query, possible: Sequence[_Outlook], table: PolicyTable) -> tuple[_Outlook, tuple[Bound, ...]]:
+def _nearest(
+    query: Query, possible: Sequence[_TierEstimate], table: PolicyParameters
+) -> tuple[_TierEstimate, tuple[Bound, ...]]:
     """Choose where no tier meets every bound: keep the one that the settings keep if a tier does.
 
     A hinted tier that keeps it is taken. Of those that keep the loss, the cheapest is taken: what cannot be in time should
@@ -344,12 +346,12 @@ def _nearest(query: Query, possible: Sequence[_Outlook], table: PolicyTable) -> 
     return chosen, quality + latency
 
 
-def _worst_loss(outlook: _Outlook) -> tuple[float, int]:
+def _worst_loss(estimate: _TierEstimate) -> tuple[float, int]:
     """Order by measured loss; what is not measured, by precision."""
-    return (1.0 if outlook.loss is None else outlook.loss.high), -outlook.name.rank
+    return (1.0 if estimate.loss is None else estimate.loss.high), -estimate.name.rank
 
 
-def successors(tier: TierName, query: Query, fleet: FleetSnapshot, table: PolicyTable) -> tuple[TierName, ...]:
+def successors(tier: TierName, query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> tuple[TierName, ...]:
     """Return the tiers that may take over now what a tier has failed, in the order of a decision's fallbacks.
 
     Full ones are among them: a request that was let in may take a place beyond those that a replica is to have.
@@ -383,8 +385,8 @@ def _fallback_order(
 def _refuse(  # noqa: PLR0917  called here alone
     query: Query,
     fleet: FleetSnapshot,
-    outlooks: Sequence[_Outlook],
-    asked: Sequence[_Outlook],
+    estimates: Sequence[_TierEstimate],
+    asked: Sequence[_TierEstimate],
     refusal: Refusal | None,
     z: float,
 ) -> Decision:
@@ -393,26 +395,26 @@ def _refuse(  # noqa: PLR0917  called here alone
     kindest = (Refusal.AT_CAPACITY, Refusal.NOT_READY, Refusal.TOO_LONG, Refusal.NOT_ALLOWED)
     cause = refusal or next(c for c in kindest if c in causes)
     waits = [wait for wait in (_possible_in_s(o, query, fleet.output_share, z) for o in asked) if wait is not None]
-    verdicts = tuple(_verdict(o, None) for o in outlooks)
+    verdicts = tuple(_verdict(o, None) for o in estimates)
     reason = "; ".join(f"{v.tier} {v.verdict}" for v in verdicts if any(v.tier is o.name for o in asked))
     wait_s = min(waits) if waits else None
     return Decision(None, None, reason, query, (), verdicts, Basis.REFUSED, refusal=cause, retry_after_s=wait_s)
 
 
-def _possible_in_s(outlook: _Outlook, query: Query, output_share: float, z: float) -> float | None:
+def _possible_in_s(estimate: _TierEstimate, query: Query, output_share: float, z: float) -> float | None:
     """Predict when a tier could serve the request as asked, in seconds; None: never, as far as is known.
 
     So many of its requests must end that the rest leave a place, and meet the bounds where they are required. A replica
     that would meet them but for what was seen of it lately gets its measured speed back in time.
     """
-    if outlook.obstacle is not None and outlook.obstacle[0] is not Refusal.AT_CAPACITY:
-        return _ready_in_s(outlook.tier) if outlook.obstacle[0] is Refusal.NOT_READY else None
-    spec, sla = outlook.tier.spec, query.sla
+    if estimate.obstacle is not None and estimate.obstacle[0] is not Refusal.AT_CAPACITY:
+        return _ready_in_s(estimate.tier) if estimate.obstacle[0] is Refusal.NOT_READY else None
+    spec, sla = estimate.tier.spec, query.sla
     ttft_ms, tpot_ms = (sla.ttft_ms, sla.tpot_ms) if query.require else (None, None)
-    if query.require and outlook.lossy is not None:
+    if query.require and estimate.lossy is not None:
         return None
     waits = []
-    for replica in outlook.tier.ready:
+    for replica in estimate.tier.ready:
         speed = replica.speed
         if speed is None:
             waits.append(UNKNOWN_RETRY_S)
@@ -440,33 +442,33 @@ def _ready_in_s(tier: TierSnapshot) -> float | None:
     return tier.preparing.remaining_s
 
 
-def _why_not(query: Query, outlooks: Sequence[_Outlook]) -> str:
-    outlook = next(o for o in outlooks if o.name is query.hint)
-    return (outlook.obstacle[1] if outlook.obstacle else None) or outlook.lossy or outlook.slow or "not chosen"
+def _why_not(query: Query, estimates: Sequence[_TierEstimate]) -> str:
+    estimate = next(o for o in estimates if o.name is query.hint)
+    return (estimate.obstacle[1] if estimate.obstacle else None) or estimate.lossy or estimate.slow or "not chosen"
 
 
-def _verdict(outlook: _Outlook, chosen: _Outlook | None) -> Verdict:
+def _verdict(estimate: _TierEstimate, chosen: _TierEstimate | None) -> TierReport:
     """Return what is told of one tier."""
-    if outlook is chosen:
+    if estimate is chosen:
         text = CHOSEN
-    elif outlook.obstacle is not None:
-        text = outlook.obstacle[1]
-    elif against := outlook.lossy or outlook.slow or outlook.unfit:
+    elif estimate.obstacle is not None:
+        text = estimate.obstacle[1]
+    elif against := estimate.lossy or estimate.slow or estimate.unfit:
         text = against
     elif chosen is None:
         text = "not asked for"
-    elif chosen.cost is not None and outlook.cost is not None and outlook.under_load:
-        text = f"would do, at {outlook.cost:.2g} engine-seconds instead of {chosen.cost:.2g}"
+    elif chosen.cost is not None and estimate.cost is not None and estimate.under_load:
+        text = f"would do, at {estimate.cost:.2g} engine-seconds instead of {chosen.cost:.2g}"
     else:
         text = f"would do; {chosen.name} was taken"
-    times, loss, cost = outlook.times, outlook.loss, outlook.cost
-    return Verdict(
-        tier=outlook.name,
-        state=outlook.tier.state,
+    times, loss, cost = estimate.times, estimate.loss, estimate.cost
+    return TierReport(
+        tier=estimate.name,
+        state=estimate.tier.state,
         predicted_ttft_ms=round(times.ttft_ms, 1) if times else None,
         predicted_tpot_ms=round(times.tpot_ms, 2) if times else None,
         expected_loss=loss,
         cost=round(cost, 4) if cost is not None else None,
         verdict=text,
-        meets=outlook.obstacle is None and outlook.slow is None and outlook.lossy is None,
+        meets=estimate.obstacle is None and estimate.slow is None and estimate.lossy is None,
     )

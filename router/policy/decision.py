@@ -33,7 +33,7 @@ NO_LOSS = ExpectedLoss(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyTable:
+class PolicyParameters:
     """The policy's parameters: settings of the same names, and what was measured.
 
     Attributes:
@@ -137,7 +137,7 @@ class Refusal(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TierReport:
     """What the policy knows and thinks of one tier. None: not known yet.
 
     Attributes:
@@ -179,13 +179,13 @@ class Decision:
     reason: str
     query: Query
     fallbacks: tuple[TierName, ...]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[TierReport, ...]
     basis: Basis
     degraded: tuple[Bound, ...] = ()
     refusal: Refusal | None = None
     retry_after_s: float | None = None
 
-    def verdict(self, tier: TierName) -> Verdict:
+    def verdict(self, tier: TierName) -> TierReport:
         """Return what was found of one tier.
 
         Raises:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from router.line_file import LineFile, LineWriter
-from router.policy.decision import PolicyTable, Query, Refusal
+from router.policy.decision import PolicyParameters, Query, Refusal
 from router.policy.profiles import ProfileError
 from tiers.fleet import FleetSnapshot  # noqa: TC001  pydantic reads these
 from tiers.spec import TierName  # noqa: TC001
@@ -34,7 +34,7 @@ class PolicyRecord:
     """A table that decisions were made by, named by its digest."""
 
     id: str
-    table: PolicyTable
+    table: PolicyParameters
     kind: Literal["policy"] = "policy"
 
 
@@ -83,7 +83,7 @@ class OutcomeRecord:
 
 Record = Annotated[PolicyRecord | DecisionRecord | OutcomeRecord, Field(discriminator="kind")]
 _RECORD: TypeAdapter[PolicyRecord | DecisionRecord | OutcomeRecord] = TypeAdapter(Record)
-_TABLE = TypeAdapter(PolicyTable)
+_TABLE = TypeAdapter(PolicyParameters)
 
 
 class DecisionLog:
@@ -92,10 +92,10 @@ class DecisionLog:
     def __init__(self, path: Path | None, max_bytes: int = 0) -> None:
         file = LineFile(path, max_bytes, KEPT_FILES) if path is not None else None
         self._writer = LineWriter(file, "the decision log") if file is not None else None
-        self._table: PolicyTable | None = None
+        self._table: PolicyParameters | None = None
         self._policy, self._head = "", b""
 
-    def decided(self, request_id: str, decision: Decision, fleet: FleetSnapshot, table: PolicyTable) -> None:
+    def decided(self, request_id: str, decision: Decision, fleet: FleetSnapshot, table: PolicyParameters) -> None:
         """Write a decision."""
         if self._writer is None:
             return
@@ -128,7 +128,7 @@ class DecisionLog:
             self._writer.close()
 
 
-def digest_of(table: PolicyTable) -> str:
+def digest_of(table: PolicyParameters) -> str:
     """Return the digest that a table is named by."""
     return hashlib.sha256(_TABLE.dump_json(table)).hexdigest()[:16]
 

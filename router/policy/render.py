@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from classifier import PromptFeatures
-    from router.policy.decision import Decision, Verdict
+    from router.policy.decision import Decision, TierReport
 
 
-def render_verdict(verdict: Verdict) -> dict[str, Any]:
+def render_verdict(verdict: TierReport) -> dict[str, Any]:
     """Return what was found of one tier as JSON values."""
     loss = verdict.expected_loss
     return {

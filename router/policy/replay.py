@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from router.policy.decision import PolicyTable, Query
+    from router.policy.decision import PolicyParameters, Query
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Recording:
         outcomes: By request id.
     """
 
-    tables: Mapping[str, PolicyTable]
+    tables: Mapping[str, PolicyParameters]
     decisions: tuple[DecisionRecord, ...]
     outcomes: Mapping[str, OutcomeRecord]
 
@@ -81,7 +81,7 @@ def read_recording(path: Path) -> Recording:
     Raises:
         ProfileError: It cannot be read, or holds no decisions.
     """
-    tables: dict[str, PolicyTable] = {}
+    tables: dict[str, PolicyParameters] = {}
     decisions: list[DecisionRecord] = []
     outcomes: dict[str, OutcomeRecord] = {}
     for record in read_log(path):
@@ -166,7 +166,7 @@ def _met(query: Query, ttft_ms: float | None, tpot_ms: float | None) -> bool:
 
 
 def simulate(
-    recording: Recording, table: PolicyTable | None = None, speeds: Mapping[TierName, SpeedModel] | None = None
+    recording: Recording, table: PolicyParameters | None = None, speeds: Mapping[TierName, SpeedModel] | None = None
 ) -> list[Result]:
     """Run the recorded arrivals through a policy, on replicas that behave as the speed model says.
 

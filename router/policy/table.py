@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from router.policy.decide import successors
-from router.policy.decision import ExpectedLoss, PolicyTable
+from router.policy.decision import ExpectedLoss, PolicyParameters
 from router.policy.profiles import (
     LatencyProfile,
     ProfileError,
@@ -37,7 +37,7 @@ log = logging.getLogger("qarr.router")
 LOOK_S = 2.0
 
 
-class LivePolicy:
+class PolicyStore:
     """Holds the table that decisions are made by; each table is a value, and replaced as a whole."""
 
     def __init__(self, settings: PolicySettings, fleet: Fleet) -> None:
@@ -149,7 +149,7 @@ class LivePolicy:
                 replica.speed = None
 
 
-def policy_table(policy: PolicySettings, profile: QualityProfile | None = None) -> PolicyTable:
+def policy_table(policy: PolicySettings, profile: QualityProfile | None = None) -> PolicyParameters:
     """Return the policy's parameters; classes that the settings leave out keep their defaults.
 
     Args:
@@ -160,7 +160,7 @@ def policy_table(policy: PolicySettings, profile: QualityProfile | None = None) 
     for loss in (loss for loss in (profile.losses if profile else ()) if loss.certain):
         share = loss.top1_disagreement
         losses.setdefault(loss.tier, {})[loss.prompt_class] = ExpectedLoss(share.mean, share.low, share.high)
-    return PolicyTable(
+    return PolicyParameters(
         class_floor={**CLASS_FLOOR, **policy.class_floor},
         max_loss={**CLASS_MAX_LOSS, **policy.max_loss},
         min_confidence=policy.min_confidence,

@@ -25,7 +25,7 @@ from tiers.spec import ReplicaState, TierName
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from router.policy.table import LivePolicy
+    from router.policy.table import PolicyStore
     from router.settings import Settings
     from tiers.fleet import Fleet
     from tiers.spec import TierSpec
@@ -81,7 +81,7 @@ class AutoProfile:
     """
 
     def __init__(
-        self, settings: Settings, fleet: Fleet, policy: LivePolicy, model: str, served: Callable[[], bool]
+        self, settings: Settings, fleet: Fleet, policy: PolicyStore, model: str, served: Callable[[], bool]
     ) -> None:
         self._fleet, self._policy = fleet, policy
         self._folder, self._latency_s = settings.policy.profiles, settings.profile.latency_s

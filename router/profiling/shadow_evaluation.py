@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from classifier import PromptClass
     from router.policy.decision import Decision
-    from router.policy.table import LivePolicy
+    from router.policy.table import PolicyStore
     from router.profiling.quality import Score
     from router.telemetry.tracing import Telemetry
     from router.upstream.client import Upstream
@@ -105,11 +105,11 @@ class RollingLoss:
         return sum(d for d, _ in self.answers) / max(sum(n for _, n in self.answers), 1)
 
 
-class LiveCheck:
+class ShadowEvaluation:
     """Keeps samples, scores them when it is quiet, and promotes and restores classes."""
 
     def __init__(
-        self, share: float, fleet: Fleet, upstream: Upstream, policy: LivePolicy, telemetry: Telemetry
+        self, share: float, fleet: Fleet, upstream: Upstream, policy: PolicyStore, telemetry: Telemetry
     ) -> None:
         self._share, self._fleet, self._upstream = share, fleet, upstream
         self._policy, self._telemetry = policy, telemetry

@@ -14,7 +14,7 @@ from router.api.asgi import ForeignHost, ForeignPage, body_message, context_of, 
 from router.api.paths import PAGE, speaks_openai
 from router.api.problems import Draining, describe
 from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized
-from router.lifecycle import Door, ResponseTracker
+from router.lifecycle import ResponseTracker, ServerPhase
 from router.pipeline.context import RequestContext
 from router.telemetry.logs import begin_request, log_failure
 from router.telemetry.tracing import SEND
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from router.lifecycle import Doors
+    from router.lifecycle import ServerState
     from router.telemetry.tracing import Telemetry
 
 # For load balancers, which have no keys, and for browsers, which ask for one on the page.
@@ -40,7 +40,7 @@ class Gate:
         app: The router's.
         keys: Of those who are let in.
         telemetry: Gives requests their ids.
-        doors: Tell whether it takes requests.
+        server_state: Tell whether it takes requests.
         answered: Called with each answer's route, method and status.
         local_names: Further names that a router which only this machine reaches is known by; None: others reach it.
     """
@@ -50,12 +50,12 @@ class Gate:
         app: ASGIApp,
         keys: KeyStore,
         telemetry: Telemetry,
-        doors: Doors,
+        server_state: ServerState,
         *,
         answered: Callable[[str, str, int], None],
         local_names: Collection[str] | None = None,
     ) -> None:
-        self._app, self._keys, self._telemetry, self._doors = app, keys, telemetry, doors
+        self._app, self._keys, self._telemetry, self._server_state = app, keys, telemetry, server_state
         self._answered = answered
         self._local, self._names = local_names is not None, {name.lower() for name in local_names or ()}
 
@@ -66,18 +66,18 @@ class Gate:
             return
         task = asyncio.current_task()
         send_body = scope.pop(SEND, send)  # left there, it would tie the request to itself
-        tracker = ResponseTracker(send, send_body, self._doors)
+        tracker = ResponseTracker(send, send_body, self._server_state)
         assert task is not None
-        self._doors.inside.add(task)
+        self._server_state.active_requests.add(task)
         try:
             await self._enter(scope, receive, tracker)
         except asyncio.CancelledError:
-            if not self._doors.time_is_up:
+            if not self._server_state.deadline_passed:
                 raise
             task.uncancel()
             await self._break_off(scope, receive, tracker)
         finally:
-            self._doors.inside.discard(task)
+            self._server_state.active_requests.discard(task)
             untrack(scope)
             log_failure(scope, tracker.status)
             self._answered(_route(scope), scope["method"], tracker.status)
@@ -133,7 +133,11 @@ class Gate:
             ) from None
 
     def _caller(self, scope: Scope, headers: Headers) -> Caller:
-        if self._doors.state is Door.DRAINING and scope["method"] == "POST" and not _goes_on(scope, headers):
+        if (
+            self._server_state.state is ServerPhase.DRAINING
+            and scope["method"] == "POST"
+            and not _goes_on(scope, headers)
+        ):
             raise Draining
         if not self._keys.required or scope["path"] in OPEN_PATHS:
             if self._local and scope["path"] not in OPEN_PATHS:

@@ -49,14 +49,14 @@ def control_path(folder: Path, port: int) -> Path:
     return folder / f"router-{port}.sock"
 
 
-class Baton:
+class HandoverClient:
     """The new router's side: the connection to the router that it takes over from."""
 
     def __init__(self, connection: socket.socket, path: Path) -> None:
         self._connection, self._path = connection, path
 
     @classmethod
-    def ask(cls, path: Path) -> tuple[Baton, socket.socket]:
+    def ask(cls, path: Path) -> tuple[HandoverClient, socket.socket]:
         """Ask the running router for its listening socket; it goes on serving.
 
         Raises:

@@ -43,9 +43,9 @@ UNSENT_BYTES = 1 << 16  # of an answer that the kernel may hold unsent
 FILES_BESIDES = 256  # open files that are no connections
 
 
-def protocol_for(bounds: ServerSettings) -> type[EdgeProtocol]:
+def protocol_for(bounds: ServerSettings) -> type[LimitedHttpProtocol]:
     """Return the protocol class that uvicorn makes one of for each connection."""
-    return type("BoundedProtocol", (EdgeProtocol,), {"bounds": bounds})
+    return type("BoundedProtocol", (LimitedHttpProtocol,), {"bounds": bounds})
 
 
 def bound_unsent(sock: socket.socket) -> None:
@@ -77,7 +77,7 @@ def allow_files(connections: int) -> None:
         )
 
 
-class EdgeProtocol(HttpToolsProtocol):
+class LimitedHttpProtocol(HttpToolsProtocol):
     """One connection of a client.
 
     Attributes:

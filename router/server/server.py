@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from router.lifecycle import Door, Doors
+from router.lifecycle import ServerPhase, ServerState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,12 +27,14 @@ CUT_S = 2  # in which those who are still there when time is up get the error th
 class Server(uvicorn.Server):
     """uvicorn, without its signal handling: it would raise the signal again before engines are stopped."""
 
-    def __init__(self, app: ASGIApp, doors: Doors, settings: ServerSettings, protocol: type[asyncio.Protocol]) -> None:
+    def __init__(
+        self, app: ASGIApp, server_state: ServerState, settings: ServerSettings, protocol: type[asyncio.Protocol]
+    ) -> None:
         """Prepare to serve.
 
         Args:
             app: What is served.
-            doors: Kept by the application: what it does with requests that come.
+            server_state: Kept by the application: what it does with requests that come.
             settings: How long open answers may take, and connections without requests are kept.
             protocol: Of each connection.
         """
@@ -48,7 +50,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=CUT_S,
         )
         super().__init__(config)
-        self._doors, self._drain_s = doors, settings.drain_s
+        self._server_state, self._drain_s = server_state, settings.drain_s
         self._leaving: asyncio.Task[None] | None = None
 
     def end_on_signals(self) -> None:
@@ -64,17 +66,17 @@ class Server(uvicorn.Server):
 
     def hand_over(self) -> None:
         """Take no more connections, since another router does; answer those that there are, and leave."""
-        self._doors.state = Door.HANDED_OVER
+        self._server_state.state = ServerPhase.HANDED_OVER
         for server in self.servers:
             server.close()  # uvloop accepts a connection and makes it one of the server's in one step: none lies between
         self._leaving = asyncio.create_task(self._leave(idle_too=True), name="leave")
 
     def _signalled(self) -> None:
-        if not self.started or not self._doors.open:
-            self._doors.end_all()
+        if not self.started or not self._server_state.open:
+            self._server_state.end_all()
             self.force_exit = self.should_exit = True
             return
-        self._doors.state = Door.DRAINING
+        self._server_state.state = ServerPhase.DRAINING
         self._leaving = asyncio.create_task(self._leave(idle_too=False), name="leave")
 
     async def _leave(self, *, idle_too: bool) -> None:
@@ -87,10 +89,11 @@ class Server(uvicorn.Server):
         deadline, idle_until = now + self._drain_s, now + IDLE_S
         await asyncio.sleep(POLL_S)
         while time.monotonic() < deadline and (  # noqa: ASYNC110
-            self._doors.inside or (idle_too and self.server_state.connections and time.monotonic() < idle_until)
+            self._server_state.active_requests
+            or (idle_too and self.server_state.connections and time.monotonic() < idle_until)
         ):
             await asyncio.sleep(POLL_S)
-        self._doors.end_all()
+        self._server_state.end_all()
         self.should_exit = True
 
     @contextmanager

@@ -79,7 +79,7 @@ class Trace:
         return Trace([span for span in self.spans if span in seen], self.kept_for) if seen else None
 
 
-class Allowance:
+class TokenBucket:
     """So many a second, and so many at once."""
 
     def __init__(self, per_s: float, burst: int) -> None:
@@ -105,7 +105,7 @@ class RecordAll(Sampler):
         allowance: Of traces that are recorded of what it drops; None: all of them.
     """
 
-    def __init__(self, root: Sampler, allowance: Allowance | None = None) -> None:
+    def __init__(self, root: Sampler, allowance: TokenBucket | None = None) -> None:
         self._root, self._allowance = root, allowance
 
     def should_sample(  # noqa: PLR0917  the library's signature

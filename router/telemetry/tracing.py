@@ -27,7 +27,7 @@ from opentelemetry.trace import Status, StatusCode
 from starlette.datastructures import Headers
 
 from router.telemetry.record import Outcome
-from router.telemetry.trace_store import KEY_ID, Allowance, KeptFor, RecordAll, TraceStore
+from router.telemetry.trace_store import KEY_ID, KeptFor, RecordAll, TokenBucket, TraceStore
 from tiers.spec import OtlpTarget
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from classifier import PromptClass, PromptFeatures
-    from router.policy.decision import Decision, Verdict
+    from router.policy.decision import Decision, TierReport
     from router.settings import TelemetrySettings
     from router.telemetry.record import RequestRecord
     from tiers.fleet import Replica
@@ -97,7 +97,7 @@ class Telemetry:
         *,
         traces: TraceStore | None = None,
         record_prompts: bool = False,
-        allowance: Allowance | None = None,
+        allowance: TokenBucket | None = None,
     ) -> None:
         self._provider, self.traces, self._record_prompts = provider, traces, record_prompts
         self._allowance = allowance
@@ -372,7 +372,7 @@ def make_telemetry(version: str, settings: TelemetrySettings) -> Telemetry:
     resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", SERVICE), SERVICE_VERSION: version})
     # Where nothing is exported, engines that trace on their own are told what the caller said, and else not to.
     provider = TracerProvider(resource=resource, sampler=None if exporter is not None else ParentBased(ALWAYS_OFF))
-    few = Allowance(RECENT_PER_S, max(settings.recent_traces, 1))
+    few = TokenBucket(RECENT_PER_S, max(settings.recent_traces, 1))
     if everything:
         limited = exporter is not None and not settings.keep_failures
         provider.sampler = RecordAll(provider.sampler, few if limited else None)
@@ -505,7 +505,7 @@ def _decision_attributes(decision: Decision) -> dict[str, Any]:
     return attributes | {name: bound for name, bound in bounds.items() if bound is not None}
 
 
-def _verdict_attributes(verdict: Verdict) -> dict[str, Any]:
+def _verdict_attributes(verdict: TierReport) -> dict[str, Any]:
     loss, prefix = verdict.expected_loss, f"qarr.{verdict.tier.value}."
     found = {
         "verdict": verdict.verdict,

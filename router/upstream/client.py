@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
     from router.policy.decision import Decision
-    from router.policy.table import LivePolicy
+    from router.policy.table import PolicyStore
     from router.settings import UpstreamSettings
     from router.telemetry.tracing import Telemetry
     from tiers.fleet import Fleet, Lease, Replica
@@ -92,7 +92,7 @@ class Upstream:
         transport: httpx.AsyncBaseTransport,
         options: UpstreamSettings,
         telemetry: Telemetry,
-        policy: LivePolicy,
+        policy: PolicyStore,
     ) -> None:
         self._fleet, self._transport, self._options, self._telemetry = fleet, transport, options, telemetry
         # Small requests have connections of their own, bounded by their pools: those that hang take none from others.

@@ -22,7 +22,7 @@ from rich.live import Live
 from router.aio import end_tasks
 from router.cli.client import KEY_NEEDED, URL, KeyOption, UrlOption, no_answer
 from router.cli.top.screen import screen, snapshot
-from router.cli.top.state import Picture, View
+from router.cli.top.state import Snapshot, ViewState
 from tiers.errors import OperationError
 
 if TYPE_CHECKING:
@@ -90,12 +90,12 @@ async def _once(source: _Source) -> None:
     Raises:
         OperationError: None comes.
     """
-    picture = Picture()
+    picture = Snapshot()
     try:
         async with asyncio.timeout(2 * SILENT_S):
             async for event, data in source.events():
                 speeds_known = picture.fleet is not None  # tokens of a second are known with the second picture
-                picture = picture.told(event, data)
+                picture = picture.apply(event, data)
                 if speeds_known and event == "fleet":
                     break
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
@@ -114,7 +114,7 @@ class _Top:
     def __init__(self, source: _Source, interval_s: float) -> None:
         self._source, self._interval_s = source, interval_s
         self._console = Console(highlight=False, markup=False)
-        self._picture, self._view = Picture(), View(unicode=_unicode(self._console))
+        self._picture, self._view = Snapshot(), ViewState(unicode=_unicode(self._console))
         self._news, self._ended = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
@@ -148,7 +148,7 @@ class _Top:
         while True:
             try:
                 async for event, data in self._source.events():
-                    self._picture = self._picture.told(event, data)
+                    self._picture = self._picture.apply(event, data)
                 trouble = f"{self._source.url} ended the connection"
             except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
                 trouble = f"{self._source.url} ({type(error).__name__})"

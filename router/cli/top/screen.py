@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from router.cli.top.state import Picture, View
+from router.cli.top.state import Snapshot, ViewState
 from router.telemetry.logs import shown_ms
 from tiers.preparing import Preparing
 
@@ -53,7 +53,7 @@ class Column:
     least: int = 10
 
 
-def screen(picture: Picture, view: View, width: int, height: int) -> list[Text]:
+def screen(picture: Snapshot, view: ViewState, width: int, height: int) -> list[Text]:
     """Return the lines of the whole screen.
 
     Args:
@@ -75,10 +75,10 @@ def screen(picture: Picture, view: View, width: int, height: int) -> list[Text]:
     return _fitted([*lines, *_requests(shown, view, width, height - len(lines) - 1)], footer, width, height)
 
 
-def snapshot(picture: Picture, width: int, *, unicode: bool) -> list[Text]:
+def snapshot(picture: Snapshot, width: int, *, unicode: bool) -> list[Text]:
     """Return what ``--once`` prints: everything there is of the fleet, and the last requests."""
     assert picture.fleet is not None
-    view = View(unicode=unicode)
+    view = ViewState(unicode=unicode)
     lines = [*_head(picture, picture, view, width), Text(), *_tiers(picture.fleet, view, width)]
     return _cut([*lines, Text(), *_requests(picture, view, width, ONCE_LINES)], width)
 
@@ -95,7 +95,7 @@ def _cut(lines: list[Text], width: int) -> list[Text]:
     return lines
 
 
-def _head(shown: Picture, picture: Picture, view: View, width: int) -> list[Text]:
+def _head(shown: Snapshot, picture: Snapshot, view: ViewState, width: int) -> list[Text]:
     fleet = shown.fleet
     assert fleet is not None
     left = Text.assemble(
@@ -112,7 +112,7 @@ def _head(shown: Picture, picture: Picture, view: View, width: int) -> list[Text
     return [first, _summary(fleet, width, view), *own, *_trouble(picture)]
 
 
-def _summary(fleet: Mapping[str, Any], width: int, view: View) -> Text:
+def _summary(fleet: Mapping[str, Any], width: int, view: ViewState) -> Text:
     tiers = fleet["tiers"]
     ready = sum(tier["state"] == "ready" for tier in tiers)
     asked, met = (sum(tier["sla"][name] for tier in tiers) for name in ("asked", "met"))
@@ -142,14 +142,14 @@ def _summary(fleet: Mapping[str, Any], width: int, view: View) -> Text:
     return line
 
 
-def _trouble(picture: Picture) -> list[Text]:
+def _trouble(picture: Snapshot) -> list[Text]:
     if not picture.trouble:
         return []
     silent = shown_age((time.monotonic() - picture.silent_since) * 1000)
     return [Text(f" No answer for {silent}; trying again: {picture.trouble}", style="bold white on red")]
 
 
-def _tiers(fleet: Mapping[str, Any], view: View, width: int) -> list[Text]:
+def _tiers(fleet: Mapping[str, Any], view: ViewState, width: int) -> list[Text]:
     bar, kv_bar = (14, 10) if width >= WIDEST else (8, 5) if width >= WIDE else (5, 0)
     columns = (
         Column("TIER", 11 if width >= WIDE else 9),
@@ -176,7 +176,7 @@ def _tiers(fleet: Mapping[str, Any], view: View, width: int) -> list[Text]:
     return lines
 
 
-def _tier_cells(tier: Mapping[str, Any], bar: int, kv_bar: int, view: View) -> list[Text]:
+def _tier_cells(tier: Mapping[str, Any], bar: int, kv_bar: int, view: ViewState) -> list[Text]:
     replicas = tier["replicas"]
     ready = sum(r["state"] == "ready" for r in replicas)
     state = Text(tier["state"], style=STATES.get(tier["state"], ""))
@@ -199,7 +199,7 @@ def _tier_cells(tier: Mapping[str, Any], bar: int, kv_bar: int, view: View) -> l
 
 
 def _replica_cells(
-    replica: Mapping[str, Any], tier: Mapping[str, Any], bar: int, kv_bar: int, view: View
+    replica: Mapping[str, Any], tier: Mapping[str, Any], bar: int, kv_bar: int, view: ViewState
 ) -> list[Text]:
     return [
         Text(f" {replica['id']}", style="dim"),
@@ -231,7 +231,7 @@ def _notes(replica: Mapping[str, Any]) -> list[Text]:
     return [Text(f"   {replica['id']}: {_plain(text)}", style=style) for text, style in notes]
 
 
-def _requests(picture: Picture, view: View, width: int, height: int) -> list[Text]:
+def _requests(picture: Snapshot, view: ViewState, width: int, height: int) -> list[Text]:
     """Return the two lists: what is in flight takes at most half of the lines, unless the other does not need its own."""
     in_flight, records = view.in_flight(picture), picture.records
     assert picture.fleet is not None
@@ -274,7 +274,7 @@ def _open_cells(request: Mapping[str, Any]) -> list[Text]:
     ]
 
 
-def _ended(records: Sequence[Mapping[str, Any]], view: View, width: int, height: int, before: int) -> list[Text]:
+def _ended(records: Sequence[Mapping[str, Any]], view: ViewState, width: int, height: int, before: int) -> list[Text]:
     columns = (
         Column("ENDED", 8),
         Column("OUTCOME", 11),
@@ -381,7 +381,7 @@ def _sla_text(request: Mapping[str, Any]) -> str:
     return f"{asked}: {'-' if request['sla_met'] is None else 'met' if request['sla_met'] else 'missed'}"
 
 
-def _footer(view: View) -> Text:
+def _footer(view: ViewState) -> Text:
     up_down = "\u2191\u2193" if view.unicode else "j/k"
     keys = [("q", "quit"), ("p", "go on" if view.frozen else "pause"), ("s", f"sort: {view.sort}"), (up_down, "select")]
     keys.append(("Enter", "back" if view.opened is not None else "verdicts"))
@@ -412,19 +412,19 @@ def _line(columns: Sequence[Column], cells: Sequence[Text], width: int, style: s
     return line
 
 
-def _load(used: int, limit: int, bar: int, view: View) -> Text:
+def _load(used: int, limit: int, bar: int, view: ViewState) -> Text:
     share = used / limit if limit else 0.0
     return _bar(share, bar, view).append(f" {used}/{limit}")
 
 
-def _usage(share: float | None, bar: int, view: View) -> Text:
+def _usage(share: float | None, bar: int, view: ViewState) -> Text:
     if share is None:
         return Text("-")
     line = _bar(share, bar, view) if bar else Text()
     return line.append(f"{share:4.0%}", style=_fullness(share))
 
 
-def _bar(share: float, width: int, view: View) -> Text:
+def _bar(share: float, width: int, view: ViewState) -> Text:
     full, empty = ("\u2588", "\u2591") if view.unicode else ("#", ".")
     filled = min(round(share * width), width) if share else 0
     filled = max(filled, 1) if share else 0

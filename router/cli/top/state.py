@@ -18,7 +18,7 @@ SORTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class Snapshot:
     """What the router has told.
 
     Attributes:
@@ -33,7 +33,7 @@ class Picture:
     trouble: str = ""
     silent_since: float = 0.0
 
-    def told(self, event: str, data: Mapping[str, Any]) -> Picture:
+    def apply(self, event: str, data: Mapping[str, Any]) -> Snapshot:
         """Return the picture after an event."""
         if event == "fleet":
             return replace(self, fleet=data, trouble="")
@@ -54,7 +54,7 @@ def _without(fleet: Mapping[str, Any] | None, ended: Mapping[str, Any]) -> Mappi
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ViewState:
     """How it is looked at.
 
     Attributes:
@@ -65,12 +65,12 @@ class View:
     """
 
     sort: Literal["age", "tokens", "tier", "class"] = "age"
-    frozen: Picture | None = None
+    frozen: Snapshot | None = None
     selected: int | None = None
     opened: Mapping[str, Any] | None = None
     unicode: bool = True
 
-    def key(self, key: str, picture: Picture) -> View:
+    def key(self, key: str, picture: Snapshot) -> ViewState:
         """Return the view after a key."""
         shown = self.frozen or picture
         if key == "p":
@@ -90,11 +90,11 @@ class View:
             return replace(self, opened=None) if self.opened is not None else replace(self, selected=None)
         return self
 
-    def rows(self, picture: Picture) -> list[Mapping[str, Any]]:
+    def rows(self, picture: Snapshot) -> list[Mapping[str, Any]]:
         """Return the requests that can be selected, in the order in which they are shown."""
         return [*self.in_flight(picture), *picture.records]
 
-    def in_flight(self, picture: Picture) -> list[Mapping[str, Any]]:
+    def in_flight(self, picture: Snapshot) -> list[Mapping[str, Any]]:
         """Return the requests that are in flight, in the order that was chosen."""
         found = picture.fleet["in_flight"] if picture.fleet else []
         return sorted(found, key=SORTS[self.sort])

@@ -20,7 +20,7 @@ import pytest
 from rich.cells import cell_len
 
 from router.cli.top.screen import OWN_ONLY, screen, shown_age, snapshot
-from router.cli.top.state import Picture, View
+from router.cli.top.state import Snapshot, ViewState
 from router.cli.trace import listed, waterfall
 from tests.fakes.engine import Behaviour
 from tests.unit.own_engines import until
@@ -81,15 +81,15 @@ RECORD: dict[str, Any] = {
 }  # fmt: skip
 
 
-def full(records: int = 60) -> Picture:
+def full(records: int = 60) -> Snapshot:
     """Return a picture of everything that there can be."""
-    picture = Picture().told("fleet", FLEET)
+    picture = Snapshot().apply("fleet", FLEET)
     for number in range(records):
-        picture = picture.told("request", {**RECORD, "request_id": f"ended-{number}"})
+        picture = picture.apply("request", {**RECORD, "request_id": f"ended-{number}"})
     return picture
 
 
-def text(picture: Picture, view: View, width: int, height: int) -> str:
+def text(picture: Snapshot, view: ViewState, width: int, height: int) -> str:
     """Return the screen as text."""
     return "\n".join(line.plain for line in screen(picture, view, width, height))
 
@@ -100,8 +100,8 @@ def text(picture: Picture, view: View, width: int, height: int) -> str:
 def test_the_screen_fits(width: int, height: int, opened: bool, trouble: str) -> None:  # noqa: FBT001
     """It has exactly the terminal's lines, and none is wider, at every size and in every state."""
     picture = replace(full(), trouble=trouble)
-    view = View(selected=3, opened=RECORD if opened else None)
-    for shown in (picture, Picture(), Picture(trouble=trouble)):
+    view = ViewState(selected=3, opened=RECORD if opened else None)
+    for shown in (picture, Snapshot(), Snapshot(trouble=trouble)):
         lines = screen(shown, view, width, height)
         assert len(lines) == height
         assert max(line.cell_len for line in lines) <= width
@@ -110,7 +110,7 @@ def test_the_screen_fits(width: int, height: int, opened: bool, trouble: str) ->
 
 def test_a_standard_terminal_has_what_matters() -> None:
     """At 80x24: every tier, what fails and why, what is in flight and what has ended, and how to go on."""
-    shown = text(full(), View(), 80, 24)
+    shown = text(full(), ViewState(), 80, 24)
     for part in (
         "2/3 tiers ready", "2 waiting", "fast      ready", "3/8", "25%", "210ms/1.4s", "90%", "balanced  ready 2/2",
         "breaker open", "precise   failed", "3/32", "precise-0: exited with status 137", "IN FLIGHT 2", "waiting", "ENDED",
@@ -122,10 +122,10 @@ def test_a_standard_terminal_has_what_matters() -> None:
 
 def test_it_says_whose_requests_are_shown() -> None:
     """A key that sees its own requests only is told so, live and in the list of traces; an operator's is not."""
-    own = Picture().told("fleet", {**FLEET, "scope": "own"})
-    assert OWN_ONLY in text(own, View(), 100, 30)
+    own = Snapshot().apply("fleet", {**FLEET, "scope": "own"})
+    assert OWN_ONLY in text(own, ViewState(), 100, 30)
     assert OWN_ONLY in "\n".join(line.plain for line in snapshot(own, 160, unicode=True))
-    assert OWN_ONLY not in text(full(), View(), 100, 30)
+    assert OWN_ONLY not in text(full(), ViewState(), 100, 30)
     for scope, says in (("own", True), ("all", False)):
         lines = [line.plain for line in listed({"scope": scope, "traces": []}, everything=False)]
         assert (OWN_ONLY in lines) is says
@@ -133,14 +133,14 @@ def test_it_says_whose_requests_are_shown() -> None:
 
 def test_keys() -> None:
     """p freezes the picture, s goes through the orders, arrows select over both lists, Enter opens and closes."""
-    picture, view = full(5), View()
+    picture, view = full(5), ViewState()
     first = {}
     for _ in range(4):
         first[view.sort] = view.in_flight(picture)[0]["request_id"]
         view = view.key("s", picture)
     assert (first, view.sort) == ({"age": "r1", "tokens": "r2", "tier": "r2", "class": "r1"}, "age")
     paused = view.key("p", picture)
-    later = picture.told("fleet", {**FLEET, "model": "another-model"})
+    later = picture.apply("fleet", {**FLEET, "model": "another-model"})
     assert "a-model" in text(later, paused, 80, 24)
     assert "PAUSED" in text(later, paused, 80, 24)
     assert "another-model" in text(later, paused.key("p", later), 80, 24)
@@ -154,14 +154,14 @@ def test_keys() -> None:
     assert opened.key("enter", picture).opened is None
     assert view.key("up", picture).selected == 5
     assert view.key("escape", picture).selected is None
-    assert View().key("down", Picture()).selected is None
-    flying = View().key("down", picture).key("enter", picture)
+    assert ViewState().key("down", Snapshot()).selected is None
+    flying = ViewState().key("down", picture).key("enter", picture)
     assert "in flight" in text(picture, flying, 80, 24)
 
 
 def test_events_that_come_twice_count_once() -> None:
     """After a lost connection the router tells its last requests again."""
-    assert len(full(3).told("request", {**RECORD, "request_id": "ended-1"}).records) == 3
+    assert len(full(3).apply("request", {**RECORD, "request_id": "ended-1"}).records) == 3
 
 
 def test_without_unicode() -> None:
@@ -171,8 +171,8 @@ def test_without_unicode() -> None:
 
 def test_wide_characters_keep_the_columns() -> None:
     """Characters that take two cells of a terminal do not move what stands behind them."""
-    picture = Picture().told("fleet", FLEET).told("request", {**RECORD, "class": "\u6a21\u578b" * 4})
-    lines = [line.plain for line in screen(picture, View(), 100, 30)]
+    picture = Snapshot().apply("fleet", FLEET).apply("request", {**RECORD, "class": "\u6a21\u578b" * 4})
+    lines = [line.plain for line in screen(picture, ViewState(), 100, 30)]
     header = next(line for line in lines if "OUTCOME" in line)
     row = next(line for line in lines if "\u6a21" in line)
     assert cell_len(row) == 100

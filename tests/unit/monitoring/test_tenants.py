@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFlags, set_span_in_context
 
 from router.auth.api_keys import add_key, revoke_key
-from router.cli.top.state import Picture
+from router.cli.top.state import Snapshot
 from router.policy.profiles import ProfileError
 from router.profiling.client import connect
 from router.telemetry.trace_store import KEY_ID, TraceStore, render_trace
@@ -164,9 +164,9 @@ async def test_a_key_does_not_see_where_engines_are(tmp_path: Path) -> None:
             assert world.asked.headers["x-request-id"] not in part
 
 
-async def followed(world: Tenants, name: str, until: str) -> Picture:
+async def followed(world: Tenants, name: str, until: str) -> Snapshot:
     """Follow /live with a key, and return the picture once a text has come."""
-    picture, event = Picture(), ""
+    picture, event = Snapshot(), ""
     async with (
         asyncio.timeout(20),
         world.stack.client.stream("GET", f"{world.stack.url}/live", headers=world.names[name]) as live,
@@ -176,7 +176,7 @@ async def followed(world: Tenants, name: str, until: str) -> Picture:
             if kind == "event":
                 event = value
             elif kind == "data":
-                picture = picture.told(event, json.loads(value))
+                picture = picture.apply(event, json.loads(value))
                 if until in line and picture.fleet is not None:
                     break
     return picture

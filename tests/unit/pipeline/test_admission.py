@@ -13,7 +13,7 @@ from classifier import PromptClass, PromptFeatures
 from router.pipeline.admission import Admission
 from router.policy.decide import decide
 from router.policy.decision import PRIORITIES, Query, Refused
-from router.policy.table import LivePolicy
+from router.policy.table import PolicyStore
 from router.settings import load_settings
 from router.telemetry.tracing import Telemetry
 from tiers.fleet import Fleet, Gauges, Replica
@@ -31,12 +31,12 @@ QUERY = Query(PromptFeatures(2, 1, 1, True, False, False, None, PromptClass.CHAT
 
 
 @dataclass
-class Door:
+class ServerPhase:
     """An admission and its fleet: requests come by ``ask`` and end by ``end``."""
 
     admission: Admission
     fleet: Fleet
-    policy: LivePolicy
+    policy: PolicyStore
 
     def ask(self, *, key: str = "key", priority: int = PRIORITIES["standard"], **query: Any) -> asyncio.Task[Admitted]:
         """Let a request come."""
@@ -60,7 +60,7 @@ class Door:
             await asyncio.sleep(0)
 
 
-def door(tmp_path: Path, places: dict[TierName, int], *, replicas: int = 1, **options: Any) -> Door:
+def door(tmp_path: Path, places: dict[TierName, int], *, replicas: int = 1, **options: Any) -> ServerPhase:
     """Return the queue before tiers with so many places; requests fit none of the others."""
     settings = load_settings(
         None, {"policy": {"profiles": str(tmp_path)}, "admission": {"max_wait_s": LONG_WAITS, **options}}
@@ -70,8 +70,8 @@ def door(tmp_path: Path, places: dict[TierName, int], *, replicas: int = 1, **op
     for spec in specs:
         for number in range(replicas):
             fleet.add(Replica(f"{spec.name}-{number}", spec, "u", "", "m", state=ReplicaState.READY))
-    policy = LivePolicy(settings.policy, fleet)
-    return Door(Admission(fleet, policy, settings.admission, Telemetry(None)), fleet, policy)
+    policy = PolicyStore(settings.policy, fleet)
+    return ServerPhase(Admission(fleet, policy, settings.admission, Telemetry(None)), fleet, policy)
 
 
 async def test_those_who_wait_for_a_full_tier_hide_nobody(tmp_path: Path) -> None:

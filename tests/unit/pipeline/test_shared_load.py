@@ -12,10 +12,10 @@ import pytest
 from redis.asyncio import Redis
 
 from router.aio import end_tasks
-from router.pipeline.shared_load import EVERY_S, ROUTERS, SharedState
+from router.pipeline.shared_load import EVERY_S, ROUTERS, SharedLoad
 from router.redis_link import UNAVAILABLE
 from tiers.breaker import Breaker, BreakerOptions, BreakerState
-from tiers.fleet import FOREIGN_POLLS, NO_OTHERS, Fleet, Gauges, Others, Replica, Share
+from tiers.fleet import FOREIGN_POLLS, NO_PEERS, Fleet, Gauges, PeerLoad, Replica, Share
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def make_fleet(replicas: int = 2, limit: int = LIMIT) -> Fleet:
 async def routers(url: str, count: int = 2, waiting: Callable[[], int] = lambda: 0) -> AsyncIterator[list[Fleet]]:
     """Run the shared state of routers that have the same two engines, until they know of one another."""
     fleets = [make_fleet() for _ in range(count)]
-    shared = [SharedState(url, fleet, lambda _tier: waiting()) for fleet in fleets]
+    shared = [SharedLoad(url, fleet, lambda _tier: waiting()) for fleet in fleets]
     tasks = [asyncio.create_task(each.run()) for each in shared]
     try:
         await until(lambda: all(r.share and r.share.places for fleet in fleets for r in fleet.replicas))
@@ -81,13 +81,13 @@ async def test_what_one_router_has_the_others_count(redis_server: RedisServer) -
     async with routers(redis_server.url) as (one, other):
         leases = [one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"}) for _ in range(3)]
         assert leases.pop() is None  # two routers have two places each
-        await until(lambda: other.replicas[0].others == Others(2, 20, 10, 30))
+        await until(lambda: other.replicas[0].others == PeerLoad(2, 20, 10, 30))
         assert other.replicas[0].sequences == 2
         assert other.replicas[0].limit == 2
         for lease in leases:
             assert lease is not None
             lease.release()
-        await until(lambda: other.replicas[0].others == Others())
+        await until(lambda: other.replicas[0].others == PeerLoad())
 
 
 async def test_known_requests_are_not_taken_for_strangers(redis_server: RedisServer) -> None:
@@ -140,7 +140,7 @@ async def test_a_peer_with_another_clock_spares_no_longer(
 ) -> None:
     """A router whose clock is ten minutes ahead tells of a pause of a second, and that is what the others take."""
     one, other = make_fleet(), make_fleet()
-    shared = [SharedState(redis_server.url, fleet) for fleet in (one, other)]
+    shared = [SharedLoad(redis_server.url, fleet) for fleet in (one, other)]
     for _ in range(3):
         one.replicas[0].breaker.failed(time.monotonic(), probe=False)
     right = time.time
@@ -173,7 +173,7 @@ async def test_without_redis_each_goes_by_its_own_view(redis_server: RedisServer
         await until(lambda: other.replicas[0].others.requests == 1)
         redis_server.pause()
         try:
-            await until(lambda: other.replicas[0].others == NO_OTHERS)
+            await until(lambda: other.replicas[0].others == NO_PEERS)
             await until(lambda: other.replicas[0].limit == LIMIT // 2)
             assert other.lease(FAST, prompt_tokens=1, max_tokens=1) is not None
         finally:
@@ -202,13 +202,13 @@ async def test_an_error_reply_is_an_outage_and_no_more(redis_server: RedisServer
         wrong, right = BREAK[how]
         await operator.execute_command(*wrong)
         try:
-            await until(lambda: other.replicas[0].others == NO_OTHERS)
+            await until(lambda: other.replicas[0].others == NO_PEERS)
             await until(lambda: other.replicas[0].limit == LIMIT // 2)
         finally:
             await operator.execute_command(*right)
         await until(lambda: other.replicas[0].others.requests == 1)
         lease.release()
-        await until(lambda: other.replicas[0].others == Others())
+        await until(lambda: other.replicas[0].others == PeerLoad())
 
 
 async def test_a_redis_that_was_emptied_knows_nobody_and_gives_nothing_away(redis_server: RedisServer) -> None:
@@ -227,7 +227,7 @@ async def test_a_redis_that_was_emptied_knows_nobody_and_gives_nothing_away(redi
 async def test_a_router_without_need_keeps_its_part_of_an_emptied_redis(redis_server: RedisServer) -> None:
     """What nobody else could take yet is not given up either: it would be missed when requests come a moment later."""
     fleets, waiting = [make_fleet(1) for _ in range(2)], [9, 9]
-    shared = [SharedState(redis_server.url, f, lambda _t, n=n: waiting[n]) for n, f in enumerate(fleets)]
+    shared = [SharedLoad(redis_server.url, f, lambda _t, n=n: waiting[n]) for n, f in enumerate(fleets)]
     async with admin(redis_server.url) as operator:
         try:
             async with asyncio.timeout(20):
@@ -256,7 +256,7 @@ async def test_what_nobody_foresaw_does_not_end_the_loop(
             raise ZeroDivisionError
         return 0
 
-    shared = SharedState(redis_server.url, fleet, waiting)
+    shared = SharedLoad(redis_server.url, fleet, waiting)
     task = asyncio.create_task(shared.run())
     try:
         await until(lambda: fleet.replicas[0].share is None)
@@ -272,18 +272,18 @@ async def test_what_nobody_foresaw_does_not_end_the_loop(
 def test_what_others_told_expires_where_it_is_read() -> None:
     """What is known of others, and the share that goes with it, end by themselves, whatever becomes of those who told."""
     replica, now = make_fleet(1).replicas[0], time.monotonic()
-    replica.note_others(Others(3), now + 100)
+    replica.note_others(PeerLoad(3), now + 100)
     replica.share = Share(2, now + 100)
     assert (replica.others.requests, replica.limit) == (3, 2)
-    replica.note_others(Others(3), now)
+    replica.note_others(PeerLoad(3), now)
     replica.share = Share(2, now)
-    assert (replica.others, replica.limit) == (NO_OTHERS, 1)
+    assert (replica.others, replica.limit) == (NO_PEERS, 1)
 
 
 async def test_what_redis_ran_too_late_changes_nothing(redis_server: RedisServer) -> None:
     """What a router told a Redis that hung is not true any more when Redis gets to it, and is left alone."""
     fleet = make_fleet(1)
-    shared = SharedState(redis_server.url, fleet)
+    shared = SharedLoad(redis_server.url, fleet)
     async with admin(redis_server.url) as operator:
         try:
             lease = fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
@@ -315,7 +315,7 @@ async def test_the_share_of_a_router_that_died_comes_back(redis_server: RedisSer
     """A router alone has the whole limit, with another one half of it, and once that has died the whole again."""
     async with routers(redis_server.url, 1) as (one,):
         await until(lambda: one.replicas[0].limit == LIMIT)
-        dead = SharedState(redis_server.url, make_fleet())
+        dead = SharedLoad(redis_server.url, make_fleet())
         task = asyncio.create_task(dead.run())
         await until(lambda: one.replicas[0].limit == LIMIT // 2)
         await end_tasks([task])
@@ -327,7 +327,7 @@ async def test_no_router_starves_another(redis_server: RedisServer) -> None:
     """However many requests wait at one router, another one that needs its part of the limit gets it within moments."""
     greedy, modest = make_fleet(1), make_fleet(1)
     waiting = [12, 0]
-    shared = [SharedState(redis_server.url, f, lambda _t, n=n: waiting[n]) for n, f in enumerate((greedy, modest))]
+    shared = [SharedLoad(redis_server.url, f, lambda _t, n=n: waiting[n]) for n, f in enumerate((greedy, modest))]
     work = [asyncio.create_task(each.run()) for each in shared]
     work.append(asyncio.create_task(take_what_there_is(greedy)))
     try:
@@ -370,7 +370,7 @@ async def test_together_they_keep_to_the_limit(redis_server: RedisServer, count:
     dice, limit = random.Random(count), 10
     fleets = [make_fleet(1, limit) for _ in range(count)]
     waiting, leases = [0] * count, [list[Any]() for _ in range(count)]
-    shared = [SharedState(redis_server.url, f, lambda _t, n=n: waiting[n]) for n, f in enumerate(fleets)]
+    shared = [SharedLoad(redis_server.url, f, lambda _t, n=n: waiting[n]) for n, f in enumerate(fleets)]
     most, emptied, began = 0, False, time.monotonic()
     async with admin(redis_server.url) as operator:
         try:

@@ -9,13 +9,13 @@ import pytest
 
 from classifier import PromptClass, PromptFeatures
 from router.policy.decide import decide, successors
-from router.policy.decision import CHOSEN, ExpectedLoss, PolicyTable, Query, Refusal, Sla
+from router.policy.decision import CHOSEN, ExpectedLoss, PolicyParameters, Query, Refusal, Sla
 from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
 from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import Load, SpeedModel, Trend
 
-TABLE = PolicyTable(CLASS_FLOOR, CLASS_MAX_LOSS)
+TABLE = PolicyParameters(CLASS_FLOOR, CLASS_MAX_LOSS)
 FAST, BALANCED, PRECISE = TierName
 LENGTHS = {FAST: 2048, BALANCED: 4096, PRECISE: 8192}
 

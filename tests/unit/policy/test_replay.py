@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from router.cli.main import make_app
 from router.policy.decide import decide
-from router.policy.decision import PolicyTable, Sla
+from router.policy.decision import PolicyParameters, Sla
 from router.policy.decision_log import DecisionLog, DecisionRecord, OutcomeRecord, digest_of, read_log
 from router.policy.profiles import ProfileError
 from router.policy.replay import Recording, differing, read_recording, seen, simulate, summarise
@@ -89,7 +89,7 @@ def test_a_decision_that_was_tampered_with_is_found(tmp_path: Path) -> None:
     assert "otherwise: 1, recorded balanced" in shown.output
 
 
-def write(path: Path, count: int, gap_s: float = 0.0, table: PolicyTable = PROFILED) -> None:
+def write(path: Path, count: int, gap_s: float = 0.0, table: PolicyParameters = PROFILED) -> None:
     """Write a log of so many equal chats, each decided on an idle fleet."""
     log = DecisionLog(path, 1 << 30)
     snapshot = fleet(speeds=MEASURED)

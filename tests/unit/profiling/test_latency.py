@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.policy.profiles import LatencyProfile, ProfileError, Sample, latency_name, load_latency, profile_name
-from router.policy.table import LivePolicy
+from router.policy.table import PolicyStore
 from router.profiling.latency import fit
 from router.settings import load_settings
 from tiers.fleet import Fleet
@@ -126,7 +126,7 @@ def test_a_router_starts_without_profiles_that_it_cannot_use(tmp_path: Path, cap
     identities = {spec.name: spec.identity for spec in specs}
     for name in (latency_name(identities, "big"), profile_name(identities)):
         (tmp_path / name).write_text('{"version": 9}')
-    policy = LivePolicy(load_settings(None, {"policy": {"profiles": str(tmp_path)}}).policy, fleet)
+    policy = PolicyStore(load_settings(None, {"policy": {"profiles": str(tmp_path)}}).policy, fleet)
     assert not policy.table.losses
     assert not fleet.speeds
     for kind in ("quality", "latency"):

@@ -15,7 +15,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, http
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from router.telemetry.trace_store import Allowance, KeptFor, RecordAll, TraceStore
+from router.telemetry.trace_store import KeptFor, RecordAll, TokenBucket, TraceStore
 from router.telemetry.tracing import Telemetry, make_telemetry
 from tests.fakes.engine import Behaviour
 from tests.unit.own_engines import until
@@ -468,7 +468,7 @@ async def test_a_busy_router_records_few_traces_for_memory_alone(tmp_path: Path)
     store = TraceStore(100)
     provider = TracerProvider(sampler=RecordAll(ALWAYS_OFF))
     provider.add_span_processor(store)
-    telemetry = Telemetry(provider, traces=store, allowance=Allowance(1e-9, 2))
+    telemetry = Telemetry(provider, traces=store, allowance=TokenBucket(1e-9, 2))
     async with router_stack(tmp_path, tracing=telemetry) as stack:
         answers = [await stack.generate() for _ in range(4)]
         await record_of(stack, answers[-1])
@@ -489,7 +489,7 @@ async def test_a_busy_router_records_few_traces_for_memory_alone(tmp_path: Path)
 async def test_where_little_is_sampled_few_others_are_recorded_for_memory(tmp_path: Path) -> None:
     """With an exporter the sampler chooses first; of what it leaves out no more than allowed is recorded."""
     store = TraceStore(100)
-    provider = TracerProvider(sampler=RecordAll(ALWAYS_OFF, Allowance(1e-9, 2)))
+    provider = TracerProvider(sampler=RecordAll(ALWAYS_OFF, TokenBucket(1e-9, 2)))
     provider.add_span_processor(store)
     async with router_stack(tmp_path, tracing=Telemetry(provider, traces=store)) as stack:
         answers = [await stack.generate() for _ in range(4)]
