@@ -29,7 +29,7 @@ ForOperators = Annotated[str | None, Field(description="For operators; null to o
 
 Usage = create_model("Usage", prompt_tokens=(int, 0), completion_tokens=(int, 0), total_tokens=(int, 0))
 Answer = _model("Answer", text=str, usage="Usage", finish_reason=str | None, tier=TierName, continued_on=list[TierName])
-TierReport = _model(
+Verdict = _model(
     "Verdict",
     tier=TierName,
     state=ReplicaState,
