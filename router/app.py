@@ -12,25 +12,23 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import to_json
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
 from router.aio import end_tasks
 from router.api.admin import Admin
-from router.api.asgi import BodyTooLarge, ClientGone, context_of
-from router.api.bodies import InvalidBody, render_fleet, render_preparing
+from router.api.asgi import ClientGone, context_of
+from router.api.bodies import render_fleet, render_preparing
 from router.api.generate import Generate, Route
 from router.api.models import Models
 from router.api.openai import Completions
 from router.api.openapi import document
 from router.api.passthrough import Embeddings, Passthrough, Tokens
 from router.api.paths import CHAT, COMPLETIONS, EMBEDDINGS, PAGE, speaks_openai
-from router.api.problems import NoEmbeddings, NotAdmin, UnknownModel, describe
-from router.api.resumable import ResumableStreams, StreamGone, UnknownStream
-from router.auth.api_keys import BeyondKey
+from router.api.problems import PROBLEMS, describe
+from router.api.resumable import ResumableStreams
 from router.auth.network import is_loopback
-from router.auth.quota import OverQuota, Quotas
+from router.auth.quota import Quotas
 from router.lifecycle import ServerState
 from router.monitoring.live import Live, LiveEndpoints
 from router.monitoring.metrics import Metrics
@@ -38,12 +36,10 @@ from router.monitoring.page import Page
 from router.pipeline.admission import Admission
 from router.pipeline.cascade import Cascade
 from router.pipeline.failover import Failover
-from router.pipeline.hedging import Hedging
-from router.pipeline.opener import Direct
+from router.pipeline.opening import Direct, Hedging
 from router.pipeline.pipeline import Pipeline
 from router.pipeline.registry import RequestRegistry
 from router.pipeline.shared_load import SharedLoad
-from router.policy.decision import Refused
 from router.policy.decision_log import DecisionLog
 from router.policy.table import PolicyStore
 from router.profiling.auto_profile import AutoProfile
@@ -53,12 +49,10 @@ from router.server.gate import Gate
 from router.server.memory import keep_handing_back
 from router.telemetry.logs import log_request
 from router.telemetry.record import log_outcome
-from router.telemetry.trace_store import UnknownTrace
 from router.upstream.client import Upstream
-from router.upstream.errors import EngineRefused, UpstreamError
+from router.upstream.errors import EngineRefused
 from router.upstream.http import make_transport
 from tiers.background import lasting
-from tiers.errors import NotPossible, UnknownReplica
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
@@ -74,27 +68,6 @@ if TYPE_CHECKING:
     from router.telemetry.tracing import Telemetry
     from tiers.fleet import Fleet
     from tiers.lifecycle.operations import Operations
-
-# Handlers are looked up by exception type, Exception last: whatever is not listed is a 500 without details.
-HANDLED = (
-    InvalidBody,
-    BodyTooLarge,
-    UnknownModel,
-    NoEmbeddings,
-    BeyondKey,
-    NotAdmin,
-    UnknownReplica,
-    NotPossible,
-    OverQuota,
-    Refused,
-    UnknownStream,
-    StreamGone,
-    UnknownTrace,
-    ClientGone,
-    UpstreamError,
-    HTTPException,
-    Exception,
-)
 
 
 def create_app(
@@ -127,7 +100,7 @@ def create_app(
     metrics = Metrics(pipeline, wired.evaluation, wired.upstream.retries, about)
     admin = Admin(operations, keys).routes() if operations is not None else []
     status, streams = Status(wired, settings, server_state), ResumableStreams(settings.server)
-    handlers = dict.fromkeys(HANDLED, status.problem)
+    handlers = dict.fromkeys((*PROBLEMS, ClientGone, Exception), status.problem)  # by type; Exception: all others
     shown = LiveEndpoints(pipeline, wired.evaluation, live, settings.telemetry).routes()
     page = Endpoint(PAGE, Page(settings.server, keys).answer)
     routes = [page, *_routes(wired, settings, status, streams), *shown, Endpoint("/metrics", metrics.answer), *admin]
@@ -152,7 +125,7 @@ class _Wired:
     shared: SharedLoad
     evaluation: ShadowEvaluation
     profiling: AutoProfile
-    samples: PromptSamples
+    samples: PromptSamples | None
     about: dict[str, str]
 
 
@@ -167,15 +140,20 @@ def _wire(
 ) -> _Wired:
     """Wire the pipeline."""
     registry = RequestRegistry(fleet, server_state, settings.telemetry.recent_requests)
-    decisions = DecisionLog(settings.telemetry.decision_log, settings.telemetry.decision_log_mb << 20)
-    registry.observers.extend((telemetry.record_outcome, log_request, partial(log_outcome, decisions)))
+    registry.observers.extend((telemetry.record_outcome, log_request))
+    told, decisions = settings.telemetry, None
+    if told.decision_log is not None:
+        decisions = DecisionLog(told.decision_log, told.decision_log_mb << 20)
+        registry.observers.append(partial(log_outcome, decisions))
     policy = PolicyStore(settings.policy, fleet)
     upstream = Upstream(fleet, make_transport(2 * _places(fleet)), settings.upstream, telemetry, policy)
     redis_url = settings.state.redis_url.get_secret_value()
     profiling = AutoProfile(settings, fleet, policy, model, lambda: bool(registry.open))
     evaluation = ShadowEvaluation(settings.policy.live_check_share, fleet, upstream, policy, telemetry)
     admission = Admission(fleet, policy, settings.admission, telemetry)
-    samples = PromptSamples(settings.telemetry.sampled_prompts, settings.telemetry.prompt_share)
+    samples = None
+    if told.sampled_prompts is not None and told.prompt_share:
+        samples = PromptSamples(told.sampled_prompts, told.prompt_share)
     opener = Hedging(upstream, telemetry) if settings.upstream.hedge else Direct(upstream)
     cascade = Cascade(opener, policy, upstream, telemetry)
     limits = settings.limits
@@ -194,7 +172,7 @@ def _wire(
         decisions=decisions,
         telemetry=telemetry,
         prompt_observer=samples,
-        answer_observer=evaluation,
+        answer_observer=evaluation if settings.policy.live_check_share else None,
         on_request=profiling.give_way,
     )
     shared = SharedLoad(redis_url, fleet, admission.waiting_for)
@@ -232,8 +210,9 @@ def _lifespan(
         await wired.shared.aclose()
         await pipeline.quotas.aclose()
         await wired.upstream.aclose()
-        await asyncio.to_thread(pipeline.decisions.close)
-        await asyncio.to_thread(wired.samples.close)
+        for writer in (pipeline.decisions, wired.samples):
+            if writer is not None:
+                await asyncio.to_thread(writer.close)
 
     return lifespan
 

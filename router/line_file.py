@@ -21,7 +21,7 @@ from tiers.private_files import OWNER_ONLY, make_private_folder, open_private
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-log = logging.getLogger("qarr.router")
+log = logging.getLogger(f"qarr.{__name__}")
 CALM_S = 10.0  # without a lost line, until a file counts as mended: a disk that is nearly full takes some lines
 QUEUED_LINES = 5_000
 GATHERED_S = (

@@ -15,7 +15,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-log = logging.getLogger("qarr.router")
+log = logging.getLogger(f"qarr.{__name__}")
 REDIS_TIMEOUT_S = 2.0  # longer than a busy event loop keeps an answer waiting
 # Error replies too: a Redis that is READONLY after a failover, OUT OF MEMORY or LOADING is of no use until that is over.
 UNAVAILABLE = (RedisError, OSError, TimeoutError)
@@ -57,17 +57,3 @@ class RedisClock:
             self.learn(seconds + microseconds / 1e6)
         assert self._ahead_s is not None
         return moment + self._ahead_s
-
-
-class Faults:
-    """What nobody foresaw, in a loop that goes on all the same: each kind is logged once."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._seen: set[type[Exception]] = set()
-
-    def note(self, error: Exception) -> None:
-        """Log an exception of a kind that was not there before."""
-        if type(error) not in self._seen:
-            self._seen.add(type(error))
-            log.error("%s failed, and goes on; logged once", self._where, exc_info=error)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-log = logging.getLogger("qarr.background")
+log = logging.getLogger(f"qarr.{__name__}")
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0  # also: work that ran for so long starts at the first pause again
 
@@ -48,13 +48,14 @@ def _is_cancelled() -> bool:
 
 
 class Faults:
-    """Logs exceptions that nobody expected: each with its trace once, then without for as long as it repeats."""
+    """Logs exceptions that nobody expected: a new one with its trace, one that repeats without it, or not at all."""
 
-    def __init__(self) -> None:
-        self._last = ""
+    def __init__(self, *, repeats: bool = True) -> None:
+        self._repeats, self._last = repeats, ""
 
     def log(self, error: BaseException, what: str) -> None:
         """Log one."""
         text = f"{type(error).__name__}: {error}"
-        log.error("%s: %s", what, text, exc_info=error if text != self._last else None)
-        self._last = text
+        new, self._last = text != self._last, text
+        if new or self._repeats:
+            log.error("%s: %s", what, text, exc_info=error if new else None)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope
 
     from router.lifecycle import ResponseTracker
-    from router.pipeline.context import RequestContext
+    from router.pipeline.request import RequestContext
 
-log = logging.getLogger("qarr.router")
+log = logging.getLogger(f"qarr.{__name__}")
 _KEY, _TRACKER = "qarr.context", "qarr.tracker"
 
 

@@ -137,6 +137,19 @@ def parse_generate(body: bytes, limits: LimitSettings) -> GenerateBody:
         raise InvalidBody(tuple(problems)) from None  # pydantic's own text quotes the input
 
 
+# What a caller may say about routing, wherever it is said.
+ROUTING_ALLOWED = {
+    "tier": "auto, fast, balanced or precise",
+    "tier_policy": "prefer or require",
+    "sla": "an object with any of ttft_ms, tpot_ms, max_quality_loss, confidence",
+    "sla.ttft_ms": "a number of milliseconds above 0",
+    "sla.tpot_ms": "a number of milliseconds above 0",
+    "sla.max_quality_loss": "a number from 0 to 1",
+    "sla.confidence": "a number from 0.5 to below 1",
+    "priority": "interactive, standard or batch",
+}
+
+
 def allowed_values(limits: LimitSettings) -> dict[str, str]:
     """Return, for each field, what is allowed."""
     text = f"{limits.max_prompt_chars} characters and at most {limits.max_prompt_words} words"
@@ -147,14 +160,7 @@ def allowed_values(limits: LimitSettings) -> dict[str, str]:
         "temperature": "a number from 0 to 2",
         "stream": "true or false",
         "resumable": "true or false; true with stream only",
-        "tier": "auto, fast, balanced or precise",
-        "tier_policy": "prefer or require",
-        "sla": "an object with any of ttft_ms, tpot_ms, max_quality_loss, confidence",
-        "sla.ttft_ms": "a number of milliseconds above 0",
-        "sla.tpot_ms": "a number of milliseconds above 0",
-        "sla.max_quality_loss": "a number from 0 to 1",
-        "sla.confidence": "a number from 0.5 to below 1",
-        "priority": "interactive, standard or batch",
+        **ROUTING_ALLOWED,
     }
 
 

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from router.api.bodies import GenerateBody
     from router.api.serving import Encoder, Sink
     from router.lifecycle import ResponseTracker
-    from router.pipeline.context import RequestContext
     from router.pipeline.pipeline import Pipeline
     from router.pipeline.registry import ActiveRequest
+    from router.pipeline.request import RequestContext
     from router.policy.decision import Decision
     from router.settings import LimitSettings, Settings
     from router.upstream.sse import Chunk

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from starlette.datastructures import Headers
 
 from router.api.asgi import context_of, read_body, start_message, tracker_of, while_connected
-from router.api.bodies import FieldProblem, InvalidBody, RoutingFields
+from router.api.bodies import ROUTING_ALLOWED, FieldProblem, InvalidBody, RoutingFields
 from router.api.models import read_document, resolve
 from router.api.openai_events import RelayedEvents, report_on, with_member
 from router.api.openai_prompt import read_chat, read_completion
@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 
     from router.api.serving import Encoder, Sink
     from router.lifecycle import ResponseTracker
-    from router.pipeline.context import RequestContext
     from router.pipeline.pipeline import Pipeline
     from router.pipeline.registry import ActiveRequest
-    from router.pipeline.request import PromptText, RoutingOptions
+    from router.pipeline.request import PromptText, RequestContext, RoutingOptions
     from router.policy.decision import Decision
     from router.settings import Settings
     from router.upstream.json_object import JsonObject
@@ -46,14 +45,7 @@ HEADERS: dict[str, tuple[str, ...]] = {
     "x-qarr-sla-confidence": ("sla", "confidence"),
 }
 ALLOWED = {
-    "tier": "auto, fast, balanced or precise",
-    "tier_policy": "prefer or require",
-    "priority": "interactive, standard or batch",
-    "sla": "an object with any of ttft_ms, tpot_ms, max_quality_loss, confidence",
-    "sla.ttft_ms": "a number of milliseconds above 0",
-    "sla.tpot_ms": "a number of milliseconds above 0",
-    "sla.max_quality_loss": "a number from 0 to 1",
-    "sla.confidence": "a number from 0.5 to below 1",
+    **ROUTING_ALLOWED,
     "report": "true or false",
     "": "an object with any of tier, tier_policy, sla, priority, report",
 }

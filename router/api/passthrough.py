@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from router.auth.quota import Quotas
-    from router.pipeline.context import RequestContext
+    from router.pipeline.request import RequestContext
     from router.settings import Settings
     from router.telemetry.tracing import Telemetry
     from router.upstream.client import Pool, Upstream

@@ -31,9 +31,9 @@ from router.upstream.errors import EngineBroke, EngineRefused, EngineTooSlow, No
 from tiers.errors import NotPossible, UnknownReplica
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from router.pipeline.context import RequestContext
+    from router.pipeline.request import RequestContext
 
 MEDIA_TYPE = "application/problem+json"
 BUSY_RETRY_S = 1  # a place frees up with the next finished request
@@ -134,86 +134,52 @@ _REFUSALS: dict[Refusal, tuple[HTTPStatus, str]] = {
 }
 
 
-def describe(error: Exception) -> Problem:  # noqa: C901, PLR0911, PLR0912  a table, written as a match
+def describe(error: Exception) -> Problem:
     """Return the problem for an exception. Anything unforeseen is a 500 that tells nothing of the inside."""
-    match error:
-        case InvalidBody():
-            return Problem(400, "invalid-request", "The request body is not valid", str(error), error.problems)
-        case Unauthorized():
-            challenge = {"www-authenticate": "Bearer"}
-            return Problem(
-                401,
-                "unauthorized",
-                "A valid key is needed",
-                str(error),
-                openai=(401, "invalid_api_key"),
-                headers=challenge,
-            )
-        case OverQuota():
-            return _over_quota(error)
-        case BeyondKey():
-            beyond = FieldProblem(error.field, f"{error.asked} is beyond this key", error.allowed)
-            return Problem(403, "beyond-key", "The key does not allow this", str(error), (beyond,))
-        case NotAdmin():
-            return Problem(403, "not-admin", "This needs a key for operators", str(error))
-        case UnknownReplica():
-            return Problem(404, "replica-not-found", "There is no such replica or operation", str(error))
-        case NotPossible():
-            return Problem(409, "not-possible", "This cannot be done now", str(error))
-        case Draining():
-            close = {"connection": "close"}
-            return Problem(
-                503, "draining", "The router is ending", str(error), retry_after_s=BUSY_RETRY_S, headers=close
-            )
-        case UnknownModel():
-            return Problem(404, "model-not-found", "There is no such model", str(error))
-        case NoEmbeddings():
-            return Problem(404, "embeddings-not-served", "No engine here serves embeddings", str(error))
-        case BodyTooLarge():
-            allowed = FieldProblem("body", str(error), f"at most {error.limit} bytes")
-            return Problem(413, "body-too-large", "The request body is too large", str(error), (allowed,))
-        case _ if type(error) in _CONNECTION_PROBLEMS:
-            return _of_connection(error)
-        case Refused():
-            return _refused(error.decision)
-        case EngineRefused():
-            wrong = FieldProblem("prompt", error.detail, "what the engine accepts")
-            return Problem(422, "engine-refused", "The engine refused the request", error.detail, (wrong,))
-        case EngineTooSlow():
-            return Problem(504, "engine-too-slow", "The engine did not finish in time", str(error))
-        case NoPlace():
-            status, title = _REFUSALS[Refusal.AT_CAPACITY]
-            return Problem(int(status), "at-capacity", title, str(error), retry_after_s=BUSY_RETRY_S)
-        case NoEngineAnswered():
-            return Problem(503, "no-engine-answered", "No engine answered", str(error), retry_after_s=BUSY_RETRY_S)
-        case EngineBroke():
-            return Problem(502, "stream-broken", "The answer is incomplete: its engine failed", str(error))
-        case UpstreamError():
-            return Problem(502, "upstream-error", "The engine failed", str(error))
-        case HTTPException():
-            return _http(error)
-        case _:
-            return Problem(500, "internal-error", "Internal error", "see the router's log for the request id")
+    for kind in type(error).__mro__:
+        if kind in PROBLEMS:
+            return PROBLEMS[kind](error)
+    return Problem(500, "internal-error", "Internal error", "see the router's log for the request id")
 
 
-_CONNECTION_PROBLEMS: dict[type[Exception], tuple[int, str, str]] = {
-    NotHttp: (400, "not-http", "The request is not valid HTTP"),
-    ForeignHost: (421, "foreign-host", "This name is not known to be this router's"),
-    ForeignPage: (403, "foreign-page", "A web page of another origin sent this"),
-    HeadTooLarge: (431, "head-too-large", "The request's path and headers are too large"),
-    TooSlow: (408, "too-slow", "The request did not come in time"),
-    TooManyConnections: (503, "too-many-connections", "Too many connections are open"),
-    UnknownStream: (404, "stream-not-found", "There is no such stream"),
-    UnknownTrace: (404, "trace-not-found", "This trace is not kept here"),
-    StreamGone: (410, "stream-gone", "The rest of the stream is no longer kept"),
-    ResumedElsewhere: (409, "resumed-elsewhere", "Another connection went on reading this stream"),
-}
+def _plain(
+    status: int, kind: str, title: str, *, retry_after_s: int | None = None, headers: Mapping[str, str] | None = None
+) -> Callable[[Exception], Problem]:
+    """Return what makes a problem whose detail is the exception's own text."""
+
+    def problem(error: Exception) -> Problem:
+        return Problem(status, kind, title, str(error), retry_after_s=retry_after_s, headers=headers or {})
+
+    return problem
 
 
-def _of_connection(error: Exception) -> Problem:
-    status, kind, title = _CONNECTION_PROBLEMS[type(error)]
-    retry_after_s = BUSY_RETRY_S if isinstance(error, TooManyConnections) else None
-    return Problem(status, kind, title, str(error), retry_after_s=retry_after_s)
+def _invalid_body(error: InvalidBody) -> Problem:
+    return Problem(400, "invalid-request", "The request body is not valid", str(error), error.problems)
+
+
+def _unauthorized(error: Unauthorized) -> Problem:
+    code, challenge = (401, "invalid_api_key"), {"www-authenticate": "Bearer"}
+    return Problem(401, "unauthorized", "A valid key is needed", str(error), openai=code, headers=challenge)
+
+
+def _beyond_key(error: BeyondKey) -> Problem:
+    beyond = FieldProblem(error.field, f"{error.asked} is beyond this key", error.allowed)
+    return Problem(403, "beyond-key", "The key does not allow this", str(error), (beyond,))
+
+
+def _body_too_large(error: BodyTooLarge) -> Problem:
+    allowed = FieldProblem("body", str(error), f"at most {error.limit} bytes")
+    return Problem(413, "body-too-large", "The request body is too large", str(error), (allowed,))
+
+
+def _engine_refused(error: EngineRefused) -> Problem:
+    wrong = FieldProblem("prompt", error.detail, "what the engine accepts")
+    return Problem(422, "engine-refused", "The engine refused the request", error.detail, (wrong,))
+
+
+def _no_place(error: NoPlace) -> Problem:
+    status, title = _REFUSALS[Refusal.AT_CAPACITY]
+    return Problem(int(status), "at-capacity", title, str(error), retry_after_s=BUSY_RETRY_S)
 
 
 def _over_quota(error: OverQuota) -> Problem:
@@ -256,3 +222,41 @@ def _http(error: HTTPException) -> Problem:
     kind = status.phrase.lower().replace(" ", "-")
     detail = details.get(int(status), str(error.detail))
     return Problem(int(status), kind, status.phrase, detail, headers=error.headers or {})
+
+
+# The one table of what callers see of exceptions; a subclass without a row of its own has its parent's.
+PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
+    InvalidBody: _invalid_body,
+    BodyTooLarge: _body_too_large,
+    Unauthorized: _unauthorized,
+    BeyondKey: _beyond_key,
+    OverQuota: _over_quota,
+    Refused: lambda error: _refused(error.decision),
+    EngineRefused: _engine_refused,
+    NoPlace: _no_place,
+    HTTPException: _http,
+    NotAdmin: _plain(403, "not-admin", "This needs a key for operators"),
+    UnknownReplica: _plain(404, "replica-not-found", "There is no such replica or operation"),
+    NotPossible: _plain(409, "not-possible", "This cannot be done now"),
+    Draining: _plain(
+        503, "draining", "The router is ending", retry_after_s=BUSY_RETRY_S, headers={"connection": "close"}
+    ),
+    UnknownModel: _plain(404, "model-not-found", "There is no such model"),
+    NoEmbeddings: _plain(404, "embeddings-not-served", "No engine here serves embeddings"),
+    NotHttp: _plain(400, "not-http", "The request is not valid HTTP"),
+    ForeignHost: _plain(421, "foreign-host", "This name is not known to be this router's"),
+    ForeignPage: _plain(403, "foreign-page", "A web page of another origin sent this"),
+    HeadTooLarge: _plain(431, "head-too-large", "The request's path and headers are too large"),
+    TooSlow: _plain(408, "too-slow", "The request did not come in time"),
+    TooManyConnections: _plain(
+        503, "too-many-connections", "Too many connections are open", retry_after_s=BUSY_RETRY_S
+    ),
+    UnknownStream: _plain(404, "stream-not-found", "There is no such stream"),
+    UnknownTrace: _plain(404, "trace-not-found", "This trace is not kept here"),
+    StreamGone: _plain(410, "stream-gone", "The rest of the stream is no longer kept"),
+    ResumedElsewhere: _plain(409, "resumed-elsewhere", "Another connection went on reading this stream"),
+    EngineTooSlow: _plain(504, "engine-too-slow", "The engine did not finish in time"),
+    NoEngineAnswered: _plain(503, "no-engine-answered", "No engine answered", retry_after_s=BUSY_RETRY_S),
+    EngineBroke: _plain(502, "stream-broken", "The answer is incomplete: its engine failed"),
+    UpstreamError: _plain(502, "upstream-error", "The engine failed"),
+}

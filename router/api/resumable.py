@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from router.settings import ServerSettings
 
-log = logging.getLogger("qarr.router")
+log = logging.getLogger(f"qarr.{__name__}")
 REMEMBERED = 1000  # ids of ended streams, to tell them from ids that never were
 BATCH_EVENTS = 256  # replayed in one piece
 # A key gets one more stream as long as it has fewer than so many times what is free. So it leaves others some, however

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Begin = Callable[[ActiveRequest, EngineStream], Awaitable[tuple["Encoder", "Sink"]]]
 
-log = logging.getLogger("qarr.router")
+log = logging.getLogger(f"qarr.{__name__}")
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 

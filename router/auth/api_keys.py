@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-log = logging.getLogger("qarr.router")
+log = logging.getLogger(f"qarr.{__name__}")
 PREFIX = "qarr-"
 RELOAD_S = 1.0  # a change of the file is seen at the latest after this
 

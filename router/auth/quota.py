@@ -20,14 +20,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from router.aio import end_tasks
-from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, Faults, RedisClock, connect, outage
+from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, RedisClock, connect, outage
+from tiers.background import Faults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from router.auth.api_keys import Caller, Quota
 
-log = logging.getLogger("qarr.router")
+log = logging.getLogger(f"qarr.{__name__}")
 WINDOW_S = 60
 LEASE_S = 180  # a place of a router that died is given back after this
 RENEW_S = 60
@@ -251,7 +252,7 @@ class Quotas:
 
     async def _keep(self, shared: RedisLedger) -> None:
         """Renew places, and try Redis while it does not answer; until cancelled."""
-        faults = Faults("keeping places in Redis")
+        faults = Faults(repeats=False)
         while True:
             await asyncio.sleep(min(REDIS_RETRY_S, RENEW_S))
             try:
@@ -259,7 +260,7 @@ class Quotas:
             except UNAVAILABLE as error:
                 self._lose(error)
             except Exception as error:  # noqa: BLE001  whatever it is: places must go on being renewed
-                faults.note(error)
+                faults.log(error, "keeping places in Redis failed, and goes on")
 
     async def _look_after(self, shared: RedisLedger) -> None:
         if self._lost:

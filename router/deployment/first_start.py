@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tiers.plan import Plan
     from tiers.spec import TierSpec
 
-log = logging.getLogger("qarr.router")
+log = logging.getLogger(f"qarr.{__name__}")
 NICENESS = 15  # of the quantizer beside engines, which go first; cores that are idle anyway it gets whole
 REPORTS = 4  # of a step whose parts are counted
 HOW_TO_MEND = "mend the cause, run 'qarr model prepare', and start 'qarr up' again"

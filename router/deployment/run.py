@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from router.telemetry.tracing import Telemetry
     from tiers.fleet import Replica
 
-log = logging.getLogger("qarr.router")
+log = logging.getLogger(f"qarr.{__name__}")
 SETTLED = {ReplicaState.READY, ReplicaState.FAILED, ReplicaState.UNREACHABLE}
 
 

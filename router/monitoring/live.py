@@ -21,6 +21,7 @@ from starlette.routing import Route as Endpoint
 from router.api.asgi import body_message, context_of, start_message, while_connected
 from router.api.bodies import render_fleet, scope_of
 from router.api.paths import MOST_LISTED
+from router.policy.profiles import percentile
 from router.telemetry.record import Outcome, render_record
 from router.telemetry.trace_store import UnknownTrace, render_listed, render_trace
 
@@ -250,11 +251,10 @@ def _summary(ended: Sequence[_Ended]) -> dict[str, Any]:
 
 
 def _percentiles(values: list[float]) -> dict[str, float] | None:
-    """Return the median and the 95th percentile: of n values the one that ceil(p n) of them do not exceed."""
+    """Return the median and the 95th percentile."""
     if not values:
         return None
-    values.sort()
-    return {name: round(values[-(-len(values) * p // 100) - 1], 2) for name, p in (("p50", 50), ("p95", 95))}
+    return {name: round(percentile(values, share), 2) for name, share in (("p50", 0.5), ("p95", 0.95))}
 
 
 def _render_open(request: ActiveRequest, now: float) -> dict[str, Any]:

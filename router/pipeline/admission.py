@@ -30,6 +30,7 @@ from tiers.spec import TierName
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    from router.auth.quota import Grant as QuotaGrant
     from router.policy.decision import Decision, Query
     from router.policy.table import PolicyStore
     from router.settings import AdmissionSettings
@@ -53,6 +54,31 @@ class Admitted:
     decision: Decision
     lease: Lease
     waited_ms: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Grant:
+    """Quota, slot and lease of one request. Release it exactly once, however the request ends.
+
+    Attributes:
+        quota: Taken in advance from the caller's; None: not yet, or the caller has no limits.
+        slot: With the lease on a replica; None: not yet.
+        used: Prompt and output tokens; None: the request was not served, and does not count.
+    """
+
+    _admission: Admission
+    _key_id: str
+    quota: QuotaGrant | None = None
+    slot: Admitted | None = None
+    used: int | None = None
+
+    async def release(self) -> None:
+        """Give all of it back; of the quota, what was not used."""
+        if self.slot is not None:
+            self.slot.lease.release()  # where no attempt has done so
+            self._admission.leave(self._key_id, self.slot)
+        if self.quota is not None:
+            await self.quota.settle(self.used)
 
 
 @dataclass(slots=True, eq=False)

@@ -18,14 +18,14 @@ from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from router.pipeline.admission import Admitted
-    from router.pipeline.opener import Opener
+    from router.pipeline.opening import Opener
     from router.policy.decision import Decision
     from router.policy.table import PolicyStore
     from router.telemetry.tracing import Telemetry
     from router.upstream.client import Upstream
     from router.upstream.engine_stream import EngineAnswer, EngineRequest
 
-log = logging.getLogger("qarr.router")
+log = logging.getLogger(f"qarr.{__name__}")
 
 
 @dataclass(frozen=True, slots=True)

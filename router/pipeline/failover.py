@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 
     from router.pipeline.admission import Admitted
-    from router.pipeline.opener import Opener
+    from router.pipeline.opening import Opener
     from router.policy.decision import Decision
     from router.policy.table import PolicyStore
     from router.telemetry.tracing import Telemetry
@@ -40,7 +40,7 @@ BROKEN_CHARACTER = "\ufffd"
 CONTEXT = 8  # tokens before those whose text is asked for: what a tokenizer makes of some depends on those before
 MOST_DROPPED = 8  # tokens at the end that may have no text yet: more than the bytes of one character
 DETOKENIZE_TIMEOUT_S = 5.0
-log = logging.getLogger("qarr.router")
+log = logging.getLogger(f"qarr.{__name__}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from router.auth.api_keys import BeyondKey
-from router.pipeline.grant import Grant
+from router.pipeline.admission import Grant
 from router.pipeline.request import MAX_COUNT, query_of
 from router.policy.decide import decide
 from router.policy.decision import Refusal, Refused
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from router.auth.quota import Quotas
     from router.pipeline.admission import Admission
     from router.pipeline.cascade import Cascade
-    from router.pipeline.context import RequestContext
-    from router.pipeline.opener import Opener
+    from router.pipeline.opening import Opener
     from router.pipeline.registry import ActiveRequest, RequestRegistry
-    from router.pipeline.request import ParsedRequest, RoutingOptions
+    from router.pipeline.request import ParsedRequest, RequestContext, RoutingOptions
     from router.policy.decision import Decision
     from router.policy.decision_log import DecisionLog
     from router.policy.table import PolicyStore
@@ -54,6 +53,9 @@ class Pipeline:
     """Decides and serves. Wired once, in ``create_app``.
 
     Attributes:
+        decisions: Where decisions are written; None: nowhere.
+        prompt_observer: None where no prompt is sampled.
+        answer_observer: None where no answer is evaluated.
         opener: Opens answers, with every strategy that is switched on.
         cascade: Says which answers are checked; one of the strategies.
         on_request: Called before anything is decided for a request that is going to be served.
@@ -67,10 +69,10 @@ class Pipeline:
     opener: Opener
     cascade: Cascade
     registry: RequestRegistry
-    decisions: DecisionLog
+    decisions: DecisionLog | None
     telemetry: Telemetry
-    prompt_observer: PromptObserver
-    answer_observer: AnswerObserver
+    prompt_observer: PromptObserver | None
+    answer_observer: AnswerObserver | None
     on_request: Callable[[], None]
 
     def decide(self, request: ParsedRequest, *, serve: bool = True) -> Decision:
@@ -95,8 +97,9 @@ class Pipeline:
             decision = decide(query_of(request, features, fleet.template), fleet, table)
             telemetry.record_decision(decision)
             telemetry.record_verdicts(decision)
-        if serve:
+        if serve and self.prompt_observer is not None:
             self.prompt_observer.offer(prompt.text, features)
+        if serve and self.decisions is not None:
             self.decisions.decided(request.context.request_id, decision, fleet, table)
         telemetry.record_decision(decision)  # on the server span too: the one that dashboards list
         return decision
@@ -137,7 +140,7 @@ class Pipeline:
                 finally:
                     prompt_tokens = answer.usage.get("prompt_tokens", decision.query.tokens_to_read)
                     grant.used = prompt_tokens + answer.output_tokens
-                    if answer.complete:
+                    if answer.complete and self.answer_observer is not None:
                         self.answer_observer.offer(active.decision, answer.tier, asked.chat)
                     await answer.aclose(error or answer.error)
             finally:

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
     from router.lifecycle import ServerState
     from router.pipeline.admission import Admitted
-    from router.pipeline.context import RequestContext
+    from router.pipeline.request import RequestContext
     from router.policy.decision import Decision, Sla
     from router.upstream.engine_stream import EngineAnswer
     from tiers.fleet import Fleet
 
-log = logging.getLogger("qarr.router")
+log = logging.getLogger(f"qarr.{__name__}")
 OVER_QUOTA = "over_quota"
 
 

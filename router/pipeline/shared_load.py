@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import to_json
 
-from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, Faults, RedisClock, connect, outage
+from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, RedisClock, connect, outage
 from router.upstream.json_object import read_json
+from tiers.background import Faults
 from tiers.fleet import PeerLoad, Share
 from tiers.spec import ReplicaState, TierName
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from tiers.fleet import Fleet, Replica
 
-log = logging.getLogger("qarr.router")
+log = logging.getLogger(f"qarr.{__name__}")
 EVERY_S = 0.5
 LOOK_S = 0.1  # a request that begins to wait is told of that soon
 LIFE_S = 3  # what was told counts for so long
@@ -135,7 +136,7 @@ class SharedLoad:
         self._id = secrets.token_hex(8)
         self._redis = connect(redis_url, 1) if redis_url else None
         self._clock = RedisClock()
-        self._faults = Faults("telling other routers over Redis")
+        self._faults = Faults(repeats=False)
         self._routers: dict[str, int] = {}  # by replica, this one among them
         self._content: set[str] = set()  # replicas of which it had told no need beyond its share
         self._known = False
@@ -154,7 +155,7 @@ class SharedLoad:
             except UNAVAILABLE as error:
                 self._lose(outage(error))
             except Exception as error:  # noqa: BLE001  whatever it is: it must not keep this router from sharing again
-                self._faults.note(error)
+                self._faults.log(error, "telling other routers over Redis failed, and goes on")
                 self._lose(type(error).__name__)
             await self._pause()
 

@@ -87,18 +87,15 @@ _TABLE = TypeAdapter(PolicyParameters)
 
 
 class DecisionLog:
-    """Writes records to a file that is rotated by size, beside the event loop; without a file, nothing."""
+    """Writes records to a file that is rotated by size, beside the event loop."""
 
-    def __init__(self, path: Path | None, max_bytes: int = 0) -> None:
-        file = LineFile(path, max_bytes, KEPT_FILES) if path is not None else None
-        self._writer = LineWriter(file, "the decision log") if file is not None else None
+    def __init__(self, path: Path, max_bytes: int = 0) -> None:
+        self._writer = LineWriter(LineFile(path, max_bytes, KEPT_FILES), "the decision log")
         self._table: PolicyParameters | None = None
         self._policy, self._head = "", b""
 
     def decided(self, request_id: str, decision: Decision, fleet: FleetSnapshot, table: PolicyParameters) -> None:
         """Write a decision."""
-        if self._writer is None:
-            return
         if table is not self._table:
             self._table, self._policy = table, digest_of(table)
             self._head = _line(PolicyRecord(self._policy, table))
@@ -119,13 +116,11 @@ class DecisionLog:
 
     def ended(self, outcome: OutcomeRecord) -> None:
         """Write how a request ended."""
-        if self._writer is not None:
-            self._writer.put(_line(outcome), self._head)
+        self._writer.put(_line(outcome), self._head)
 
     def close(self) -> None:
         """Write what is still to be written, and close the file. Waits for seconds at most."""
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
 
 
 def digest_of(table: PolicyParameters) -> str:

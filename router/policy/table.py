@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from router.settings import PolicySettings
     from tiers.fleet import Fleet
 
-log = logging.getLogger("qarr.router")
+log = logging.getLogger(f"qarr.{__name__}")
 LOOK_S = 2.0
 
 

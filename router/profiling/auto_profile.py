@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tiers.fleet import Fleet
     from tiers.spec import TierSpec
 
-log = logging.getLogger("qarr.router")
+log = logging.getLogger(f"qarr.{__name__}")
 STEPS = 40  # of the speed's time: there are more, but most are shorter
 PARALLEL = 8  # prompts: what is broken off for a request is lost, and what an engine has begun delays it
 LOOK_S = 1.0

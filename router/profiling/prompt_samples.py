@@ -20,16 +20,13 @@ MAX_PROMPTS = 2000
 class PromptSamples:
     """Writes a share of all prompts to a file that only its owner can read; full, it takes no more."""
 
-    def __init__(self, path: Path | None, share: float) -> None:
-        self._share, self._room = share, 0
-        self._writer: LineWriter | None = None
-        if path is not None and share:
-            self._writer = LineWriter(LineFile(path), "the file of sampled prompts")
-            self._room = MAX_PROMPTS - _count_lines(path)
+    def __init__(self, path: Path, share: float) -> None:
+        self._share, self._room = share, MAX_PROMPTS - _count_lines(path)
+        self._writer = LineWriter(LineFile(path), "the file of sampled prompts")
 
     def offer(self, text: str, features: PromptFeatures) -> None:
         """Keep a prompt, by chance."""
-        if self._writer is None or self._room <= 0 or random.random() >= self._share:  # noqa: S311  no secret
+        if self._room <= 0 or random.random() >= self._share:  # noqa: S311  no secret
             return
         self._room -= 1
         row = {"class": features.prompt_class.value, "text": text}
@@ -37,8 +34,7 @@ class PromptSamples:
 
     def close(self) -> None:
         """Write what is still to be written, and close the file. Waits for seconds at most."""
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
 
 
 def _count_lines(path: Path) -> int:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from router.upstream.client import Upstream
     from tiers.fleet import Fleet, Replica
 
-log = logging.getLogger("qarr.router")
+log = logging.getLogger(f"qarr.{__name__}")
 ANSWER_TOKENS = 24
 KEPT_PROMPTS = 100
 WINDOW = 50  # answers that the rolling loss is taken over

@@ -15,7 +15,7 @@ from router.api.paths import PAGE, speaks_openai
 from router.api.problems import Draining, describe
 from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized
 from router.lifecycle import ResponseTracker, ServerPhase
-from router.pipeline.context import RequestContext
+from router.pipeline.request import RequestContext
 from router.telemetry.logs import begin_request, log_failure
 from router.telemetry.tracing import SEND
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
-log = logging.getLogger("qarr.router")
+log = logging.getLogger(f"qarr.{__name__}")
 HELLO, READY, LEAVING, TAKEN = b"take over 1\n", b"ready\n", b"leaving\n", b"taken\n"
 MOST_PEERS = 16  # routers that may ask at once
 ANSWER_S = 10.0  # the old router answers at once, or never

@@ -19,7 +19,7 @@ from router.aio import Signal
 from router.api.asgi import BodyTooLarge, HeadTooLarge, NotHttp, TooManyConnections, TooSlow
 from router.api.paths import speaks_openai
 from router.api.problems import describe
-from router.pipeline.context import RequestContext
+from router.pipeline.request import RequestContext
 
 if TYPE_CHECKING:
     import asyncio
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from router.settings import ServerSettings
 
-log = logging.getLogger("qarr.router")
+log = logging.getLogger(f"qarr.{__name__}")
 # What a refused client still sends is taken in, for closing on it would destroy the answer: many clients read it only
 # after they have sent everything. It ends with so much silence, after so many bytes, or when a body's time is up.
 LINGER_S = 5.0

@@ -40,7 +40,7 @@ MAX_CHARS = 4_000  # of one message: an engine's error may be of any length
 PATH_CHARS = 120
 NOT_LOGGED = {"/healthz", "/readyz"}  # 503 is what the latter is for, and load balancers ask every second
 _PLAIN = "/:@{}+,;=~"  # of a path, beside letters and digits
-SHOWN_BY_THE_COMMAND = "qarr.tiers"  # states of replicas: `qarr up` has lines of its own for them
+SHOWN_BY_THE_COMMAND = "qarr.tiers.lifecycle"  # states of replicas: `qarr up` has lines of its own for them
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SECONDS = 10_000.0  # from how many milliseconds on times are shown in seconds
 _SERVER_ERROR = 500
@@ -212,7 +212,9 @@ def _stderr_handler(telemetry: TelemetrySettings) -> logging.Handler:
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     handler.setFormatter(JsonFormatter() if telemetry.log_format == "json" else TextFormatter(colour=colour))
     if telemetry.log_format == "text":
-        handler.addFilter(lambda record: record.name != SHOWN_BY_THE_COMMAND or record.levelno >= logging.ERROR)
+        handler.addFilter(
+            lambda record: not record.name.startswith(SHOWN_BY_THE_COMMAND) or record.levelno >= logging.ERROR
+        )
     return handler
 
 

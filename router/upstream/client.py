@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 PASSED_AT_ONCE = 16  # small requests without a lease, of one pool at one engine
 MAX_ERROR_BYTES = 65536  # of an engine's error that are read; more of it helps nobody
 LARGE_BYTES = 1 << 18  # of an answer to a small request, which takes some milliseconds to read
-log = logging.getLogger("qarr.router")
+log = logging.getLogger(f"qarr.{__name__}")
 # Statuses of an engine that blame the router or the moment, not the request.
 _NOT_THE_REQUEST = {401, 403, 408, 425, 429}
 NOT_IMPLEMENTED = 501  # vLLM's word for an option that it does not have

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tiers.spec import TierSpec
     from tiers.speed import SpeedModel
 
-log = logging.getLogger("qarr.tiers")
+log = logging.getLogger(f"qarr.{__name__}")
 PROMPTS = (
     "The history of the lighthouse began when",
     "def is_prime(n):\n    ",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tiers.fleet import Fleet, Replica
     from tiers.lifecycle.engine import Engine
 
-log = logging.getLogger("qarr.tiers")
+log = logging.getLogger(f"qarr.{__name__}")
 POLL_S = 0.2
 KEPT = 100  # operations that are remembered
 TOGETHER_S = 5.0  # engines begun within it were started together

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from tiers.lifecycle.canary import Canary
     from tiers.probe import Counters
 
-log = logging.getLogger("qarr.tiers")
+log = logging.getLogger(f"qarr.{__name__}")
 POLL_S = 0.5
 MISSED_PROBES = 3  # health checks in a row that must fail before a living process counts as unreachable
 EXIT_NOTICE_S = 2.0  # a process that exits closes its connections first: for so long its exit may be the reason

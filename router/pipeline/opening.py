@@ -1,4 +1,6 @@
-"""Ask a second tier for a first token that is late, and take the answer that begins first.
+"""Opening an answer: what every strategy of the pipeline does, and the two that come first, direct and hedged.
+
+Hedging asks a second tier for a first token that is late, and takes the answer that begins first.
 
 Dean and Barroso, The Tail at Scale (CACM 2013): send the second request only once the first is later than almost all are,
 here than the predicted TTFT with its spread. It costs from the budget of retries, so it cannot double the load.
@@ -9,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from router.upstream.errors import UpstreamError
 
@@ -22,6 +24,37 @@ if TYPE_CHECKING:
     from tiers.fleet import Lease
 
 LATE = 1.645  # standard deviations: 95 % are earlier
+
+
+class Opener(Protocol):
+    """Opens answers."""
+
+    async def open(self, admitted: Admitted, request: EngineRequest, sent_at: float) -> EngineAnswer:
+        """Return an answer that has begun.
+
+        Args:
+            admitted: What was decided, and the slot that was taken for it.
+            request: What to ask.
+            sent_at: When the request was first sent, by the monotonic clock.
+
+        Raises:
+            UpstreamError: As ``Upstream.open``.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Opens answers on the slot that was taken, and elsewhere only if that fails before the first token."""
+
+    upstream: Upstream
+
+    async def open(self, admitted: Admitted, request: EngineRequest, sent_at: float) -> EngineAnswer:
+        """Open an answer.
+
+        Raises:
+            UpstreamError: As ``Upstream.open``.
+        """
+        return await self.upstream.open(admitted.decision, request, sent_at, lease=admitted.lease)
 
 
 @dataclass(frozen=True, slots=True)
