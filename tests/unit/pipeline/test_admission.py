@@ -31,7 +31,7 @@ QUERY = Query(PromptFeatures(2, 1, 1, True, False, False, None, PromptClass.CHAT
 
 
 @dataclass
-class ServerPhase:
+class Entrance:
     """An admission and its fleet: requests come by ``ask`` and end by ``end``."""
 
     admission: Admission
@@ -60,7 +60,7 @@ class ServerPhase:
             await asyncio.sleep(0)
 
 
-def door(tmp_path: Path, places: dict[TierName, int], *, replicas: int = 1, **options: Any) -> ServerPhase:
+def door(tmp_path: Path, places: dict[TierName, int], *, replicas: int = 1, **options: Any) -> Entrance:
     """Return the queue before tiers with so many places; requests fit none of the others."""
     settings = load_settings(
         None, {"policy": {"profiles": str(tmp_path)}, "admission": {"max_wait_s": LONG_WAITS, **options}}
@@ -71,7 +71,7 @@ def door(tmp_path: Path, places: dict[TierName, int], *, replicas: int = 1, **op
         for number in range(replicas):
             fleet.add(Replica(f"{spec.name}-{number}", spec, "u", "", "m", state=ReplicaState.READY))
     policy = PolicyStore(settings.policy, fleet)
-    return ServerPhase(Admission(fleet, policy, settings.admission, Telemetry(None)), fleet, policy)
+    return Entrance(Admission(fleet, policy, settings.admission, Telemetry(None)), fleet, policy)
 
 
 async def test_those_who_wait_for_a_full_tier_hide_nobody(tmp_path: Path) -> None:

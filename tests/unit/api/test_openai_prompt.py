@@ -1,0 +1,107 @@
+"""What routing reads of OpenAI's bodies: the turn to classify, tokens, and parts that are not text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from classifier import EstimatingCounter
+from router.api.openai_prompt import CHARS_PER_TOKEN, MAX_CHARS, PART_TOKENS, SHORT_CHARS, read_chat, read_completion
+from router.pipeline.request import PromptText
+from router.upstream.json_object import JsonObject
+
+COUNTER = EstimatingCounter()
+LONG = "Please explain in detail how a compiler turns source code into machine code, step by step. " * 4
+
+
+def chat(*messages: Any, **more: Any) -> PromptText:
+    """Read a chat."""
+    return read_chat(JsonObject.parse(json.dumps({"messages": messages, **more}).encode()), COUNTER)
+
+
+def completion(prompt: Any) -> PromptText:
+    """Read a completion."""
+    return read_completion(JsonObject.parse(json.dumps({"prompt": prompt}).encode()), COUNTER)
+
+
+def user(content: Any) -> dict[str, Any]:
+    """Return a message of the user."""
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any) -> dict[str, Any]:
+    """Return a message of the assistant."""
+    return {"role": "assistant", "content": content}
+
+
+def test_the_last_turn_is_classified_and_all_of_it_is_counted() -> None:
+    read = chat({"role": "system", "content": "Be brief."}, user("Hello"), assistant("Hi"), user(LONG))
+    assert read.text == LONG
+    assert (read.messages, read.system) == (4, True)
+    assert read.prompt_tokens == sum(map(COUNTER.count, ("Be brief.", "Hello", "Hi", LONG)))
+
+
+def test_a_short_turn_is_read_with_the_one_before() -> None:
+    """\"and now in Rust?\" says nothing alone."""
+    first = "Write a function that reverses a linked list."
+    assert len(first) < SHORT_CHARS
+    assert chat(user(first), assistant("def ..."), user("and now in Rust?")).text == f"{first}\n\nand now in Rust?"
+
+
+def test_messages_of_one_turn_belong_together() -> None:
+    assert chat(user("one"), user("two")).text == "one\n\ntwo"
+    assert not chat(user("one")).system
+
+
+def test_a_chat_without_a_user_is_read_by_its_last_message() -> None:
+    assert chat({"role": "system", "content": "Say hello."}).text == "Say hello."
+
+
+def test_parts_that_are_not_text_are_named_and_weighed() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:..."}}
+    read = chat(user([{"type": "text", "text": "What is this?"}, image, {"type": "my secret kind"}]))
+    assert (read.text, read.other_parts) == ("What is this?", ("image_url", "other"))
+    assert read.prompt_tokens == COUNTER.count("What is this?") + 2 * PART_TOKENS
+
+
+def test_tools_and_calls_count() -> None:
+    """The model reads them; they are not what is classified."""
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    plain, with_tools = chat(user("hi")), chat(user("hi"), tools=tools)
+    assert with_tools.text == plain.text
+    assert with_tools.prompt_tokens > plain.prompt_tokens
+
+
+@pytest.mark.parametrize("messages", [None, "hi", [1, None], [{"role": "user"}], [{"role": "user", "content": 7}]])
+def test_what_is_malformed_reads_as_empty(messages: Any) -> None:
+    """The engine, which gets the body as it is, says best what is wrong with it."""
+    read = read_chat(JsonObject.parse(json.dumps({"messages": messages}).encode()), COUNTER)
+    assert (read.text, read.prompt_tokens) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "longest", "in_all", "prompts", "parts"),
+    [
+        ("one two", "one two", 2, 2, 1, ()),
+        (["one", "one two"], "one\n\none two", 2, 3, 2, ()),
+        ([5, 6, 7], "", 3, 3, 1, ("token ids",)),
+        ([[5, 6, 7], [8]], "", 3, 4, 2, ("token ids",)),
+        (None, "", 0, 0, 1, ()),
+    ],
+)
+def test_completions(prompt: Any, text: str, longest: int, in_all: int, prompts: int, parts: tuple[str, ...]) -> None:
+    read = completion(prompt)
+    assert (read.text, read.prompts, read.other_parts) == (text, prompts, parts)
+    if parts or not text:
+        assert (read.prompt_tokens, read.all_tokens) == (longest, in_all)
+    else:
+        counted = [COUNTER.count(part) for part in text.split("\n\n")]
+        assert (read.prompt_tokens, read.all_tokens) == (max(counted), sum(counted))
+
+
+def test_text_that_fits_no_context_is_estimated() -> None:
+    """Counting it exactly would hold every other request up."""
+    endless = "x" * (MAX_CHARS + 1)
+    assert completion(endless).prompt_tokens == len(endless) // CHARS_PER_TOKEN

@@ -1,0 +1,123 @@
+"""A request as the pipeline sees it: its tokens, its features, and a priority within its key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from classifier import EstimatingCounter, PromptClass
+from router.auth.api_keys import ANONYMOUS, BeyondKey, Caller
+from router.pipeline.request import (
+    MAX_COUNT,
+    PromptText,
+    RequestContext,
+    RoutingOptions,
+    class_priority,
+    priority_within,
+    query_of,
+)
+from router.policy.decision import PRIORITIES, Sla
+from tiers.fleet import TemplateTokens
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from router.policy.decision import Decision
+
+TEMPLATE = TemplateTokens(alone=20, with_system=30, further_pair=11)
+COUNTER = EstimatingCounter()
+INTERACTIVE, STANDARD, BATCH = (PRIORITIES[name] for name in ("interactive", "standard", "batch"))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A parsed request of these tests."""
+
+    context: RequestContext
+    prompt: PromptText
+    options: RoutingOptions = field(default_factory=RoutingOptions)
+    max_tokens: int = 100
+    sequences: int = 1
+    checkable: bool = False
+
+    def engine_request(self, decision: Decision, *, wants_logprobs: bool) -> Any:
+        raise NotImplementedError
+
+
+def test_a_prompt_without_a_count_has_the_classifiers() -> None:
+    """A prompt alone is counted once, by the classifier; the chat template's tokens are added."""
+    text = PromptText("why is the sky blue?", messages=1)
+    features = text.classify(COUNTER)
+    assert features.tokens == COUNTER.count(text.text)
+    assert text.tokens(features, TEMPLATE) == features.tokens + 20
+
+
+@pytest.mark.parametrize(
+    ("messages", "system", "added"), [(0, False, 0), (1, False, 20), (2, True, 30), (3, False, 31), (4, True, 41)]
+)
+def test_the_template_is_counted_by_messages(messages: int, *, system: bool, added: int) -> None:
+    """A completion has no template; each further pair of messages adds its own tokens."""
+    text = PromptText("go on", 50, messages=messages, system=system)
+    assert text.tokens(text.classify(COUNTER), TEMPLATE) == 50 + added
+
+
+def test_parts_that_are_not_text_make_the_class_unknown() -> None:
+    text = PromptText("what is in this picture?", 1020, messages=1, other_parts=("image_url",))
+    features = text.classify(COUNTER)
+    assert features.prompt_class is PromptClass.UNKNOWN
+    assert features.signals == ("part that is not text: image_url",)
+
+
+def test_a_query_has_the_options_and_the_callers_tiers() -> None:
+    caller = Caller("k1", "one", tiers=frozenset({TierName.FAST, TierName.BALANCED}))
+    options = RoutingOptions(TierName.FAST, "tier", require=True, sla=Sla(ttft_ms=300))
+    asked = Asked(RequestContext("r", "t", caller), PromptText("hi", 7, all_tokens=21), options, 40, sequences=3)
+    query = query_of(asked, asked.prompt.classify(COUNTER), TEMPLATE)
+    assert (query.hint, query.require, query.sla.ttft_ms) == (TierName.FAST, True, 300)
+    assert query.allowed == caller.tiers
+    assert (query.prompt_tokens, query.tokens_to_read, query.tokens_in_all) == (7, 21, 21 + 3 * 40)
+
+
+def test_counts_are_bounded() -> None:
+    """However many tokens a caller claims, counters stay whole numbers that every store can hold."""
+    asked = Asked(RequestContext("r", "t"), PromptText("hi", 7, all_tokens=1 << 80))
+    assert query_of(asked, asked.prompt.classify(COUNTER), TEMPLATE).all_prompt_tokens == MAX_COUNT
+
+
+@pytest.mark.parametrize(
+    ("most", "asked", "got"),
+    [
+        ("interactive", None, STANDARD),
+        ("batch", None, BATCH),
+        ("interactive", "interactive", INTERACTIVE),
+        ("standard", "interactive", STANDARD),
+        ("standard", "batch", BATCH),
+    ],
+)
+def test_a_class_is_lowered_to_what_the_key_allows(most: Any, asked: Any, got: int) -> None:
+    """A request that asks for no class has the standard one, or the highest of its key where that is lower."""
+    assert class_priority(Caller("k", "one", max_priority=most), asked, "priority") == got
+
+
+def test_a_strict_key_refuses_what_is_beyond_it() -> None:
+    strict = Caller("k", "one", over="refuse", max_priority="standard")
+    with pytest.raises(BeyondKey) as refused:
+        class_priority(strict, "interactive", "qarr.priority")
+    assert (refused.value.field, refused.value.asked) == ("qarr.priority", "interactive")
+    assert "standard" in refused.value.allowed
+    with pytest.raises(BeyondKey):
+        priority_within(strict, -1000, "priority", "-1000")
+    assert class_priority(strict, None, "") == STANDARD, "who asks for nothing asks for nothing that is refused"
+
+
+def test_numbers_are_kept_within_the_highest_class() -> None:
+    """OpenAI's endpoints take any of vLLM's numbers; none is higher than the class that the key may have."""
+    assert priority_within(ANONYMOUS, -1000, "priority", "-1000") == INTERACTIVE
+    assert priority_within(ANONYMOUS, 77, "priority", "77") == 77
+
+
+def test_a_contexts_headers_carry_its_ids_and_limits() -> None:
+    context = RequestContext("r1", "t1", limits={"x-ratelimit-limit-requests": "9"})
+    assert context.headers == {"x-request-id": "r1", "x-qarr-trace-id": "t1", "x-ratelimit-limit-requests": "9"}
+    assert context.ids == {"request_id": "r1", "trace_id": "t1"}

@@ -1,0 +1,120 @@
+"""What engines are asked: the caller's bytes with as little change as routing needs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from router.upstream.engine_request import ChatRequest, RelayRequest, resumption_of
+from router.upstream.json_object import JsonObject
+from router.upstream.progress import Resumption
+from tiers.fleet import Replica
+from tiers.spec import TierName, TierSpec
+
+CHAT = {"model": "auto", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def replica(tier: TierName = TierName.FAST, **values: Any) -> Replica:
+    """Return a replica that serves the model under a name of its own."""
+    return Replica("r-0", TierSpec(tier, 2048, 16, 16), "http://127.0.0.1:1", "", "engines-own-name", **values)
+
+
+def relay(body: bytes | dict[str, Any], **values: Any) -> RelayRequest:
+    """Return a request for a chat completion."""
+    document = JsonObject.parse(body if isinstance(body, bytes) else json.dumps(body).encode())
+    asked = {"path": "/v1/chat/completions", "operation": "chat", "request_id": "r", "streamed": False}
+    return RelayRequest(document=document, priority=None, wants_usage=False, **{**asked, **values})
+
+
+def test_all_but_the_model_are_the_callers_own_bytes() -> None:
+    """Digits of numbers, escapes and unknown members are as they came; the router's own object goes to no engine."""
+    body = b'{"temperature": 1.10, "seed":12345678901234567890, "model":"auto", "x":"\\u00e9", "qarr":{"tier":"fast"}}'
+    sent = relay(body).body(replica())
+    assert sent == b'{"temperature":1.10,"seed":12345678901234567890,"x":"\\u00e9","model":"engines-own-name"}'
+
+
+@pytest.mark.parametrize(
+    ("own", "priority", "takes_priority", "sent"),
+    [(5, None, True, 5), (5, 0, True, 0), (None, -1, True, -1), (5, None, False, None), (5, -1, False, None)],
+)
+def test_priority(own: int | None, priority: int | None, *, takes_priority: bool, sent: int | None) -> None:
+    """None leaves the caller's own; an engine without priorities is sent none, for it would refuse the request."""
+    body = CHAT if own is None else {**CHAT, "priority": own}
+    found = json.loads(relay(body, priority=priority).body(replica(takes_priority=takes_priority)))
+    assert found.get("priority") == sent
+
+
+@pytest.mark.parametrize(
+    ("given", "wants_usage", "sent"),
+    [
+        (None, False, {"include_usage": True}),
+        ({"include_usage": False}, False, {"include_usage": True}),
+        ({"continuous_usage_stats": True}, False, {"include_usage": True, "continuous_usage_stats": False}),
+        (
+            {"include_usage": True, "continuous_usage_stats": True},
+            True,
+            {"include_usage": True, "continuous_usage_stats": True},
+        ),
+        ("nonsense", False, "nonsense"),
+    ],
+)
+def test_every_stream_is_asked_for_its_token_counts(given: Any, *, wants_usage: bool, sent: Any) -> None:
+    """Options that are none are left to the engine, which says best what is wrong with them."""
+    body = {**CHAT, "stream": True, "stream_options": given}
+    asked = relay(body, streamed=True, wants_usage=wants_usage)
+    assert json.loads(asked.body(replica()))["stream_options"] == sent
+
+
+def test_only_cheaper_tiers_are_asked_how_sure_they_are() -> None:
+    asked = relay(CHAT, wants_logprobs=True)
+    assert json.loads(asked.body(replica()))["top_logprobs"] == 1
+    assert "top_logprobs" not in json.loads(asked.body(replica(TierName.PRECISE)))
+
+
+def test_token_ids_are_asked_for_where_failover_needs_them() -> None:
+    assert "return_token_ids" not in json.loads(relay(CHAT).body(replica()))
+    asked = replace(relay(CHAT), resumption=Resumption(10, {}, 0))
+    assert json.loads(asked.body(replica()))["return_token_ids"] is True
+
+
+def test_what_traces_are_told_are_numbers() -> None:
+    """Never text, and nothing that a span attribute cannot hold."""
+    asked = relay({**CHAT, "max_tokens": 9, "temperature": "hot", "n": 2, "seed": 1 << 70})
+    assert asked.parameters == {"gen_ai.request.max_tokens": 9, "gen_ai.request.choice.count": 2}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [{"type": "function"}]},
+        {"response_format": {"type": "json_schema"}},
+        {"logprobs": True},
+        {"stream_options": {"continuous_usage_stats": True}},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"return_token_ids": True},
+    ],
+)
+def test_what_cannot_be_taken_over_halfway_is_not_continued(more: dict[str, Any]) -> None:
+    document = JsonObject.parse(json.dumps({**CHAT, **more}).encode())
+    assert resumption_of(document, 0, choices=1, chat=True) is None
+
+
+def test_what_continues_an_answer_is_how_its_tokens_were_chosen() -> None:
+    body = {**CHAT, "max_tokens": 7, "max_completion_tokens": 5, "top_p": 0.5, "stop": ["END"], "user": "me"}
+    document = JsonObject.parse(json.dumps(body).encode())
+    assert resumption_of(document, -1, choices=1, chat=True) == Resumption(5, {"stop": ["END"], "top_p": 0.5}, -1)
+    assert resumption_of(document, -1, choices=2, chat=True) is None
+    plain = JsonObject.parse(b'{"prompt": "a", "response_format": {"type": "text"}}')
+    assert resumption_of(plain, 0, choices=1, chat=False) == Resumption(16, {}, 0), "OpenAI's and vLLM's default"
+
+
+def test_a_prompt_is_always_streamed_from_its_engine() -> None:
+    """So a stalled engine is noticed, and the answer can go on elsewhere."""
+    asked = ChatRequest(({"role": "user", "content": "hi"},), 9, 0.5, -1, "r")
+    sent = json.loads(asked.body(replica(takes_priority=False)))
+    assert (sent["stream"], sent["return_token_ids"], sent["stream_options"]) == (True, True, {"include_usage": True})
+    assert sent["priority"] == 0, "what an engine without priorities takes"
+    assert asked.resumption == Resumption(9, {"temperature": 0.5}, -1)

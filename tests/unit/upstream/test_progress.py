@@ -1,0 +1,89 @@
+"""How far an answer has come: which tokens have which text, whatever an engine keeps back."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.upstream.progress import Point, Progress, Resumption
+from router.upstream.sse import Chunk
+
+
+def spoken(progress: Progress, *chunks: tuple[str, tuple[int, ...]]) -> Progress:
+    """Note chunks of text and token ids."""
+    for text, ids in chunks:
+        progress.note(Chunk(text=text, token_ids=ids))
+    return progress
+
+
+def test_each_token_that_comes_alone_ends_a_character() -> None:
+    progress = spoken(Progress(), ("The", (1,)), (" capital", (2,)))
+    assert (progress.point, progress.text, progress.settled) == (Point(2, 11), "The capital", True)
+
+
+def test_tokens_that_come_together_have_no_point_between_them() -> None:
+    """Nobody knows which of them has which text; after the next one that comes alone, all of it is known again."""
+    progress = spoken(Progress(), ("The", (1,)), (" capital of", (2, 3)))
+    assert progress.point == Point(1, 3)
+    assert not progress.settled
+    assert spoken(progress, (" Fr", (4,))).point == Point(4, 17)
+
+
+def test_what_an_engine_keeps_back_is_not_settled() -> None:
+    """It keeps three characters: the text of two tokens is known once three more characters have come."""
+    progress = spoken(Progress(held_back=3), ("ab", (1,)), ("cd", (2,)))
+    assert progress.point == Point(0, 0)
+    assert not progress.settled
+    spoken(progress, ("efg", (3,)))
+    assert progress.point == Point(1, 5)
+
+
+def test_text_without_tokens_cannot_be_continued() -> None:
+    progress = spoken(Progress(), ("The", (1,)), (" end", ()))
+    assert not progress.resumable
+    progress.prompt_ids = [7]
+    assert progress.usage == {}, "the engine did not tell all of its tokens"
+
+
+def test_reasoning_cannot_be_continued_but_is_counted() -> None:
+    progress = Progress(prompt_ids=[7, 8])
+    progress.note(Chunk(token_ids=(1,), other=True))
+    assert not progress.resumable
+    assert progress.usage == {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+
+
+def test_tokens_without_text_are_remembered() -> None:
+    """They are parts of characters, or special tokens that answers leave out."""
+    progress = spoken(Progress(), ("a", (1,)), ("", (2,)), ("\N{EURO SIGN}", (3,)))
+    assert progress.silent == [1]
+
+
+def test_going_back_forgets_what_came_after() -> None:
+    progress = spoken(Progress(), ("a", (1,)), ("b", (2,)), ("c", (3,)))
+    progress.rest_at(2, "ab")
+    assert (progress.output_ids, progress.text, progress.begun) == ([1, 2], "ab", Point(2, 2))
+    assert spoken(progress, ("d", (9,))).point == Point(3, 3)
+
+
+def test_a_stop_string_ends_with_the_token_that_completes_it() -> None:
+    progress = spoken(Progress(), ("ab", (1,)), ("cd", (2,)), ("ef", (3,)))
+    progress.stop_at(3)
+    assert (progress.output_ids, progress.finish_reason) == ([1, 2], "stop")
+
+
+@given(st.lists(st.tuples(st.text(max_size=4), st.integers(0, 9)), max_size=30), st.integers(0, 6))
+def test_a_point_never_promises_text_that_has_not_come(tokens: list[tuple[str, int]], held_back: int) -> None:
+    progress = Progress(held_back)
+    for text, number in tokens:
+        progress.note(Chunk(text=text, token_ids=(number,)))
+        assert progress.point.characters <= progress.told == len(progress.text)
+        assert progress.point.tokens <= len(progress.output_ids)
+
+
+def test_what_an_engine_keeps_back_follows_from_the_stop_strings() -> None:
+    """The longest stop string but one character; nothing where the string belongs to the answer."""
+    assert Resumption(None, {"stop": ["END", "", 7, "\n"]}, 0).held_back == 2
+    assert Resumption(None, {"stop": "END"}, 0).stops == ("END",)
+    assert Resumption(None, {"stop": ["END"], "include_stop_str_in_output": True}, 0).held_back == 0
+    assert Resumption(None, {}, 0).held_back == 0
+    assert Resumption(None, {"min_tokens": "5"}, 0).min_tokens == 5
