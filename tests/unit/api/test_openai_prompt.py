@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from classifier import EstimatingCounter
 from router.api.openai_prompt import CHARS_PER_TOKEN, MAX_CHARS, PART_TOKENS, SHORT_CHARS, read_chat, read_completion
-from router.pipeline.request import PromptText
 from router.upstream.json_object import JsonObject
+
+if TYPE_CHECKING:
+    from router.pipeline.request import PromptText
 
 COUNTER = EstimatingCounter()
 LONG = "Please explain in detail how a compiler turns source code into machine code, step by step. " * 4
@@ -44,7 +46,7 @@ def test_the_last_turn_is_classified_and_all_of_it_is_counted() -> None:
 
 
 def test_a_short_turn_is_read_with_the_one_before() -> None:
-    """\"and now in Rust?\" says nothing alone."""
+    """A question such as "and now in Rust?" says nothing alone."""
     first = "Write a function that reverses a linked list."
     assert len(first) < SHORT_CHARS
     assert chat(user(first), assistant("def ..."), user("and now in Rust?")).text == f"{first}\n\nand now in Rust?"
@@ -91,7 +93,9 @@ def test_what_is_malformed_reads_as_empty(messages: Any) -> None:
         (None, "", 0, 0, 1, ()),
     ],
 )
-def test_completions(prompt: Any, text: str, longest: int, in_all: int, prompts: int, parts: tuple[str, ...]) -> None:
+def test_completions(  # noqa: PLR0917  a table
+    prompt: Any, text: str, longest: int, in_all: int, prompts: int, parts: tuple[str, ...]
+) -> None:
     read = completion(prompt)
     assert (read.text, read.prompts, read.other_parts) == (text, prompts, parts)
     if parts or not text:
