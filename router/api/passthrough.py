@@ -58,7 +58,7 @@ class Tokens:
         await while_connected(scope, pass_on(deps, context, small, send), receive)
 
     def _engines(self, document: JsonObject, allowed: frozenset[TierName]) -> Iterator[AskedEngine]:
-        """Yield whom to ask: ready engines, without a place on them, for tokenizing takes nothing from generation."""
+        """Yield whom to ask: ready engines, without a slot on them, for tokenizing takes nothing from generation."""
         now = time.monotonic()
         ready = [r for r in self.deps.fleet.replicas if r.state is ReplicaState.READY and r.spec.name in allowed]
         for replica in sorted(ready, key=lambda r: (not r.breaker.admits(now), r.spec.name.rank, r.in_flight)):

@@ -1,14 +1,14 @@
-"""Who gets the next free place: a bounded queue in front of the replicas.
+"""Who gets the next free slot: a bounded queue in front of the replicas.
 
 A request for which a tier has room goes on at once, unless somebody who waits could use that room. Others wait, ordered
-by priority class, then by their key's places (so that keys share what there is, however many requests each sends), then
-by the deadline of their first token. When a place frees, the policy decides anew for those in front. What is not going
+by priority class, then by their key's slots (so that keys share what there is, however many requests each sends), then
+by the deadline of their first token. When a slot frees, the policy decides anew for those in front. What is not going
 to be in time is refused at once, with the prediction as Retry-After; where the queue is full, the least urgent goes.
-Now and then a place goes to whoever has waited longest, so none starves, and the urgent ones still get most of them.
+Now and then a slot goes to whoever has waited longest, so none starves, and the urgent ones still get most of them.
 
-Those who wait for the same places stand in one line (``router.lines``), and only the first of each is looked at: nobody
+Those who wait for the same slots stand in one line (``queue_lines``), and only the first of each is looked at: nobody
 is hidden by others who wait for something else, and the work does not grow with how many wait. Who is first and needs
-more than is free gets the replica that lacks least of it reserved: those behind would otherwise take each place as it
+more than is free gets the replica that lacks least of it reserved: those behind would otherwise take each slot as it
 frees.
 """
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tiers.fleet import Fleet, Lease
     from tiers.spec import TierSpec
 
-TICK_S = 0.1  # places free by time as well: engines get ready, breakers half-open
+TICK_S = 0.1  # slots free by time as well: engines get ready, breakers half-open
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Admitted:
 
     Attributes:
         decision: As things stood when it was let in.
-        lease: Its place.
+        lease: Its slot.
         waited_ms: In the queue.
     """
 
@@ -102,7 +102,7 @@ class Admission:
 
     def __init__(self, fleet: Fleet, policy: PolicyStore, options: AdmissionSettings, telemetry: Telemetry) -> None:
         self._fleet, self._policy, self._options, self._telemetry = fleet, policy, options, telemetry
-        self._held: Counter[str] = Counter()  # places, by key
+        self._held: Counter[str] = Counter()  # slots, by key
         self._lines: Lines[_Waiting] = Lines(self._held)
         self._granted: Counter[TierName] = Counter()
         self._scheduled = False
@@ -129,7 +129,7 @@ class Admission:
             self._dispatch()
 
     async def enter(self, decision: Decision, key_id: str, priority: int) -> Admitted:
-        """Return a place, at once or after a wait. Give it back by ``leave`` as well as by its lease.
+        """Return a slot, at once or after a wait. Give it back by ``leave`` as well as by its lease.
 
         Args:
             decision: What the policy says now.
@@ -142,7 +142,7 @@ class Admission:
         if decision.tier is None and (decision.refusal is not Refusal.AT_CAPACITY or not self._options.max_waiting):
             raise Refused(decision)
         if not self._lines:
-            admitted = self._place(decision, key_id, 0.0)
+            admitted = self._take_slot(decision, key_id, 0.0)
             if admitted is not None:
                 return admitted
         entry = self._entry(decision, key_id, priority)
@@ -178,7 +178,7 @@ class Admission:
             since=now,
             deadline=now + (longest if bound is None else bound / 1000),
             tiers=frozenset(spec.name for spec in specs),
-            places=min(query.sequences, max((spec.max_in_flight for spec in specs), default=1)),
+            slots=min(query.sequences, max((spec.max_in_flight for spec in specs), default=1)),
             long=query.tokens_to_read > self._fleet.options.long_prompt_tokens,
             decision=decision,
             demand=Demand(query.tokens_to_read, query.max_tokens, query.sequences),
@@ -234,17 +234,17 @@ class Admission:
         if turn.done():
             return turn.result()
         waited_s = time.monotonic() - entry.since
-        why = f"no place came free within {waited_s:.1f} s"
+        why = f"no slot became free within {waited_s:.1f} s"
         raise Refused(self._refusal(entry.decision, why, self._expected_wait_s(entry)))
 
     def _expected_wait_s(self, entry: _Waiting) -> float:
-        """Predict the wait of a request by the places that come free, and by those that are wanted before it.
+        """Predict the wait of a request by the slots that come free, and by those that are wanted before it.
 
         On whichever of its tiers, together, it comes soonest: who waits for one of them as well is before it there.
         """
         rates = {tier: rate for tier in entry.tiers if (rate := self._fleet.freed_per_s(tier)) > 0}
         waits = [
-            self._lines.places_before(entry, tiers) / sum(rates[tier] for tier in tiers) for tiers in _subsets(rates)
+            self._lines.slots_before(entry, tiers) / sum(rates[tier] for tier in tiers) for tiers in _subsets(rates)
         ]
         return min(waits, default=entry.decision.retry_after_s or UNKNOWN_RETRY_S)
 
@@ -264,7 +264,7 @@ class Admission:
         )
 
     def _schedule(self) -> None:
-        """Look at the queue soon: several places may free in one go."""
+        """Look at the queue soon: several slots may free in one go."""
         if self._lines and not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._dispatch)
@@ -294,7 +294,7 @@ class Admission:
         return self._lines.first(passed_over)
 
     def _for_the_oldest(self, tier: TierName) -> bool:
-        """Tell whether a tier's next place goes to whoever has waited longest for it; until it is taken, it stays so."""
+        """Tell whether a tier's next slot goes to whoever has waited longest for it; until it is taken, it stays so."""
         return self._granted[tier] % self._options.oldest_every == self._options.oldest_every - 1
 
     def _settle(self, entry: _Waiting, decision: Decision, reserved: Collection[str]) -> bool:
@@ -304,7 +304,7 @@ class Admission:
             entry.turn.set_exception(Refused(decision))
             return True
         waited_ms = 0.0 if not entry.waits else (time.monotonic() - entry.since) * 1000
-        admitted = self._place(decision, entry.key_id, waited_ms, reserved)
+        admitted = self._take_slot(decision, entry.key_id, waited_ms, reserved)
         if admitted is None:
             return False
         tier = admitted.lease.replica.spec.name
@@ -314,7 +314,7 @@ class Admission:
         entry.turn.set_result(admitted)
         return True
 
-    def _place(
+    def _take_slot(
         self, decision: Decision, key_id: str, waited_ms: float, reserved: Collection[str] = ()
     ) -> Admitted | None:
         if decision.tier is None:

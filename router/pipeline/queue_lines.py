@@ -1,8 +1,8 @@
 """Requests that wait, in lines: which stand first, which is the oldest, what is wanted before one.
 
 There is a line for each kind of request: the same tiers could serve them, and they take about as much of a replica. When
-the first of a line finds no place, those behind it would find none either. Within a line, order is by priority class,
-then by the places that the request's key has already, then by deadline.
+the first of a line finds no slot, those behind it would find none either. Within a line, order is by priority class,
+then by the slots that the request's key has already, then by deadline.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Entry:
         since: When it came.
         deadline: When it wants its first token.
         tiers: That could ever serve it.
-        places: That it takes.
+        slots: That it takes.
         long: Whether its prompt is one that a replica with a full KV cache does not take.
     """
 
@@ -36,7 +36,7 @@ class Entry:
     since: float
     deadline: float
     tiers: frozenset[TierName]
-    places: int
+    slots: int
     long: bool
 
 
@@ -71,7 +71,7 @@ class Lines(Generic[E]):
     """All who wait.
 
     Args:
-        held: Places that each key has already; what changes there changes the order.
+        held: Slots that each key has already; what changes there changes the order.
     """
 
     def __init__(self, held: Mapping[str, int]) -> None:
@@ -123,15 +123,15 @@ class Lines(Generic[E]):
         """Return how many wait that a tier could serve."""
         return sum(len(line.arrived) for line in self._for((tier,)))
 
-    def places_before(self, entry: E, tiers: Collection[TierName]) -> int:
-        """Return the places that a request and those before it want which any of several tiers could serve."""
+    def slots_before(self, entry: E, tiers: Collection[TierName]) -> int:
+        """Return the slots that a request and those before it want which any of several tiers could serve."""
         own = entry.rank, self._held.get(entry.key_id, 0)
-        wanted = entry.places
+        wanted = entry.slots
         for line in self._for(tiers):
             for (rank, key_id), group in line.groups.items():
                 standing = rank, self._held.get(key_id, 0)
                 before = group if standing < own else group[: _through(group, entry)] if standing == own else ()
-                wanted += sum(each.places for each in before if each is not entry)
+                wanted += sum(each.slots for each in before if each is not entry)
         return wanted
 
     def _for(self, tiers: Collection[TierName]) -> Iterator[_Line[E]]:
@@ -142,8 +142,8 @@ class Lines(Generic[E]):
 
 
 def _kind(entry: Entry) -> tuple[frozenset[TierName], bool, int]:
-    """Return which line a request stands in; places by powers of two, so that there are few."""
-    return entry.tiers, entry.long, entry.places.bit_length()
+    """Return which line a request stands in; slots by powers of two, so that there are few."""
+    return entry.tiers, entry.long, entry.slots.bit_length()
 
 
 def _since(entry: Entry) -> float:

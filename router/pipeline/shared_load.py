@@ -2,15 +2,15 @@
 
 Twice a second each router tells what it has on every replica and how many requests wait for it, and gets back what the
 others have, which replicas they spare, and its share of each replica's limit. Redis does that in one script, so that no two
-routers are given the same place. Shares are max-min fair: whoever needs less than an equal part has what it needs, the
-others divide the rest evenly, and where that does not come out even the odd places go round. A share falls at once, and
+routers are given the same slot. Shares are max-min fair: whoever needs less than an equal part has what it needs, the
+others divide the rest evenly, and where that does not come out even the odd slots go round. A share falls at once, and
 rises only by what the others have given up. Each router may always have one request on a replica. Requests do not wait for
 Redis. Replicas are known by their URL.
 
 A router that dies is forgotten after three seconds, and its share goes to the others. A Redis that knows nobody, new or
 emptied, or that nobody reached for a while, lets no share rise until every router had the time to tell. When it does not
 serve, each router goes by its own view and by the engines' gauges, and keeps at most an equal part of each limit; one that
-had less gets there place by place, as far as the gauges show room. All times between routers are by Redis' clock.
+had less gets there slot by slot, as far as the gauges show room. All times between routers are by Redis' clock.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ log = logging.getLogger(f"qarr.{__name__}")
 EVERY_S = 0.5
 LOOK_S = 0.1  # a request that begins to wait is told of that soon
 LIFE_S = 3  # what was told counts for so long
-RISE_S = 1.0  # without Redis, between two places more
-TURN_S = 5  # the odd places go on to the next routers
+RISE_S = 1.0  # without Redis, between two slots more
+TURN_S = 5  # the odd slots go on to the next routers
 ROUTERS = "qarr:{fleet}:routers:2"  # the number changes with what is in it
 
 # KEYS: a hash of what each router told, by its id; under '': since when routers are known, and when one told last.
 # ARGV: id, until when the router waits for the answer, LIFE_S, TURN_S, and what it tells, as JSON: by replica requests,
 # prompt, output and cache tokens, for how long it is spared, requests with those that wait, the share in force, the limit.
-# Kept of that: the same to the tokens, until when it is spared, requests with those that wait, and the places that are its
+# Kept of that: the same to the tokens, until when it is spared, requests with those that wait, and the slots that are its
 # own: the most of its requests, the share that it had and the one that it gets. Answers what Redis' clock shows, and as
 # JSON whether every router is known, and by replica: share, routers, what the others have, for how long they spare it.
 _EXCHANGE = """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tiers.fleet import Expectation, FleetSnapshot, ReplicaSnapshot, TierSnapshot
 
 STARTING_RETRY_S = 10.0  # engines start and warm in tens of seconds
-UNKNOWN_RETRY_S = 1.0  # a place frees up with the next finished request
+UNKNOWN_RETRY_S = 1.0  # a slot frees up with the next finished request
 _NORMAL = NormalDist()
 
 
@@ -306,9 +306,9 @@ def _lowest(fit: Sequence[_TierEstimate], table: PolicyParameters, need: _Need) 
         if _dominated(chosen.replica, higher.replica, table.max_slowdown):
             chosen = higher
     if chosen is fit[0]:
-        measured = "speed under load" if table.losses else "loss and speed under load"
+        missing = "speed is" if table.losses else "loss and speed are"
         return chosen, (
-            f"{need.who}: lowest precision that serves is {chosen.name} (by the table: {measured} not measured yet)"
+            f"{need.who}: lowest precision that serves is {chosen.name} (default table: {missing} not profiled yet)"
         )
     return chosen, (
         f"{need.who}: {fit[0].name} would do, but {chosen.name} was measured over {table.max_slowdown:g} times faster "
@@ -354,7 +354,7 @@ def _worst_loss(estimate: _TierEstimate) -> tuple[float, int]:
 def successors(tier: TierName, query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> tuple[TierName, ...]:
     """Return the tiers that may take over now what a tier has failed, in the order of a decision's fallbacks.
 
-    Full ones are among them: a request that was let in may take a place beyond those that a replica is to have.
+    Full ones are among them: a request that was let in may take a slot beyond those that a replica is to have.
     """
     if query.require:
         return ()
@@ -404,7 +404,7 @@ def _refuse(  # noqa: PLR0917  called here alone
 def _possible_in_s(estimate: _TierEstimate, query: Query, output_share: float, z: float) -> float | None:
     """Predict when a tier could serve the request as asked, in seconds; None: never, as far as is known.
 
-    So many of its requests must end that the rest leave a place, and meet the bounds where they are required. A replica
+    So many of its requests must end that the rest leave a slot, and meet the bounds where they are required. A replica
     that would meet them but for what was seen of it lately gets its measured speed back in time.
     """
     if estimate.obstacle is not None and estimate.obstacle[0] is not Refusal.AT_CAPACITY:

@@ -119,7 +119,7 @@ def seen(recording: Recording) -> list[Result]:
     results = []
     for record in recording.decisions:
         outcome = recording.outcomes.get(record.request_id)
-        if outcome is None or outcome.error is not None:  # one without a tier may have waited for a place, and got it
+        if outcome is None or outcome.error is not None:  # one without a tier may have waited for a slot, and got it
             results.append(Result(None, None, None, None, None, met=False))
             continue
         table = recording.tables[record.policy]

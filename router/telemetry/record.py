@@ -37,7 +37,7 @@ class RequestRecord:
         precision: Of that tier.
         checkpoint: Digest of what that tier serves, its first digits.
         error: Code of a refusal, or the kind of error.
-        queue_ms: Its wait for a place.
+        queue_ms: Its wait for a slot.
         overhead_ms: From its arrival until it was sent to an engine, but for the queue.
         ttft_ms: From its arrival to its first token, the queue included.
         tpot_ms: Mean time between tokens.

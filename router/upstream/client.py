@@ -121,16 +121,16 @@ class Upstream:
             decision: Where to try.
             request: What to ask.
             sent_at: When the request was first sent, by the monotonic clock; None: now.
-            lease: A place on the chosen tier; None: one is taken here.
+            lease: A slot on the chosen tier; None: one is taken here.
             exclude: Replicas that are not to be tried.
             taken: Replicas that this request has been sent to, which are not tried again; added to here.
-            over_limit: Take places beyond what replicas are to have.
+            over_limit: Take slots beyond what replicas are to have.
             elsewhere: Whether other tiers may be tried.
 
         Raises:
             EngineRefused: An engine says that the request is wrong.
             EngineTooSlow: An engine did not finish an answer that is not streamed.
-            NoPlace: No replica had a place any more.
+            NoPlace: No replica had a slot any more.
             NoEngineAnswered: All attempts failed.
         """
         assert decision.tier is not None
@@ -155,7 +155,7 @@ class Upstream:
                     self._telemetry.record_failed_attempt(lease.replica.id, error)
                     lease = None
         if not tried:
-            raise NoPlace(f"every place on {', '.join(self._targets(decision, elsewhere=elsewhere))} is taken")
+            raise NoPlace(f"every slot on {', '.join(self._targets(decision, elsewhere=elsewhere))} is taken")
         raise NoEngineAnswered(_causes(tried))
 
     def _targets(self, decision: Decision, *, elsewhere: bool) -> Iterator[TierName]:

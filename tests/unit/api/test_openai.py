@@ -259,7 +259,7 @@ async def test_the_report_is_added_when_asked_for(tmp_path: Path) -> None:
         whole = (await chat(stack, qarr={"report": True})).json()
         assert whole["qarr"] == {
             "tier": "fast", "precision": "awq-int4", "checkpoint": None, "class": "chat",
-            "reason": "class chat: lowest precision that serves is fast (by the table: loss and speed under load not measured yet)",
+            "reason": "class chat: lowest precision that serves is fast (default table: loss and speed are not profiled yet)",
         }  # fmt: skip
         streamed = chunks((await chat(stack, stream=True, qarr={"report": True})).text)
         assert streamed[-1]["qarr"]["tier"] == "fast"

@@ -11,9 +11,9 @@ FAST, BALANCED, PRECISE = TierName
 
 
 def entry(
-    *tiers: TierName, key: str = "a", rank: int = 1, since: float = 0.0, due: float = 9.0, places: int = 1
+    *tiers: TierName, key: str = "a", rank: int = 1, since: float = 0.0, due: float = 9.0, slots: int = 1
 ) -> Entry:
-    return Entry(key, rank, since, since + due, frozenset(tiers), places, long=False)
+    return Entry(key, rank, since, since + due, frozenset(tiers), slots, long=False)
 
 
 def test_order_is_class_then_places_held_then_deadline() -> None:
@@ -42,7 +42,7 @@ def test_who_is_passed_over_hides_only_its_own_line() -> None:
     """Those that wait for something else are still looked at, however many stand behind it."""
     lines: Lines[Entry] = Lines({})
     waiting = [entry(FAST, rank=0, due=n) for n in range(50)]
-    other, several = entry(PRECISE), entry(FAST, rank=0, due=99, places=4)
+    other, several = entry(PRECISE), entry(FAST, rank=0, due=99, slots=4)
     for each in (*waiting, other, several):
         lines.add(each)
     assert lines.first({waiting[0]}) is several
@@ -63,9 +63,9 @@ def test_the_oldest_of_a_tier() -> None:
 def test_places_that_are_wanted_before() -> None:
     """Its own and those of whom comes first on the same tiers, by what each takes."""
     lines: Lines[Entry] = Lines({"busy": 1})
-    own = entry(FAST, PRECISE, due=5, places=2)
+    own = entry(FAST, PRECISE, due=5, slots=2)
     others = (
-        entry(FAST, due=4, places=3),
+        entry(FAST, due=4, slots=3),
         entry(FAST, due=6),  # later
         entry(FAST, rank=0, key="busy", due=9),  # of a higher class
         entry(FAST, key="busy", due=1),  # of a key that has a place
@@ -74,15 +74,15 @@ def test_places_that_are_wanted_before() -> None:
     )
     for each in (*others, own):
         lines.add(each)
-    assert lines.places_before(own, (FAST,)) == 2 + 3 + 1
-    assert lines.places_before(own, (PRECISE,)) == 2 + 1
-    assert lines.places_before(own, (FAST, PRECISE)) == 2 + 3 + 1 + 1
+    assert lines.slots_before(own, (FAST,)) == 2 + 3 + 1
+    assert lines.slots_before(own, (PRECISE,)) == 2 + 1
+    assert lines.slots_before(own, (FAST, PRECISE)) == 2 + 3 + 1 + 1
 
 
 def test_who_leaves_leaves_nothing() -> None:
     """Also when it is taken out twice."""
     lines: Lines[Entry] = Lines({})
-    waiting = [entry(FAST, key=str(n % 3), due=n % 5, places=n + 1) for n in range(20)]
+    waiting = [entry(FAST, key=str(n % 3), due=n % 5, slots=n + 1) for n in range(20)]
     for each in waiting:
         lines.add(each)
     for each in waiting + waiting:

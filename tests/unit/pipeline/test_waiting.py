@@ -154,7 +154,7 @@ async def test_a_wait_has_an_end(tmp_path: Path) -> None:
             await asyncio.sleep(0.005)
         refused = await stack.generate()
         assert refused.status_code == 503
-        assert "no place came free" in refused.json()["detail"] or "too late" in refused.json()["detail"]
+        assert "no slot became free" in refused.json()["detail"] or "too late" in refused.json()["detail"]
         assert "retry-after" in refused.headers
         first.cancel()
 
