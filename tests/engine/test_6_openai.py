@@ -182,6 +182,7 @@ def test_fifty_varied_chats_are_answered_alike(engine: Side, router: Side) -> No
     """Whole answers are equal but for ids and times, and streams concatenate to the same text."""
     assert len(VARIED) == 50
     for body in VARIED:
+        ask(engine, **body)  # a prompt in the engine's cache is computed with other rounding than a new one
         direct, routed = ask(engine, **body), ask(router, **body)
         assert routed.status_code == direct.status_code == 200, routed.text
         assert comparable(routed.json()) == comparable(direct.json()), body
