@@ -80,8 +80,8 @@ def read_request(
     user = {"role": "user", "content": body.prompt}
     prompt, messages = PromptText(body.prompt, messages=1), [user]
     if body.system_prompt is not None:
-        tokens = counter.count(body.system_prompt) + counter.count(body.prompt)
-        prompt = PromptText(body.prompt, tokens, messages=2, system=True)
+        tokens = counter.count(body.system_prompt)
+        prompt = PromptText(body.prompt, system_tokens=tokens, messages=2, system=True)
         messages = [{"role": "system", "content": body.system_prompt}, user]
     asked = body.priority if "priority" in body.model_fields_set else None
     return GenerateRequest(

@@ -180,6 +180,7 @@ class Completions:
         prompt = (read_chat if chat else read_completion)(document, counter)
         limit = as_integer(document.get("max_completion_tokens")) if chat else None
         limit = limit or as_integer(document.get("max_tokens")) or settings.limits.default_max_tokens
+        sequences = _sequences(document, prompt, settings.limits.max_sequences, chat=chat)
         priority = _priority(document, fields, context)
         return CompletionRequest(
             context=context,
@@ -188,7 +189,7 @@ class Completions:
             prompt=prompt,
             options=fields.options(priority or 0, hint_field),
             max_tokens=min(max(limit, 1), MAX_COUNT),
-            sequences=_sequences(document, prompt, settings.limits.max_sequences, chat=chat),
+            sequences=sequences,
             streamed=as_boolean(document.get("stream")),
             priority=priority,
             report=fields.report,

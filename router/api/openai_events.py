@@ -55,7 +55,7 @@ class RelayedEvents:
         events = []
         if self._answer.parts:
             events.append(b": continued on " + " ".join(continued_on(self._answer)).encode())
-        if self._wants_usage and not self._usage_sent and self._answer.usage:
+        if self._answer.failed_over and self._wants_usage and not self._usage_sent and self._answer.usage:
             events.append(b"data: " + to_json({**self._template, "choices": [], "usage": self._answer.usage}))
         if self._report is not None:
             events.append(b"data: " + to_json(self._report_chunk(self._report)))

@@ -55,7 +55,7 @@ def read_completion(document: JsonObject, counter: TokenCounter) -> PromptText:
     counts = [count(counter, text) for text in texts] + [len(item) for item in several if _is_ids(item)]
     ids = () if texts or not counts else ("token ids",)
     return PromptText(
-        "\n\n".join(texts), max(counts, default=0), sum(counts), other_parts=ids, prompts=max(len(counts), 1)
+        "\n\n".join(texts), max(counts, default=0), all_tokens=sum(counts), other_parts=ids, prompts=max(len(counts), 1)
     )
 
 

@@ -207,8 +207,10 @@ class Failover:
                 return
             attempts += 1
             tried.add(failing.replica_id)
+            if attempts > self.attempts:
+                raise broken
             joiner = await self._joiner(progress, sent, resumption, failing.replica_id)
-            if joiner is None or attempts > self.attempts:
+            if joiner is None:
                 raise broken
             begins = sent
             exclude = self._rounds(tried, failing.replica_id, broken)
@@ -222,14 +224,13 @@ class Failover:
             failing = part
             try:
                 while joiner.stopped is None and (chunks := await part.read()) is not None:
-                    for chunk in chunks:
+                    for chunk in (chunk for chunk in chunks if chunk.choice is not None):
                         joined = _joined(joiner, chunk, resumption)
                         progress.note(chunk)
                         sent += len(joined.text)
                         if joiner.stopped is not None:
                             progress.stop_at(begins + joiner.end)
-                        if chunk.choice is not None:
-                            yield joined
+                        yield joined
                         if joiner.stopped is not None:
                             break
                 await part.aclose()

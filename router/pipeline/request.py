@@ -58,7 +58,9 @@ class PromptText:
 
     Attributes:
         text: To classify: the user's last turn.
-        prompt_tokens: Of the longest prompt as the engine will see it, the chat template not counted; None: of ``text``.
+        prompt_tokens: Of the longest prompt as the engine will see it, the chat template not counted; None: of ``text``
+            and a system prompt.
+        system_tokens: Of the system prompt, where it is not counted already.
         all_tokens: Of all prompts together; 0: there is one.
         messages: Of a chat; 0 for a completion.
         system: The chat has a system message.
@@ -68,6 +70,7 @@ class PromptText:
 
     text: str
     prompt_tokens: int | None = None
+    system_tokens: int = 0
     all_tokens: int = 0
     messages: int = 0
     system: bool = False
@@ -84,7 +87,7 @@ class PromptText:
 
     def tokens(self, features: PromptFeatures, template: TemplateTokens) -> int:
         """Return the longest prompt's tokens with what the chat template adds."""
-        tokens = features.tokens if self.prompt_tokens is None else self.prompt_tokens
+        tokens = features.tokens + self.system_tokens if self.prompt_tokens is None else self.prompt_tokens
         return tokens + template.conversation(self.messages, system=self.system) if self.messages else tokens
 
 

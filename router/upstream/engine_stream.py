@@ -243,6 +243,11 @@ class EngineStream(EngineAnswer):
         self._rest: AsyncGenerator[Chunk, None] | None = None  # from other engines
         self._why: tuple[type[EngineBroke], str] = EngineBroke, ""  # they compute it
 
+    @property
+    def failed_over(self) -> bool:
+        """Tell whether the first engine did not end the answer."""
+        return self._rest is not None
+
     async def begin(self) -> None:
         """Read up to the first chunk that shows something."""
         while not any(chunk.visible for chunk in self._held):
@@ -250,7 +255,7 @@ class EngineStream(EngineAnswer):
             if chunks is None:
                 raise EngineBroke("the engine's answer was empty")
             self._held += chunks
-            if self.progress is None:  # no other could go on, but as nothing has been sent, another can still answer
+            if self.progress is None or not _continuable(self._held):  # nothing was sent: another can still answer
                 self._source.check()
         self._first_at = self._last_at = time.monotonic()
         self._attempt.span.add_event("qarr.first_token")
@@ -389,6 +394,14 @@ class EngineStream(EngineAnswer):
             if self._pending is not None:
                 self._pending.cancel()
                 await asyncio.gather(self._pending, return_exceptions=True)
+
+
+def _continuable(chunks: Sequence[Chunk]) -> bool:
+    """Tell whether another engine could go on after an answer's first chunks: the prompt's ids are there, and only text."""
+    known = any(
+        (chunk.data or {}).get("prompt_token_ids") or (chunk.choice or {}).get("prompt_token_ids") for chunk in chunks
+    )
+    return known and not any(chunk.other for chunk in chunks)
 
 
 class BufferedAnswer(EngineAnswer):

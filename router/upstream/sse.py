@@ -23,7 +23,7 @@ NOT_A_CHUNK = "the engine's stream holds something that is not a chunk"
 
 # The members that the router reads; all others are kept as they are. Only keys are interned: values are what people ask
 # and engines answer, and the parser's cache would hold on to them (jiter's ``py_string_cache.rs``).
-_READ = ConfigDict(extra="allow", strict=True, cache_strings="keys")
+_READ = ConfigDict(extra="allow", strict=True, cache_strings="keys", hide_input_in_errors=True)
 _Ids = list[int] | None
 _Count = Annotated[int, Field(ge=0)] | None
 
@@ -116,8 +116,8 @@ def parse_event(raw: bytes) -> Chunk:
         return Chunk(raw)  # comments keep connections alive
     try:
         data = _CHUNK.validate_json(raw[5:])
-    except ValidationError as error:
-        raise EngineBroke(NOT_A_CHUNK) from error
+    except ValidationError:
+        raise EngineBroke(NOT_A_CHUNK) from None  # pydantic's own text quotes the input
     if data.get("error") is not None:
         raise EngineBroke("the engine reported an error in its stream")
     choices = data.get("choices")
@@ -125,7 +125,7 @@ def parse_event(raw: bytes) -> Chunk:
         raise EngineBroke(NOT_A_CHUNK)
     if not choices:
         return Chunk(raw, data)
-    choice, finish_reason = choices[0], choices[0].get("finish_reason")
+    choice, finish_reason = choices[0], choices[0].get("finish_reason") or None
     if finish_reason is None and len(choices) > 1:
         finish_reason = next((reason for each in choices if (reason := each.get("finish_reason"))), None)
     delta = choice.get("delta")
@@ -179,7 +179,8 @@ class EventSource:
                         if event == DONE:
                             self._over = True
                             break
-                        found.append(parse_event(event))
+                        if event:
+                            found.append(parse_event(event))
                 elif len(self._buffer) > MAX_EVENT_BYTES:
                     self._failed(EngineBroke(f"the engine's stream holds an event of over {MAX_EVENT_BYTES} bytes"))
             except EngineBroke as error:
@@ -216,7 +217,7 @@ class EventSource:
 
 def _broken_off(error: BaseException) -> EngineBroke:
     fault = EngineBroke(f"the engine's stream broke off ({type(error).__name__})")
-    fault.__cause__ = error
+    fault.__cause__ = without_trace(error)
     return fault
 
 

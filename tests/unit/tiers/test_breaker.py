@@ -68,7 +68,7 @@ def test_a_probe_that_hangs_is_not_waited_for_for_ever() -> None:
     breaker = opened()
     first = breaker.begin(1.0)
     held = breaker.admits_in_s(1.0)
-    assert held == 1.0
+    assert held == 2.0, "the pause that would follow its failure"
     second = breaker.begin(1.0 + held)
     assert second not in {0, first}
     breaker.succeeded(probe=first)

@@ -25,8 +25,8 @@ def replica(tier: TierName = TierName.FAST, **values: Any) -> Replica:
 def relay(body: bytes | dict[str, Any], **values: Any) -> RelayRequest:
     """Return a request for a chat completion."""
     document = JsonObject.parse(body if isinstance(body, bytes) else json.dumps(body).encode())
-    asked = {"path": "/v1/chat/completions", "operation": "chat", "request_id": "r", "streamed": False}
-    return RelayRequest(document=document, priority=None, wants_usage=False, **{**asked, **values})
+    asked: dict[str, Any] = {"path": "/v1/chat/completions", "operation": "chat", "request_id": "r", "streamed": False}
+    return RelayRequest(document=document, **{**asked, "priority": None, "wants_usage": False, **values})
 
 
 def test_all_but_the_model_are_the_callers_own_bytes() -> None:

@@ -30,12 +30,12 @@ def test_tokens_that_come_together_have_no_point_between_them() -> None:
 
 
 def test_what_an_engine_keeps_back_is_not_settled() -> None:
-    """It keeps three characters: the text of two tokens is known once three more characters have come."""
+    """It keeps three characters: two tokens have the four that came and three more, which come with the next."""
     progress = spoken(Progress(held_back=3), ("ab", (1,)), ("cd", (2,)))
     assert progress.point == Point(0, 0)
     assert not progress.settled
     spoken(progress, ("efg", (3,)))
-    assert progress.point == Point(1, 5)
+    assert progress.point == Point(2, 7)
 
 
 def test_text_without_tokens_cannot_be_continued() -> None:

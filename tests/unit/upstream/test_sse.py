@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from router.upstream.errors import EngineBroke
-from router.upstream.sse import DONE, MAX_EVENT_BYTES, Chunk, EventSource
+from router.upstream.sse import DONE, MAX_EVENT_BYTES, Chunk, EventSource, parse_event
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -125,3 +125,39 @@ async def test_a_fault_leaves_nothing_for_the_collector() -> None:
         assert held() is None
     finally:
         gc.enable()
+
+
+async def test_empty_events_are_none() -> None:
+    stream = stream_of(Parts(b"\n\n\n\n" + event(1) + DONE + b"\n\n"))
+    assert await stream.next() == [chunk(1)]
+
+
+def test_a_fault_does_not_quote_the_engine() -> None:
+    """Errors end up in spans and logs, and what an engine sends may hold a prompt."""
+    with pytest.raises(EngineBroke) as caught:
+        parse_event(b'data: {"choices": [{"delta": {"content": 7}}], "secret": "prompt"}')
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+    assert "prompt" not in str(caught.value.__context__)
+
+
+@pytest.mark.parametrize("given", [b'""', b"null"])
+def test_an_empty_finish_reason_is_none(given: bytes) -> None:
+    """Some engines send an empty string until the answer ends: taken for an end, half an answer would look complete."""
+    read = parse_event(b'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": %s}]}' % given)
+    assert (read.finish_reason, read.text, read.visible) == (None, "a", True)
+
+
+@pytest.mark.parametrize(
+    ("choice", "text", "other"),
+    [
+        ('{"delta": {"role": "assistant", "content": ""}}', "", False),
+        ('{"delta": {"content": "a", "tool_calls": []}}', "a", False),
+        ('{"delta": {"reasoning": "so"}}', "", True),
+        ('{"delta": {"tool_calls": [{"index": 0}]}}', "", True),
+        ('{"text": "a"}', "a", False),
+    ],
+)
+def test_text_is_told_from_all_else(choice: str, text: str, other: bool) -> None:  # noqa: FBT001
+    read = parse_event(b'data: {"choices": [%s]}' % choice.encode())
+    assert (read.text, read.other) == (text, other)
