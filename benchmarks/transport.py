@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
 from httpx_aiohttp import AiohttpTransport
-from measure import stub
+from measure import ROOT, stub
+
+sys.path.insert(0, str(ROOT))
+from router.upstream.transport import EngineTransport
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 CONCURRENCY = 16
 BODY = b'{"model": "stub", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
 HEADERS = {"content-type": "application/json"}
+ROUTERS = "the router's transport"
 LIMITS = httpx.Limits(max_connections=64, max_keepalive_connections=64)
 
 
@@ -55,15 +60,18 @@ async def measure(requests: int, once: Callable[[], Awaitable[None]]) -> float:
 
 async def run(url: str, requests: int) -> dict[str, float]:
     """Measure each way."""
-    own = httpx.AsyncHTTPTransport(limits=LIMITS)
+    own = EngineTransport(max_requests=64)
+    httpx_own = httpx.AsyncHTTPTransport(limits=LIMITS)
     aio: Any = AiohttpTransport(limits=LIMITS)
     async with httpx.AsyncClient(transport=AiohttpTransport(limits=LIMITS)) as client:
         figures = {
-            "httpx's own transport": await measure(requests, lambda: through_transport(own, url)),
+            "httpx's own transport": await measure(requests, lambda: through_transport(httpx_own, url)),
             "httpx client over httpx-aiohttp": await measure(requests, lambda: through_client(client, url)),
-            "httpx-aiohttp transport (the router's)": await measure(requests, lambda: through_transport(aio, url)),
+            "httpx-aiohttp transport": await measure(requests, lambda: through_transport(aio, url)),
+            ROUTERS: await measure(requests, lambda: through_transport(own, url)),
         }
     await own.aclose()
+    await httpx_own.aclose()
     await aio.aclose()
     return figures
 
@@ -75,7 +83,7 @@ def main() -> None:
     args = parser.parse_args()
     with stub() as (url, _):
         figures = asyncio.run(run(f"{url}/v1/chat/completions", args.requests))
-    base = figures["httpx-aiohttp transport (the router's)"]
+    base = figures[ROUTERS]
     for name, cpu_us in figures.items():
         print(f"{name:42} {cpu_us:8.0f} us CPU a request   x{cpu_us / base:.1f}")
 

@@ -51,7 +51,7 @@ from router.telemetry.logs import log_request
 from router.telemetry.record import log_outcome
 from router.upstream.client import Upstream
 from router.upstream.errors import EngineRefused
-from router.upstream.http import make_transport
+from router.upstream.transport import EngineTransport
 from tiers.background import lasting
 from tiers.spec import ReplicaState
 
@@ -146,7 +146,7 @@ def _wire(
         decisions = DecisionLog(told.decision_log, told.decision_log_mb << 20)
         registry.observers.append(partial(log_outcome, decisions))
     policy = PolicyStore(settings.policy, fleet)
-    upstream = Upstream(fleet, make_transport(2 * _places(fleet)), settings.upstream, telemetry, policy)
+    upstream = Upstream(fleet, EngineTransport(2 * _places(fleet)), settings.upstream, telemetry, policy)
     redis_url = settings.state.redis_url.get_secret_value()
     profiling = AutoProfile(settings, fleet, policy, model, lambda: bool(registry.open))
     evaluation = ShadowEvaluation(settings.policy.live_check_share, fleet, upstream, policy, telemetry)

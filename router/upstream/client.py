@@ -16,7 +16,6 @@ import httpx
 
 from router.upstream.engine_stream import Attempt, BufferedAnswer, EngineAnswer, EngineRequest, EngineStream, end_span
 from router.upstream.errors import (
-    NO_ANSWER,
     EngineBroke,
     EngineFailed,
     EngineRefused,
@@ -27,8 +26,9 @@ from router.upstream.errors import (
     UpstreamError,
     without_trace,
 )
-from router.upstream.http import body_of, make_transport
+from router.upstream.http import body_of
 from router.upstream.json_object import read_json
+from router.upstream.transport import EngineTransport
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -96,7 +96,7 @@ class Upstream:
     ) -> None:
         self._fleet, self._transport, self._options, self._telemetry = fleet, transport, options, telemetry
         # Small requests have connections of their own, bounded by their pools: those that hang take none from others.
-        self._passing_transport = make_transport(0)
+        self._passing_transport = EngineTransport()
         self._passing: WeakValueDictionary[tuple[Pool, str], asyncio.Semaphore] = WeakValueDictionary()
         self._policy, self._numbers = policy, count()
         self.retries: Counter[TierName] = Counter()
@@ -213,7 +213,7 @@ class Upstream:
                     content = await body_of(response)
                 finally:
                     await response.aclose()
-        except (TimeoutError, *NO_ANSWER) as error:
+        except (TimeoutError, httpx.HTTPError) as error:
             if not sent:
                 raise NoPlace(f"{PASSED_AT_ONCE} such requests had no answer within {limit_s:g} s") from error
             log.warning("%s%s: no answer (%s)", url, path, type(error).__name__)
@@ -317,7 +317,7 @@ def _translate(error: BaseException, limit_s: float, *, streamed: bool) -> BaseE
         if streamed:
             return EngineUnreachable(f"no first token within {limit_s:g} s")
         return EngineTooSlow(f"no whole answer within {limit_s:g} s; a streamed one may take longer")
-    if isinstance(error, NO_ANSWER):
+    if isinstance(error, httpx.HTTPError):
         return EngineUnreachable(f"no connection ({type(error).__name__})")
     return error
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
+import httpx
+
 from router.upstream.errors import (
-    NO_ANSWER,
     EngineBroke,
     EngineFailed,
     EngineRefused,
@@ -30,7 +31,6 @@ from tiers.spec import TierName
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
-    import httpx
     from opentelemetry.trace import Span
 
     from router.upstream.progress import Resumption
@@ -419,7 +419,7 @@ class BufferedAnswer(EngineAnswer):
         """Read the whole answer."""
         try:
             self.content = await body_of(self._attempt.response, MAX_ANSWER_BYTES)
-        except NO_ANSWER as error:
+        except httpx.HTTPError as error:
             raise EngineBroke(f"the engine's answer broke off ({type(error).__name__})") from error
         try:
             answer = read_json(self.content)

@@ -15,9 +15,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import aiohttp
-import httpx
-
 
 class UpstreamError(Exception):
     """Base of what can go wrong between the router and an engine."""
@@ -64,9 +61,6 @@ class NoPlace(UpstreamError):
 class NoEngineAnswered(UpstreamError):
     """Every attempt failed before the first token."""
 
-
-# What reading from an engine raises; httpx-aiohttp leaves aiohttp's word for an answer that is no HTTP as it is.
-NO_ANSWER = (httpx.HTTPError, aiohttp.ClientError)
 
 Fault = TypeVar("Fault", bound=BaseException)
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
+import httpx
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from router.upstream.errors import NO_ANSWER, EngineBroke, without_trace
+from router.upstream.errors import EngineBroke, without_trace
 from router.upstream.http import parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    import httpx
 
 SEPARATOR, DONE = b"\n\n", b"data: [DONE]"
 MAX_EVENT_BYTES = 1 << 24  # of one event: enough for the token ids of a prompt of two million tokens
@@ -185,7 +184,7 @@ class EventSource:
                     self._failed(EngineBroke(f"the engine's stream holds an event of over {MAX_EVENT_BYTES} bytes"))
             except EngineBroke as error:
                 self._failed(error)
-            except NO_ANSWER as error:
+            except httpx.HTTPError as error:
                 self._failed(_broken_off(error))
         if self._over:
             await self._parts.aclose()

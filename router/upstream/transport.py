@@ -1,0 +1,436 @@
+"""An HTTP/1.1 client for engines, behind httpx's transport interface.
+
+One ``asyncio.Protocol`` per connection on httptools' parser (llhttp): httpx's own transport and aiohttp's client cost
+several times the CPU time for each request and each chunk (``benchmarks/transport.py`` measures all three in one run).
+
+What it leaves out, as engines need none of it: HTTP/2, proxies, redirects, cookies, decompression, uploads that stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import httptools
+import httpx
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable
+
+READ_BUFFER_BYTES = 1 << 15  # of an answer that nobody has read yet: with more than that, the socket is not read
+MAX_HEAD_BYTES = 1 << 16  # of an answer's status line and headers, informational ones included
+# A connection that was idle for longer is not used again. vLLM closes idle connections after 5 s (uvicorn's default,
+# VLLM_HTTP_TIMEOUT_KEEP_ALIVE), and a request must not meet the close: nobody can tell whether it was read.
+KEEP_ALIVE_S = 4.0
+_SWITCHING_PROTOCOLS, _OK = 101, 200
+
+Origin = tuple[str, str, int]  # scheme, host, port
+
+
+class ConnectionState(Enum):
+    """What a connection is doing."""
+
+    IDLE = "idle"  # waits for a request
+    ACTIVE = "active"  # an answer is coming
+    CLOSED = "closed"
+
+
+class Connection(asyncio.Protocol):
+    """One connection to an engine; it carries one request at a time.
+
+    Attributes:
+        state: What it is doing.
+        origin: Where it leads.
+        idle_since: When its last answer ended, by the monotonic clock in seconds.
+        reusable: Whether it can carry another request once the answer is complete.
+        status: The answer's status; 0: its head has not come.
+        headers: The answer's headers, as they were sent.
+        complete: Whether the whole answer has come.
+    """
+
+    __slots__ = (
+        "_body_ends_at_close",
+        "_buffered",
+        "_fault",
+        "_head_bytes",
+        "_head_only",
+        "_informational",
+        "_on_lost",
+        "_parser",
+        "_parts",
+        "_paused",
+        "_transport",
+        "_waiter",
+        "complete",
+        "headers",
+        "idle_since",
+        "origin",
+        "reusable",
+        "state",
+        "status",
+    )
+
+    def __init__(self, origin: Origin, on_lost: Callable[[Connection], None]) -> None:
+        self.state, self.origin, self._on_lost = ConnectionState.IDLE, origin, on_lost
+        self.reusable = self.complete = False
+        self.idle_since, self.status = 0.0, 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._parts: list[bytes] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._fault: httpx.TransportError | None = None
+        self._buffered = self._head_bytes = 0
+        self._paused = self._informational = self._head_only = self._body_ends_at_close = False
+
+    def __repr__(self) -> str:
+        scheme, host, port = self.origin
+        return f"<Connection {self.state.value} {scheme}://{host}:{port}>"
+
+    def send(self, message: bytes, *, head_only: bool) -> None:
+        """Send a request on an idle connection.
+
+        Args:
+            message: Head and body.
+            head_only: Whether the answer has a head only.
+        """
+        assert self.state is ConnectionState.IDLE
+        assert self._transport is not None
+        self.state, self._parser = ConnectionState.ACTIVE, httptools.HttpResponseParser(self)
+        self.status, self.headers, self._parts, self._buffered = 0, [], [], 0
+        self.complete = self.reusable = self._informational = self._body_ends_at_close = False
+        self._head_bytes, self._head_only, self._fault = 0, head_only, None
+        self._transport.write(message)
+
+    async def head(self) -> None:
+        """Wait for the answer's head.
+
+        Raises:
+            httpx.TransportError: The connection broke, or what came is no HTTP.
+        """
+        while not self.status:
+            if self._fault is not None:
+                self._raise_fault()
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """Return what has come of the answer's body and was not read; empty after its end.
+
+        Raises:
+            httpx.TransportError: The connection broke before the end, or what came is no HTTP.
+        """
+        while not self._parts:
+            if self.complete:
+                return b""
+            if self._fault is not None:
+                self._raise_fault()
+            await self._wait()
+        parts, self._parts, self._buffered = self._parts, [], 0
+        self._resume_reading()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def rest(self) -> bool:
+        """End a request; return whether the connection can carry another one, else it is closed."""
+        self._parser, self._parts, self._fault = None, [], None
+        if self.complete and self.reusable and self.state is ConnectionState.ACTIVE:
+            self.state, self.idle_since = ConnectionState.IDLE, time.monotonic()
+            self._resume_reading()
+            return True
+        self.close()
+        return False
+
+    def close(self) -> None:
+        """Close it at once; an engine that computes for it notices, and stops."""
+        self.state = ConnectionState.CLOSED
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _wait(self) -> None:
+        """Wait until something has come."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _raise_fault(self) -> None:
+        fault, self._fault = self._fault, httpx.ReadError("the connection had failed before")
+        try:
+            assert fault is not None
+            raise fault
+        finally:
+            del fault  # its trace leads here
+
+    def _failed(self, fault: httpx.TransportError) -> None:
+        """Note why no more comes; what has come can still be read."""
+        if self._fault is None and not self.complete:
+            self._fault = fault
+        self.reusable = False
+        self._wake()
+
+    def _resume_reading(self) -> None:
+        if self._paused:
+            self._paused = False
+            if self._transport is not None and not self._transport.is_closing():
+                self._transport.resume_reading()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what has come."""
+        if self._parser is None:  # nothing was asked: whatever this is, the next answer would not be the next request's
+            self.close()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._failed(httpx.RemoteProtocolError(f"the engine's answer is no HTTP ({type(error).__name__})"))
+            return
+        if not self.status:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._failed(
+                    httpx.RemoteProtocolError(f"the head of the engine's answer is over {MAX_HEAD_BYTES} bytes")
+                )
+            return
+        if self._buffered > READ_BUFFER_BYTES and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note that no more comes."""
+        self.state, self.reusable = ConnectionState.CLOSED, False
+        if self._parser is not None and not self.complete:
+            if exc is None and self.status and self._body_ends_at_close:
+                self.complete = True
+                self._wake()
+            elif exc is None:
+                self._failed(httpx.RemoteProtocolError("the engine closed the connection before the end of its answer"))
+            else:
+                self._failed(httpx.ReadError(f"the connection broke ({type(exc).__name__})"))
+        self._transport = None
+        self._on_lost(self)
+
+    # httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; those after the body (trailers) say nothing that an engine's answer needs."""
+        if not self.status:
+            self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """Look at the head."""
+        assert self._parser is not None
+        status = self._parser.get_status_code()
+        if self.status:
+            return  # of something after the answer
+        if status < _OK and status != _SWITCHING_PROTOCOLS:
+            self._informational = True
+            self.headers = []
+            return
+        names = {name.lower(): value for name, value in self.headers}
+        self._body_ends_at_close = (
+            b"content-length" not in names and b"chunked" not in names.get(b"transfer-encoding", b"").lower()
+        )
+        self.status = status
+        if self._head_only:
+            self.complete = True
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of the body."""
+        if not self.complete:
+            self._parts.append(body)
+            self._buffered += len(body)
+
+    def on_message_complete(self) -> None:
+        """Note the end of an answer, or of an informational one."""
+        if self._informational:
+            self._informational = False
+        elif self.complete:
+            self.reusable = False  # a second answer to one request
+        else:
+            assert self._parser is not None
+            self.complete, self.reusable = True, self._parser.should_keep_alive()
+
+
+class Body(httpx.AsyncByteStream):
+    """An answer's body as it comes: what came together is one part. Close it, unless it is read to its end."""
+
+    __slots__ = ("_connection", "_release")
+
+    def __init__(self, connection: Connection, release: Callable[[Connection], None]) -> None:
+        self._connection: Connection | None = connection
+        self._release = release
+
+    def __aiter__(self) -> Body:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._connection is None:
+            raise StopAsyncIteration
+        if data := await self._connection.read():
+            return data
+        await self.aclose()
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Give the connection back, or close it where the answer has not come to its end."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._release(connection)
+
+
+class EngineTransport(httpx.AsyncBaseTransport):
+    """Connections to engines, used again one after another.
+
+    Of ``request.extensions["timeout"]`` the times ``connect`` and ``pool`` are kept, in seconds; how long an answer may
+    take is its reader's to say.
+
+    Args:
+        max_requests: Requests at once; further ones wait for at most the ``pool`` time. 0: any number.
+    """
+
+    def __init__(self, max_requests: int = 0) -> None:
+        self._idle: dict[Origin, deque[Connection]] = {}
+        self._active: set[Connection] = set()
+        self._slots = asyncio.Semaphore(max_requests) if max_requests else None
+        self._ssl: ssl.SSLContext | None = None
+        self._closed = False
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request; return once the head of its answer has come. Close the answer.
+
+        Raises:
+            httpx.PoolTimeout: As many requests as may be were at work for too long.
+            httpx.ConnectTimeout: No connection was made in time.
+            httpx.ConnectError: None could be made.
+            httpx.LocalProtocolError: The request's head holds control characters.
+            httpx.ReadError: The connection broke.
+            httpx.RemoteProtocolError: It was closed before the answer's end, or what came is no HTTP.
+        """
+        if self._closed:
+            raise RuntimeError("the transport is closed")
+        message, head_only = await _message(request), request.method == "HEAD"
+        times: dict[str, float | None] = request.extensions.get("timeout") or {}
+        url = request.url
+        origin = url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
+        await self._take_slot(times.get("pool"))
+        connection: Connection | None = None
+        try:
+            connection = self._take_idle(origin) or await self._connect(origin, times.get("connect"))
+            self._active.add(connection)
+            connection.send(message, head_only=head_only)
+            await connection.head()
+            body = Body(connection, self._release)
+            return httpx.Response(connection.status, headers=connection.headers, stream=body)
+        except BaseException:
+            if connection is not None:
+                self._end(connection)
+            self._free_slot()
+            raise
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        self._closed = True
+        for connection in (*self._active, *(each for idle in self._idle.values() for each in idle)):
+            connection.close()
+        self._idle.clear()
+
+    async def _take_slot(self, limit_s: float | None) -> None:
+        if self._slots is None:
+            return
+        if not self._slots.locked():
+            await self._slots.acquire()  # at once
+            return
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise httpx.PoolTimeout(f"no connection was free within {limit_s:g} s") from None
+
+    def _free_slot(self) -> None:
+        if self._slots is not None:
+            self._slots.release()
+
+    def _take_idle(self, origin: Origin) -> Connection | None:
+        """Return the connection that was used last, which the engine is the least likely to have closed by now."""
+        idle = self._idle.get(origin)
+        if not idle:
+            return None
+        connection = idle.pop()
+        if connection.state is ConnectionState.IDLE and time.monotonic() - connection.idle_since <= KEEP_ALIVE_S:
+            return connection
+        connection.close()  # and so are all before it
+        while idle:
+            idle.pop().close()
+        return None
+
+    async def _connect(self, origin: Origin, limit_s: float | None) -> Connection:
+        scheme, host, port = origin
+        options: dict[str, Any] = {}
+        if scheme == "https":
+            self._ssl = self._ssl or httpx.create_ssl_context()
+            options = {"ssl": self._ssl, "server_hostname": host}
+        make = partial(Connection, origin, self._lost)
+        try:
+            async with asyncio.timeout(limit_s):
+                _, connection = await asyncio.get_running_loop().create_connection(make, host, port, **options)
+        except TimeoutError:
+            raise httpx.ConnectTimeout(f"no connection within {limit_s:g} s" if limit_s else "no connection") from None
+        except OSError as error:
+            raise httpx.ConnectError(str(error)) from error
+        return connection
+
+    def _end(self, connection: Connection) -> bool:
+        """End a connection's request; return whether it can carry another."""
+        self._active.discard(connection)
+        return connection.rest()
+
+    def _release(self, connection: Connection) -> None:
+        """Take back a connection, and the slot of its request."""
+        if self._end(connection):
+            if self._closed:
+                connection.close()
+            else:
+                idle = self._idle.setdefault(connection.origin, deque())
+                idle.append(connection)
+                while connection.idle_since - idle[0].idle_since > KEEP_ALIVE_S:
+                    idle.popleft().close()
+        self._free_slot()
+
+    def _lost(self, connection: Connection) -> None:
+        """Forget a connection that was closed while it was idle."""
+        idle = self._idle.get(connection.origin)
+        if idle is not None and connection in idle:
+            idle.remove(connection)
+            if not idle:
+                del self._idle[connection.origin]
+
+
+async def _message(request: httpx.Request) -> bytes:
+    """Return a request as it is sent.
+
+    Raises:
+        httpx.LocalProtocolError: Its head would hold something that ends a line, or a NUL.
+    """
+    content = await request.aread()
+    lines = [b"%b %b HTTP/1.1" % (request.method.encode("ascii"), request.url.raw_path)]
+    lines += [b"%b: %b" % header for header in request.headers.raw]
+    head = b"\r\n".join(lines)
+    if head.count(b"\n") + head.count(b"\r") != 2 * len(lines) - 2 or b"\0" in head:
+        raise httpx.LocalProtocolError("a header holds a line break or a NUL")
+    return b"%b\r\n\r\n%b" % (head, content)
