@@ -17,12 +17,10 @@ from router.upstream.errors import (
     EngineBroke,
     EngineFailed,
     EngineRefused,
-    EngineStalled,
     UpstreamError,
     without_trace,
 )
-from router.upstream.http import body_of
-from router.upstream.idle_timeout import IdleTimeout
+from router.upstream.http import body_of, limit_reads
 from router.upstream.json_object import read_json
 from router.upstream.progress import Progress
 from router.upstream.sse import USAGE, EventSource, is_usage
@@ -238,7 +236,6 @@ class EngineStream(EngineAnswer):
         self._wants_usage = request.wants_usage
         self._source = EventSource(attempt.response)
         self._held: list[Chunk] = []
-        self._idle = IdleTimeout(attempt.token_timeout_s)
         self._pending: asyncio.Future[list[Chunk] | None] | None = None
         self._rest: AsyncGenerator[Chunk, None] | None = None  # from other engines
         self._why: tuple[type[EngineBroke], str] = EngineBroke, ""  # they compute it
@@ -257,6 +254,7 @@ class EngineStream(EngineAnswer):
             self._held += chunks
             if self.progress is None or not _continuable(self._held):  # nothing was sent: another can still answer
                 self._source.check()
+        limit_reads(self._attempt.response, self._attempt.token_timeout_s)
         self._first_at = self._last_at = time.monotonic()
         self._attempt.span.add_event("qarr.first_token")
         self.ttft_ms = (self._first_at - self.sent_at) * 1000
@@ -287,7 +285,7 @@ class EngineStream(EngineAnswer):
         """Note that the first token goes out only now."""
         self.ttft_ms = (time.monotonic() - self.sent_at) * 1000
 
-    async def read(self) -> Sequence[Chunk] | None:  # noqa: C901, PLR0912  once a chunk: calls would cost more than this
+    async def read(self) -> Sequence[Chunk] | None:  # noqa: C901  once a chunk: calls would cost more than this
         """Return what came together next, from whichever engine, at least one chunk; None after the last.
 
         Raises:
@@ -299,13 +297,10 @@ class EngineStream(EngineAnswer):
         chunks, self._held = self._held, []
         if not chunks:
             try:
-                with self._idle:
-                    chunks = await (self._source.next() if self._pending is None else self._pending)
+                chunks = await (self._source.next() if self._pending is None else self._pending)
                 self._pending = None
                 if chunks is None and self.finish_reason is None:
                     raise EngineBroke("the engine's stream ended without a finish reason")  # noqa: TRY301
-            except TimeoutError:
-                return await self._fail_over(EngineStalled(f"the engine sent no token for {self._idle.limit_s:g} s"))
             except EngineBroke as error:
                 return await self._fail_over(without_trace(error))
         if chunks is None:
@@ -387,7 +382,6 @@ class EngineStream(EngineAnswer):
             await super().aclose(error)
 
     async def _disconnect(self) -> None:
-        self._idle.close()
         async with AsyncExitStack() as closing:  # all of it, also when this is cancelled
             closing.push_async_callback(super()._disconnect)
             closing.push_async_callback(self._source.aclose)

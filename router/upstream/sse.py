@@ -9,7 +9,7 @@ import httpx
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from router.upstream.errors import EngineBroke, without_trace
+from router.upstream.errors import EngineBroke, EngineStalled, without_trace
 from router.upstream.http import parts_of
 
 if TYPE_CHECKING:
@@ -184,6 +184,8 @@ class EventSource:
                     self._failed(EngineBroke(f"the engine's stream holds an event of over {MAX_EVENT_BYTES} bytes"))
             except EngineBroke as error:
                 self._failed(error)
+            except httpx.ReadTimeout as error:
+                self._failed(EngineStalled(f"the engine sent no token: {error}"))
             except httpx.HTTPError as error:
                 self._failed(_broken_off(error))
         if self._over:

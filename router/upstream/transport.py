@@ -51,6 +51,7 @@ class Connection(asyncio.Protocol):
         status: The answer's status; 0: its head has not come.
         headers: The answer's headers, as they were sent.
         complete: Whether the whole answer has come.
+        read_timeout_s: Longest time that one read of the present answer may wait; None: any.
     """
 
     __slots__ = (
@@ -64,12 +65,15 @@ class Connection(asyncio.Protocol):
         "_parser",
         "_parts",
         "_paused",
+        "_timer",
         "_transport",
         "_waiter",
+        "_waiting_since",
         "complete",
         "headers",
         "idle_since",
         "origin",
+        "read_timeout_s",
         "reusable",
         "state",
         "status",
@@ -84,6 +88,9 @@ class Connection(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser | None = None
         self._parts: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.read_timeout_s: float | None = None
+        self._waiting_since = 0.0
         self._fault: httpx.TransportError | None = None
         self._buffered = self._head_bytes = 0
         self._paused = self._informational = self._head_only = self._body_ends_at_close = False
@@ -116,12 +123,17 @@ class Connection(asyncio.Protocol):
         while not self.status:
             if self._fault is not None:
                 self._raise_fault()
-            await self._wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
 
     async def read(self) -> bytes:
         """Return what has come of the answer's body and was not read; empty after its end.
 
         Raises:
+            httpx.ReadTimeout: Nothing came in ``read_timeout_s``.
             httpx.TransportError: The connection broke before the end, or what came is no HTTP.
         """
         while not self._parts:
@@ -129,14 +141,27 @@ class Connection(asyncio.Protocol):
                 return b""
             if self._fault is not None:
                 self._raise_fault()
-            await self._wait()
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            if self.read_timeout_s is not None:
+                self._waiting_since = time.monotonic()
+                if self._timer is None:
+                    self._timer = loop.call_later(self.read_timeout_s, self._look, self.read_timeout_s)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         parts, self._parts, self._buffered = self._parts, [], 0
-        self._resume_reading()
+        if self._paused:
+            self._resume_reading()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def rest(self) -> bool:
         """End a request; return whether the connection can carry another one, else it is closed."""
         self._parser, self._parts, self._fault = None, [], None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.read_timeout_s = None
         if self.complete and self.reusable and self.state is ConnectionState.ACTIVE:
             self.state, self.idle_since = ConnectionState.IDLE, time.monotonic()
             self._resume_reading()
@@ -150,13 +175,16 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    async def _wait(self) -> None:
-        """Wait until something has come."""
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+    def _look(self, limit_s: float) -> None:
+        """End a wait that takes too long; otherwise look again when it would. One timer serves all waits of an answer."""
+        self._timer = None
+        if self._waiter is None:
+            return  # the next wait sets it
+        left_s = self._waiting_since + limit_s - time.monotonic()
+        if left_s > 0:
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._look, limit_s)
+        else:
+            self._failed(httpx.ReadTimeout(f"nothing came for {limit_s:g} s"))
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -176,6 +204,9 @@ class Connection(asyncio.Protocol):
             self._fault = fault
         self.reusable = False
         self._wake()
+
+    def _head_too_long(self) -> None:
+        self._failed(httpx.RemoteProtocolError(f"the head of the engine's answer is over {MAX_HEAD_BYTES} bytes"))
 
     def _resume_reading(self) -> None:
         if self._paused:
@@ -209,7 +240,8 @@ class Connection(asyncio.Protocol):
         if self._buffered > READ_BUFFER_BYTES and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
-        self._wake()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Note that no more comes."""
@@ -236,11 +268,14 @@ class Connection(asyncio.Protocol):
         """Look at the head."""
         assert self._parser is not None
         status = self._parser.get_status_code()
-        if self.status:
-            return  # of something after the answer
+        if self.status or self._fault is not None:
+            return  # of something after the answer, or after an informational head that was too long
         if status < _OK and status != _SWITCHING_PROTOCOLS:
             self._informational = True
             self.headers = []
+            return
+        if sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._head_too_long()
             return
         names = {name.lower(): value for name, value in self.headers}
         self._body_ends_at_close = (
@@ -279,6 +314,11 @@ class Body(httpx.AsyncByteStream):
     def __aiter__(self) -> Body:
         return self
 
+    def limit_reads(self, limit_s: float) -> None:
+        """Let each further read wait so long at most."""
+        if self._connection is not None:
+            self._connection.read_timeout_s = limit_s
+
     async def __anext__(self) -> bytes:
         if self._connection is None:
             raise StopAsyncIteration
@@ -310,6 +350,11 @@ class EngineTransport(httpx.AsyncBaseTransport):
         self._slots = asyncio.Semaphore(max_requests) if max_requests else None
         self._ssl: ssl.SSLContext | None = None
         self._closed = False
+
+    @property
+    def active(self) -> int:
+        """Return the connections on which an answer is coming."""
+        return len(self._active)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request; return once the head of its answer has come. Close the answer.

@@ -285,7 +285,7 @@ class CutRouter:
             "open requests": len(pipeline.registry.open),
             "quota places": sum(map(len, quotas._places.values())),
             "places in the ledger": sum(len(counts.places) for counts in quotas._local._keys.values()),
-            "connections": sum(len(t.client.connector._acquired) for t in transports if hasattr(t.client, "connector")),
+            "connections": sum(transport.active for transport in transports),
             "small requests": sum(PASSED_AT_ONCE - places._value for places in upstream._passing.values()),
             "kept streams": len(self._generate.streams._streams),
             "spans": self.spans.open,

@@ -170,7 +170,7 @@ async def test_reasoning_is_no_silence(tmp_path: Path) -> None:
 
 async def test_an_answer_that_is_no_http_is_a_failure(tmp_path: Path) -> None:
     """A head that cannot be read is the engine's fault: another one is asked, and the failure counts."""
-    async with faulty_stack(tmp_path, {"fast": {"header": "x" * 10_000}}) as stack:
+    async with faulty_stack(tmp_path, {"fast": {"header": "x" * 100_000}}) as stack:
         answer = await stack.generate(tier="fast", max_tokens=64, stream=False)
         assert (answer.status_code, answer.json()["text"], answer.json()["tier"]) == (200, TEXT, "balanced")
         assert stack.fleet.failures[TierName.FAST, "EngineUnreachable"] == 1

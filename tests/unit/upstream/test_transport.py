@@ -142,6 +142,13 @@ async def test_a_head_without_end_is_an_error() -> None:
         await connection.head()
 
 
+async def test_a_head_that_is_too_long_is_an_error_also_where_it_comes_at_once() -> None:
+    connection, _ = connection_with_request()
+    connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nx-a: " + b"b" * MAX_HEAD_BYTES + b"\r\n\r\n")
+    with pytest.raises(httpx.RemoteProtocolError, match="head"):
+        await connection.head()
+
+
 async def test_informational_answers_without_end_are_an_error() -> None:
     connection, _ = connection_with_request()
     for _ in range(MAX_HEAD_BYTES // 25 + 1):
@@ -277,7 +284,7 @@ async def transport(max_requests: int = 0) -> AsyncIterator[EngineTransport]:
     made = EngineTransport(max_requests)
     try:
         yield made
-        assert not made._active
+        assert not made.active
     finally:
         await made.aclose()
 

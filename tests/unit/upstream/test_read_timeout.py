@@ -1,0 +1,95 @@
+"""The bound on each wait for more of an answer: what it ends, and what it leaves alone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from tests.unit.upstream.test_transport import connection_with_request
+
+if TYPE_CHECKING:
+    from router.upstream.transport import Connection
+
+pytestmark = pytest.mark.anyio
+SHORT_S, LONG_S = 0.02, 60.0
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n"
+
+
+def answering(limit_s: float) -> Connection:
+    """Return a connection on which a body is coming."""
+    connection, _ = connection_with_request()
+    connection.data_received(HEAD)
+    connection.read_timeout_s = limit_s
+    return connection
+
+
+async def test_a_wait_that_takes_too_long_ends() -> None:
+    connection = answering(SHORT_S)
+    with pytest.raises(httpx.ReadTimeout, match=r"0\.02 s"):
+        await connection.read()
+    task = asyncio.current_task()
+    assert task is not None
+    assert not task.cancelling()
+    assert not connection.rest()
+
+
+async def test_each_wait_has_the_whole_time() -> None:
+    connection = answering(1.5)
+    for _ in range(6):  # together longer than one may be
+        asyncio.get_running_loop().call_later(0.3, connection.data_received, b"a")
+        assert await connection.read() == b"a"
+    connection.rest()
+
+
+async def test_time_between_waits_does_not_count() -> None:
+    connection = answering(SHORT_S)
+    asyncio.get_running_loop().call_soon(connection.data_received, b"a")
+    await connection.read()
+    await asyncio.sleep(3 * SHORT_S)  # the timer fires in it, and is set anew by the next wait
+    asyncio.get_running_loop().call_soon(connection.data_received, b"a")
+    assert await connection.read() == b"a"
+    with pytest.raises(httpx.ReadTimeout):
+        await connection.read()
+
+
+async def test_a_cancellation_stays_one() -> None:
+    connection = answering(LONG_S)
+    task = asyncio.create_task(connection.read())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    connection.rest()
+
+
+async def test_a_cancellation_that_comes_with_the_end_of_the_wait_stays_one() -> None:
+    connection = answering(0.0)
+    task = asyncio.create_task(connection.read())
+    await asyncio.sleep(0)
+    task.cancel()
+    connection._look(0.0)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    connection.rest()
+
+
+async def test_an_answer_that_has_ended_holds_no_timer() -> None:
+    connection = answering(LONG_S)
+    asyncio.get_running_loop().call_soon(connection.data_received, b"a")
+    await connection.read()
+    timer = connection._timer
+    assert timer is not None
+    connection.rest()
+    assert timer.cancelled()
+    assert connection.read_timeout_s is None
+
+
+async def test_other_faults_pass() -> None:
+    connection = answering(LONG_S)
+    asyncio.get_running_loop().call_soon(connection.connection_lost, ConnectionResetError())
+    with pytest.raises(httpx.ReadError):
+        await connection.read()
+    connection.rest()
