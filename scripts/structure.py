@@ -4,8 +4,9 @@
 
 ``circles`` are groups of modules that import one another, annotations and imports inside functions included; ``floors`` is
 the longest chain of imports. The figures of a request are those of a streamed ``POST /generate`` to a router in front of a
-fake engine: own modules and functions that it passes, calls of own functions for each chunk (from streams of two lengths),
-and the deepest stack of own functions while chunks are relayed. What runs beside the request is not counted.
+fake engine: own modules and functions that it passes, own functions that are called for each chunk (from streams of two
+lengths; that a coroutine goes on after an ``await`` is no call), and the deepest stack of own functions, for the request
+and for a chunk. What runs beside the request is not counted.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,8 +36,9 @@ class Calls:
     """Own functions that are called between ``start`` and ``stop``."""
 
     def __init__(self) -> None:
-        self.functions: set[CodeType] = set()
-        self.calls = self.depth = 0
+        self.counts: Counter[CodeType] = Counter()
+        self.depths: dict[CodeType, int] = {}
+        self.depth = 0
         self._own: dict[str, bool] = {}
 
     def start(self) -> None:
@@ -49,7 +52,11 @@ class Calls:
     @property
     def modules(self) -> set[str]:
         """Return the files of the functions called."""
-        return {code.co_filename for code in self.functions}
+        return {code.co_filename for code in self.counts}
+
+    def repeated(self, times: int) -> set[CodeType]:
+        """Return the functions that were called so often or more."""
+        return {code for code, count in self.counts.items() if count >= times}
 
     def _seen(self, frame: FrameType, event: str, _arg: Any) -> None:
         if event != "call" or not self._is_own(frame.f_code):
@@ -57,12 +64,16 @@ class Calls:
         # A request's tasks have its ids; what reads its bytes has none yet.
         if _REQUEST.get() is None and not frame.f_code.co_filename.startswith(f"{ROOT / 'router/server'}/"):
             return
-        self.functions.add(frame.f_code)
-        self.calls += 1
+        if (
+            frame.f_code.co_code[frame.f_lasti + 1] & 3
+        ):  # RESUME's argument: 0 at a call, else after an await or a yield
+            return
+        self.counts[frame.f_code] += 1
         depth, outer = 1, frame.f_back
         while outer is not None:
             depth += self._is_own(outer.f_code)
             outer = outer.f_back
+        self.depths[frame.f_code] = depth  # of the last call: the first chunk comes deeper, while the answer is opened
         self.depth = max(self.depth, depth)
 
     def _is_own(self, code: CodeType) -> bool:
@@ -90,14 +101,17 @@ async def request_figures() -> dict[str, int]:
                     finally:
                         counted.stop()
                     response.raise_for_status()
-                    if number and (count not in fewest or counted.calls < fewest[count].calls):
+                    if number and (count not in fewest or counted.counts.total() < fewest[count].counts.total()):
                         fewest[count] = counted
     short, long = fewest[SHORT], fewest[LONG]
+    of_chunks = long.repeated(LONG)
     return {
         "modules a streamed request passes": len(short.modules),
-        "own functions a streamed request passes": len(short.functions),
-        "calls of own functions for each chunk": round((long.calls - short.calls) / (LONG - SHORT)),
+        "own functions a streamed request passes": len(short.counts),
+        "own functions for each chunk": len(of_chunks),
+        "calls of own functions for each chunk": round((long.counts.total() - short.counts.total()) / (LONG - SHORT)),
         "deepest stack of own functions": short.depth,
+        "deepest stack for a chunk": max(long.depths[code] for code in of_chunks),
     }
 
 

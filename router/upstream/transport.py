@@ -52,31 +52,38 @@ class Connection(asyncio.Protocol):
         headers: The answer's headers, as they were sent.
         complete: Whether the whole answer has come.
         read_timeout_s: Longest time that one read of the present answer may wait; None: any.
+        parts: Of the answer's body that have come and were not read.
+        buffered: Their bytes.
+        paused: Whether the socket is not read, since they are many.
+        fault: Why no more comes; what has come can still be read.
+        waiter: Of who waits for more.
+        waiting_since: When the wait began, by the monotonic clock in seconds.
+        timer: Ends a wait that takes too long.
     """
 
     __slots__ = (
         "_body_ends_at_close",
-        "_buffered",
-        "_fault",
         "_head_bytes",
         "_head_only",
         "_informational",
         "_on_lost",
         "_parser",
-        "_parts",
-        "_paused",
-        "_timer",
         "_transport",
-        "_waiter",
-        "_waiting_since",
+        "buffered",
         "complete",
+        "fault",
         "headers",
         "idle_since",
         "origin",
+        "parts",
+        "paused",
         "read_timeout_s",
         "reusable",
         "state",
         "status",
+        "timer",
+        "waiter",
+        "waiting_since",
     )
 
     def __init__(self, origin: Origin, on_lost: Callable[[Connection], None]) -> None:
@@ -86,14 +93,14 @@ class Connection(asyncio.Protocol):
         self.headers: list[tuple[bytes, bytes]] = []
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
-        self._parts: list[bytes] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self.parts: list[bytes] = []
+        self.waiter: asyncio.Future[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None
         self.read_timeout_s: float | None = None
-        self._waiting_since = 0.0
-        self._fault: httpx.TransportError | None = None
-        self._buffered = self._head_bytes = 0
-        self._paused = self._informational = self._head_only = self._body_ends_at_close = False
+        self.waiting_since = 0.0
+        self.fault: httpx.TransportError | None = None
+        self.buffered = self._head_bytes = 0
+        self.paused = self._informational = self._head_only = self._body_ends_at_close = False
 
     def __repr__(self) -> str:
         scheme, host, port = self.origin
@@ -109,9 +116,9 @@ class Connection(asyncio.Protocol):
         assert self.state is ConnectionState.IDLE
         assert self._transport is not None
         self.state, self._parser = ConnectionState.ACTIVE, httptools.HttpResponseParser(self)
-        self.status, self.headers, self._parts, self._buffered = 0, [], [], 0
+        self.status, self.headers, self.parts, self.buffered = 0, [], [], 0
         self.complete = self.reusable = self._informational = self._body_ends_at_close = False
-        self._head_bytes, self._head_only, self._fault = 0, head_only, None
+        self._head_bytes, self._head_only, self.fault = 0, head_only, None
         self._transport.write(message)
 
     async def head(self) -> None:
@@ -121,50 +128,23 @@ class Connection(asyncio.Protocol):
             httpx.TransportError: The connection broke, or what came is no HTTP.
         """
         while not self.status:
-            if self._fault is not None:
-                self._raise_fault()
-            self._waiter = asyncio.get_running_loop().create_future()
+            if self.fault is not None:
+                self.raise_fault()
+            self.waiter = asyncio.get_running_loop().create_future()
             try:
-                await self._waiter
+                await self.waiter
             finally:
-                self._waiter = None
-
-    async def read(self) -> bytes:
-        """Return what has come of the answer's body and was not read; empty after its end.
-
-        Raises:
-            httpx.ReadTimeout: Nothing came in ``read_timeout_s``.
-            httpx.TransportError: The connection broke before the end, or what came is no HTTP.
-        """
-        while not self._parts:
-            if self.complete:
-                return b""
-            if self._fault is not None:
-                self._raise_fault()
-            loop = asyncio.get_running_loop()
-            self._waiter = loop.create_future()
-            if self.read_timeout_s is not None:
-                self._waiting_since = time.monotonic()
-                if self._timer is None:
-                    self._timer = loop.call_later(self.read_timeout_s, self._look, self.read_timeout_s)
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        parts, self._parts, self._buffered = self._parts, [], 0
-        if self._paused:
-            self._resume_reading()
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+                self.waiter = None
 
     def rest(self) -> bool:
         """End a request; return whether the connection can carry another one, else it is closed."""
-        self._parser, self._parts, self._fault = None, [], None
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self.read_timeout_s = None
+        self._parser, self.parts, self.fault = None, [], None
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = self.read_timeout_s = None
         if self.complete and self.reusable and self.state is ConnectionState.ACTIVE:
             self.state, self.idle_since = ConnectionState.IDLE, time.monotonic()
-            self._resume_reading()
+            self.resume_reading()
             return True
         self.close()
         return False
@@ -175,23 +155,24 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _look(self, limit_s: float) -> None:
+    def look(self, limit_s: float) -> None:
         """End a wait that takes too long; otherwise look again when it would. One timer serves all waits of an answer."""
-        self._timer = None
-        if self._waiter is None:
+        self.timer = None
+        if self.waiter is None:
             return  # the next wait sets it
-        left_s = self._waiting_since + limit_s - time.monotonic()
+        left_s = self.waiting_since + limit_s - time.monotonic()
         if left_s > 0:
-            self._timer = asyncio.get_running_loop().call_later(left_s, self._look, limit_s)
+            self.timer = asyncio.get_running_loop().call_later(left_s, self.look, limit_s)
         else:
             self._failed(httpx.ReadTimeout(f"nothing came for {limit_s:g} s"))
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
-    def _raise_fault(self) -> None:
-        fault, self._fault = self._fault, httpx.ReadError("the connection had failed before")
+    def raise_fault(self) -> None:
+        """Raise why no more comes."""
+        fault, self.fault = self.fault, httpx.ReadError("the connection had failed before")
         try:
             assert fault is not None
             raise fault
@@ -200,17 +181,18 @@ class Connection(asyncio.Protocol):
 
     def _failed(self, fault: httpx.TransportError) -> None:
         """Note why no more comes; what has come can still be read."""
-        if self._fault is None and not self.complete:
-            self._fault = fault
+        if self.fault is None and not self.complete:
+            self.fault = fault
         self.reusable = False
         self._wake()
 
     def _head_too_long(self) -> None:
         self._failed(httpx.RemoteProtocolError(f"the head of the engine's answer is over {MAX_HEAD_BYTES} bytes"))
 
-    def _resume_reading(self) -> None:
-        if self._paused:
-            self._paused = False
+    def resume_reading(self) -> None:
+        """Read the socket again."""
+        if self.paused:
+            self.paused = False
             if self._transport is not None and not self._transport.is_closing():
                 self._transport.resume_reading()
 
@@ -237,11 +219,11 @@ class Connection(asyncio.Protocol):
                     httpx.RemoteProtocolError(f"the head of the engine's answer is over {MAX_HEAD_BYTES} bytes")
                 )
             return
-        if self._buffered > READ_BUFFER_BYTES and not self._paused and self._transport is not None:
-            self._paused = True
+        if self.buffered > READ_BUFFER_BYTES and not self.paused and self._transport is not None:
+            self.paused = True
             self._transport.pause_reading()
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Note that no more comes."""
@@ -268,7 +250,7 @@ class Connection(asyncio.Protocol):
         """Look at the head."""
         assert self._parser is not None
         status = self._parser.get_status_code()
-        if self.status or self._fault is not None:
+        if self.status or self.fault is not None:
             return  # of something after the answer, or after an informational head that was too long
         if status < _OK and status != _SWITCHING_PROTOCOLS:
             self._informational = True
@@ -288,8 +270,8 @@ class Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""
         if not self.complete:
-            self._parts.append(body)
-            self._buffered += len(body)
+            self.parts.append(body)
+            self.buffered += len(body)
 
     def on_message_complete(self) -> None:
         """Note the end of an answer, or of an informational one."""
@@ -303,7 +285,11 @@ class Connection(asyncio.Protocol):
 
 
 class Body(httpx.AsyncByteStream):
-    """An answer's body as it comes: what came together is one part. Close it, unless it is read to its end."""
+    """An answer's body as it comes: what came together is one part. Close it, unless it is read to its end.
+
+    Reading it raises ``httpx.ReadTimeout`` if nothing comes for as long as ``limit_reads`` says, ``httpx.ReadError`` if the
+    connection breaks, and ``httpx.RemoteProtocolError`` if it is closed before the end or what comes is no HTTP.
+    """
 
     __slots__ = ("_connection", "_release")
 
@@ -320,12 +306,30 @@ class Body(httpx.AsyncByteStream):
             self._connection.read_timeout_s = limit_s
 
     async def __anext__(self) -> bytes:
-        if self._connection is None:
+        connection = self._connection
+        if connection is None:
             raise StopAsyncIteration
-        if data := await self._connection.read():
-            return data
-        await self.aclose()
-        raise StopAsyncIteration
+        # Once a token, so no calls.
+        while not connection.parts:
+            if connection.complete:
+                await self.aclose()
+                raise StopAsyncIteration
+            if connection.fault is not None:
+                connection.raise_fault()
+            loop = asyncio.get_running_loop()
+            connection.waiter = loop.create_future()
+            if (limit_s := connection.read_timeout_s) is not None:
+                connection.waiting_since = time.monotonic()
+                if connection.timer is None:
+                    connection.timer = loop.call_later(limit_s, connection.look, limit_s)
+            try:
+                await connection.waiter
+            finally:
+                connection.waiter = None
+        parts, connection.parts, connection.buffered = connection.parts, [], 0
+        if connection.paused:
+            connection.resume_reading()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def aclose(self) -> None:
         """Give the connection back, or close it where the answer has not come to its end."""

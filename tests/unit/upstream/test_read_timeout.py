@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from router.upstream.transport import Body
 from tests.unit.upstream.test_transport import connection_with_request
 
 if TYPE_CHECKING:
@@ -26,10 +27,15 @@ def answering(limit_s: float) -> Connection:
     return connection
 
 
+async def read(connection: Connection) -> bytes:
+    """Read what comes next."""
+    return await anext(Body(connection, lambda _: None))
+
+
 async def test_a_wait_that_takes_too_long_ends() -> None:
     connection = answering(SHORT_S)
     with pytest.raises(httpx.ReadTimeout, match=r"0\.02 s"):
-        await connection.read()
+        await read(connection)
     task = asyncio.current_task()
     assert task is not None
     assert not task.cancelling()
@@ -40,24 +46,24 @@ async def test_each_wait_has_the_whole_time() -> None:
     connection = answering(1.5)
     for _ in range(6):  # together longer than one may be
         asyncio.get_running_loop().call_later(0.3, connection.data_received, b"a")
-        assert await connection.read() == b"a"
+        assert await read(connection) == b"a"
     connection.rest()
 
 
 async def test_time_between_waits_does_not_count() -> None:
     connection = answering(SHORT_S)
     asyncio.get_running_loop().call_soon(connection.data_received, b"a")
-    await connection.read()
+    await read(connection)
     await asyncio.sleep(3 * SHORT_S)  # the timer fires in it, and is set anew by the next wait
     asyncio.get_running_loop().call_soon(connection.data_received, b"a")
-    assert await connection.read() == b"a"
+    assert await read(connection) == b"a"
     with pytest.raises(httpx.ReadTimeout):
-        await connection.read()
+        await read(connection)
 
 
 async def test_a_cancellation_stays_one() -> None:
     connection = answering(LONG_S)
-    task = asyncio.create_task(connection.read())
+    task = asyncio.create_task(read(connection))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -67,10 +73,10 @@ async def test_a_cancellation_stays_one() -> None:
 
 async def test_a_cancellation_that_comes_with_the_end_of_the_wait_stays_one() -> None:
     connection = answering(0.0)
-    task = asyncio.create_task(connection.read())
+    task = asyncio.create_task(read(connection))
     await asyncio.sleep(0)
     task.cancel()
-    connection._look(0.0)
+    connection.look(0.0)
     with pytest.raises(asyncio.CancelledError):
         await task
     connection.rest()
@@ -79,8 +85,8 @@ async def test_a_cancellation_that_comes_with_the_end_of_the_wait_stays_one() ->
 async def test_an_answer_that_has_ended_holds_no_timer() -> None:
     connection = answering(LONG_S)
     asyncio.get_running_loop().call_soon(connection.data_received, b"a")
-    await connection.read()
-    timer = connection._timer
+    await read(connection)
+    timer = connection.timer
     assert timer is not None
     connection.rest()
     assert timer.cancelled()
@@ -91,5 +97,5 @@ async def test_other_faults_pass() -> None:
     connection = answering(LONG_S)
     asyncio.get_running_loop().call_soon(connection.connection_lost, ConnectionResetError())
     with pytest.raises(httpx.ReadError):
-        await connection.read()
+        await read(connection)
     connection.rest()
