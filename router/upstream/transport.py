@@ -225,6 +225,12 @@ class Connection(asyncio.Protocol):
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
+    def eof_received(self) -> None:
+        """Note that the engine closes; ``connection_lost`` follows."""
+        self.reusable = False
+        if self.state is ConnectionState.IDLE:
+            self.state = ConnectionState.CLOSED
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Note that no more comes."""
         self.state, self.reusable = ConnectionState.CLOSED, False

@@ -172,6 +172,21 @@ async def test_what_follows_an_answer_is_never_the_next_requests(more: bytes, *,
     assert wire.closed
 
 
+@pytest.mark.parametrize("idle", [True, False])
+async def test_a_connection_that_the_engine_closes_carries_nothing_more(*, idle: bool) -> None:
+    """From the moment that it says so; that the socket is closed is told later."""
+    connection, _ = connection_with_request()
+    connection.data_received(PLAIN)
+    assert await body_of(connection) == b"hello"
+    if idle:
+        assert connection.rest()
+    connection.eof_received()
+    if idle:
+        assert connection.state is ConnectionState.CLOSED
+    else:
+        assert not connection.rest()
+
+
 async def test_a_head_alone_is_the_whole_answer_to_head() -> None:
     connection, _ = connection_with_request(head_only=True)
     connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n")
