@@ -252,7 +252,7 @@ class Supervisor:
         try:
             self._on_change(replica)
             if state is ReplicaState.READY:
-                self.fleet.on_room()
+                self.fleet.on_capacity()
         except Exception as error:  # noqa: BLE001  those who are told do not decide on the engine's life
             self._faults.log(error, f"a change of {replica.id} was not told")
 

@@ -11,8 +11,8 @@ from tiers.speed import HALF_LIFE_S, SpeedModel, Trend
 FAST = TierName.FAST
 
 
-def make_fleet(replicas: int = 2, places: int = 2) -> Fleet:
-    spec = TierSpec(FAST, 2048, 16, places)
+def make_fleet(replicas: int = 2, slots: int = 2) -> Fleet:
+    spec = TierSpec(FAST, 2048, 16, slots)
     fleet = Fleet((spec,))
     for number in range(replicas):
         fleet.add(Replica(f"fast-{number}", spec, "u", "", "m", state=ReplicaState.READY))
@@ -21,7 +21,7 @@ def make_fleet(replicas: int = 2, places: int = 2) -> Fleet:
 
 def test_least_loaded_replica_is_leased() -> None:
     """Load is outstanding tokens: one long request weighs more than two short ones."""
-    fleet = make_fleet(places=9)
+    fleet = make_fleet(slots=9)
     long = fleet.lease(FAST, prompt_tokens=1000, max_tokens=100)
     assert long is not None
     others = [fleet.lease(FAST, prompt_tokens=10, max_tokens=10) for _ in range(3)]
@@ -30,7 +30,7 @@ def test_least_loaded_replica_is_leased() -> None:
 
 def test_places_are_bounded_and_come_back() -> None:
     """A replica never has more than its places out; a released place is free again, and only once."""
-    fleet = make_fleet(replicas=1, places=2)
+    fleet = make_fleet(replicas=1, slots=2)
     leases = [fleet.lease(FAST, prompt_tokens=5, max_tokens=7) for _ in range(3)]
     assert leases[2] is None
     first = leases[0]
@@ -43,7 +43,7 @@ def test_places_are_bounded_and_come_back() -> None:
 
 def test_counters_return_to_zero_on_every_path() -> None:
     """Tokens counted down on the way and the rest at the end add up to what was leased."""
-    fleet = make_fleet(replicas=1, places=5)
+    fleet = make_fleet(replicas=1, slots=5)
     for produced in (0, 3, 50):
         lease = fleet.lease(FAST, prompt_tokens=20, max_tokens=10)
         assert lease is not None
@@ -147,23 +147,23 @@ def test_neighbours_are_the_other_busy_replicas() -> None:
 
 def test_several_sequences_take_their_places_and_tokens() -> None:
     """A request of several answers counts as that many: places, output and cache; its prompt once; it is one request."""
-    fleet = make_fleet(replicas=1, places=8)
+    fleet = make_fleet(replicas=1, slots=8)
     lease = fleet.lease(FAST, prompt_tokens=50, max_tokens=100, sequences=6)
     assert lease is not None
     replica = fleet.replicas[0]
-    assert (replica.in_flight, replica.places, replica.prompt_tokens) == (1, 6, 50)
+    assert (replica.in_flight, replica.slots, replica.prompt_tokens) == (1, 6, 50)
     assert (replica.output_tokens, replica.kv_tokens_held) == (600, 650)
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=3) is None
     assert fleet.snapshot().tiers[0].next(1, 3, 512, 3) is None
     assert fleet.snapshot().tiers[0].next(1, 2, 512, 2) is not None
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=2) is not None
     lease.release()
-    assert (replica.in_flight, replica.places, replica.output_tokens, replica.kv_tokens_held) == (1, 2, 2, 3)
+    assert (replica.in_flight, replica.slots, replica.output_tokens, replica.kv_tokens_held) == (1, 2, 2, 3)
 
 
 def test_more_sequences_than_places_need_an_idle_replica() -> None:
     """They are let in alone, and nobody beside them."""
-    fleet = make_fleet(replicas=1, places=4)
+    fleet = make_fleet(replicas=1, slots=4)
     one = fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
     assert one is not None
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=64) is None
@@ -172,12 +172,12 @@ def test_more_sequences_than_places_need_an_idle_replica() -> None:
     assert many is not None
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
     many.release()
-    assert fleet.replicas[0].places == 0
+    assert fleet.replicas[0].slots == 0
 
 
 def test_an_engine_that_computes_several_answers_has_no_strangers() -> None:
     """Engines count each answer: what a request of several asks for is not taken for somebody else's requests."""
-    fleet = make_fleet(replicas=1, places=8)
+    fleet = make_fleet(replicas=1, slots=8)
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=5) is not None
     for _ in range(FOREIGN_POLLS):
         fleet.replicas[0].note_gauges(Gauges(running=5, waiting=0, kv_cache_usage=0.1))
@@ -186,7 +186,7 @@ def test_an_engine_that_computes_several_answers_has_no_strangers() -> None:
 
 def test_several_sequences_are_predicted_and_teach_nothing() -> None:
     """They slow one another down as that many requests would; times of theirs are not held against the model."""
-    fleet = make_fleet(replicas=1, places=16)
+    fleet = make_fleet(replicas=1, slots=16)
     replica = fleet.replicas[0]
     replica.measured(_profiled())
     one = fleet.lease(FAST, prompt_tokens=100, max_tokens=10)
@@ -206,13 +206,13 @@ def test_several_sequences_are_predicted_and_teach_nothing() -> None:
 
 def test_a_reserved_replica_has_no_place_for_others() -> None:
     """In a snapshot made for them, and by the lease; the one that lacks least of what is wanted is the one to reserve."""
-    fleet = make_fleet(replicas=3, places=4)
+    fleet = make_fleet(replicas=3, slots=4)
     for number, taken in enumerate((3, 2, 4)):
         rest = {f"fast-{n}" for n in range(3) if n != number}
         for _ in range(taken):
             fleet.lease(FAST, prompt_tokens=1, max_tokens=1, exclude=rest)
     wanted = Demand(1, 1, sequences=3)
-    assert not fleet.has_room({FAST}, wanted)
+    assert not fleet.has_capacity({FAST}, wanted)
     assert fleet.nearest({FAST}, wanted) == "fast-1"
     assert fleet.nearest({FAST}, wanted, {"fast-1"}) == "fast-0"
     assert fleet.nearest({FAST}, wanted, {"fast-1", "fast-0"}) is None
