@@ -27,7 +27,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _kill_descendants() -> None:
-    """Kill children until none is left: orphans of a killed child are handed to this process in turn."""
+    """Kill children until none is left: orphans of a killed child become children of this process."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     while True:
         for pid in children.read_text().split():
