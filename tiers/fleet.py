@@ -257,10 +257,6 @@ class TemplateTokens:
         added, first = (self.with_system, 2) if system else (self.alone, 1)
         return added + -(-self.further_pair * max(messages - first, 0) // 2)
 
-    def most(self, other: TemplateTokens) -> TemplateTokens:
-        """Return the larger of each figure."""
-        return TemplateTokens(*map(max, astuple(self), astuple(other)))
-
 
 @dataclass(frozen=True, slots=True)
 class FleetSnapshot:
@@ -336,12 +332,12 @@ class Replica:
     tpot_trend: Trend = STEADY
     options: FleetOptions = field(default_factory=FleetOptions)
     breaker: Breaker = field(init=False)
+    limiter: ConcurrencyLimit = field(init=False)
     turnover: Turnover = field(default_factory=Turnover)
     seen: deque[Seen] = field(default_factory=lambda: deque(maxlen=KEPT_ANSWERS))
     noted: int = 0
     _others: PeerLoad = NO_PEERS
     _others_until: float = 0.0  # monotonic; later ``_others`` is out of date
-    _limit: ConcurrencyLimit = field(init=False)
     _prefill_rate: float = 0.0  # prompt tokens per millisecond at ``_prefill_at``
     _prefill_at: float = 0.0
     _surplus: deque[int] = field(default_factory=lambda: deque(maxlen=FOREIGN_POLLS))  # of gauges over known requests
@@ -358,13 +354,13 @@ class Replica:
     def adopt(self, options: FleetOptions) -> None:
         """Take the fleet's options."""
         self.options, self.breaker = options, Breaker(options.breaker)
-        self._limit = ConcurrencyLimit.starting(self.spec.max_num_seqs, self.spec.max_in_flight)
+        self.limiter = ConcurrencyLimit.starting(self.spec.max_num_seqs, self.spec.max_in_flight)
 
     @property
     def whole_limit(self) -> int:
         """Return the number of slots, for all routers together."""
         adapting = self.options.adaptive_limit and self.speed is not None and self.speed.profiled
-        return min(self._limit.value, self.spec.max_in_flight) if adapting else self.spec.max_in_flight
+        return min(self.limiter.value, self.spec.max_in_flight) if adapting else self.spec.max_in_flight
 
     @property
     def limit(self) -> int:
@@ -381,18 +377,6 @@ class Replica:
     def note_others(self, others: PeerLoad, until: float) -> None:
         """Note other routers' load, valid until a monotonic time."""
         self._others, self._others_until = others, until
-
-    def has_capacity(self, tokens: int, *, long: bool, sequences: int = 1) -> bool:
-        """Tell whether the replica takes one more request.
-
-        Args:
-            tokens: Of its prompts and its expected output.
-            long: Whether its prompts are long.
-            sequences: Of the request; see ``has_slots``.
-        """
-        if not has_slots(sequences, self.slots, self.limit) or (long and self.kv_pressure):
-            return False
-        return fits(tokens, self.kv_tokens_held + self.others.kv_tokens, self.kv_tokens)
 
     def __repr__(self) -> str:
         return f"<Replica {self.id} {self.state.value} in_flight={self.in_flight} {self.url}>"
@@ -517,14 +501,6 @@ class Replica:
             places=self.slots,
         )
 
-    def learn_limit(self, unqueued_ms: float, ttft_ms: float, in_flight: int) -> None:
-        """Learn from one TTFT how many requests the engine computes at once."""
-        self._limit.sample(unqueued_ms * math.exp(max(self.ttft_trend.mean, 0.0)), ttft_ms, in_flight)
-
-    def back_off(self) -> None:
-        """Lower the limit, because the replica failed a request."""
-        self._limit.failed()
-
 
 @dataclass(slots=True, eq=False)
 class Lease:
@@ -569,7 +545,8 @@ class Lease:
         if replica.learns:
             self._seen, self._begun = self._seen._replace(ttft_ms=ttft_ms), (now, *replica.work(now))
         if self._unqueued_ms is not None:
-            replica.learn_limit(self._unqueued_ms, ttft_ms, self._slots_taken)
+            expected_ms = self._unqueued_ms * math.exp(max(replica.ttft_trend.mean, 0.0))
+            replica.limiter.sample(expected_ms, ttft_ms, self._slots_taken)
         if self.predicted is not None and speed is not None:
             replica.ttft_trend = replica.ttft_trend.after(self.predicted.ttft_ms, ttft_ms, now, speed.ttft_spread)
 
@@ -624,7 +601,7 @@ class Lease:
         """Count a failed attempt, by its kind of error."""
         self.replica.failed += 1
         self._fleet.failures[self.replica.spec.name, error] += 1
-        self.replica.back_off()
+        self.replica.limiter.failed()
         self._judged = True
         self.replica.breaker.failed(time.monotonic(), probe=self._probe)
 
@@ -789,18 +766,18 @@ class Fleet:
         self, tiers: Collection[TierName], demand: Demand | None, exclude: Collection[str], now: float
     ) -> Iterator[Replica]:
         """Yield the replicas that take a request; without a demand, whatever their limits."""
-        tokens, long, sequences = 0, False, 1
-        if demand is not None:
-            tokens, long, sequences = self._kv_tokens(demand), self._is_long(demand), demand.sequences
         for r in self.replicas:
-            if (
-                r.spec.name in tiers
-                and r.state is ReplicaState.READY
-                and r.breaker.admits(now)
-                and r.id not in exclude
-                and (demand is None or r.has_capacity(tokens, long=long, sequences=sequences))
-            ):
+            if r.spec.name not in tiers or r.state is not ReplicaState.READY or r.id in exclude:
+                continue
+            if r.breaker.admits(now) and (demand is None or self._takes(r, demand)):
                 yield r
+
+    def _takes(self, replica: Replica, demand: Demand) -> bool:
+        if not has_slots(demand.sequences, replica.slots, replica.limit):
+            return False
+        if replica.kv_pressure and self._is_long(demand):
+            return False
+        return fits(self._kv_tokens(demand), replica.kv_tokens_held + replica.others.kv_tokens, replica.kv_tokens)
 
     def _kv_tokens(self, demand: Demand) -> int:
         return demand.prompt_tokens + math.ceil(self.output_share * demand.max_tokens * demand.sequences)
@@ -823,8 +800,8 @@ class Fleet:
         return sum(r.sequences > 0 for r in self.replicas if r is not replica) / others if others else 0.0
 
     def note_template(self, template: TemplateTokens) -> None:
-        """Note what an engine's chat template adds to prompts."""
-        self.template = self.template.most(template)
+        """Note what an engine's chat template adds to prompts; the larger of each figure counts."""
+        self.template = TemplateTokens(*map(max, astuple(self.template), astuple(template)))
 
     def snapshot(self, reserved: Collection[str] = ()) -> FleetSnapshot:
         """Return a frozen copy of the fleet, in which reserved replicas (by id) have no free slots."""
