@@ -23,9 +23,8 @@ from tiers.checkpoints.checkpoint import (
 )
 from tiers.checkpoints.prepare import DEFAULT_CALIBRATION, PrepareOptions, check_calibration, find, finished, prepare
 from tiers.checkpoints.quantize import evenly
-from tiers.errors import CheckpointError, PlanError, TokenizerMismatch
-from tiers.plan import GIB, Gpu, Machine, expected_bytes, kv_bytes_per_token, make_plan
-from tiers.spec import Precision, TierName, TierSpec
+from tiers.errors import CheckpointError, TokenizerMismatch
+from tiers.spec import Precision, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -190,98 +189,3 @@ def test_each_checkpoint_is_handed_over_as_soon_as_it_is_finished(tmp_path: Path
             seal(work, BALANCED, model="m", base_digest="b", made={"method": "FP8", "versions": {}})
     assert [checkpoint.tier for checkpoint in made] == [PRECISE, PRECISE, BALANCED]
     assert [checkpoint.tier for checkpoint in finished(options)] == [BALANCED, PRECISE]
-
-
-def specs(tmp_path: Path, gib: dict[TierName, float]) -> list[TierSpec]:
-    return [
-        TierSpec(name, length, 16, 32, checkpoint=model(tmp_path / name, size=int(gib[name] * GIB)))
-        for name, length in zip(TierName, (2048, 4096, 8192), strict=True)
-    ]
-
-
-SIZES_8B = {FAST: 5.4, BALANCED: 8.5, PRECISE: 15.0}
-
-
-def test_kv_cache_per_token() -> None:
-    """An 8B Llama holds 2 x 32 layers x 8 heads x 128 x 2 bytes = 128 KiB a token."""
-    assert kv_bytes_per_token(LLAMA_8B) == 131072
-    with pytest.raises(PlanError, match="num_hidden_layers"):
-        kv_bytes_per_token({"num_attention_heads": 1, "hidden_size": 64})
-
-
-def test_a_plan_knows_the_weights_that_are_still_to_be_made(tmp_path: Path) -> None:
-    """From the BF16 checkpoint alone: embeddings stay, and the rest is half, or a little over a quarter."""
-    base = model(tmp_path / "base", size=269_060_552)  # and 163 and 114 MB, of the default model
-    config = {**LLAMA_8B, "vocab_size": 49152, "hidden_size": 576, "tie_word_embeddings": True}
-    (base / "config.json").write_text(json.dumps(config))
-    assert expected_bytes(base, Precision.BF16, amx=False) == (269_060_552, 269_060_552)
-    on_disk, held = expected_bytes(base, Precision.FP8, amx=False)
-    assert on_disk == pytest.approx(163_227_736, rel=0.01)
-    assert held == pytest.approx(269_060_552, rel=0.01)
-    packed, held = expected_bytes(base, Precision.AWQ_INT4, amx=True)
-    assert 114_029_456 < packed == held < 1.05 * 114_029_456
-    tiers = [TierSpec(name, 2048, 16, 32, checkpoint=base if name is PRECISE else None) for name in TierName]
-    plan = make_plan(Machine((0, 1), 24 * GIB, ()), tiers, base=base)
-    assert [(share.on_disk, share.weights) for share in plan.shares] == [
-        expected_bytes(base, precision, amx=False) for precision in (Precision.AWQ_INT4, Precision.FP8, Precision.BF16)
-    ]
-
-
-def test_three_engines_share_one_gpu(tmp_path: Path) -> None:
-    """The shares add up to less than the card, and each holds its weights and at least one full context."""
-    machine = Machine((0, 1), 64 * GIB, (Gpu(0, "H200", 141 * GIB, 140 * GIB),))
-    plan = make_plan(machine, specs(tmp_path, SIZES_8B))
-    fractions = [share.placement.gpu_memory_fraction for share in plan.shares]
-    assert sum(fractions) < 0.95
-    for share, length in zip(plan.shares, (2048, 4096, 8192), strict=True):
-        assert share.placement.gpu_memory_fraction * 141 * GIB > share.weights + share.kv_cache
-        assert share.kv_tokens >= length
-
-
-def test_gpu_that_is_too_small_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
-    """Three 8B engines do not fit a 32 GiB card: the error has the numbers and what can be done."""
-    machine = Machine((0,), 64 * GIB, (Gpu(0, "small", 32 * GIB, 31 * GIB),))
-    with pytest.raises(PlanError, match=r"31\.0 GiB free.*28\.9 GiB.*Take a smaller model"):
-        make_plan(machine, specs(tmp_path, SIZES_8B))
-
-
-def test_cpu_plan_shares_cores_and_checks_memory(tmp_path: Path) -> None:
-    """Few cores are shared, many are divided with one left for the router; too little memory is refused."""
-    small = dict.fromkeys(TierName, 0.2)
-    few = make_plan(Machine((0, 1), 24 * GIB, ()), specs(tmp_path, small), kv_cache_gib=1)
-    assert [s.placement.cores for s in few.shares] == [(), (), ()]
-    many = make_plan(Machine(tuple(range(8)), 24 * GIB, ()), specs(tmp_path, small), kv_cache_gib=1)
-    assert [s.placement.cores for s in many.shares] == [(1, 2), (3, 4), (5, 6)]
-    with pytest.raises(PlanError, match="GiB of memory"):
-        make_plan(Machine((0, 1), 4 * GIB, ()), specs(tmp_path, small), kv_cache_gib=1)
-
-
-def test_quantized_weights_take_twice_their_size_where_the_plugin_computes_them(tmp_path: Path) -> None:
-    """Without AMX, FP8 is held as BF16 and 4 bits in two layouts; embeddings, scales and BF16 layers stay as they are."""
-    mib = 1 << 20
-    tensors = {
-        FAST: {"embed.weight": ("BF16", 50 * mib), "q.weight_packed": ("I32", 40 * mib), "q.weight_scale": ("BF16", mib)},
-        BALANCED: {"embed.weight": ("BF16", 50 * mib), "q.weight": ("F8_E4M3", 80 * mib), "q.weight_scale": ("BF16", mib)},
-        PRECISE: {"embed.weight": ("BF16", 50 * mib), "q.weight": ("BF16", 160 * mib)},
-    }  # fmt: skip
-    for tier, entries in tensors.items():
-        folder, header, end = model(tmp_path / tier), {"__metadata__": {"format": "pt"}}, 0
-        for name, (dtype, size) in entries.items():
-            header[name] = {"dtype": dtype, "shape": [size], "data_offsets": [end, end + size]}
-            end += size
-        raw = json.dumps(header).encode()
-        with (folder / "model.safetensors").open("wb") as file:
-            file.write(struct.pack("<Q", len(raw)) + raw)
-            file.truncate(8 + len(raw) + end)
-    tiers = [TierSpec(name, 2048, 16, 32, checkpoint=tmp_path / name) for name in TierName]
-    for amx, held in ((False, (131, 211, 210)), (True, (91, 131, 210))):
-        plan = make_plan(Machine((0, 1), 24 * GIB, (), amx=amx), tiers)
-        assert tuple(share.weights // mib for share in plan.shares) == held
-        assert tuple(share.on_disk // mib for share in plan.shares) == (91, 131, 210)
-    room = 3 * 3 * GIB + 2 * 500 * mib  # three engines' KV cache and overhead, and weights on disk and as held
-    assert make_plan(Machine((0, 1), room, (), amx=True), tiers)
-    with pytest.raises(PlanError, match="GiB of memory"):
-        make_plan(Machine((0, 1), 3 * 3 * GIB + 900 * mib, (), amx=False), tiers)
-    (tmp_path / FAST / "model.safetensors").write_bytes(b"")
-    with pytest.raises(PlanError, match="cannot be read"):
-        make_plan(Machine((0, 1), room, ()), tiers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +21,7 @@ from tests.unit.own_engines import Own, own_engines, until
 from tests.unit.router_stack import router_stack
 from tiers.errors import NotPossible, UnknownReplica
 from tiers.lifecycle.operations import Operation, OperationOptions
-from tiers.plan import GIB, Gpu, Machine, lacking_for_one_more
-from tiers.spec import Placement, ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
     from tiers.lifecycle.operations import Kind
@@ -156,21 +154,6 @@ async def test_in_place_needs_another_replica(tmp_path: Path, monkeypatch: pytes
         assert (operation.state, operation.successor) == ("done", None)
         assert (own.first.id, own.first.state) == ("fast-0", READY)
         assert own.first.pid != pid
-
-
-def test_memory_for_one_more_is_reckoned(tmp_path: Path) -> None:
-    """On a CPU by what is available, on a GPU by what is free of it; what is missing is told."""
-    (tmp_path / "w.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}" + bytes(990))
-    tier = TierSpec(TierName.FAST, 2048, 16, 32, checkpoint=tmp_path)
-    on_cpu, on_gpu = Placement(kv_cache_gib=1), Placement(gpu=0, gpu_memory_fraction=0.5)
-    assert lacking_for_one_more(Machine((0,), 4 * GIB, ()), tier, on_cpu) is None
-    assert lacking_for_one_more(Machine((0,), 2 * GIB, ()), tier, on_cpu) == (
-        "one more engine needs 3.0 GiB, 2.0 GiB are free"
-    )
-    assert lacking_for_one_more(Machine((0,), 0, (Gpu(0, "g", 80 * GIB, 41 * GIB),)), tier, on_gpu) is None
-    assert "40.0 GiB, 39.0 GiB" in (
-        lacking_for_one_more(Machine((0,), 0, (Gpu(0, "g", 80 * GIB, 39 * GIB),)), tier, on_gpu) or ""
-    )
 
 
 async def test_recycling_by_schedule_is_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
