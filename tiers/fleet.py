@@ -617,6 +617,7 @@ class Lease:
         self._released = True
         self.replica.took(-1, time.monotonic(), self.sequences)
         self.replica.prompt_tokens -= self._prompt_tokens
+        self._prompt_tokens = 0  # a late first token must not count down again
         self.replica.output_tokens -= self._output_tokens
         self.replica.kv_tokens_held -= self._kv_tokens
         if not self._judged:

@@ -27,7 +27,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _prepare_engine() -> None:
-    """Run in the engine process before its program starts: it dies with the guard, and does not inherit an ignored SIGTERM."""
+    """Run in the engine before its program starts: it dies with the guard, and does not inherit an ignored SIGTERM."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
