@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
+import threading
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,12 +16,15 @@ from tiers.checkpoints.checkpoint import (
     MANIFEST,
     Checkpoint,
     check_alike,
+    check_whole,
     fingerprint,
     identity,
     making,
+    quantized_bytes,
     read_checkpoint,
     recipe_digest,
     seal,
+    weights_digest,
 )
 from tiers.checkpoints.prepare import DEFAULT_CALIBRATION, PrepareOptions, check_calibration, find, finished, prepare
 from tiers.checkpoints.quantize import evenly
@@ -189,3 +194,143 @@ def test_each_checkpoint_is_handed_over_as_soon_as_it_is_finished(tmp_path: Path
             seal(work, BALANCED, model="m", base_digest="b", made={"method": "FP8", "versions": {}})
     assert [checkpoint.tier for checkpoint in made] == [PRECISE, PRECISE, BALANCED]
     assert [checkpoint.tier for checkpoint in finished(options)] == [BALANCED, PRECISE]
+
+
+def weights(folder: Path, tensors: dict[str, tuple[str, int]], name: str = "model.safetensors") -> Path:
+    """Write a weight file of tensors, each with its type and size in bytes."""
+    header, end = {}, 0
+    for tensor, (dtype, size) in tensors.items():
+        header[tensor] = {"dtype": dtype, "shape": [size], "data_offsets": [end, end + size]}
+        end += size
+    raw = json.dumps(header).encode()
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(end))
+    return folder / name
+
+
+def test_recipes_keep_their_folders() -> None:
+    """A changed digest would make every checkpoint of every user anew; raise RECIPE_VERSION where that is meant."""
+    assert (recipe_digest("bf16", {}), recipe_digest("fp8", {})) == ("538cd899", "ab8fdbdd")
+    awq = {"calibration": "c", "group_size": 0, "max_tokens": 256, "prefer_small_groups": False, "samples": 16}
+    assert recipe_digest("awq", awq) == recipe_digest("awq", dict(reversed(awq.items()))) == "e2b84966"
+
+
+def test_whole_weights_pass(tmp_path: Path) -> None:
+    """With and without an index; an empty file of tensors is whole as well."""
+    weights(tmp_path, {"a": ("BF16", 20), "b": ("BF16", 0)}, "model-1.safetensors")
+    weights(tmp_path, {}, "model-2.safetensors")
+    check_whole(tmp_path)
+    index = {"weight_map": {"a": "model-1.safetensors", "c": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_whole(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "its header says"),
+        (lambda file: file.write_bytes(file.read_bytes() + b"x"), "its header says"),
+        (lambda file: file.write_bytes(b"\xff" * 20), "is no safetensors file"),
+        (lambda file: file.write_bytes(b""), "cannot be read"),
+        (lambda file: file.write_bytes(struct.pack("<Q", 2) + b"[]"), "cannot be read"),
+        (lambda file: file.rename(file.with_name("other")), "has no weights"),
+        (
+            lambda file: file.with_name("model.safetensors.index.json").write_text('{"weight_map": {"a": "gone"}}'),
+            "gone is missing",
+        ),
+        (lambda file: file.with_name("model.safetensors.index.json").write_text("{}"), "cannot be read"),
+    ],
+    ids=["cut", "longer", "not safetensors", "empty", "no object", "none", "a file of the index", "no index"],
+)
+def test_weights_that_are_not_whole_are_told(tmp_path: Path, change: Any, said: str) -> None:
+    """Each is a CheckpointError that names the file or the folder, whatever is wrong."""
+    change(weights(tmp_path, {"a": ("BF16", 20)}))
+    with pytest.raises(CheckpointError, match=said) as caught:
+        check_whole(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_quantized_weights_are_counted(tmp_path: Path) -> None:
+    """FP8 of either kind, and packed 4-bit words by their name; scales and BF16 are not among them."""
+    weights(tmp_path, {"a.weight": ("F8_E4M3", 8), "a.weight_scale": ("BF16", 2)}, "1.safetensors")
+    weights(tmp_path, {"b.weight": ("F8_E5M2", 16), "c.weight_packed": ("I32", 32), "d": ("BF16", 64)}, "2.safetensors")
+    assert quantized_bytes(tmp_path) == 8 + 16 + 32
+    weights(tmp_path, {}, "3.safetensors").write_bytes(b"\xff" * 9)
+    with pytest.raises(CheckpointError, match=r"3\.safetensors cannot be read"):
+        quantized_bytes(tmp_path)
+
+
+def test_weights_are_digested_in_the_order_of_their_names(tmp_path: Path) -> None:
+    """All of them, and nothing else of the folder."""
+    (tmp_path / "b.safetensors").write_bytes(b"world")
+    (tmp_path / "a.safetensors").write_bytes(b"hello ")
+    (tmp_path / "config.json").write_bytes(b"{}")
+    assert weights_digest(tmp_path) == hashlib.sha256(b"hello world").hexdigest()
+
+
+def test_a_sentencepiece_tokenizer_and_a_template_in_the_configuration(tmp_path: Path) -> None:
+    """Folders without tokenizer.json are known by their tokenizer.model; templates by either file."""
+    (tmp_path / "tokenizer.model").write_bytes(b"pieces")
+    assert identity(tmp_path).tokenizer_digest == hashlib.sha256(b"pieces").hexdigest()
+    without = identity(tmp_path).chat_template_digest
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "t"}')
+    inside = identity(tmp_path).chat_template_digest
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert identity(tmp_path).chat_template_digest == without != inside
+    (tmp_path / "chat_template.jinja").write_text("t")
+    assert identity(tmp_path).chat_template_digest == inside
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "has no tokenizer.json or tokenizer.model"),
+        ({"tokenizer.json": "{"}, "cannot be read"),
+        ({"tokenizer.json": "{}", "tokenizer_config.json": "[]"}, "cannot be read"),
+    ],
+)
+def test_folders_without_a_tokenizer_are_no_models(tmp_path: Path, files: dict[str, str], said: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(CheckpointError, match=said):
+        identity(tmp_path)
+
+
+def test_a_checkpoint_without_weights_is_not_sealed(tmp_path: Path) -> None:
+    folder = model(tmp_path / "a")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="has no weights"):
+        seal(folder, FAST, model="m", base_digest="b", made={"method": "AWQ", "versions": {}})
+    assert not (folder / MANIFEST).exists()
+
+
+def test_nothing_made_leaves_what_was_there(tmp_path: Path) -> None:
+    """Another process made it while this one waited: its folder stays."""
+    target = tmp_path / "awq-1"
+    target.mkdir()
+    (target / "theirs").touch()
+    with making(target):
+        pass
+    assert [p.name for p in target.iterdir()] == ["theirs"]
+    with making(target) as work:
+        (work / "ours").touch()
+    assert [p.name for p in target.iterdir()] == ["ours"]
+
+
+def test_two_that_make_in_one_store_take_turns(tmp_path: Path) -> None:
+    """The second begins when the first has finished, and sees what it made."""
+    seen, begun = [], threading.Event()
+
+    def second() -> None:
+        begun.set()
+        with making(tmp_path / "b"):
+            seen.append((tmp_path / "a" / "x").exists())
+
+    with making(tmp_path / "a") as work:
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert begun.wait(10)
+        (work / "x").touch()
+        assert not seen
+    thread.join(10)
+    assert seen == [True]
