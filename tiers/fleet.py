@@ -702,9 +702,9 @@ class Fleet:
 
         Args:
             tier: The tier.
-            prompt_tokens: Of all its prompts, with the chat template.
-            max_tokens: Most output tokens of each sequence.
-            sequences: Answers computed at the same time: prompts times choices. Choices share their prompt.
+            prompt_tokens: See ``Demand``.
+            max_tokens: See ``Demand``.
+            sequences: See ``Demand``.
             exclude: Ids of replicas that were tried already.
             over_limit: Ignore the replica's limits: the request was admitted before, on another replica.
         """
@@ -806,15 +806,14 @@ class Fleet:
 
     def snapshot(self, reserved: Collection[str] = ()) -> FleetSnapshot:
         """Return a frozen copy of the fleet, in which reserved replicas (by id) have no free slots."""
-        now = time.monotonic()
-        busy = sum(r.sequences > 0 for r in self.replicas)
-        others = max(len(self.replicas) - 1, 1)
+        now, others = time.monotonic(), max(len(self.replicas) - 1, 1)
+        busy = {r.id for r in self.replicas if r.sequences}
         return FleetSnapshot(
             tiers=tuple(
                 TierSnapshot(
                     spec,
                     tuple(
-                        r.snapshot(now, (busy - (r.sequences > 0)) / others, reserved=r.id in reserved)
+                        r.snapshot(now, (len(busy) - (r.id in busy)) / others, reserved=r.id in reserved)
                         for r in self.replicas
                         if r.spec.name is spec.name
                     ),

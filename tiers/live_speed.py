@@ -38,7 +38,6 @@ CLOSE = 0.1  # of log(seen / predicted): smaller deviations are never outliers
 ROUNDS = 3
 LEAST_SPREAD, MOST_SPREAD = 0.05, 1.0
 
-
 Row = tuple[float, ...]
 
 
@@ -72,11 +71,9 @@ def _fit(begun: Sequence[Seen], decoded: Sequence[Seen], contention: float) -> t
         [(s.tpot_ms or 0.0) / (1 + contention * s.neighbours) for s in decoded],
     )
     steps = SpeedModel(0.0, 0.0, base, slope)
+    waits = [steps.step_ms(s.sequences) if s.sequences else 0.0 for s in begun]
     (first, prefill, waited), ttft_spread, ttft_typical = _robust(
-        [
-            (1.0, float(s.prompt_tokens + s.waiting_tokens), steps.step_ms(s.sequences) if s.sequences else 0.0)
-            for s in begun
-        ],
+        [(1.0, s.prompt_tokens + s.waiting_tokens, wait) for s, wait in zip(begun, waits, strict=True)],
         [s.ttft_ms / (1 + contention * s.neighbours) for s in begun],
     )
     model = SpeedModel(

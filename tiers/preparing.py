@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tiers.spec import TierName
 
@@ -22,20 +22,8 @@ MAKING_ORDER = (TierName.PRECISE, TierName.BALANCED, TierName.FAST)
 # 60 s on an AMD EPYC), and the rest of AWQ after its last layer.
 ENGINE_START_S = 45.0
 WRITING_S = 5.0
-
-
-class Typical(NamedTuple):
-    """Time to make a checkpoint: for the libraries' start, and per GiB of BF16 weights. Estimates for two idle cores."""
-
-    start_s: float
-    s_per_gib: float
-
-
-TYPICAL = {
-    TierName.PRECISE: Typical(10.0, 16.0),
-    TierName.BALANCED: Typical(12.0, 12.0),
-    TierName.FAST: Typical(20.0, 540.0),
-}
+# Seconds to make a checkpoint: for the libraries' start, and per GiB of BF16 weights. Estimates for two idle cores.
+TYPICAL = {TierName.PRECISE: (10.0, 16.0), TierName.BALANCED: (12.0, 12.0), TierName.FAST: (20.0, 540.0)}
 GIB = 1 << 30
 IN_SECONDS = 120  # up to here times are shown in seconds
 
@@ -209,7 +197,8 @@ class Preparations:
                 return paced
         if self._weights is None:
             return None
-        typical = TYPICAL[tier].start_s + TYPICAL[tier].s_per_gib * self._weights / GIB
+        start_s, s_per_gib = TYPICAL[tier]
+        typical = start_s + s_per_gib * self._weights / GIB
         return _left(typical - (now - self._began)) if present else typical
 
 

@@ -112,25 +112,20 @@ def identity(path: Path) -> Identity:
     Raises:
         CheckpointError: The folder has no readable tokenizer.
     """
+    definition, config, template = path / "tokenizer.json", path / "tokenizer_config.json", path / "chat_template.jinja"
+    source, text = definition if definition.is_file() else path / "tokenizer.model", ""
+    if not source.is_file():
+        raise CheckpointError(f"{path} has no tokenizer.json or tokenizer.model: not a model folder")
     try:
-        return _identity(path)
+        canonical = source.read_bytes()
+        if source is definition:
+            canonical = json.dumps(json.loads(canonical), sort_keys=True).encode()
+        if template.is_file():
+            text = template.read_text("utf-8")
+        elif config.is_file():
+            text = json.loads(config.read_bytes()).get("chat_template") or ""
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"the tokenizer in {path} cannot be read ({error}): not a model folder") from error
-
-
-def _identity(path: Path) -> Identity:
-    definition, model = path / "tokenizer.json", path / "tokenizer.model"
-    if definition.is_file():
-        canonical = json.dumps(json.loads(definition.read_bytes()), sort_keys=True).encode()
-    elif model.is_file():
-        canonical = model.read_bytes()
-    else:
-        raise CheckpointError(f"{path} has no tokenizer.json or tokenizer.model: not a model folder")
-    template, config = path / "chat_template.jinja", path / "tokenizer_config.json"
-    if template.is_file():
-        text = template.read_text("utf-8")
-    else:
-        text = json.loads(config.read_bytes()).get("chat_template") or "" if config.is_file() else ""
     return Identity(_sha256(canonical), _sha256(json.dumps(text).encode()))
 
 

@@ -170,10 +170,9 @@ class Supervisor:
         Raises:
             UnknownReplica: No replica has this id.
         """
-        try:
-            return self._engines[replica_id]
-        except KeyError:
-            raise UnknownReplica(f"there is no replica {replica_id[:100]!r}: {', '.join(self._engines)}") from None
+        if replica_id not in self._engines:
+            raise UnknownReplica(f"there is no replica {replica_id[:100]!r}: {', '.join(self._engines)}")
+        return self._engines[replica_id]
 
     def hold(self, engine: Engine, why: str) -> None:
         """Send an engine no new requests; open ones go on."""

@@ -104,8 +104,7 @@ class Wear:
             counters: The engine's own.
             sequences: Requests on it.
         """
-        news = counters.since(self._last) if self._last is not None else Counters()
-        self._last = counters
+        news, self._last = counters.since(self._last or counters), counters
         self._calm = self._calm.plus(news) if sequences <= CALM_SEQUENCES else Counters()
         self._queries = self._queries.plus(news)
         for sign in (self._slow_answers(now, off), self._slow_itself(now), self._forgetful(now)):
