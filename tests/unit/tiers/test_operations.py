@@ -20,8 +20,11 @@ from tests.fakes.engine import Behaviour, serving
 from tests.unit.own_engines import Own, own_engines, until
 from tests.unit.router_stack import router_stack
 from tiers.errors import NotPossible, UnknownReplica
-from tiers.lifecycle.operations import Operation, OperationOptions
-from tiers.spec import ReplicaState, TierName
+from tiers.fleet import Fleet, Replica
+from tiers.lifecycle.engine import Engine
+from tiers.lifecycle.operations import KEPT, Operation, OperationOptions, Operations
+from tiers.lifecycle.watchdog import WatchdogOptions
+from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
     from tiers.lifecycle.operations import Kind
@@ -295,3 +298,75 @@ async def test_requests_are_served_while_an_engine_is_recycled(tmp_path: Path, m
 def test_behaviour_is_the_fakes() -> None:
     """The fields that these tests set from outside are there."""
     assert Behaviour(exit_after_s=0.1, first_id=7).first_id == 7
+
+
+class Control:
+    """Engines that are there, as far as operations that start none need them."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.engines = tuple(Engine(replica, None, WatchdogOptions()) for replica in fleet.replicas)
+
+    def engine(self, replica_id: str) -> Engine:
+        for engine in self.engines:
+            if engine.replica.id == replica_id:
+                return engine
+        raise UnknownReplica(replica_id)
+
+    def hold(self, engine: Engine, why: str) -> None:
+        engine.replica.mark(DRAINING, why)
+
+    def resume(self, engine: Engine) -> None:
+        engine.replica.mark(READY)
+
+    def start_beside(self, engine: Engine) -> Engine:
+        raise AssertionError(engine)
+
+    async def retire(self, engine: Engine) -> None:
+        raise AssertionError(engine)
+
+
+def operations(options: OperationOptions | None = None) -> tuple[Fleet, Operations]:
+    """Return operations on one ready replica that runs elsewhere."""
+    spec = TierSpec(TierName.FAST, 2048, 16, 32)
+    fleet = Fleet((spec,))
+    fleet.add(Replica("fast-0", spec, "u", "", "m", state=READY))
+    return fleet, Operations(Control(fleet), options or OperationOptions())
+
+
+async def test_the_last_operations_are_remembered() -> None:
+    """By numbers that go on; older ones are unknown, and the error says how many there are."""
+    _, ours = operations()
+    for _ in range(KEPT + 1):
+        begun = ours.begin("resume", "fast-0")
+        assert begun.task is not None
+        await begun.task
+    assert [len(ours.records), ours.records[0].id, ours.records[-1].id] == [KEPT, "2", str(KEPT + 1)]
+    assert ours.record("2") is ours.records[0]
+    with pytest.raises(UnknownReplica, match=r"no operation '1': the last 100 are remembered"):
+        ours.record("1")
+
+
+async def test_an_operation_tells_when_it_ended_and_how() -> None:
+    fleet, ours = operations()
+    lease = fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1)
+    assert lease is not None
+    drain = ours.begin("drain", "fast-0")
+    assert (drain.state, drain.detail, drain.ended) == ("running", "begun", None)
+    lease.release()
+    await until(lambda: drain.ended is not None)
+    assert (drain.state, drain.detail) == ("done", "drained")
+    assert drain.ended is not None
+    assert drain.ended >= drain.began
+
+
+async def test_stopping_breaks_operations_off() -> None:
+    """None is left that waits for requests of a router that ends."""
+    fleet, ours = operations()
+    lease = fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1)
+    assert lease is not None
+    drain = ours.begin("drain", "fast-0")
+    await until(lambda: drain.detail == "waits for 1 open requests")
+    await ours.stop()
+    assert (drain.state, drain.detail) == ("failed", "broken off")
+    lease.release()
