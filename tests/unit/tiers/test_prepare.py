@@ -63,13 +63,14 @@ def nothing(*_: object) -> None:
     """Tell nobody."""
 
 
-@pytest.mark.usefixtures("orders")
-def test_all_three_are_made_once(options: PrepareOptions) -> None:
+def test_all_three_are_made_once(options: PrepareOptions, orders: Path) -> None:
     """Handed over in the order in which they are made, returned fast first; afterwards nothing is left to do."""
     made: list[Checkpoint] = []
     checkpoints = prepare(options, nothing, made.append)
     assert [c.tier for c in made] == [PRECISE, BALANCED, FAST]
     assert checkpoints == tuple(reversed(made)) == find(options) == finished(options)
+    for command in ("fp8", "awq"):
+        assert (orders / f"{command}.argv").read_text().startswith(f"{made[0].path} "), "from the BF16 checkpoint"
     fast = checkpoints[0].manifest
     assert (fast.model, fast.group_size, fast.calibration_samples, fast.versions) == ("my-model", 64, 32, {"fake": "1"})
     assert (fast.calibration_max_tokens, fast.calibration_tokens) == (options.calibration_tokens, 4096)
