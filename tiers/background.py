@@ -1,4 +1,4 @@
-"""Work that runs in the background for as long as the process does, whatever goes wrong in it."""
+"""Background work that runs as long as the process does, whatever goes wrong in it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"qarr.{__name__}")
 FIRST_PAUSE_S = 1.0
-LONGEST_PAUSE_S = 60.0  # also: work that ran for so long starts at the first pause again
+LONGEST_PAUSE_S = 60.0  # work that ran for this long starts at the first pause again
 
 
 async def lasting(work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
-    """Run work that must not end by an exception: log it, pause, start the work again. Until it returns or is cancelled.
+    """Run work until it returns or is cancelled. After an exception: log it, pause, start the work again.
 
-    The pause doubles up to a minute. An exception that repeats is logged with its trace only the first time.
+    The pause doubles up to a minute. A repeated exception is logged with its traceback only the first time.
 
     Args:
         work: Makes the coroutine to run.
@@ -42,19 +42,19 @@ async def lasting(work: Callable[[], Coroutine[Any, Any, None]], name: str) -> N
 
 
 def _is_cancelled() -> bool:
-    """Tell whether it is the running task that was cancelled, and not something that it waited for."""
+    """Tell whether the running task itself was cancelled, and not something that it waited for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 class Faults:
-    """Logs exceptions that nobody expected: a new one with its trace, one that repeats without it, or not at all."""
+    """Logs unexpected exceptions: a new one with its traceback, a repeated one without it, or not at all."""
 
     def __init__(self, *, repeats: bool = True) -> None:
         self._repeats, self._last = repeats, ""
 
     def log(self, error: BaseException, what: str) -> None:
-        """Log one."""
+        """Log an exception."""
         text = f"{type(error).__name__}: {error}"
         new, self._last = text != self._last, text
         if new or self._repeats:

@@ -1,13 +1,13 @@
 """A circuit breaker for one replica: after failures it gets no requests for a while, then a single one as a probe.
 
-The states are those of Nygard, Release It! (2007): closed, open, half-open. What opens it are failures in a row and the
-share of failures among the last attempts, as in Envoy's outlier detection (consecutive_5xx, failure_percentage). The pause
-grows with each probe that fails, as its base_ejection_time does.
+The states are those of Nygard, Release It! (2007): closed, open, half-open. It opens after consecutive failures, or at a
+share of failures among the last attempts, as Envoy's outlier detection does (consecutive_5xx, failure_percentage). The
+pause grows with each failed probe, as Envoy's base_ejection_time does.
 
-A probe holds the others back for a bounded time. Only a streamed request shows soon whether the replica works; one that is
-not streamed may take ten minutes, and may be all that comes. So a probe that has not answered by the time at which the next
-one would go, had it failed, is waited for no longer: the next request goes as well. A replica that hangs gets requests no
-more often than one that fails at once, and the first answer, of whichever probe, closes the breaker.
+A probe holds other requests back for a bounded time only: a streamed request soon shows whether the replica works, but
+one that is not streamed may take ten minutes, and may be the only one. After the time at which the next probe would
+follow a failed one, the next request is sent as well. So a hung replica gets requests no more often than one that fails
+at once, and the first answer to any probe closes the breaker.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-WINDOW = 20  # attempts that the share of failures is taken of
-ENOUGH = 8  # of them, before the share means anything
-MOST_DOUBLINGS = 60  # of the pause: beyond any longest pause, and within what a float holds
+WINDOW = 20  # attempts in the share of failures
+ENOUGH = 8  # attempts before the share counts
+MOST_DOUBLINGS = 60  # of the pause, so that it stays within a float's range
 
 
 class BreakerState(StrEnum):
@@ -34,10 +34,10 @@ class BreakerOptions:
     """When a breaker opens, and for how long.
 
     Attributes:
-        failures: In a row that open it.
-        failure_share: Of the last attempts, 0..1, that opens it as well.
-        pause_s: Until the first probe; doubled with each probe that fails.
-        longest_pause_s: At most.
+        failures: Consecutive failures that open it.
+        failure_share: Share of failures among the last attempts, 0..1, that opens it as well.
+        pause_s: Until the first probe; doubled with each failed probe.
+        longest_pause_s: Upper bound of the pause.
     """
 
     failures: int = 3
@@ -48,18 +48,18 @@ class BreakerOptions:
 
 @dataclass(slots=True)
 class Breaker:
-    """One replica's breaker. Times are seconds by the monotonic clock.
+    """One replica's breaker. Times are monotonic seconds.
 
     Attributes:
-        opened: How often it has opened since the start.
+        opened: How often it has opened.
     """
 
     options: BreakerOptions = field(default_factory=BreakerOptions)
     opened: int = 0
     _open_until: float | None = None
-    _held_until: float | None = None  # by a probe
-    _probe: int = 0  # the last one's number
-    _own_until: float = 0.0  # of the pause, as far as it goes back to failures seen here
+    _held_until: float | None = None  # other requests, by a probe
+    _probe: int = 0  # number of the last one
+    _own_until: float = 0.0  # end of the pause for failures seen by this router
     _pauses: int = 0
     _failures: int = 0
     _last: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -77,33 +77,33 @@ class Breaker:
         return now >= self._open_until and (self._held_until is None or now >= self._held_until)
 
     def wait_s(self, now: float) -> float:
-        """Return what is left of the pause."""
+        """Return the rest of the pause."""
         return 0.0 if self._open_until is None else max(self._open_until - now, 0.0)
 
     def admits_in_s(self, now: float) -> float:
-        """Return the time until it admits a request at the latest."""
+        """Return an upper bound of the time until it admits a request."""
         held = 0.0 if self._held_until is None else max(self._held_until - now, 0.0)
         return max(self.wait_s(now), held)
 
     def own_wait_s(self, now: float) -> float:
-        """Return what is left of a pause for failures seen here: what other routers are told."""
+        """Return the rest of a pause for failures seen by this router, which it tells other routers."""
         return 0.0 if self._open_until is None else max(self._own_until - now, 0.0)
 
     def begin(self, now: float) -> int:
-        """Note that a request is sent; return its number if it is a probe, else 0."""
+        """Note that a request is sent; return the number of the probe, or 0 if it is none."""
         if self.state(now) is not BreakerState.HALF_OPEN:
             return 0
-        if self._held_until is not None:  # the probe before has not answered, as if it had failed
+        if self._held_until is not None:  # the last probe has no answer yet: as if it had failed
             self._pauses += 1
         self._held_until = now + self._pause_s()
         self._probe += 1
         return self._probe
 
     def succeeded(self, *, probe: int) -> None:
-        """Note that a request got its first token. One that was sent before the breaker opened does not close it.
+        """Note that a request got its first token. A request sent before the breaker opened does not close it.
 
         Args:
-            probe: What ``begin`` returned for it.
+            probe: Result of ``begin`` for the request.
         """
         self._last.append(True)
         if self._open_until is None or probe:
@@ -124,12 +124,12 @@ class Breaker:
             self._open(now)
 
     def given_up(self, *, probe: int) -> None:
-        """Note that a request ended without telling anything about the replica: its client left, say."""
+        """Note that a request ended without a finding, for example because its client left."""
         if probe and probe == self._probe:
             self._held_until = None
 
     def adopt(self, now: float, wait_s: float) -> None:
-        """Stay open for so long, and no longer than a pause may be: another router has seen the replica fail."""
+        """Open for ``wait_s``, at most the longest pause: another router has seen the replica fail."""
         until = now + min(wait_s, self.options.longest_pause_s)
         if self._open_until is None:
             self.opened += 1
@@ -138,7 +138,7 @@ class Breaker:
         self._open_until = max(self._open_until or until, until)
 
     def reset(self) -> None:
-        """Close it, and forget failures in a row: the replica works, or it is a new process."""
+        """Close it, and forget consecutive failures: the replica works, or is a new process."""
         self._open_until, self._held_until, self._pauses, self._failures = None, None, 0, 0
         self._own_until = 0.0
 
@@ -151,6 +151,6 @@ class Breaker:
         self._pauses += 1
 
     def _pause_s(self) -> float:
-        """Return how long the replica is spared if it fails now."""
+        """Return the length of the pause after a failure now."""
         doublings = min(self._pauses, MOST_DOUBLINGS)
         return min(self.options.pause_s * 2.0**doublings, self.options.longest_pause_s)

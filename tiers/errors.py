@@ -1,26 +1,26 @@
-"""What can go wrong in the fleet.
+"""The errors of this package.
 
 TierError
 ├── CheckpointError        a checkpoint is missing, unfinished or does not belong with the others
 │   └── TokenizerMismatch  two tiers would read the same prompt as different tokens
-├── PlanError              the engines cannot fit on this machine
-├── EngineError            an engine process
+├── PlanError              the engines do not fit on this machine
+├── EngineError            an engine process failed
 │   ├── PortInUse          its port is taken by something else
 │   ├── EngineDied         it exited
-│   └── WarmupFailed       it answers, but not with sane text, or not in time
-│       └── CanaryRefused  it answers otherwise than its checkpoint did before
-├── OperationError         what an operator asked for
+│   └── WarmupFailed       its answers are not sane text
+│       └── CanaryRefused  its answers or its speed are not those of its checkpoint before
+├── OperationError         an operator's request cannot be carried out
 │   ├── UnknownReplica     there is no such replica
-│   └── NotPossible        it cannot be done to this replica now
+│   └── NotPossible        not on this replica, or not now
 └── ProbeError             an engine did not answer a probe as vLLM does
-    └── RefusedError       it answered 400: it does not take such a request
+    └── RefusedError       it refused the request with HTTP 400
 """
 
 from __future__ import annotations
 
 
 class TierError(Exception):
-    """Base of every error of this package. The text says what to do next."""
+    """Base of all errors of this package. The text says what to do next."""
 
 
 class CheckpointError(TierError):
@@ -52,11 +52,11 @@ class WarmupFailed(EngineError):
 
 
 class CanaryRefused(WarmupFailed):
-    """The engine answers otherwise, or much slower, than its checkpoint did before."""
+    """The engine's answers differ from its checkpoint's earlier ones, or it is much slower."""
 
 
 class OperationError(TierError):
-    """What an operator asked for is not done."""
+    """An operator's request is not carried out."""
 
 
 class UnknownReplica(OperationError):
@@ -64,12 +64,12 @@ class UnknownReplica(OperationError):
 
 
 class NotPossible(OperationError):
-    """It cannot be done to this replica, or not now."""
+    """The operation is not possible on this replica, or not now."""
 
 
 class ProbeError(TierError):
-    """A probe was not answered as vLLM answers it."""
+    """The engine did not answer a probe as vLLM does."""
 
 
 class RefusedError(ProbeError):
-    """The engine does not take such a request (HTTP 400)."""
+    """The engine refused the request (HTTP 400)."""

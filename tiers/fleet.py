@@ -1,8 +1,7 @@
-"""The fleet's state: replicas, the leases that requests hold on them, and frozen snapshots of it all.
+"""The fleet's state: replicas, the leases that requests hold on them, and frozen snapshots of both.
 
-One event loop owns a fleet; nothing here awaits, so every change is whole. A lease is given back exactly once, whichever
-way its request ends; the counters it carries are the router's own view of load, which is exact where the engines' gauges
-lag by seconds.
+One event loop owns a fleet. Nothing here awaits, so every change is atomic. A lease is released exactly once, however its
+request ends. Its counters are the router's own view of load: exact, while the engines' gauges lag by seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tiers.breaker import Breaker, BreakerOptions, BreakerState
@@ -24,11 +23,11 @@ from tiers.turnover import Turnover
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-OUTPUT_MEMORY = 0.95  # weight of the past in the share of the asked output tokens that come: about the last twenty
-SHORTEST_HOLD_S = 1e-3  # of a place
-UNKNOWN_RELIEF_S = 1.0  # until a place comes free, of a replica whose speed is not known
-FOREIGN_POLLS = 8  # readings in a row, 4 s, that must show requests of others: gauges lag by seconds
-KEPT_ANSWERS = 256  # of each replica, that its speed is learned from
+OUTPUT_MEMORY = 0.95  # weight of the past in ``Fleet.output_share``: about the last twenty answers
+SHORTEST_HOLD_S = 1e-3  # of a slot
+UNKNOWN_RELIEF_S = 1.0  # until a slot of a replica of unknown speed is free
+FOREIGN_POLLS = 8  # consecutive readings (4 s) that must show other clients' requests, because gauges lag by seconds
+KEPT_ANSWERS = 256  # of each replica, to learn its speed from
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +35,10 @@ class Gauges:
     """An engine's own gauges, as last read. They lag by seconds under load.
 
     Attributes:
-        running: Requests being computed.
-        waiting: Requests queued in the engine.
-        kv_cache_usage: Share of the KV cache in use, 0..1.
-        kv_cache_tokens: Tokens that the KV cache holds; None where the engine does not say.
+        running: Requests that the engine computes.
+        waiting: Requests in the engine's queue.
+        kv_cache_usage: Used share of the KV cache, 0..1.
+        kv_cache_tokens: Size of the KV cache in tokens; None: not reported.
     """
 
     running: int
@@ -49,9 +48,9 @@ class Gauges:
 
 
 class PeerLoad(NamedTuple):
-    """What other routers have on a replica: places, prompt tokens to compute, output tokens to come, cache tokens."""
+    """Other routers' load on a replica: slots, prompt tokens to compute, output tokens to come, cache tokens."""
 
-    requests: int = 0
+    slots: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     kv_tokens: int = 0
@@ -61,12 +60,12 @@ NO_PEERS = PeerLoad()
 
 
 class Demand(NamedTuple):
-    """What a request takes of a replica.
+    """What a request needs of a replica.
 
     Attributes:
         prompt_tokens: Of all its prompts, with the chat template.
-        max_tokens: Output tokens of each sequence at most.
-        sequences: Answers that are computed at the same time: prompts times choices. Choices share their prompt.
+        max_tokens: Most output tokens of each sequence.
+        sequences: Answers computed at the same time: prompts times choices. Choices share their prompt.
     """
 
     prompt_tokens: int
@@ -75,29 +74,29 @@ class Demand(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What this router may have on a replica that it shares with others: places, and until when by the monotonic clock.
+    """The slots that this router may take of a replica shared with other routers, until a monotonic time.
 
-    After that it may have one: whoever tells the routers apart may think that this one has gone.
+    Afterwards it may take one: the other routers may no longer count it.
     """
 
-    places: int
+    slots: int
     until: float
 
     def holds(self, now: float) -> int:
-        """Return the places that it stands for."""
-        return self.places if now < self.until else 0
+        """Return the slots of the share; 0 once it has expired."""
+        return self.slots if now < self.until else 0
 
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """When replicas are spared.
+    """When replicas get fewer requests, or none.
 
     Attributes:
         breaker: When a replica gets no requests after failures.
-        adaptive_limit: Whether the limit on requests in flight follows the time that they take.
-        kv_open: Use of the KV cache, 0..1, from which a replica gets no long prompts.
-        kv_close: Use below which it gets them again.
-        long_prompt_tokens: What is long.
+        adaptive_limit: Whether the limit on requests in flight follows their TTFT.
+        kv_open: KV-cache usage, 0..1, from which a replica gets no long prompts.
+        kv_close: Usage below which it gets them again.
+        long_prompt_tokens: Prompts above this are long.
     """
 
     breaker: BreakerOptions = field(default_factory=BreakerOptions)
@@ -121,8 +120,8 @@ class ReplicaSnapshot:
     """One replica at one moment.
 
     Attributes:
-        in_flight: Requests that the router has on it.
-        places: That those take, one for each of their sequences; None: as many as they are.
+        in_flight: The router's requests on it.
+        places: Slots that those take, one for each sequence; None: one each. The decision log has this name.
     """
 
     id: str
@@ -151,13 +150,13 @@ class ReplicaSnapshot:
 
     @property
     def taken(self) -> int:
-        """Return the places that are taken."""
+        """Return the number of taken slots."""
         return self.in_flight if self.places is None else self.places
 
     def expect(
         self, prompt_tokens: int, max_num_seqs: int, output_share: float, sequences: int = 1
     ) -> Expectation | None:
-        """Predict the times of one more request; None before any speed was measured."""
+        """Predict the times of one more request; None while the speed is unknown."""
         if self.speed is None:
             return None
         times = self.speed.times(prompt_tokens, self.load, max_num_seqs, output_share, sequences)
@@ -169,13 +168,13 @@ class ReplicaSnapshot:
         )
 
 
-def has_places(sequences: int, taken: int, limit: int) -> bool:
-    """Tell whether so many sequences are let in where so many places are taken; more than there are, where none is."""
+def has_slots(sequences: int, taken: int, limit: int) -> bool:
+    """Tell whether enough slots are free. A request with more sequences than there are slots needs all of them free."""
     return limit > 0 and taken + min(sequences, limit) <= limit
 
 
 def fits(tokens: float, held: int, size: int) -> bool:
-    """Tell whether a KV cache has room for so many tokens more; a size of 0 is not known. A lone request always fits."""
+    """Tell whether a KV cache has space for more tokens. A size of 0 is unknown. A lone request always fits."""
     return not size or not held or held + tokens <= size
 
 
@@ -184,7 +183,7 @@ class TierSnapshot:
     """One tier at one moment.
 
     Attributes:
-        preparing: What it needs before it serves for the first time; None: nothing.
+        preparing: What the tier needs before it serves for the first time; None: nothing.
     """
 
     spec: TierSpec
@@ -198,9 +197,7 @@ class TierSnapshot:
 
     @property
     def state(self) -> ReplicaState:
-        """Return the state of the tier's best replica; without one, whether it is going to have one."""
-        if any(r.state is ReplicaState.READY for r in self.replicas):
-            return ReplicaState.READY
+        """Return the state of the tier's best replica; without replicas, whether one is being prepared."""
         if not self.replicas and self.preparing is not None:
             return ReplicaState.PREPARING if self.preparing.failed is None else ReplicaState.FAILED
         return min((r.state for r in self.replicas), key=_BEST_FIRST.index, default=ReplicaState.STOPPED)
@@ -208,13 +205,13 @@ class TierSnapshot:
     def next(
         self, prompt_tokens: int, output_tokens: float, long_prompt_tokens: int, sequences: int = 1
     ) -> ReplicaSnapshot | None:
-        """Return the replica that a request would be leased on; None where none takes it now.
+        """Return the replica that would serve a request; None if none takes it now.
 
         Args:
             prompt_tokens: Of its prompts.
-            output_tokens: That are expected, of all its sequences.
-            long_prompt_tokens: What a replica whose KV cache is nearly full does not take.
-            sequences: That it is computed as.
+            output_tokens: Expected output of all its sequences.
+            long_prompt_tokens: A replica whose KV cache is nearly full takes no prompts above this.
+            sequences: Of the request.
         """
         most, tokens, long = self.spec.max_in_flight, prompt_tokens + output_tokens, prompt_tokens > long_prompt_tokens
         free = [
@@ -222,7 +219,7 @@ class TierSnapshot:
             for r in self.replicas
             if r.state is ReplicaState.READY
             and r.admits
-            and has_places(sequences, r.taken, min(r.limit, most))
+            and has_slots(sequences, r.taken, min(r.limit, most))
             and fits(tokens, r.kv_tokens_held, r.kv_tokens)
             and not (long and r.kv_pressure)
         ]
@@ -243,12 +240,12 @@ _BEST_FIRST = [
 
 @dataclass(frozen=True, slots=True)
 class TemplateTokens:
-    """Tokens that the chat template adds to the texts of a conversation. The tiers share one template.
+    """Tokens that the chat template adds to the texts of a conversation. All tiers share one template.
 
     Attributes:
         alone: To a single user message.
         with_system: To a system and a user message.
-        further_pair: To each two messages after those: an answer, and what the user says next.
+        further_pair: To each further answer and user message.
     """
 
     alone: int = 0
@@ -256,28 +253,20 @@ class TemplateTokens:
     further_pair: int = 0
 
     def conversation(self, messages: int, *, system: bool) -> int:
-        """Return what is added to so many messages, the system message among them."""
+        """Return the tokens added to this many messages, a system message included."""
         added, first = (self.with_system, 2) if system else (self.alone, 1)
         return added + -(-self.further_pair * max(messages - first, 0) // 2)
-
-    def most(self, other: TemplateTokens) -> TemplateTokens:
-        """Return the larger of each figure."""
-        return TemplateTokens(
-            max(self.alone, other.alone),
-            max(self.with_system, other.with_system),
-            max(self.further_pair, other.further_pair),
-        )
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSnapshot:
-    """The fleet at one moment: what a routing decision is made from.
+    """The fleet at one moment: the input of a routing decision.
 
     Attributes:
         tiers: By rising precision.
         template: What the chat template adds to prompts.
-        output_share: Of the output tokens that requests allow, how many came lately, 0..1.
-        long_prompt_tokens: What a replica whose KV cache is nearly full does not take.
+        output_share: Recent output tokens over those that requests allowed, 0..1.
+        long_prompt_tokens: A replica whose KV cache is nearly full takes no prompts above this.
     """
 
     tiers: tuple[TierSnapshot, ...]
@@ -287,7 +276,7 @@ class FleetSnapshot:
 
     @property
     def sequences(self) -> int:
-        """Return the sequences that the router has on all replicas together."""
+        """Return the router's sequences on all replicas together."""
         return sum(replica.taken for tier in self.tiers for replica in tier.replicas)
 
     def tier(self, name: TierName) -> TierSnapshot:
@@ -304,11 +293,16 @@ class FleetSnapshot:
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """The fleet's own record of a replica. Outside ``tiers`` it is only held through a lease.
+    """The fleet's own record of a replica.
 
     Attributes:
-        in_flight: Requests that the router has on it.
-        places: That those take: one for each sequence, so several for a request of several.
+        fingerprint: The engine's own, from its answers.
+        in_flight: The router's requests on it.
+        slots: Slots that those take: one for each sequence.
+        share: This router's share of the slots; None: the replica is not shared.
+        generated: Output tokens so far.
+        seen: The last answers, to learn the speed from.
+        noted: Number of answers that ``seen`` was ever given.
     """
 
     id: str
@@ -317,41 +311,42 @@ class Replica:
     api_key: str
     model: str
     takes_priority: bool = True
-    fingerprint: str | None = None  # the engine's own, which it puts into answers
+    fingerprint: str | None = None
     pid: int | None = None
     state: ReplicaState = ReplicaState.STARTING
     detail: str | None = None
     in_flight: int = 0
-    places: int = 0
+    slots: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     kv_tokens_held: int = 0
     kv_tokens: int = 0
     kv_pressure: bool = False
-    share: Share | None = None  # None: it is not shared
+    share: Share | None = None
     served: int = 0
     failed: int = 0
-    generated: int = 0  # tokens
+    generated: int = 0
     gauges: Gauges | None = None
     speed: SpeedModel | None = None
     ttft_trend: Trend = STEADY
     tpot_trend: Trend = STEADY
     options: FleetOptions = field(default_factory=FleetOptions)
     breaker: Breaker = field(init=False)
+    limiter: ConcurrencyLimit = field(init=False)
     turnover: Turnover = field(default_factory=Turnover)
-    _others: PeerLoad = NO_PEERS
-    _others_until: float = 0.0  # what they told is old from then on
-    _limit: ConcurrencyLimit = field(init=False)
-    _prefill_rate: float = 0.0  # prompt tokens a millisecond, as of ``_prefill_at``
-    _prefill_at: float = 0.0
-    _surplus: deque[int] = field(default_factory=lambda: deque(maxlen=FOREIGN_POLLS))
-    _silence_s: float = 0.0  # with requests and without progress, as of ``_silent_from``
-    _silent_from: float = 0.0
     seen: deque[Seen] = field(default_factory=lambda: deque(maxlen=KEPT_ANSWERS))
-    noted: int = 0  # answers that ``seen`` had ever
-    _sequence_s: float = 0.0  # sequences, summed over time, as of ``_summed_at``
+    noted: int = 0
+    _others: PeerLoad = NO_PEERS
+    _others_until: float = 0.0  # monotonic; later ``_others`` is out of date
+    _prefill_rate: float = 0.0  # prompt tokens per millisecond at ``_prefill_at``
+    _prefill_at: float = 0.0
+    _surplus: deque[int] = field(default_factory=lambda: deque(maxlen=FOREIGN_POLLS))  # of gauges over known requests
+    _foreign: int = 0  # sequences of clients that only the gauges show
+    _silence_s: float = 0.0  # with requests but without progress, at ``_silent_from``
+    _silent_from: float = 0.0
+    _sequence_s: float = 0.0  # sequences, integrated over time, at ``_summed_at``
     _summed_at: float = 0.0
-    _came: int = 0  # prompt tokens
+    _prompts_sent: int = 0  # prompt tokens
 
     def __post_init__(self) -> None:
         self.adopt(self.options)
@@ -359,47 +354,35 @@ class Replica:
     def adopt(self, options: FleetOptions) -> None:
         """Take the fleet's options."""
         self.options, self.breaker = options, Breaker(options.breaker)
-        self._limit = ConcurrencyLimit.starting(self.spec.max_num_seqs, self.spec.max_in_flight)
+        self.limiter = ConcurrencyLimit.starting(self.spec.max_num_seqs, self.spec.max_in_flight)
 
     @property
     def whole_limit(self) -> int:
-        """Return the places that there are, for all routers together."""
+        """Return the number of slots, for all routers together."""
         adapting = self.options.adaptive_limit and self.speed is not None and self.speed.profiled
-        return min(self._limit.value, self.spec.max_in_flight) if adapting else self.spec.max_in_flight
+        return min(self.limiter.value, self.spec.max_in_flight) if adapting else self.spec.max_in_flight
 
     @property
     def limit(self) -> int:
-        """Return the places that this router may take: its share, but always one."""
+        """Return the number of slots that this router may take: its share, but at least one."""
         if self.share is None:
             return self.whole_limit
         return min(self.whole_limit, max(self.share.holds(time.monotonic()), 1))
 
     @property
     def others(self) -> PeerLoad:
-        """Return what other routers have on the replica, as long as that is not old."""
+        """Return other routers' load on the replica; nothing once their report is out of date."""
         return self._others if time.monotonic() < self._others_until else NO_PEERS
 
     def note_others(self, others: PeerLoad, until: float) -> None:
-        """Note what other routers have, and until when that tells anything, by the monotonic clock."""
+        """Note other routers' load, valid until a monotonic time."""
         self._others, self._others_until = others, until
-
-    def has_room(self, tokens: int, *, long: bool, sequences: int = 1) -> bool:
-        """Tell whether one more request is let in.
-
-        Args:
-            tokens: Of its prompts and its expected output.
-            long: Whether its prompts are long.
-            sequences: That it is computed as; of more than there are places, it is let in while no other is there.
-        """
-        if not has_places(sequences, self.places, self.limit) or (long and self.kv_pressure):
-            return False
-        return fits(tokens, self.kv_tokens_held + self.others.kv_tokens, self.kv_tokens)
 
     def __repr__(self) -> str:
         return f"<Replica {self.id} {self.state.value} in_flight={self.in_flight} {self.url}>"
 
     def mark(self, state: ReplicaState, detail: str | None = None) -> None:
-        """Change the state; ``detail`` says why, for a person."""
+        """Change the state; ``detail`` gives the reason to people."""
         self.state, self.detail = state, detail
         if state not in {ReplicaState.READY, ReplicaState.DRAINING}:
             self.gauges = self.speed = None
@@ -408,82 +391,90 @@ class Replica:
             self.breaker.reset()
             self._surplus.clear()
             self.seen.clear()
-            self.noted = 0
+            self._foreign = self.noted = 0
 
     def silence_s(self, now: float) -> float:
-        """Return how long there have been requests without any progress, in seconds; times without requests do not count."""
+        """Return the seconds without progress; times without requests do not count."""
         return self._silence_s + (now - self._silent_from if self.in_flight else 0.0)
 
     def progressed(self, now: float) -> None:
-        """Note that the engine has computed something."""
+        """Note that the engine has made progress."""
         self._silence_s, self._silent_from = 0.0, now
 
-    def took(self, change: int, now: float, places: int = 1) -> None:
-        """Count a request that came (1) or ended (-1), and the places that it takes."""
+    def took(self, change: int, now: float, slots: int = 1) -> None:
+        """Count a request that was sent (1) or has ended (-1), and its slots."""
         self._silence_s, self._silent_from = self.silence_s(now), now
         self._sequence_s, self._summed_at = self.work(now)[0], now
-        self.turnover.note(now, self.places, places if change < 0 else 0)
+        self.turnover.note(now, self.slots, slots if change < 0 else 0)
         self.in_flight += change
-        self.places += change * places
+        self.slots += change * slots
 
     @property
     def learns(self) -> bool:
-        """Tell whether its speed is learned from answers: no profile tells it."""
+        """Tell whether the speed is learned from answers, for lack of a profile."""
         return self.speed is None or not self.speed.profiled
 
     def work(self, now: float) -> tuple[float, int]:
-        """Return what it has had to do so far: sequences, summed over time in seconds, and prompt tokens."""
-        return self._sequence_s + self.sequences * (now - self._summed_at), self._came
+        """Return the work so far: sequences integrated over time, in seconds, and prompt tokens."""
+        return self._sequence_s + self.sequences * (now - self._summed_at), self._prompts_sent
 
     def note_answer(self, seen: Seen) -> None:
-        """Note an answer that its speed may be learned from."""
+        """Note an answer, to learn the speed from."""
         self.seen.append(seen)
         self.noted += 1
 
     def freed_per_s(self, now: float, neighbours: float, output_share: float) -> float:
-        """Predict how many places come free in a second: by how long they are held, else by the speed model."""
+        """Predict the slots that become free per second, from past hold times, else from the speed model."""
         load, relief_s = self.load(now, neighbours), 0.0
         if self.speed is not None:
             relief_s = self.speed.relief_ms(load, self.spec.max_num_seqs, output_share) / 1000
         predicted_s = max(load.sequences, 1) * (relief_s or UNKNOWN_RELIEF_S)
-        return max(self.places, 1) / max(self.turnover.hold_s(now, self.places, predicted_s), SHORTEST_HOLD_S)
+        return max(self.slots, 1) / max(self.turnover.hold_s(now, self.slots, predicted_s), SHORTEST_HOLD_S)
 
     @property
     def sequences(self) -> int:
-        """Return the sequences on the replica: the routers' own, exactly, and those that only the gauges tell of."""
-        full = len(self._surplus) == FOREIGN_POLLS
-        return self.places + self.others.requests + (max(min(self._surplus), 0) if full else 0)
+        """Return the sequences on the replica: the routers' own, and those of clients that only the gauges show."""
+        return self.slots + self.others.slots + self._foreign
 
     def note_gauges(self, gauges: Gauges) -> None:
-        """Note what the engine says of itself."""
+        """Take in the engine's gauges."""
         self.gauges = gauges
         self.kv_tokens = gauges.kv_cache_tokens or 0
-        # Apart, so that it does not flutter about one value.
+        # Two bounds, so that the pressure does not flap.
         bound = self.options.kv_close if self.kv_pressure else self.options.kv_open
         self.kv_pressure = gauges.kv_cache_usage >= bound
-        self._surplus.append(gauges.running + gauges.waiting - self.places - self.others.requests)
+        self._surplus.append(gauges.running + gauges.waiting - self.slots - self.others.slots)
+        self._foreign = max(min(self._surplus), 0) if len(self._surplus) == FOREIGN_POLLS else 0
 
     def measured(self, speed: SpeedModel) -> None:
-        """Take a speed, and forget how far the last one was off."""
+        """Set the speed, and forget the errors of the last one."""
         self.speed = speed
         self.ttft_trend = Trend(0.0, speed.ttft_spread**2, 0.0)
         self.tpot_trend = Trend(0.0, speed.tpot_spread**2, 0.0)
 
     def load(self, now: float, neighbours: float) -> Load:
-        """Return what the replica has to do."""
-        rate = self._prefill_rate * math.exp((self._prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
-        prompts, output = self.prompt_tokens + self.others.prompt_tokens, self.output_tokens + self.others.output_tokens
-        return Load(self.sequences, prompts, output, neighbours, rate)
+        """Return the replica's load."""
+        others = self.others
+        return Load(
+            self.slots + others.slots + self._foreign,
+            self.prompt_tokens + others.prompt_tokens,
+            self.output_tokens + others.output_tokens,
+            neighbours,
+            self._faded_prefill_rate(now),
+        )
 
-    def came(self, prompt_tokens: int, now: float) -> None:
-        """Note a prompt: the rate at which they come is an exponentially weighted mean."""
-        past = self._prefill_rate * math.exp((self._prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
-        self._prefill_rate, self._prefill_at = past + prompt_tokens / PREFILL_MEMORY_MS, now
-        self._came += prompt_tokens
+    def _faded_prefill_rate(self, now: float) -> float:
+        return self._prefill_rate * math.exp((self._prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
+
+    def prompt_sent(self, prompt_tokens: int, now: float) -> None:
+        """Count a prompt into the rate of prompt tokens, an exponentially weighted mean."""
+        self._prefill_rate = self._faded_prefill_rate(now) + prompt_tokens / PREFILL_MEMORY_MS
+        self._prefill_at = now
+        self._prompts_sent += prompt_tokens
 
     def snapshot(self, now: float, neighbours: float, *, reserved: bool = False) -> ReplicaSnapshot:
-        """Return a frozen copy; of a reserved one without free places."""
-        speed = self.speed
+        """Return a frozen copy. A reserved replica has no free slots in it."""
+        speed, breaker, limit = self.speed, self.breaker, self.limit
         return ReplicaSnapshot(
             id=self.id,
             url=self.url,
@@ -500,32 +491,24 @@ class Replica:
             speed=speed,
             ttft_trend=self.ttft_trend.faded(now, speed.ttft_spread) if speed else STEADY,
             tpot_trend=self.tpot_trend.faded(now, speed.tpot_spread) if speed else STEADY,
-            breaker=self.breaker.state(now),
-            admits=self.breaker.admits(now),
-            admits_in_s=self.breaker.admits_in_s(now),
-            limit=min(self.limit, self.places) if reserved else self.limit,
+            breaker=breaker.state(now),
+            admits=breaker.admits(now),
+            admits_in_s=breaker.admits_in_s(now),
+            limit=min(limit, self.slots) if reserved else limit,
             kv_tokens=self.kv_tokens,
             kv_tokens_held=self.kv_tokens_held + self.others.kv_tokens,
             kv_pressure=self.kv_pressure,
-            places=self.places,
+            places=self.slots,
         )
-
-    def learn_limit(self, unqueued_ms: float, ttft_ms: float, in_flight: int) -> None:
-        """Learn from one time to the first token how many requests the engine takes up at once."""
-        self._limit.sample(unqueued_ms * math.exp(max(self.ttft_trend.mean, 0.0)), ttft_ms, in_flight)
-
-    def back_off(self) -> None:
-        """Give it fewer requests at once: it failed one."""
-        self._limit.failed()
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One request's hold on one replica. Use as a context manager, or call ``release`` exactly where it ends.
+    """One request's hold on one replica. Use it as a context manager, or call ``release`` where the request ends.
 
     Attributes:
-        predicted: The model's times for it, as things stood when it was taken; None where the speed is not known.
-        sequences: That the request is computed as: its places.
+        predicted: Times that the speed model predicted at the start; None: the speed was unknown.
+        sequences: Of the request: the slots that it takes.
     """
 
     replica: Replica
@@ -536,11 +519,11 @@ class Lease:
     _output_tokens: int
     _asked_tokens: int
     _kv_tokens: int
-    _places: int
+    _slots_taken: int  # on the replica, by all routers
     _unqueued_ms: float | None
     _probe: int
     _seen: Seen
-    _begun: tuple[float, float, int] | None = None  # when its first token came, and the replica's work then
+    _begun: tuple[float, float, int] | None = None  # time of the first token, and the replica's work then
     _judged: bool = False
     _released: bool = False
     _generated: int = 0
@@ -549,32 +532,30 @@ class Lease:
         """Note that the prompt is computed: its tokens are no longer outstanding.
 
         Args:
-            ttft_ms: When; None leaves what is known of the speed as it is. So does a request of several sequences: its
-                first token is the first of any.
+            ttft_ms: Time to the first token, to learn from; None: nothing is learned. Nothing is learned from a request
+                of several sequences either: its first token is the first of any.
         """
-        replica, speed = self.replica, self.replica.speed
-        replica.progressed(time.monotonic())
+        replica, speed, now = self.replica, self.replica.speed, time.monotonic()
+        replica.progressed(now)
         replica.prompt_tokens -= self._prompt_tokens
         self._prompt_tokens = 0
         self._answered()
         if ttft_ms is None or self.sequences > 1:
             return
         if replica.learns:
-            now = time.monotonic()
             self._seen, self._begun = self._seen._replace(ttft_ms=ttft_ms), (now, *replica.work(now))
         if self._unqueued_ms is not None:
-            replica.learn_limit(self._unqueued_ms, ttft_ms, self._places)
+            expected_ms = self._unqueued_ms * math.exp(max(replica.ttft_trend.mean, 0.0))
+            replica.limiter.sample(expected_ms, ttft_ms, self._slots_taken)
         if self.predicted is not None and speed is not None:
-            replica.ttft_trend = replica.ttft_trend.after(
-                self.predicted.ttft_ms, ttft_ms, time.monotonic(), speed.ttft_spread
-            )
+            replica.ttft_trend = replica.ttft_trend.after(self.predicted.ttft_ms, ttft_ms, now, speed.ttft_spread)
 
     def produced(self, tokens: int = 1) -> None:
-        """Note output tokens that have arrived."""
+        """Count output tokens that have arrived."""
         if self._released:
             return
         replica = self.replica
-        replica._silence_s, replica._silent_from = 0.0, time.monotonic()  # noqa: SLF001  once a token, so no call
+        replica._silence_s, replica._silent_from = 0.0, time.monotonic()  # noqa: SLF001  once per token, so not a call
         replica.generated += tokens
         self._generated += tokens
         tokens = min(tokens, self._output_tokens)
@@ -582,50 +563,45 @@ class Lease:
         self._output_tokens -= tokens
 
     def finished(self, tpot_ms: float | None, output_tokens: int = 0) -> None:
-        """Note a completed answer.
+        """Note a complete answer.
 
         Args:
-            tpot_ms: Mean time between its tokens; None for fewer than two, and for one that was not streamed. Nothing is
-                learned from that of several sequences, which end at different times.
-            output_tokens: That it has; 0 where the engine did not say.
+            tpot_ms: Mean time between tokens; None for fewer than two tokens and for answers that were not streamed.
+                Ignored for several sequences, which end at different times.
+            output_tokens: Of the answer; 0: the engine did not report them.
         """
-        replica, speed = self.replica, self.replica.speed
+        replica, speed, now = self.replica, self.replica.speed, time.monotonic()
         replica.served += 1
         replica.generated += max(output_tokens - self._generated, 0)  # of an answer that was not streamed
-        replica.progressed(time.monotonic())
+        replica.progressed(now)
         self._answered()
         if tpot_ms is not None and self.sequences == 1 and self.predicted is not None and speed is not None:
-            replica.tpot_trend = replica.tpot_trend.after(
-                self.predicted.tpot_ms, tpot_ms, time.monotonic(), speed.tpot_spread
-            )
-        self._note(tpot_ms, output_tokens)
+            replica.tpot_trend = replica.tpot_trend.after(self.predicted.tpot_ms, tpot_ms, now, speed.tpot_spread)
+        self._note(now, tpot_ms, output_tokens)
         if output_tokens and self._asked_tokens:
             share = min(output_tokens / self._asked_tokens, 1.0)
             self._fleet.output_share += (1 - OUTPUT_MEMORY) * (share - self._fleet.output_share)
 
-    def _note(self, tpot_ms: float | None, output_tokens: int) -> None:
-        """Note what a replica whose speed is not profiled had to do for the answer, and how long it took."""
-        replica, now = self.replica, time.monotonic()
-        if self._begun is None or not replica.learns or self.sequences > 1:
+    def _note(self, now: float, tpot_ms: float | None, output_tokens: int) -> None:
+        """Note the answer's times and the replica's work meanwhile, if the replica's speed is learned from answers."""
+        replica = self.replica
+        if self._begun is None or not replica.learns:  # several sequences never begin
             return
-        began, sequence_s, came = self._begun
-        if tpot_ms is None or tpot_ms <= 0 or now <= began:
-            replica.note_answer(self._seen)
-            return
-        batch, prefilled = replica.work(now)
-        replica.note_answer(
-            self._seen._replace(
+        seen, (began, sequence_s, prompts) = self._seen, self._begun
+        if tpot_ms is not None and tpot_ms > 0 and now > began:
+            batch, prefilled = replica.work(now)
+            seen = seen._replace(
                 batch=max((batch - sequence_s) / (now - began), 1.0),
-                prefilled=(prefilled - came) / max(output_tokens - 1, 1),
+                prefilled=(prefilled - prompts) / max(output_tokens - 1, 1),
                 tpot_ms=tpot_ms,
             )
-        )
+        replica.note_answer(seen)
 
     def failed(self, error: str) -> None:
-        """Note an attempt that the replica failed, and the kind of error."""
+        """Count a failed attempt, by its kind of error."""
         self.replica.failed += 1
         self._fleet.failures[self.replica.spec.name, error] += 1
-        self.replica.back_off()
+        self.replica.limiter.failed()
         self._judged = True
         self.replica.breaker.failed(time.monotonic(), probe=self._probe)
 
@@ -635,17 +611,18 @@ class Lease:
             self.replica.breaker.succeeded(probe=self._probe)
 
     def release(self) -> None:
-        """Give the place back. Only the first call counts."""
+        """Free the slots. Only the first call counts."""
         if self._released:
             return
         self._released = True
         self.replica.took(-1, time.monotonic(), self.sequences)
         self.replica.prompt_tokens -= self._prompt_tokens
+        self._prompt_tokens = 0  # a late first token must not count down again
         self.replica.output_tokens -= self._output_tokens
         self.replica.kv_tokens_held -= self._kv_tokens
         if not self._judged:
             self.replica.breaker.given_up(probe=self._probe)
-        self._fleet.on_room()
+        self._fleet.on_capacity()
 
     def __enter__(self) -> Self:
         return self
@@ -659,15 +636,15 @@ class Fleet:
     """All replicas of all tiers.
 
     Attributes:
-        output_share: Of the output tokens that requests allow, how many came lately, 0..1.
+        output_share: Recent output tokens over those that requests allowed, 0..1.
         speeds: By tier, where they were profiled under load.
-        machine: What the router runs on, and the engines unless they run elsewhere.
-        options: When replicas are spared.
-        on_room: Called when a lease was given back.
-        failures: Attempts that failed, by tier and kind of error.
-        restarts: Engines that were started again by themselves, by tier.
-        first_share: What this router may have on a replica that is new to it; None: everything.
-        measuring: Held by whoever measures speeds: two at once would measure each other.
+        machine: Name of the machine that the router, and engines started by it, run on.
+        options: When replicas get fewer requests, or none.
+        on_capacity: Called when slots may have become free.
+        failures: Failed attempts, by tier and kind of error.
+        restarts: Automatic restarts of engines, by tier.
+        first_share: This router's share of a replica that is added; None: all of it.
+        measuring: Lock for speed measurements: two at a time would measure each other.
         preparations: What tiers need before they serve for the first time.
     """
 
@@ -678,7 +655,7 @@ class Fleet:
     speeds: Mapping[TierName, SpeedModel] = field(default_factory=dict)
     machine: str = ""
     options: FleetOptions = field(default_factory=FleetOptions)
-    on_room: Callable[[], None] = field(default=lambda: None)
+    on_capacity: Callable[[], None] = field(default=lambda: None)
     failures: Counter[tuple[TierName, str]] = field(default_factory=Counter)
     restarts: Counter[TierName] = field(default_factory=Counter)
     first_share: Share | None = None
@@ -686,18 +663,18 @@ class Fleet:
     preparations: Preparations = field(default_factory=Preparations)
 
     def add(self, replica: Replica) -> Replica:
-        """Add a replica; it gets traffic once it is marked ready."""
+        """Add a replica. It gets requests once it is marked ready."""
         replica.adopt(self.options)
         replica.share = self.first_share
         self.replicas.append(replica)
         return replica
 
     def remove(self, replica: Replica) -> None:
-        """Forget a replica. Leases on it still end as usual."""
+        """Remove a replica. Its leases end as usual."""
         self.replicas.remove(replica)
 
     def configure(self, spec: TierSpec) -> None:
-        """Take a tier's configuration anew: its checkpoint has been made."""
+        """Replace a tier's configuration, for example when its checkpoint is finished."""
         self.specs = tuple(spec if each.name is spec.name else each for each in self.specs)
 
     def spec(self, tier: TierName) -> TierSpec:
@@ -721,15 +698,15 @@ class Fleet:
         exclude: Collection[str] = (),
         over_limit: bool = False,
     ) -> Lease | None:
-        """Take the places of a request on the tier's least loaded ready replica, or return None if none has them.
+        """Take a request's slots on the tier's least loaded ready replica; return None if no replica has them.
 
         Args:
-            tier: Where.
-            prompt_tokens: Length of all its prompts with the chat template, in tokens.
-            max_tokens: Output tokens of each sequence at most.
-            sequences: Answers that are computed at the same time: prompts times choices. They share their prompt.
-            exclude: Replica ids that were tried already.
-            over_limit: Take a place beyond what the replica is to have: for a request that was let in before, elsewhere.
+            tier: The tier.
+            prompt_tokens: See ``Demand``.
+            max_tokens: See ``Demand``.
+            sequences: See ``Demand``.
+            exclude: Ids of replicas that were tried already.
+            over_limit: Ignore the replica's limits: the request was admitted before, on another replica.
         """
         now, output_tokens = time.monotonic(), max_tokens * sequences
         demand = Demand(prompt_tokens, max_tokens, sequences)
@@ -741,10 +718,12 @@ class Fleet:
         load = replica.load(now, self._neighbours(replica))
         if replica.speed is not None:
             predicted = replica.speed.times(prompt_tokens, load, most, self.output_share, sequences)
-            taken_up = replace(load, sequences=min(load.sequences, most - 1))
-            unqueued_ms = replica.speed.times(prompt_tokens, taken_up, most, self.output_share).ttft_ms
+            unqueued_ms = predicted.ttft_ms
+            if load.sequences >= most:  # the engine queues the request
+                computed = replace(load, sequences=most - 1)
+                unqueued_ms = replica.speed.times(prompt_tokens, computed, most, self.output_share).ttft_ms
         probe = replica.breaker.begin(now)
-        replica.came(prompt_tokens, now)
+        replica.prompt_sent(prompt_tokens, now)
         replica.took(1, now, sequences)
         replica.prompt_tokens += prompt_tokens
         replica.output_tokens += output_tokens
@@ -758,52 +737,48 @@ class Fleet:
             _output_tokens=output_tokens,
             _asked_tokens=output_tokens,
             _kv_tokens=kv_tokens,
-            _places=replica.places + replica.others.requests,
+            _slots_taken=replica.slots + replica.others.slots,
             _unqueued_ms=unqueued_ms,
             _probe=probe,
             _seen=Seen(prompt_tokens, load.sequences, load.prompt_tokens, load.neighbours, 0.0),
         )
 
-    def has_room(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> bool:
-        """Tell whether a request could be leased on one of several tiers, but for the replicas that are left out."""
+    def has_capacity(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> bool:
+        """Tell whether a request could be leased on one of several tiers, apart from the excluded replicas."""
         return next(self._able(tiers, demand, exclude, time.monotonic()), None) is not None
 
     def is_ready(self, tier: TierName) -> bool:
-        """Tell whether a tier has a replica that may get requests."""
+        """Tell whether a tier has a ready replica."""
         return any(r.spec.name is tier and r.state is ReplicaState.READY for r in self.replicas)
 
     def nearest(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> str | None:
-        """Return the replica with free places that lacks least of what a request needs; None where there is none."""
+        """Return the id of the replica with free slots that lacks least of what a request needs; None: no replica."""
         tokens, long = self._kv_tokens(demand), self._is_long(demand)
 
         def lacking(replica: Replica) -> tuple[int, int]:
-            places = replica.places + demand.sequences - replica.limit
-            return max(places, 0), replica.kv_tokens_held + replica.others.kv_tokens + tokens - replica.kv_tokens
+            slots = replica.slots + demand.sequences - replica.limit
+            return max(slots, 0), replica.kv_tokens_held + replica.others.kv_tokens + tokens - replica.kv_tokens
 
-        partly = (
-            r
-            for r in self._able(tiers, None, exclude, time.monotonic())
-            if r.places < r.limit and not (long and r.kv_pressure)
-        )
-        found = min(partly, key=lacking, default=None)
-        return found.id if found is not None else None
+        able = self._able(tiers, None, exclude, time.monotonic())
+        partly = [r for r in able if r.slots < r.limit and not (long and r.kv_pressure)]
+        return min(partly, key=lacking).id if partly else None
 
     def _able(
         self, tiers: Collection[TierName], demand: Demand | None, exclude: Collection[str], now: float
     ) -> Iterator[Replica]:
-        """Yield the replicas that take a request; None: one that takes no account of their limits."""
-        tokens, long, sequences = 0, False, 1
-        if demand is not None:
-            tokens, long, sequences = self._kv_tokens(demand), self._is_long(demand), demand.sequences
+        """Yield the replicas that take a request; without a demand, whatever their limits."""
         for r in self.replicas:
-            if (
-                r.spec.name in tiers
-                and r.state is ReplicaState.READY
-                and r.breaker.admits(now)
-                and r.id not in exclude
-                and (demand is None or r.has_room(tokens, long=long, sequences=sequences))
-            ):
+            if r.spec.name not in tiers or r.state is not ReplicaState.READY or r.id in exclude:
+                continue
+            if r.breaker.admits(now) and (demand is None or self._takes(r, demand)):
                 yield r
+
+    def _takes(self, replica: Replica, demand: Demand) -> bool:
+        if not has_slots(demand.sequences, replica.slots, replica.limit):
+            return False
+        if replica.kv_pressure and self._is_long(demand):
+            return False
+        return fits(self._kv_tokens(demand), replica.kv_tokens_held + replica.others.kv_tokens, replica.kv_tokens)
 
     def _kv_tokens(self, demand: Demand) -> int:
         return demand.prompt_tokens + math.ceil(self.output_share * demand.max_tokens * demand.sequences)
@@ -812,7 +787,7 @@ class Fleet:
         return demand.prompt_tokens > self.options.long_prompt_tokens
 
     def freed_per_s(self, tier: TierName) -> float:
-        """Predict how many places of a tier come free in a second; 0 where no replica takes requests."""
+        """Predict a tier's slots that become free per second; 0 if no replica takes requests."""
         now = time.monotonic()
         return sum(
             r.freed_per_s(now, self._neighbours(r), self.output_share)
@@ -826,20 +801,19 @@ class Fleet:
         return sum(r.sequences > 0 for r in self.replicas if r is not replica) / others if others else 0.0
 
     def note_template(self, template: TemplateTokens) -> None:
-        """Note what an engine's chat template adds."""
-        self.template = self.template.most(template)
+        """Note what an engine's chat template adds to prompts; the larger of each figure counts."""
+        self.template = TemplateTokens(*map(max, astuple(self.template), astuple(template)))
 
     def snapshot(self, reserved: Collection[str] = ()) -> FleetSnapshot:
-        """Return a frozen copy of the whole fleet, in which some replicas have no place free: they are kept for others."""
-        now = time.monotonic()
-        busy = sum(r.sequences > 0 for r in self.replicas)
-        others = max(len(self.replicas) - 1, 1)
+        """Return a frozen copy of the fleet, in which reserved replicas (by id) have no free slots."""
+        now, others = time.monotonic(), max(len(self.replicas) - 1, 1)
+        busy = {r.id for r in self.replicas if r.sequences}
         return FleetSnapshot(
             tiers=tuple(
                 TierSnapshot(
                     spec,
                     tuple(
-                        r.snapshot(now, (busy - (r.sequences > 0)) / others, reserved=r.id in reserved)
+                        r.snapshot(now, (len(busy) - (r.id in busy)) / others, reserved=r.id in reserved)
                         for r in self.replicas
                         if r.spec.name is spec.name
                     ),

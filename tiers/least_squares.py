@@ -1,4 +1,4 @@
-"""Fit a small linear model whose coefficients are times: on relative errors, none below zero."""
+"""Fit a small linear model with non-negative coefficients, minimising relative errors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
 
 def least_squares(rows: Sequence[tuple[float, ...]], targets: Sequence[float]) -> list[float]:
-    """Return the coefficients, none below zero, that minimise the summed squares of relative errors.
+    """Return the non-negative coefficients that minimise the sum of squared relative errors.
 
     Args:
         rows: n rows of k values.
         targets: n values above zero.
 
     Returns:
-        k coefficients. One without influence is zero.
+        k coefficients. One whose column is zero is zero.
     """
     count = len(rows[0])
     active = [i for i in range(count) if any(row[i] for row in rows)]

@@ -1,9 +1,9 @@
 """How many requests a replica is given at once: an adaptive concurrency limit.
 
-The gradient limit of Netflix's concurrency-limits (Gradient2Limit): the limit is multiplied by how the time that a request
-should take compares with the time it took, and raised by a small queue that lets it find out whether more is possible. There
-the expected time is a long-term average; here it is the predicted TTFT of a request that an engine takes up at once, which
-accounts for the prompt's length and the batch. Where the engine lets requests wait, seen times leave that behind.
+It follows the gradient limit of Netflix's concurrency-limits (Gradient2Limit): the limit is multiplied by expected over
+seen time, and raised by a small queue to find out whether more is possible. There the expected time is a long-term
+average; here it is the predicted TTFT of a request that the engine does not queue, which accounts for the prompt's length
+and the batch. When the engine queues requests, seen times exceed it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-TOLERANCE = 2.0  # seen over expected TTFT that is not yet a queue: predictions scatter by a third
+TOLERANCE = 2.0  # seen over expected TTFT that does not yet mean a queue: predictions scatter by a third
 SMOOTHING = 0.2  # weight of one sample, as in Gradient2Limit
-FASTEST_FALL = 0.5  # of the limit by one sample
+FASTEST_FALL = 0.5  # lowest gradient of one sample
 
 
 @dataclass(slots=True)
@@ -21,8 +21,8 @@ class ConcurrencyLimit:
     """One replica's limit on requests in flight.
 
     Attributes:
-        lowest: Requests that are always let in.
-        highest: Requests that are never exceeded.
+        lowest: The limit never falls below it.
+        highest: The limit never exceeds it.
     """
 
     lowest: int
@@ -41,12 +41,12 @@ class ConcurrencyLimit:
         return int(self._limit)
 
     def sample(self, expected_ms: float, seen_ms: float, in_flight: int) -> None:
-        """Learn from one request's time to its first token.
+        """Learn from one request's TTFT.
 
         Args:
-            expected_ms: Had the engine taken it up at once.
-            seen_ms: What it was.
-            in_flight: Requests on the replica when it was sent; a sample says nothing about a limit that was not neared.
+            expected_ms: Predicted TTFT if the engine does not queue the request.
+            seen_ms: Seen TTFT.
+            in_flight: Requests on the replica when it was sent; below half the limit a sample says nothing about it.
         """
         if in_flight * 2 < self._limit:
             return
@@ -55,5 +55,5 @@ class ConcurrencyLimit:
         self._limit = min(max(self._limit + SMOOTHING * (wanted - self._limit), self.lowest), self.highest)
 
     def failed(self) -> None:
-        """Learn from a request that got no answer: back off as AIMD does (Netflix's AIMDLimit, ratio 0.9)."""
+        """Lower the limit after a failed request, as Netflix's AIMDLimit does (ratio 0.9)."""
         self._limit = max(self._limit * 0.9, self.lowest)

@@ -1,15 +1,15 @@
-"""The speed of replicas as live requests show it, for as long as no profile tells it: a router may never be idle.
+"""Learn the speed of replicas without a profile from live requests, because a router may never be idle.
 
-Each answer is noted with what its replica had to do: sequences and prompt tokens when it was sent, the mean batch while it
-was decoded, the prompt tokens that came meanwhile. The model of ``tiers.speed`` is fitted to the last few hundred of them:
+Each answer is noted with its replica's load: sequences and prompt tokens when it was sent, the mean batch while it was
+decoded, and the prompt tokens that arrived meanwhile. The model of ``tiers.speed`` is fitted to the last few hundred:
 
-    TPOT = step_base + step_per_sequence * batch + prefill_per_token * prompt tokens that came for each token
+    TPOT = step_base + step_per_sequence * batch + prefill_per_token * prompt tokens that arrived per token
     TTFT = ttft_base + prefill_per_token * (own + waiting prompt tokens) + steps * step(sequences)
 
-each times ``1 + contention * neighbours``, where contention is the value of a grid with which the fit errs least. The fit is
-a least squares fit on relative errors, repeated without what it missed by far: an answer beside prompts that came right
-after it, or one from the prefix cache, tells nothing of the rest. An earlier measurement of the idle replica is added to
-what was seen: under an even load nothing else tells what of a step is its batch's.
+each times ``1 + contention * neighbours``, where contention is the value of a grid with the smallest error. The fit
+minimises the squares of relative errors, and is repeated without outliers: an answer followed at once by other prompts,
+or from the prefix cache, says nothing about the rest. An earlier measurement of the idle replica is added: under an even
+load nothing else separates the two parts of a step.
 """
 
 from __future__ import annotations
@@ -30,25 +30,24 @@ if TYPE_CHECKING:
 
 LOOK_S = 2.0
 ENOUGH = 32  # answers before anything is learned
-AGAIN = 1.5  # times as many answers as last time, before it is learned again: what changes later, trends tell
+AGAIN = 1.5  # learn again at this multiple of the answers of the last time; trends follow later changes
 CONTENTIONS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
-PAYS = 0.9  # share of the error that more contention must leave at most, to be believed
-FAR = 3.0  # times the median deviation: beyond, an answer is left out
-CLOSE = 0.1  # of log(seen / predicted): deviations below are never far
+PAYS = 0.9  # more contention must lower the error to this share to be accepted
+FAR = 3.0  # an outlier deviates by more than this multiple of the median deviation
+CLOSE = 0.1  # of log(seen / predicted): smaller deviations are never outliers
 ROUNDS = 3
 LEAST_SPREAD, MOST_SPREAD = 0.05, 1.0
-
 
 Row = tuple[float, ...]
 
 
 def learn(seen: Sequence[Seen], max_num_seqs: int, idle: SpeedModel | None = None) -> SpeedModel | None:
-    """Fit a replica's speed to its answers; None where they are too few.
+    """Fit a replica's speed to its answers; return None if they are too few.
 
     Args:
         seen: Its last answers.
-        max_num_seqs: Sequences that it decodes at once. TTFT of what came to more holds a wait for a place.
-        idle: Measured of it while nothing else computed.
+        max_num_seqs: Sequences that it decodes at once. With more, a TTFT includes a wait for a slot.
+        idle: The replica's speed measured while nothing else computed.
     """
     begun = [s for s in seen if s.sequences < max_num_seqs]
     decoded = [s for s in seen if s.tpot_ms is not None]
@@ -66,17 +65,15 @@ def learn(seen: Sequence[Seen], max_num_seqs: int, idle: SpeedModel | None = Non
 
 
 def _fit(begun: Sequence[Seen], decoded: Sequence[Seen], contention: float) -> tuple[SpeedModel, float]:
-    """Fit all but the contention; return the typical deviation as well."""
+    """Fit all parameters but the contention; return the model and its median deviation."""
     (base, slope, _), tpot_spread, tpot_typical = _robust(
         [(1.0, s.batch, s.prefilled) for s in decoded],
         [(s.tpot_ms or 0.0) / (1 + contention * s.neighbours) for s in decoded],
     )
     steps = SpeedModel(0.0, 0.0, base, slope)
+    waits = [steps.step_ms(s.sequences) if s.sequences else 0.0 for s in begun]
     (first, prefill, waited), ttft_spread, ttft_typical = _robust(
-        [
-            (1.0, float(s.prompt_tokens + s.waiting_tokens), steps.step_ms(s.sequences) if s.sequences else 0.0)
-            for s in begun
-        ],
+        [(1.0, s.prompt_tokens + s.waiting_tokens, wait) for s, wait in zip(begun, waits, strict=True)],
         [s.ttft_ms / (1 + contention * s.neighbours) for s in begun],
     )
     model = SpeedModel(
@@ -94,10 +91,10 @@ def _fit(begun: Sequence[Seen], decoded: Sequence[Seen], contention: float) -> t
 
 
 def _robust(rows: Sequence[Row], times: Sequence[float]) -> tuple[list[float], float, float]:
-    """Fit coefficients to times above zero, again without those that are far off.
+    """Fit coefficients to times above zero, repeatedly without outliers.
 
     Returns:
-        The coefficients; the root mean square of log(seen / predicted) of what was kept; the median of its size over all.
+        The coefficients; the root mean square of log(seen / predicted) without outliers; its median size over all rows.
     """
     kept = list(range(len(rows)))
     found, logs = [0.0] * len(rows[0]), [0.0] * len(rows)
@@ -113,22 +110,22 @@ def _robust(rows: Sequence[Row], times: Sequence[float]) -> tuple[list[float], f
 
 
 class LiveSpeed:
-    """Gives replicas without a profile the speed that their answers show."""
+    """Sets the speed of replicas without a profile from their answers."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._idle: dict[str, SpeedModel] = {}
-        self._answers: dict[str, int] = {}  # by replica: those that were noted when it was learned
+        self._answers: dict[str, int] = {}  # by replica: number of answers when its speed was last learned
 
     async def run(self) -> None:
-        """Learn now and then, until cancelled."""
+        """Learn periodically, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             for replica in list(self._fleet.replicas):
                 await self.look(replica)
 
     async def look(self, replica: Replica) -> None:
-        """Learn one replica's speed where enough was seen since it was learned; in a thread, for it takes a while."""
+        """Learn one replica's speed, in a thread, if there are enough answers since the last time."""
         if replica.state is not ReplicaState.READY or not replica.learns:
             self._idle.pop(replica.id, None)
             self._answers.pop(replica.id, None)

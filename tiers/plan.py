@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 # Of a GPU's memory, left for the CUDA contexts of three processes and fragmentation.
 GPU_RESERVE = 0.06
-# Per engine, beside weights and KV cache: activations of a full prefill batch and captured CUDA graphs.
+# Per engine, besides weights and KV cache: activations of a full prefill batch and captured CUDA graphs.
 GPU_OVERHEAD_GIB = 2.0
-# Per CPU engine, beside weights and KV cache: three Python processes with torch loaded, 2.6 to 3.4 GiB resident seen
-# with a 135M model and a KV cache of 1 GiB (vLLM 0.32).
+# Per CPU engine, besides weights and KV cache: three Python processes with torch. With a 135M model and a KV cache of
+# 1 GiB, 2.6 to 3.4 GiB were resident (vLLM 0.32).
 CPU_OVERHEAD_GIB = 2.0
 KV_BYTES_PER_VALUE = 2  # BF16 keys and values in every tier
 AMX = "amx_tile"  # as Linux names it
-# Bytes of a weight of a linear layer. Int4 has, for each group of weights, a scale of 16 bits and a zero point of 4; 32 is
-# the smallest group that is made.
+# Bytes per weight of a linear layer. Int4 has a scale of 16 bits and a zero point of 4 per group of weights; the smallest
+# group is 32.
 LINEAR_BYTES = {Precision.BF16: 2.0, Precision.FP8: 1.0, Precision.AWQ_INT4: (4 + (16 + 4) / 32) / 8}
 
 
@@ -46,10 +46,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What there is to share. Memory in bytes.
+    """The resources to share. Memory in bytes.
 
     Attributes:
-        amx: Whether the processor has AMX, which vLLM's own kernels for quantized weights are made for.
+        amx: Whether the processor has AMX, which vLLM's own kernels for quantized weights need.
     """
 
     cores: tuple[int, ...]
@@ -60,11 +60,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one engine is given, in bytes.
+    """One engine's share. Memory in bytes.
 
     Attributes:
-        weights: As the engine holds them.
-        on_disk: The same weights in the checkpoint.
+        weights: Size in the engine's memory.
+        on_disk: Size in the checkpoint.
+        kv_tokens: Tokens that fit into ``kv_cache``.
     """
 
     tier: TierName
@@ -77,18 +78,18 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The machine as shared out."""
+    """How the machine is shared."""
 
     device: str
     shares: tuple[Share, ...]
 
     def placement(self, tier: TierName) -> Placement:
-        """Return one tier's part of the machine."""
+        """Return one tier's share of the machine."""
         return next(share.placement for share in self.shares if share.tier is tier)
 
 
 def read_machine() -> Machine:
-    """Read this machine's usable cores, free memory, CUDA devices (through ``nvidia-smi``) and whether it has AMX."""
+    """Read this machine's usable cores, free memory and CUDA devices (with ``nvidia-smi``), and whether it has AMX."""
     cores, memory = tuple(sorted(os.sched_getaffinity(0))), psutil.virtual_memory().available
     return Machine(cores, memory, tuple(_gpus()), amx=AMX in cpu_flags())
 
@@ -99,13 +100,13 @@ def cpu_flags() -> set[str]:
 
 
 def machine_name() -> str:
-    """Return the machine's processors in words: what measured speeds are good for."""
+    """Return the names of the machine's processors, to which measured speeds belong."""
     cpus = len(os.sched_getaffinity(0))
     return ", ".join([f"{_cpuinfo('model name') or 'CPU'} ({cpus} cores)", *(gpu.name for gpu in _gpus())])
 
 
 def _cpuinfo(name: str) -> str:
-    """Return what the first processor's entry says; empty where it does not say."""
+    """Return a field of the first processor's entry; empty if it is missing."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
@@ -143,10 +144,10 @@ def weight_bytes(checkpoint: Path) -> int:
 
 
 def held_bytes(checkpoint: Path, *, amx: bool) -> int:
-    """Return the memory that a CPU engine holds a checkpoint's weights in, in bytes.
+    """Return the memory, in bytes, of a checkpoint's weights in a CPU engine.
 
-    Without AMX the engine plugin (``tiers/engine_plugin``) holds FP8 weights as BF16 and 4-bit weights in two layouts, one
-    for few rows and one for many: quantized weights take twice their size.
+    Without AMX, quantized weights take twice their size: the engine plugin (``tiers/engine_plugin``) holds FP8 weights as
+    BF16, and 4-bit weights in two layouts, one for few rows and one for many.
 
     Raises:
         PlanError: A weight file cannot be read.
@@ -160,9 +161,9 @@ def held_bytes(checkpoint: Path, *, amx: bool) -> int:
 
 
 def expected_bytes(base: Path, precision: Precision, *, amx: bool) -> tuple[int, int]:
-    """Return about how large the weights will be that are made of a BF16 checkpoint: on disk and as held, in bytes.
+    """Estimate the size, in bytes, of weights to be made from a BF16 checkpoint: on disk and in an engine's memory.
 
-    Embeddings and output head stay in BF16; they are told from the rest by the vocabulary's size.
+    Embeddings and output head, whose size follows from the vocabulary's, stay in BF16.
     """
     whole, config = weight_bytes(base), model_config(base)
     vocabulary, width = config.get("vocab_size"), config.get("hidden_size")
@@ -174,7 +175,7 @@ def expected_bytes(base: Path, precision: Precision, *, amx: bool) -> tuple[int,
 
 
 def model_config(checkpoint: Path) -> dict[str, object]:
-    """Read a checkpoint's ``config.json``; a multimodal model's text part where it has one."""
+    """Read a checkpoint's ``config.json``, or the text part of a multimodal model's."""
     config: dict[str, object] = json.loads((checkpoint / "config.json").read_bytes())
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
@@ -184,8 +185,8 @@ def make_plan(machine: Machine, tiers: Sequence[TierSpec], *, kv_cache_gib: int 
     """Share the machine between engines started here: one GPU if there is one, else the CPU.
 
     Args:
-        machine: What there is.
-        tiers: With a checkpoint, or with one that is going to be made of ``base``.
+        machine: The resources.
+        tiers: Each with a checkpoint, or with one that will be made from ``base``.
         kv_cache_gib: KV cache of each CPU engine, in GiB.
         base: BF16 checkpoint.
 
@@ -201,7 +202,7 @@ def make_plan(machine: Machine, tiers: Sequence[TierSpec], *, kv_cache_gib: int 
 
 
 class _Need(NamedTuple):
-    """What an engine has to hold: weights on disk and as a CPU engine holds them, and KV cache by token, in bytes."""
+    """What an engine needs, in bytes: weights on disk, weights in a CPU engine's memory, KV cache per token."""
 
     tier: TierSpec
     on_disk: int
@@ -218,37 +219,29 @@ def _need(tier: TierSpec, base: Path | None, *, amx: bool) -> _Need:
 
 
 def _gpu_plan(gpu: Gpu, needs: Sequence[_Need]) -> Plan:
-    """Give every engine its weights and overhead, and share the rest by what each tier's batch can hold."""
-    tiers = [need.tier for need in needs]
-    weights = {need.tier.name: need.on_disk for need in needs}
-    overhead = int(GPU_OVERHEAD_GIB * GIB)
-    usable = gpu.free - int(GPU_RESERVE * gpu.total)
-    left = usable - sum(weights.values()) - overhead * len(tiers)
-    demand = {t.name: t.max_model_len * t.max_num_seqs for t in tiers}
+    """Give each engine its weights and overhead, and share the rest by the tokens of each tier's largest batch."""
+    weights, overhead = sum(need.on_disk for need in needs), int(GPU_OVERHEAD_GIB * GIB)
+    left = gpu.free - int(GPU_RESERVE * gpu.total) - weights - overhead * len(needs)
+    demand = sum(tier.max_model_len * tier.max_num_seqs for tier, *_ in needs)
     shares = []
-    for tier, _, _, per_token in needs:
-        kv_cache = left * demand[tier.name] // sum(demand.values())
+    for tier, on_disk, _, per_token in needs:
+        kv_cache = left * (tier.max_model_len * tier.max_num_seqs) // demand
         if kv_cache < per_token * tier.max_model_len:
             raise PlanError(
-                f"{gpu.name} has {gpu.free / GIB:.1f} GiB free. Weights take {sum(weights.values()) / GIB:.1f} GiB and "
-                f"{len(tiers)} engines {overhead * len(tiers) / GIB:.1f} GiB more, which leaves tier {tier.name} "
+                f"{gpu.name} has {gpu.free / GIB:.1f} GiB free. Weights take {weights / GIB:.1f} GiB and "
+                f"{len(needs)} engines {overhead * len(needs) / GIB:.1f} GiB more, which leaves tier {tier.name} "
                 f"{max(kv_cache, 0) / GIB:.2f} GiB of KV cache; one request of {tier.max_model_len} tokens needs "
                 f"{per_token * tier.max_model_len / GIB:.2f} GiB. Take a smaller model, lower "
                 f"tiers.{tier.name}.max_model_len, or run a tier elsewhere with tiers.{tier.name}.urls"
             )
-        fraction = (weights[tier.name] + overhead + kv_cache) / gpu.total
-        placement = Placement(gpu=gpu.index, gpu_memory_fraction=fraction)
-        held = weights[tier.name]
-        shares.append(Share(tier.name, held, held, kv_cache, kv_cache // per_token, placement))
+        placement = Placement(gpu=gpu.index, gpu_memory_fraction=(on_disk + overhead + kv_cache) / gpu.total)
+        shares.append(Share(tier.name, on_disk, on_disk, kv_cache, kv_cache // per_token, placement))
     return Plan(f"GPU {gpu.index} ({gpu.name})", tuple(shares))
 
 
 def _cpu_plan(machine: Machine, needs: Sequence[_Need], kv_cache_gib: int) -> Plan:
-    need = 0
-    shares = []
-    placed = zip(needs, _share_cores(machine.cores, len(needs)), strict=True)
-    for (tier, on_disk, held, per_token), cores in placed:
-        kv_cache = kv_cache_gib * GIB
+    need, shares, kv_cache = 0, [], kv_cache_gib * GIB
+    for (tier, on_disk, held, per_token), cores in zip(needs, _share_cores(machine.cores, len(needs)), strict=True):
         if kv_cache < per_token * tier.max_model_len:
             raise PlanError(
                 f"tier {tier.name} needs {per_token * tier.max_model_len / GIB:.2f} GiB of KV cache for one request of "
@@ -266,17 +259,17 @@ def _cpu_plan(machine: Machine, needs: Sequence[_Need], kv_cache_gib: int) -> Pl
 
 
 def _cpu_need(held: int, on_disk: int, kv_cache: int) -> int:
-    """Return the memory of one CPU engine, in bytes. While weights are repacked, they are there as on disk as well."""
+    """Return the memory, in bytes, of one CPU engine, which holds its weights as on disk as well while it repacks them."""
     return held + on_disk + kv_cache + int(CPU_OVERHEAD_GIB * GIB)
 
 
 def lacking_for_one_more(machine: Machine, tier: TierSpec, placement: Placement) -> str | None:
-    """Return, in words, the memory that is missing to start one more engine of a tier; None where there is enough.
+    """Return, in words, the memory that is missing for one more engine of a tier; None if there is enough.
 
     Args:
-        machine: As it is now.
+        machine: Its present state.
         tier: With a checkpoint.
-        placement: Of the engine that runs already; the new one gets the same.
+        placement: Of the running engine; the new one gets the same.
     """
     if placement.gpu is None:
         assert tier.checkpoint is not None
@@ -291,7 +284,7 @@ def lacking_for_one_more(machine: Machine, tier: TierSpec, placement: Placement)
 
 
 def _share_cores(cores: tuple[int, ...], engines: int) -> list[tuple[int, ...]]:
-    """Give each engine cores of its own where there are enough, leaving one for the router; otherwise share all."""
+    """Give each engine cores of its own and leave one for the router; if there are too few, all share all."""
     each = (len(cores) - 1) // engines
     if each < 1:
         return [()] * engines

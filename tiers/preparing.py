@@ -1,7 +1,7 @@
-"""What the tiers of a router still need before they serve for the first time, and about how long that takes.
+"""What tiers need before they serve for the first time, and about how long that takes.
 
-A checkpoint that is missing is made, one after another, while tiers that are ready serve; then its engine is started. One
-event loop owns a ``Preparations``; nothing here awaits.
+Missing checkpoints are made one after another, while ready tiers serve; then the tier's engine is started. One event loop
+owns a ``Preparations``; nothing here awaits.
 """
 
 from __future__ import annotations
@@ -9,35 +9,23 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-# In which checkpoints are made: the first two take seconds, the last one minutes.
+# The first two take seconds, the last one minutes.
 MAKING_ORDER = (TierName.PRECISE, TierName.BALANCED, TierName.FAST)
-# Estimates for the default model on two idle cores: from a process' start to a ready engine (three started at once took 50
-# to 60 s on an AMD EPYC), and what is left of AWQ after its last layer.
+# Estimates for the default model on two idle cores: from process start to a ready engine (three started together took 50 to
+# 60 s on an AMD EPYC), and the rest of AWQ after its last layer.
 ENGINE_START_S = 45.0
 WRITING_S = 5.0
-
-
-class Typical(NamedTuple):
-    """How long a checkpoint takes: the libraries' start, and each GiB of BF16 weights. Estimates for two idle cores."""
-
-    start_s: float
-    s_per_gib: float
-
-
-TYPICAL = {
-    TierName.PRECISE: Typical(10.0, 16.0),
-    TierName.BALANCED: Typical(12.0, 12.0),
-    TierName.FAST: Typical(20.0, 540.0),
-}
+# Seconds to make a checkpoint: for the libraries' start, and per GiB of BF16 weights. Estimates for two idle cores.
+TYPICAL = {TierName.PRECISE: (10.0, 16.0), TierName.BALANCED: (12.0, 12.0), TierName.FAST: (20.0, 540.0)}
 GIB = 1 << 30
-IN_SECONDS = 120  # up to here times are told in seconds
+IN_SECONDS = 120  # up to here times are shown in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +33,10 @@ class Preparing:
     """What one tier still needs, at one moment.
 
     Attributes:
-        what: The step that it is at, or waits for.
-        done: Parts of the step that are done.
-        total: Parts that it has; 0 where they cannot be counted.
-        remaining_s: Until the tier is ready, in seconds; a rough figure. None: not known.
+        what: The current step, or what the tier waits for.
+        done: Finished parts of the step.
+        total: Parts of the step; 0: they cannot be counted.
+        remaining_s: Rough time until the tier is ready, in seconds; None: unknown.
         failed: Why its checkpoint could not be made; None: it is being made, or its engine starts.
     """
 
@@ -60,14 +48,14 @@ class Preparing:
 
     @property
     def text(self) -> str:
-        """Return the step and the time left, for a person."""
+        """Return the step and the time left, for people."""
         parts = f" ({self.done} of {self.total})" if self.total else ""
         left = f", ready in {about(self.remaining_s)}" if self.remaining_s is not None else ""
         return f"{self.what}{parts}{left}"
 
 
 def about(seconds: float) -> str:
-    """Return a rough time for a person: the next five seconds, from two minutes on the next half minute."""
+    """Return a time for people, rounded up to five seconds, or above two minutes to half minutes."""
     if seconds <= IN_SECONDS:
         return f"about {max(5 * math.ceil(seconds / 5), 5)} s"
     return f"about {math.ceil(seconds / 30) / 2:g} min"
@@ -75,7 +63,7 @@ def about(seconds: float) -> str:
 
 @dataclass(slots=True)
 class _Step:
-    """A step whose parts are counted: its pace is that of the parts seen so far."""
+    """A step with counted parts, whose pace is that of the parts so far."""
 
     message: str
     total: int
@@ -94,7 +82,7 @@ class _Step:
 
 @dataclass(slots=True)
 class Preparations:
-    """All tiers that are on their way to their first request.
+    """All tiers that are not yet ready for their first request.
 
     Attributes:
         clock: Monotonic seconds.
@@ -106,18 +94,18 @@ class Preparations:
     _began: float = 0.0
     _message: str = ""
     _step: _Step | None = None
-    _made: list[TierName] = field(default_factory=list)  # and no engine is started yet
-    _starting: dict[TierName, float] = field(default_factory=dict)  # since when its engine starts
+    _made: list[TierName] = field(default_factory=list)  # whose engines are not started yet
+    _starting: dict[TierName, float] = field(default_factory=dict)  # since when the tier's engine starts
     _failed: dict[TierName, str] = field(default_factory=dict)
 
     @property
     def making(self) -> bool:
-        """Tell whether a checkpoint is being made: the machine is not idle."""
+        """Tell whether a checkpoint is being made, so that the machine is not idle."""
         return bool(self._to_make)
 
     @property
     def coming(self) -> tuple[TierName, ...]:
-        """Return the tiers that are on their way, the next one first."""
+        """Return the tiers that will become ready, the next one first."""
         return (*self._starting, *self._made, *self._to_make)
 
     @property
@@ -126,9 +114,8 @@ class Preparations:
         return tuple(self._to_make)
 
     def expect(self, tiers: Iterable[TierName], weights: int | None) -> None:
-        """Note the tiers whose checkpoints are made from now on, and the size of the BF16 weights where it is known."""
-        wanted = set(tiers)
-        self._to_make = [tier for tier in MAKING_ORDER if tier in wanted]
+        """Note the tiers whose checkpoints are made from now on, and the size of the BF16 weights in bytes, if known."""
+        self._to_make = sorted(set(tiers), key=MAKING_ORDER.index)
         self._weights, self._began = weights, self.clock()
 
     def sized(self, weights: int) -> None:
@@ -136,7 +123,7 @@ class Preparations:
         self._weights = weights
 
     def step(self, message: str, done: int, total: int) -> None:
-        """Note how far the present checkpoint is; ``total`` is 0 where parts cannot be counted."""
+        """Note the progress of the present checkpoint; ``total`` is 0 if parts cannot be counted."""
         self._message, now = message, self.clock()
         if not total:
             return
@@ -159,11 +146,11 @@ class Preparations:
         self._starting[tier] = self.clock()
 
     def settled(self, tier: TierName) -> None:
-        """Note that a tier's engine is ready, or has failed."""
+        """Note that a tier's engine is ready or has failed."""
         self._starting.pop(tier, None)
 
     def fail(self, why: str) -> tuple[TierName, ...]:
-        """Note that no further engine is started; return the tiers that lack theirs."""
+        """Note that no further checkpoint is made; return the tiers that have no engine yet."""
         lacking = (*self._made, *self._to_make)
         self._failed.update(dict.fromkeys(lacking, why))
         self._made.clear()
@@ -171,7 +158,7 @@ class Preparations:
         return lacking
 
     def of(self, tier: TierName) -> Preparing | None:
-        """Return what a tier still needs; None: it needs nothing, or nothing that is told here."""
+        """Return what a tier still needs; None: nothing that is known here."""
         now = self.clock()
         if tier in self._failed:
             return Preparing("its checkpoint could not be made", failed=self._failed[tier])
@@ -184,27 +171,23 @@ class Preparations:
         return Preparing("its engine starts", remaining_s=_left(ENGINE_START_S - (now - self._starting[tier])))
 
     def _of_making(self, tier: TierName, now: float) -> Preparing:
-        place = self._to_make.index(tier)
-        remaining = self._ready_in_s(self._to_make[: place + 1], now)
-        if place:
-            return Preparing(f"waits for the checkpoint of {self._to_make[place - 1]}", remaining_s=remaining)
-        step = self._step
-        counted = step is not None and step.message == self._message
-        return Preparing(
-            self._message or "making its checkpoint",
-            step.done if step is not None and counted else 0,
-            step.total if step is not None and counted else 0,
-            remaining,
-        )
+        position = self._to_make.index(tier)
+        remaining = self._ready_in_s(self._to_make[: position + 1], now)
+        if position:
+            return Preparing(f"waits for the checkpoint of {self._to_make[position - 1]}", remaining_s=remaining)
+        step, message = self._step, self._message or "making its checkpoint"
+        if step is None or step.message != self._message:
+            return Preparing(message, remaining_s=remaining)
+        return Preparing(message, step.done, step.total, remaining)
 
     def _ready_in_s(self, first: list[TierName], now: float) -> float | None:
-        """Return when an engine is ready that starts after some checkpoints are made; None: not known."""
+        """Return the time until an engine is ready that starts after these checkpoints are made; None: unknown."""
         times = [self._making_s(tier, now) for tier in first]
         known = [each for each in times if each is not None]
         return sum(known) + ENGINE_START_S if len(known) == len(times) else None
 
     def _making_s(self, tier: TierName, now: float) -> float | None:
-        """Return how long a checkpoint still takes: by the pace of its parts, else as is typical; None: not known."""
+        """Return how long a checkpoint still takes, by the pace of its parts or typically; None: unknown."""
         present = tier is self._to_make[0]
         if present and self._step is not None:
             if self._step.message != self._message:  # the parts are done
@@ -214,10 +197,11 @@ class Preparations:
                 return paced
         if self._weights is None:
             return None
-        typical = TYPICAL[tier].start_s + TYPICAL[tier].s_per_gib * self._weights / GIB
+        start_s, s_per_gib = TYPICAL[tier]
+        typical = start_s + s_per_gib * self._weights / GIB
         return _left(typical - (now - self._began)) if present else typical
 
 
 def _left(seconds: float) -> float | None:
-    """Return what is left of a typical time; None once it has passed: how much longer it takes is not known."""
+    """Return the rest of a typical time; None once it has passed, because the rest is unknown then."""
     return seconds if seconds > 0 else None

@@ -14,7 +14,7 @@ OWNER_ONLY = 0o600
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder that only its owner may enter; one that is there already stays as it is.
+    """Create a folder that only its owner may enter; an existing one stays as it is.
 
     Raises:
         OSError: It cannot be made.
@@ -23,13 +23,13 @@ def make_private_folder(folder: Path) -> None:
 
 
 def open_private(path: str, flags: int) -> int:
-    """Open a file that only its owner may read, also where it is there already: an ``opener`` for ``open``.
+    """Open a new or existing file so that only its owner may read it: an ``opener`` for ``open``.
 
     Raises:
         OSError: It cannot be opened.
     """
     descriptor = os.open(path, flags, OWNER_ONLY)
-    with suppress(OSError):  # it is somebody else's
+    with suppress(OSError):  # somebody else owns it
         if stat.S_ISREG(os.fstat(descriptor).st_mode):  # never /dev/null
             os.fchmod(descriptor, OWNER_ONLY)
     return descriptor

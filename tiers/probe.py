@@ -1,7 +1,6 @@
-"""Ask an engine about itself. The only file that knows vLLM's paths, fields and metric names.
+"""Ask an engine about itself. The only module that knows vLLM's paths, fields and metric names.
 
-It is also the only place where an engine's answers are checked: whatever is not as vLLM answers, too long or too slow,
-is a ``ProbeError`` that says what was wrong.
+It also checks the answers: one that differs from vLLM's, is too long or too slow raises a ``ProbeError`` with the reason.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ import asyncio
 import math
 import re
 import time
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import astuple, dataclass
+from operator import add, sub
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import httpx
@@ -29,7 +29,7 @@ _GAUGE = re.compile(
     r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|gpu_cache_usage_perc)(?:\{[^}]*\})? (\S+)$",
     re.MULTILINE,
 )
-# Counters, with their label sets added up. The cache's are in tokens.
+# Summed over their label sets. The cache's are in tokens.
 _COUNTER = re.compile(
     r"^vllm:(prompt_tokens_total|generation_tokens_total|time_to_first_token_seconds_sum|time_to_first_token_seconds_count"
     r"|prefix_cache_hits_total|prefix_cache_queries_total)(?:\{[^}]*\})? (\S+)$",
@@ -38,9 +38,9 @@ _COUNTER = re.compile(
 _KV_TOKENS = re.compile(r'^vllm:cache_config_info\{[^}]*kv_cache_size_tokens="(\d+)"', re.MULTILINE)
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-ANSWER_S = 30.0  # to a whole answer that is no generation: the client's own timeouts begin anew with every byte
+ANSWER_S = 30.0  # for a whole answer that is not a generation: the client's own timeouts start over with every byte
 MOST_BYTES = 16 << 20  # of one answer
-SHOWN_CHARS = 500  # of what an engine says, in an error
+SHOWN_CHARS = 500  # of an engine's answer, in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,13 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What an engine has counted since it started; 0 where it does not count that.
+    """What an engine has counted since its start; 0: not counted.
 
     Attributes:
-        prompt_tokens: Of prompts that it has answered.
-        output_tokens: Generated.
-        ttft_s: All times to a first token together, in seconds.
-        first_tokens: How many those are.
+        prompt_tokens: Of answered prompts.
+        output_tokens: Generated tokens.
+        ttft_s: Sum of the times to a first token, in seconds.
+        first_tokens: Number of those times.
         cache_hits: Prompt tokens found in the prefix cache.
         cache_queries: Prompt tokens looked up in it.
     """
@@ -77,12 +77,15 @@ class Counters:
 
     def since(self, earlier: Counters) -> Counters:
         """Return what was counted since an earlier reading."""
-        pairs = zip(astuple(self), astuple(earlier), strict=True)
-        return Counters(*(now - before for now, before in pairs))
+        return Counters(*map(sub, astuple(self), astuple(earlier)))
+
+    def plus(self, other: Counters) -> Counters:
+        """Return the sum of both."""
+        return Counters(*map(add, astuple(self), astuple(other)))
 
 
 class _Answer(BaseModel):
-    """What is read of an answer; its other fields may be anything."""
+    """The fields that are read of an answer. Others are ignored."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -151,24 +154,21 @@ class EngineProbe:
     api_key: str
 
     async def alive(self) -> bool:
-        """Tell whether ``/health`` answers 200. An alive engine need not be warm."""
+        """Tell whether ``/health`` answers 200. An engine that is alive need not be warm."""
         try:
-            status, _ = await self._fetch("GET", "/health")
+            await self._content("GET", "/health")
         except ProbeError:
             return False
-        return status == httpx.codes.OK
+        return True
 
     async def readings(self) -> tuple[Gauges, Counters]:
-        """Read running, waiting and KV-cache use, and what the engine has counted, from ``/metrics``.
+        """Read the engine's gauges and counters from ``/metrics``.
 
         Raises:
-            ProbeError: The engine does not answer, or without these metrics, or with values that are no numbers.
+            ProbeError: The engine does not answer, or the metrics are missing or not numbers.
         """
         path = "/metrics"
-        status, content = await self._fetch("GET", path)
-        page = content.decode(errors="replace")
-        if status != httpx.codes.OK:
-            raise ProbeError(f"{self.url}{path}: HTTP {status} {page[:SHOWN_CHARS]}".rstrip())
+        page = (await self._content("GET", path)).decode(errors="replace")
         found = {name: self._number(name, value) for name, value in _GAUGE.findall(page)}
         usage = found.get("kv_cache_usage_perc", found.get("gpu_cache_usage_perc"))
         if usage is None or "num_requests_running" not in found:
@@ -196,7 +196,7 @@ class EngineProbe:
         """Return the served model's name and its context length in tokens.
 
         Raises:
-            ProbeError: The engine does not answer, or names no model.
+            ProbeError: The engine does not answer, or lists no model.
         """
         path = "/v1/models"
         listed = self._checked(_Models, path, await self._json("GET", path, None))
@@ -222,7 +222,7 @@ class EngineProbe:
     async def greedy_tokens(
         self, model: str, prompts: Sequence[str], count: int, timeout_s: float
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the ids of exactly ``count`` tokens with which the engine continues each text greedily, all in one batch.
+        """Return the ids of exactly ``count`` tokens that continue each text greedily, computed in one batch.
 
         Raises:
             ProbeError: The engine does not answer in time, or without token ids.
@@ -248,16 +248,11 @@ class EngineProbe:
         """Stream one generation and time it.
 
         Raises:
-            ProbeError: The engine refused, took longer than ``timeout_s``, or its stream is cut or no stream of chunks.
+            ProbeError: The engine refuses the request, takes longer than ``timeout_s``, or sends no complete stream.
         """
         request = {**body, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._stream(path, request)
-        except TimeoutError as error:
-            raise ProbeError(f"{self.url}{path}: no complete answer within {timeout_s:g} s") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._failed(path, error) from error
+        async with self._errors(path, timeout_s):
+            return await self._stream(path, request)
 
     async def _stream(self, path: str, body: Mapping[str, Any]) -> Generation:
         parts: list[str] = []
@@ -269,9 +264,7 @@ class EngineProbe:
             "POST", f"{self.url}{path}", json=body, headers=self._headers(), timeout=None
         ) as response:
             if response.status_code != httpx.codes.OK:
-                detail = (await self._content(path, response)).decode(errors="replace")[:SHOWN_CHARS]
-                kind = RefusedError if response.status_code == httpx.codes.BAD_REQUEST else ProbeError
-                raise kind(f"{self.url}{path}: HTTP {response.status_code}: {detail}")
+                raise self._refusal(path, response.status_code, await self._read(path, response))
             async with aclosing(self._events(path, response)) as events:
                 async for data in events:
                     chunk = self._checked(_Chunk, path, self._parsed(path, data))
@@ -287,11 +280,7 @@ class EngineProbe:
         return Generation("".join(parts), usage.prompt_tokens, tokens, ttft_ms, tpot_ms, fingerprint)
 
     async def _events(self, path: str, response: httpx.Response) -> AsyncGenerator[bytes, None]:
-        """Yield the data of a stream's events up to ``[DONE]``, and read on to its end.
-
-        Raises:
-            ProbeError: The stream ends before, or is too long.
-        """
+        """Yield the data of a stream's events up to ``[DONE]``, and read to its end."""
         rest, size, done = b"", 0, False
         async for piece in response.aiter_bytes():
             size += len(piece)
@@ -313,51 +302,51 @@ class EngineProbe:
     async def _json(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None = None
     ) -> object:
-        status, content = await self._fetch(method, path, body, self._headers(), timeout_s)
-        if status != httpx.codes.OK:
-            raise ProbeError(f"{self.url}{path}: HTTP {status}: {content.decode(errors='replace')[:SHOWN_CHARS]}")
-        return self._parsed(path, content)
+        return self._parsed(path, await self._content(method, path, body, timeout_s))
 
-    async def _fetch(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-    ) -> tuple[int, bytes]:
-        """Return an answer's status and body.
+    async def _content(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
+    ) -> bytes:
+        """Return the body of an answer of status 200.
 
         Raises:
-            ProbeError: There is none, not in time, or it is too long.
+            ProbeError: There is none in time, it is too long, or it has another status.
         """
-        limit_s = ANSWER_S if timeout_s is None else timeout_s
         timeout = self.client.timeout if timeout_s is None else timeout_s
+        async with (
+            self._errors(path, ANSWER_S if timeout_s is None else timeout_s),
+            self.client.stream(
+                method, f"{self.url}{path}", json=body, headers=self._headers(), timeout=timeout
+            ) as response,
+        ):
+            content = await self._read(path, response)
+        response.stream = httpx.ByteStream(b"")  # else a cycle of answer and stream, which only the collector frees
+        if response.status_code != httpx.codes.OK:
+            raise self._refusal(path, response.status_code, content)
+        return content
+
+    @asynccontextmanager
+    async def _errors(self, path: str, limit_s: float) -> AsyncGenerator[None]:
+        """Limit the time, and turn the client's errors into ``ProbeError``."""
         try:
-            async with (
-                asyncio.timeout(limit_s),
-                self.client.stream(
-                    method, f"{self.url}{path}", json=body, headers=headers, timeout=timeout
-                ) as response,
-            ):
-                content = await self._content(path, response)
+            async with asyncio.timeout(limit_s):
+                yield
         except TimeoutError as error:
             raise ProbeError(f"{self.url}{path}: no complete answer within {limit_s:g} s") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._failed(path, error) from error
-        response.stream = httpx.ByteStream(
-            b""
-        )  # httpx ties an answer to its stream and back; only the collector undoes it
-        return response.status_code, content
+            raise ProbeError(f"{self.url}{path}: {type(error).__name__} {error}".rstrip()) from error
 
-    async def _content(self, path: str, response: httpx.Response) -> bytes:
-        parts, size = [], 0
+    async def _read(self, path: str, response: httpx.Response) -> bytes:
+        content = bytearray()
         async for piece in response.aiter_bytes():
-            parts.append(piece)
-            size += len(piece)
-            if size > MOST_BYTES:
+            content += piece
+            if len(content) > MOST_BYTES:
                 raise ProbeError(f"{self.url}{path} answers more than {MOST_BYTES} bytes")
-        return b"".join(parts)
+        return bytes(content)
+
+    def _refusal(self, path: str, status: int, content: bytes) -> ProbeError:
+        kind = RefusedError if status == httpx.codes.BAD_REQUEST else ProbeError
+        return kind(f"{self.url}{path}: HTTP {status}: {content.decode(errors='replace')[:SHOWN_CHARS]}")
 
     def _parsed(self, path: str, content: bytes) -> object:
         try:
@@ -366,11 +355,7 @@ class EngineProbe:
             raise ProbeError(f"{self.url}{path} does not answer JSON ({error}): {content[:SHOWN_CHARS]!r}") from None
 
     def _checked(self, kind: type[_Read], path: str, answer: object) -> _Read:
-        """Return what is read of an answer.
-
-        Raises:
-            ProbeError: It reports an error, or is not as vLLM answers.
-        """
+        """Validate an answer, which may also report an error."""
         if isinstance(answer, dict) and (error := answer.get("error")):
             said = error.get("message") if isinstance(error, dict) else error
             raise ProbeError(f"{self.url}{path} answers with an error: {str(said)[:SHOWN_CHARS]}")
@@ -389,9 +374,6 @@ class EngineProbe:
         if not (math.isfinite(value) and value >= 0):
             raise ProbeError(f"{self.url}/metrics: vllm:{name} is {text[:50]}, which is no number from 0 up")
         return value
-
-    def _failed(self, path: str, error: Exception) -> ProbeError:
-        return ProbeError(f"{self.url}{path}: {type(error).__name__} {error}".rstrip())
 
     def _headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}

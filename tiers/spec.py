@@ -1,4 +1,4 @@
-"""The fleet's vocabulary: tiers, precisions, replicas, and what an engine is started with. Values only."""
+"""Values that describe the fleet: tiers, precisions, replica states, and how an engine is started."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path  # noqa: TC003  pydantic reads it for the decision log
 
 
 class Precision(StrEnum):
-    """How the weights are stored and computed with."""
+    """The number format of a tier's weights."""
 
     AWQ_INT4 = "awq-int4"
     FP8 = "fp8"
@@ -24,11 +24,11 @@ class TierName(StrEnum):
 
     @property
     def rank(self) -> int:
-        """Return the tier's place in the order of precision: 0 is the lowest."""
+        """Return the tier's rank by precision: 0 is the lowest."""
         return _RANKS[self]
 
 
-SHOWN_DIGITS = 16  # of a digest, for people
+SHOWN_DIGITS = 16  # of a digest, shown to people
 _RANKS = {name: rank for rank, name in enumerate(TierName)}
 
 PRECISIONS: dict[TierName, Precision] = {
@@ -39,13 +39,13 @@ PRECISIONS: dict[TierName, Precision] = {
 
 
 class ReplicaState(Enum):
-    """The life of a replica, and the state of a tier: that of its best replica. Only a ``READY`` one gets traffic."""
+    """The state of a replica, or of a tier: that of its best replica. Only a ``READY`` one gets requests."""
 
-    PREPARING = "preparing"  # of a tier: its checkpoint is being made, and there is no engine yet
+    PREPARING = "preparing"  # only of a tier: its checkpoint is being made, and there is no engine yet
     STARTING = "starting"  # process started, or URL not yet answering
     WARMING = "warming"  # /health answers; warm-up generations run
     READY = "ready"
-    DRAINING = "draining"  # gets nothing new; what it has may finish
+    DRAINING = "draining"  # gets no new requests; open ones may finish
     UNREACHABLE = "unreachable"  # was alive; stopped answering probes
     FAILED = "failed"  # exited, or its warm-up failed
     STOPPED = "stopped"
@@ -58,11 +58,11 @@ class TierSpec:
     Attributes:
         max_model_len: Prompt plus output tokens that the engine accepts.
         max_num_seqs: Sequences that the engine runs at the same time.
-        max_in_flight: Places of one replica: requests that the router lets in, each counted by its answers; more are sent
-            elsewhere or refused.
+        max_in_flight: Slots of one replica: a request takes one for each of its answers; more requests wait, go elsewhere
+            or are refused.
         urls: Engines that run elsewhere. Empty: this tier's engine is started here.
         checkpoint: Folder that the engine is started from; None for a tier given by URL.
-        digest: The checkpoint's weights digest; None where unknown.
+        digest: Digest of the checkpoint's weights; None: unknown.
     """
 
     name: TierName
@@ -75,27 +75,24 @@ class TierSpec:
 
     @property
     def precision(self) -> Precision:
-        """Return the precision that this tier serves."""
+        """Return the tier's precision."""
         return PRECISIONS[self.name]
 
     @property
     def checkpoint_id(self) -> str | None:
-        """Return the checkpoint's digest as it is shown: its first digits; None where unknown."""
+        """Return the first digits of the checkpoint's digest; None: unknown."""
         return self.digest[:SHOWN_DIGITS] if self.digest else None
 
     @property
     def identity(self) -> str | None:
-        """Return what tells this tier's weights from others': their digest, else where they are; None where unknown."""
-        if self.digest is not None:
-            return self.digest
-        if self.urls:
-            return " ".join(self.urls)
-        return str(self.checkpoint) if self.checkpoint is not None else None
+        """Return what identifies the tier's weights: their digest, else their location; None: unknown."""
+        location = " ".join(self.urls) or (str(self.checkpoint) if self.checkpoint is not None else None)
+        return location if self.digest is None else self.digest
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What part of the machine an engine gets.
+    """An engine's share of the machine.
 
     Attributes:
         cores: CPU cores that the engine's processes may use; empty: all.
@@ -114,7 +111,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class OtlpTarget:
-    """Where engines send their own spans. ``protocol`` is ``grpc`` or ``http/protobuf``."""
+    """Where engines send their spans. ``protocol`` is ``grpc`` or ``http/protobuf``."""
 
     endpoint: str
     protocol: str
@@ -122,7 +119,7 @@ class OtlpTarget:
 
 @dataclass(frozen=True, slots=True)
 class EngineLaunch:
-    """Everything that the command line of one engine is made from."""
+    """All that an engine's command line and environment are made from."""
 
     tier: TierSpec
     placement: Placement

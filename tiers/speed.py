@@ -1,16 +1,16 @@
-"""How fast a replica is while it does what it is doing: a small model, and how far it has been off lately.
+"""How fast a replica is under its load: a small model, and the recent errors of its predictions.
 
 An engine with continuous batching computes in steps. One step decodes one token of every running sequence and prefills part
 of the waiting prompts (Orca, OSDI 2022; chunked prefill: Sarathi-Serve, arXiv 2403.02310). So, in milliseconds,
 
     step(n) = step_base + step_per_sequence * n + beyond * max(n - knee, 0)   n sequences decoding
-    TPOT    = step(n) / (1 - share of time that goes into prompts that come meanwhile)
-    TTFT    = ttft_base + prefill_per_token * (own + waiting prompt tokens) + steps * step(n)  + wait for a place
+    TPOT    = step(n) / (1 - share of time spent on prompts that arrive meanwhile)
+    TTFT    = ttft_base + prefill_per_token * (own + waiting prompt tokens) + steps * step(n)  + wait for a slot
 
 A GPU's step is bound by memory for small batches and by computing for large ones, hence the knee; a CPU often has none. All
-is times ``1 + contention * neighbours`` where replicas share a machine and that share of the others computes as well.
-The parameters are measured by ``qarr profile latency``, which a router may do by itself; until then they are learned from
-live requests (``tiers.live_speed``), or an idle engine's speed is all that is known.
+times are multiplied by ``1 + contention * neighbours`` where that share of the other replicas, on the same machine,
+computes as well. ``qarr profile latency`` measures the parameters, or the router by itself. Until then they are learned
+from live requests (``tiers.live_speed``), or only the speed of the idle engine is known.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-MEMORY = 0.8  # weight of the past in what is learned from answers: about the last five
-HALF_LIFE_S = 60.0  # of what was learned: a tier that is passed over gets its measured speed back
-PREFILL_MEMORY_MS = 20_000.0  # time constant of the rate at which prompts come
-MOST_PREFILL = 0.8  # share of time in prompts beyond which the engine does not keep up anyway
-UNMEASURED_SPREAD = 0.3  # of log(seen / predicted), before anything was seen: about a third either way
+MEMORY = 0.8  # weight of the past in a trend: about the last five answers
+HALF_LIFE_S = 60.0  # of a trend: a tier that gets no requests returns to its measured speed
+PREFILL_MEMORY_MS = 20_000.0  # time constant of the rate of prompt tokens
+MOST_PREFILL = 0.8  # highest share of time spent on prompts; beyond it the engine cannot keep up anyway
+UNMEASURED_SPREAD = 0.3  # of log(seen / predicted) before any answer: about a third either way
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a replica has to do, before one more request.
+    """A replica's load, before one more request.
 
     Attributes:
-        sequences: It has: one for each request, several for one that asks for several answers.
+        sequences: Being computed: one for each answer of each request.
         prompt_tokens: Of prompts that are not computed yet.
-        output_tokens: Most that may still come.
-        neighbours: Share of the other replicas of the fleet that have requests, 0..1.
-        prefill_rate: Prompt tokens a millisecond that have come lately.
+        output_tokens: Upper bound of those still to come.
+        neighbours: Share of the fleet's other replicas that have requests, 0..1.
+        prefill_rate: Prompt tokens per millisecond, recently.
     """
 
     sequences: int = 0
@@ -57,21 +57,21 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SpeedModel:
-    """One replica's speed.
+    """One replica's speed. Times in milliseconds.
 
     Attributes:
         ttft_base_ms: TTFT of an empty prompt on an idle replica.
         prefill_ms_per_token: For each prompt token to compute.
         step_base_ms: Time of a decode step, whatever its batch.
-        step_ms_per_sequence: What each sequence in the batch adds.
+        step_ms_per_sequence: Added by each sequence in the batch.
         step_knee: Batch above which each sequence adds more.
         step_ms_beyond_knee: How much more.
-        ttft_steps: Decode steps that a new prompt waits for where others are being decoded.
-        contention: Further share of time, 0 and up, when all other replicas of the fleet compute as well.
+        ttft_steps: Decode steps that a new prompt waits for while others are being decoded.
+        contention: Added share of time, from 0, when all other replicas of the fleet compute as well.
         ttft_spread: Standard deviation of log(seen / predicted) that the fit left.
         tpot_spread: The same.
-        profiled: Whether it was measured under load, not only idle.
-        learned: Whether it was fitted to live requests, under whatever load there was.
+        profiled: Whether it was measured under load.
+        learned: Whether it was fitted to live requests.
     """
 
     ttft_base_ms: float
@@ -89,16 +89,16 @@ class SpeedModel:
 
     @property
     def source(self) -> Literal["profile", "live", "idle"]:
-        """Return where it comes from."""
+        """Return the origin of the parameters."""
         return "profile" if self.profiled else "live" if self.learned else "idle"
 
     @property
     def under_load(self) -> bool:
-        """Tell whether it says anything of a replica that has several requests."""
+        """Tell whether the model holds for a replica with several requests."""
         return self.profiled or self.learned
 
     def fastest(self, other: SpeedModel) -> SpeedModel:
-        """Return the least of each time of two measurements of an idle replica."""
+        """Return the shorter of each time of two measurements of an idle replica."""
         return replace(
             self,
             ttft_base_ms=min(self.ttft_base_ms, other.ttft_base_ms),
@@ -118,10 +118,10 @@ class SpeedModel:
 
         Args:
             prompt_tokens: Of its prompts.
-            load: What is there already.
+            load: Without the request.
             max_num_seqs: Sequences that the replica decodes at once; more wait.
-            output_share: Of the output tokens asked for, how many come, 0..1.
-            sequences: That the request is computed as.
+            output_share: Expected output tokens over those allowed, 0..1.
+            sequences: Of the request.
         """
         batch = min(load.sequences + sequences, max_num_seqs)
         step = self.step_ms(batch)
@@ -136,17 +136,17 @@ class SpeedModel:
         return Times(ttft * slowed, step * slowed / (1 - prefilling))
 
     def engine_ms(self, prompt_tokens: int, output_tokens: float, batch: int) -> float:
-        """Return the engine time that a request takes: its prefill, and its share of the steps that decode it.
+        """Return the engine time of a request: its prefill, and its share of the steps that decode it.
 
         Args:
             prompt_tokens: Of its prompts.
-            output_tokens: That are expected, of all its sequences.
+            output_tokens: Expected output of all its sequences.
             batch: Sequences decoded together, its own included.
         """
         return self.prefill_ms_per_token * prompt_tokens + output_tokens * self.step_ms(batch) / batch
 
     def relief_ms(self, load: Load, max_num_seqs: int, output_share: float) -> float:
-        """Predict the time until a request ends: with n left, evenly spread over their ways, the next has 2 / (n + 1)."""
+        """Predict the time until a request ends: of n, evenly spread over their progress, the next has 2 / (n + 1) left."""
         if load.sequences == 0:
             return 0.0
         left = remaining_tokens(load, output_share) * 2 / (load.sequences + 1)
@@ -156,18 +156,18 @@ class SpeedModel:
 
 
 def remaining_tokens(load: Load, output_share: float) -> float:
-    """Return the output tokens that each of the present requests is expected to have left."""
+    """Return the output tokens that each sequence is expected to have left."""
     return output_share * load.output_tokens / max(load.sequences, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """How far predictions have been off lately: mean and variance of log(seen / predicted), exponentially weighted.
+    """Recent errors of predictions: mean and variance of log(seen / predicted), exponentially weighted.
 
     Attributes:
-        mean: 0 where nothing was seen.
+        mean: 0 before any answer.
         variance: About the mean.
-        at: When it was last changed, in seconds by the monotonic clock.
+        at: When it was last changed, in monotonic seconds.
     """
 
     mean: float
@@ -175,17 +175,17 @@ class Trend:
     at: float
 
     def faded(self, now: float, spread: float) -> Trend:
-        """Return what is left of it: it goes back to no deviation and the given spread by half each ``HALF_LIFE_S``."""
+        """Return the trend at ``now``: it decays to a mean of 0 and the given spread by half each ``HALF_LIFE_S``."""
         left = 0.5 ** (max(now - self.at, 0.0) / HALF_LIFE_S)
         return Trend(self.mean * left, spread**2 + (self.variance - spread**2) * left, now)
 
     def after(self, predicted_ms: float, seen_ms: float, now: float, spread: float) -> Trend:
-        """Return it after one more answer.
+        """Return the trend after one more answer.
 
         Args:
             predicted_ms: By the model alone, without this trend.
-            seen_ms: What it was.
-            now: By the monotonic clock.
+            seen_ms: The time that the answer took.
+            now: Monotonic seconds.
             spread: Of the model.
         """
         past = self.faded(now, spread)
@@ -198,16 +198,16 @@ STEADY = Trend(0.0, UNMEASURED_SPREAD**2, 0.0)
 
 
 class Seen(NamedTuple):
-    """One answer, and what its replica had to do. Times in milliseconds.
+    """One answer, and its replica's load. Times in milliseconds.
 
     Attributes:
         prompt_tokens: Of its prompt.
-        sequences: That the replica had when it was sent.
+        sequences: On the replica when it was sent.
         waiting_tokens: Prompt tokens of those that were not computed yet.
         neighbours: Share of the other replicas that had requests, 0..1.
-        ttft_ms: To its first token.
-        batch: Mean of the sequences while it was decoded, its own included.
-        prefilled: Prompt tokens that came meanwhile, for each of its tokens.
+        ttft_ms: Time to its first token.
+        batch: Mean number of sequences while it was decoded, its own included.
+        prefilled: Prompt tokens that arrived meanwhile, per output token.
         tpot_ms: Mean time between its tokens; None for fewer than two.
     """
 

@@ -1,29 +1,29 @@
-"""How long a replica's places are held: what a wait for one is predicted from.
+"""How long a replica's slots are held: the basis for predicting a wait.
 
-Counted are the time for which places have been held lately and the places that came free. Their ratio is the mean
-hold; holds that have not ended yet count as well (the maximum-likelihood estimate for exponential times with
-censoring). Every end tells, whether anybody waits or not, so the estimate recovers also while all who would wait are
-refused. With time, what was seen fades, and the speed model's prediction takes its place.
+The estimate is the recent time for which slots were held over the number of slots freed. Holds that have not ended count
+as well (the maximum-likelihood estimate for exponential times with censoring). Every end counts, whether a request waits
+or not, so the estimate also recovers while all requests that would wait are refused. Old observations fade, and the speed
+model's prediction takes their place.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-HALF_LIFE_S = 60.0  # of what was seen
-LEAST_MEMORY = 5.0  # ends that the mean goes over; more on a replica with more places: about each place's last one
+HALF_LIFE_S = 60.0  # of observations
+LEAST_MEMORY = 5.0  # ends in the mean; more on a replica with more slots, about one for each slot
 
 
 @dataclass(slots=True)
 class Turnover:
-    """One replica's. Times are seconds by the monotonic clock."""
+    """One replica's slot turnover. Times are monotonic seconds."""
 
-    _held_s: float = 0.0  # places times seconds
-    _freed: float = 0.0  # places
-    _at: float | None = None  # when that was so
+    _held_s: float = 0.0  # slots times seconds
+    _freed: float = 0.0  # slots
+    _at: float | None = None  # of the last change
 
     def note(self, now: float, held: int, freed: int = 0) -> None:
-        """Note that so many places were held since the last call, and that some of them come free now."""
+        """Note the slots held since the last call, and how many of them are freed now."""
         self._held_s, self._freed, self._at = *self._faded(now, held), now
         if freed:
             memory = max(LEAST_MEMORY, held)
@@ -31,12 +31,12 @@ class Turnover:
             self._held_s, self._freed = self._held_s * kept, self._freed * kept + (1 - kept) * memory
 
     def hold_s(self, now: float, held: int, predicted_s: float) -> float:
-        """Return for how long a place is expected to be held.
+        """Return for how long a slot is expected to be held.
 
         Args:
-            now: When.
-            held: Places that are held now.
-            predicted_s: What counts where nothing was seen, and the less the more was.
+            now: Present time.
+            held: Slots held now.
+            predicted_s: The result without observations; it counts less the more there are.
         """
         held_s, freed = self._faded(now, held)
         weight = 1 / (1 + freed)

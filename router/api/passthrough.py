@@ -13,7 +13,7 @@ from router.api.asgi import context_of, no_body, read_body, while_connected
 from router.api.models import read_document, resolve
 from router.api.paths import EMBEDDINGS
 from router.api.problems import NoEmbeddings
-from router.upstream.errors import EngineFailed, EngineUnreachable, NoEngineAnswered, NoPlace
+from router.upstream.errors import EngineFailed, EngineUnreachable, NoEngineAnswered, NoSlot
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ async def pass_on(deps: Passthrough, context: RequestContext, small: SmallReques
     Raises:
         OverQuota: The caller's quota is used up.
         NoEngineAnswered: Those that were asked failed.
-        NoPlace: None could be asked.
+        NoSlot: None could be asked.
     """
     grant = await deps.quotas.enter(context.caller, small.tokens, context.limits)
     used: int | None = None
@@ -145,7 +145,7 @@ async def _first_answer(upstream: Upstream, small: SmallRequest) -> tuple[int, s
             causes.append(str(error))
     if causes:
         raise NoEngineAnswered("; ".join(causes))
-    raise NoPlace("no tier that could answer this is ready")
+    raise NoSlot("no tier that could answer this is ready")
 
 
 def count_input(value: Any) -> int:

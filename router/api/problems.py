@@ -27,7 +27,7 @@ from router.auth.quota import OverQuota
 from router.policy.decision import Decision, Refusal, Refused
 from router.policy.render import render_verdict
 from router.telemetry.trace_store import UnknownTrace
-from router.upstream.errors import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoPlace, UpstreamError
+from router.upstream.errors import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoSlot, UpstreamError
 from tiers.errors import NotPossible, UnknownReplica
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _engine_refused(error: EngineRefused) -> Problem:
     return Problem(422, "engine-refused", "The engine refused the request", error.detail, (wrong,))
 
 
-def _no_place(error: NoPlace) -> Problem:
+def _no_slot(error: NoSlot) -> Problem:
     status, title = _REFUSALS[Refusal.AT_CAPACITY]
     return Problem(int(status), "at-capacity", title, str(error), retry_after_s=BUSY_RETRY_S)
 
@@ -233,7 +233,7 @@ PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
     OverQuota: _over_quota,
     Refused: lambda error: _refused(error.decision),
     EngineRefused: _engine_refused,
-    NoPlace: _no_place,
+    NoSlot: _no_slot,
     HTTPException: _http,
     NotAdmin: _plain(403, "not-admin", "This needs a key for operators"),
     UnknownReplica: _plain(404, "replica-not-found", "There is no such replica or operation"),

@@ -234,7 +234,7 @@ class Load(Collector):
             values = [replica.spec.name.value, replica.id]
             state.add_metric([*values, replica.state.value], 1)
             in_flight.add_metric(values, replica.in_flight)
-            taken.add_metric(values, replica.places)
+            taken.add_metric(values, replica.slots)
             limit.add_metric(values, replica.limit)
             opened.add_metric(values, replica.breaker.opened)
             is_open.add_metric(values, replica.breaker.state(now) is not BreakerState.CLOSED)

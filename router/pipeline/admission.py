@@ -106,7 +106,7 @@ class Admission:
         self._lines: Lines[_Waiting] = Lines(self._held)
         self._granted: Counter[TierName] = Counter()
         self._scheduled = False
-        fleet.on_room = self._schedule
+        fleet.on_capacity = self._schedule
 
     @property
     def most_waiting(self) -> int:
@@ -275,7 +275,7 @@ class Admission:
         reserved, passed_over = set[str](), set[_Waiting]()
         while (entry := self._next(passed_over)) is not None:
             ready = any(self._fleet.is_ready(tier) for tier in entry.tiers)
-            if not ready or self._fleet.has_room(entry.tiers, entry.demand, reserved):
+            if not ready or self._fleet.has_capacity(entry.tiers, entry.demand, reserved):
                 decision = decide(entry.decision.query, self._fleet.snapshot(reserved), self._policy.table)
                 if self._settle(entry, decision, reserved):
                     continue

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from router.policy.profiles import CHECK_TOKENS
 from router.upstream.engine_stream import EngineStream
-from router.upstream.errors import EngineBroke, NoPlace, UpstreamError
+from router.upstream.errors import EngineBroke, NoSlot, UpstreamError
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Cascade:
             taken = {answer.replica_id}
             try:
                 return await self.upstream.open(decision, request, sent_at, taken=taken, over_limit=True)
-            except NoPlace:
+            except NoSlot:
                 raise error from None
         except BaseException as error:
             await answer.aclose(error)

@@ -197,8 +197,8 @@ class SharedLoad:
         """Return what is told of every replica, as the script has it. Pauses that others told of are theirs to tell."""
         found: dict[str, list[float]] = {}
         for replica in self._fleet.replicas:
-            held = [replica.places, replica.prompt_tokens, replica.output_tokens, replica.kv_tokens_held]
-            wanted = replica.places + self._waiting(replica, now)
+            held = [replica.slots, replica.prompt_tokens, replica.output_tokens, replica.kv_tokens_held]
+            wanted = replica.slots + self._waiting(replica, now)
             shares = [replica.whole_limit if replica.share is None else replica.share.holds(now), replica.whole_limit]
             found[replica.url] = [*held, replica.breaker.own_wait_s(now), wanted, *shares]
         return found
@@ -227,7 +227,7 @@ class SharedLoad:
             fallen, risen = fallen or share < had, risen or share > had
         self._fleet.first_share = Share(0, math.inf)
         if risen:
-            self._fleet.on_room()
+            self._fleet.on_capacity()
         return fallen
 
     def _lose(self, why: str) -> None:
@@ -249,7 +249,7 @@ class SharedLoad:
             routers, gauges = self._routers.get(replica.url, most), replica.gauges
             part = max(replica.whole_limit // routers, 1)
             room = gauges is None or gauges.running + gauges.waiting < replica.whole_limit
-            places = replica.share.places + (rises and room)
+            places = replica.share.slots + (rises and room)
             replica.share = Share(part if routers == 1 else min(places, part), now + LIFE_S)
 
     def _give_all(self, share: Share | None) -> None:
@@ -268,6 +268,6 @@ class SharedLoad:
 
     def _needs_more(self, replica: Replica) -> bool:
         """Tell whether requests wait for a replica, which was not so when this router told last."""
-        if replica.url not in self._content or not replica.limit <= replica.places < replica.whole_limit:
+        if replica.url not in self._content or not replica.limit <= replica.slots < replica.whole_limit:
             return False
         return self._waiting(replica, time.monotonic()) > 0

@@ -13,7 +13,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from router.policy.decision import CHOSEN, Basis, Decision, Refusal, TierReport
-from tiers.fleet import has_places
+from tiers.fleet import has_slots
 from tiers.preparing import about
 from tiers.spec import ReplicaState, TierName
 from tiers.speed import HALF_LIFE_S, IDLE
@@ -207,7 +207,7 @@ def _full(tier: TierSnapshot, sequences: int) -> str:
     free = [r for r, limit in zip(admitting, limits, strict=True) if r.taken < limit]
     if not free:
         return f"has all of its {sum(limits)} places taken"
-    if not any(has_places(sequences, r.taken, limit) for r, limit in zip(admitting, limits, strict=True)):
+    if not any(has_slots(sequences, r.taken, limit) for r, limit in zip(admitting, limits, strict=True)):
         return f"has too few of its {sum(limits)} places free for {sequences} answers at the same time"
     if all(r.kv_pressure for r in free):
         usage = max(r.gauges.kv_cache_usage if r.gauges else 0.0 for r in free)

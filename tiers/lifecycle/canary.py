@@ -1,19 +1,17 @@
-"""Compare an engine with what it was: a few greedy answers and its idle speed, before it gets traffic.
+"""Compare an engine's greedy answers and idle speed with earlier ones, before it gets requests.
 
-A wrong checkpoint, a broken kernel or a fallback to a slow one may still answer the warm-up's question well. So the ids of
-greedy tokens are written down at the first start that passes the warm-up, for each checkpoint and machine, and compared at
-every later one.
+A wrong checkpoint, a broken kernel or a fallback to a slow one may still answer the warm-up's question well. So the first
+start that passes the warm-up records the ids of greedy tokens, per checkpoint and machine; later starts are compared.
 
-The measure is the mean share of tokens before the first divergence, over four prompts of sixteen tokens. After a divergence
-two answers have different contexts, so that what follows tells nothing; and batches and kernels round differently, so that
-one near-tie may turn an answer of a sound engine: it must not weigh more than that answer.
+The measure is the mean share of tokens before the first divergence, over four prompts of sixteen tokens. After a
+divergence two answers have different contexts, so the rest tells nothing. Batches and kernels round differently: one
+near-tie may change an answer of a sound engine, and must not weigh more than that answer.
 
 Measured with the built-in model on a CPU (vLLM 0.32): a checkpoint agrees with itself by 1.00 in each of three tiers,
 asked again, one prompt at a time instead of four, and beside five other answers; started again, by 0.9 or more. AWQ
-agrees with FP8 and with BF16 by 0.17; FP8 with BF16 by 0.78. The default of 0.5 lets two of the four answers turn at
-their first token, as another release of vLLM or other kernels may make them, and still refuses other weights or noise.
-FP8 in the place of BF16 passes it, being nearly the same; a fleet whose kernels do not change can afford 0.9, which tells
-them apart.
+agrees with FP8 and with BF16 by 0.17; FP8 with BF16 by 0.78. The default of 0.5 lets two of the four answers diverge at
+their first token, as with another release of vLLM or other kernels, and still refuses other weights or noise. FP8 in the
+place of BF16 passes, because they are nearly equal; where kernels do not change, 0.9 tells them apart.
 """
 
 from __future__ import annotations
@@ -22,6 +20,8 @@ import logging
 import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -48,7 +48,7 @@ TOKENS = 16
 
 
 class Golden(BaseModel):
-    """What one checkpoint answered on one machine."""
+    """The answers of one checkpoint on one machine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -59,6 +59,11 @@ class Golden(BaseModel):
     prompts: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...]
 
+    @property
+    def key(self) -> tuple[TierName, str, str]:
+        """Return what the answers belong to."""
+        return self.tier, self.identity, self.machine
+
     @model_validator(mode="after")
     def _an_answer_each(self) -> Golden:
         if len(self.tokens) != len(self.prompts):
@@ -67,7 +72,7 @@ class Golden(BaseModel):
 
 
 class GoldenFile(BaseModel):
-    """The file."""
+    """The file of recorded answers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -80,10 +85,10 @@ class Canary:
     """How engines are compared.
 
     Attributes:
-        path: Where answers are recorded.
-        machine: Its name: other processors round differently.
-        min_agreement: Share of tokens before the first divergence, 0..1; 0: not compared.
-        max_slowdown: Idle time of a decode step over the profiled one; 0: not compared.
+        path: File of recorded answers.
+        machine: Name of the machine: other processors round differently.
+        min_agreement: Lowest share of tokens before the first divergence, 0..1; 0: not compared.
+        max_slowdown: Highest idle time of a decode step over the profiled one; 0: not compared.
     """
 
     path: Path
@@ -92,7 +97,7 @@ class Canary:
     max_slowdown: float = 0.0
 
     async def check_answers(self, probe: EngineProbe, model: str, spec: TierSpec, timeout_s: float) -> None:
-        """Compare an engine's greedy answers with those recorded, or record them where there are none yet.
+        """Compare an engine's greedy answers with the recorded ones, or record them if there are none.
 
         Raises:
             CanaryRefused: They differ too much.
@@ -103,7 +108,8 @@ class Canary:
         if not self.min_agreement or identity is None:
             return
         given = await probe.greedy_tokens(model, PROMPTS, TOKENS, timeout_s)
-        known = self._find(spec.name, identity)
+        key, records = (spec.name, identity, self.machine), read_golden(self.path)
+        known = next((r for r in records if r.key == key and r.prompts == PROMPTS), None)
         if known is None:
             record = Golden(
                 tier=spec.name,
@@ -113,11 +119,12 @@ class Canary:
                 prompts=PROMPTS,
                 tokens=given,
             )
-            others = (r for r in read_golden(self.path) if not self._same(r, spec.name, identity))
             try:
-                self._write((*others, record))
+                write_golden(self.path, [*(r for r in records if r.key != key), record])
             except CheckpointError as error:
-                log.warning("the answers of %s are compared with nothing: %s", spec.name, error)
+                log.warning(
+                    "the answers of %s are not recorded, so later starts are not compared: %s", spec.name, error
+                )
             return
         found = agreement(known.tokens, given)
         if found < self.min_agreement:
@@ -146,20 +153,8 @@ class Canary:
                 f"measure it again: qarr profile latency"
             )
 
-    def _find(self, tier: TierName, identity: str) -> Golden | None:
-        for record in read_golden(self.path):
-            if self._same(record, tier, identity) and record.prompts == PROMPTS:
-                return record
-        return None
-
-    def _same(self, record: Golden, tier: TierName, identity: str) -> bool:
-        return (record.tier, record.identity, record.machine) == (tier, identity, self.machine)
-
-    def _write(self, records: Sequence[Golden]) -> None:
-        write_golden(self.path, records)
-
     def forget(self, tier: TierName) -> int:
-        """Forget what a tier's checkpoints answered on this machine; return how many records that were.
+        """Delete the records of a tier on this machine; return their number.
 
         Raises:
             CheckpointError: The file cannot be used.
@@ -167,7 +162,7 @@ class Canary:
         records = read_golden(self.path)
         kept = [r for r in records if (r.tier, r.machine) != (tier, self.machine)]
         if len(kept) < len(records):
-            self._write(kept)
+            write_golden(self.path, kept)
         return len(records) - len(kept)
 
 
@@ -175,18 +170,16 @@ def agreement(golden: Sequence[Sequence[int]], given: Sequence[Sequence[int]]) -
     """Return the mean share, 0..1, of each golden answer's tokens before the first that differs."""
     shares = []
     for known, found in zip(golden, given, strict=True):
-        alike = next(
-            (i for i, (a, b) in enumerate(zip(known, found, strict=False)) if a != b), min(len(known), len(found))
-        )
-        shares.append(alike / max(len(known), 1))
+        same = sum(1 for _ in takewhile(lambda pair: eq(*pair), zip(known, found, strict=False)))
+        shares.append(same / max(len(known), 1))
     return sum(shares) / max(len(shares), 1)
 
 
 def read_golden(path: Path) -> tuple[Golden, ...]:
-    """Return what is recorded; nothing where there is no file.
+    """Return the records; none if there is no file.
 
     Raises:
-        CheckpointError: The file cannot be read, or is no such file.
+        CheckpointError: The file cannot be read, or does not hold records.
     """
     try:
         return GoldenFile.model_validate_json(path.read_bytes()).records
@@ -200,7 +193,7 @@ def read_golden(path: Path) -> tuple[Golden, ...]:
 
 
 def write_golden(path: Path, records: Sequence[Golden]) -> None:
-    """Replace the file as a whole.
+    """Replace the file atomically.
 
     Raises:
         CheckpointError: It cannot be written.

@@ -1,4 +1,4 @@
-"""What an engine is started with. Pure: a launch in, an argument list and an environment out."""
+"""The command line and environment of an engine: pure functions of its launch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from tiers.spec import EngineLaunch
 
 ENGINE_MAIN = Path(__file__).with_name("engine_main.py")
-OURS = "QARR_"  # settings and keys: addresses with passwords of Redis, keys of callers and of other engines
-# Set by the parent for itself, harmful in an engine: bytecode caching halves an engine's start-up CPU, and the parent's
-# virtual environment and trace exporter are not the engine's. Tokens of the Hugging Face hub: engines read local files.
+OURS = "QARR_"  # settings and secrets: Redis URLs with passwords, keys of callers and of other engines
+# Harmful in an engine: without bytecode caching its start takes twice the CPU time, and it has a virtual environment and a
+# trace exporter of its own. Tokens of the Hugging Face hub: engines read local files only.
 DROPPED = frozenset(
     {
         "PYTHONDONTWRITEBYTECODE",
@@ -29,44 +29,44 @@ DROPPED = frozenset(
         "HUGGING_FACE_HUB_TOKEN",
     }
 )
-# Keys of the traces' destination: for an engine that sends its own spans there, and for no other.
+# Keys of the trace collector: only for engines that send spans to it.
 EXPORTER_KEYS = frozenset({"OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"})
 
 
 def engine_argv(launch: EngineLaunch) -> list[str]:
-    """Return the argument list that starts vLLM's OpenAI server for this launch.
+    """Return the argument list that starts vLLM's OpenAI server.
 
-    Not by the ``vllm`` script: the CPU wheel's looks up the wrong distribution name and exits. The quantization method is
-    left to the checkpoint's own configuration.
+    It does not use the ``vllm`` script: the CPU wheel's looks up the wrong distribution name and exits. The checkpoint's
+    own configuration names the quantization method.
     """
-    tier, place = launch.tier, launch.placement
+    tier, placement = launch.tier, launch.placement
     argv = [str(launch.python), str(ENGINE_MAIN)]
     argv += ["--model", str(tier.checkpoint), "--served-model-name", launch.served_model]
     argv += ["--host", launch.host, "--port", str(launch.port)]
     argv += ["--max-model-len", str(tier.max_model_len), "--max-num-seqs", str(tier.max_num_seqs)]
     argv += ["--scheduling-policy", "priority", "--disable-uvicorn-access-log"]
-    if place.gpu is None:
-        # Compiled graphs were seen to answer nonsense on CPU (vLLM 0.32): eager mode starts faster and is correct.
+    if placement.gpu is None:
+        # Compiled graphs gave wrong answers on CPU (vLLM 0.32); eager mode is correct and starts faster.
         argv += ["--enforce-eager"]
     else:
-        argv += ["--gpu-memory-utilization", f"{place.gpu_memory_fraction:.3f}"]
+        argv += ["--gpu-memory-utilization", f"{placement.gpu_memory_fraction:.3f}"]
     if launch.otlp:
         argv += ["--otlp-traces-endpoint", launch.otlp.endpoint]
     return [*argv, *launch.extra_args]
 
 
 def without_ours(parent: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without QARR's own variables, for a process that is not QARR."""
+    """Return an environment without QARR's variables, for a process that is not QARR's."""
     return {name: value for name, value in parent.items() if not name.startswith(OURS)}
 
 
 def engine_environment(launch: EngineLaunch, parent: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of an engine, made from the parent's: all of it but what is ours, and our secrets."""
-    place = launch.placement
+    """Return an engine's environment: the parent's without QARR's variables and secrets, and what vLLM needs."""
+    placement = launch.placement
     dropped = DROPPED if launch.otlp else DROPPED | EXPORTER_KEYS
     env = {name: value for name, value in without_ours(parent).items() if name not in dropped}
     env |= {
-        "VLLM_API_KEY": launch.api_key,  # in the environment, not on the command line that every user can list
+        "VLLM_API_KEY": launch.api_key,  # not on the command line, which every user can list
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
@@ -79,14 +79,12 @@ def engine_environment(launch: EngineLaunch, parent: Mapping[str, str]) -> dict[
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": launch.otlp.protocol,
             "OTEL_EXPORTER_OTLP_TRACES_INSECURE": str(launch.otlp.endpoint.startswith("http://")).lower(),
         }
-    if place.gpu is None:
+    env["CUDA_VISIBLE_DEVICES"] = "" if placement.gpu is None else str(placement.gpu)
+    if placement.gpu is None:
         env |= {
-            "VLLM_CPU_KVCACHE_SPACE": str(place.kv_cache_gib),
+            "VLLM_CPU_KVCACHE_SPACE": str(placement.kv_cache_gib),
             # vLLM's own binding pins every engine of a machine to the same cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(place.threads),
-            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": str(placement.threads),
         }
-    else:
-        env["CUDA_VISIBLE_DEVICES"] = str(place.gpu)
     return env

@@ -1,4 +1,4 @@
-"""What the supervisor knows of one replica's engine, beside what the fleet shows of the replica."""
+"""The supervisor's record of one engine, in addition to the fleet's record of its replica."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """One engine from its first start to its retirement, over all its restarts.
+    """One engine from its first start to its retirement, over all restarts. Times are monotonic seconds.
 
     Attributes:
-        replica: What the fleet shows of it.
-        launch: What it is started with; None for an engine that runs elsewhere.
+        replica: The fleet's record.
+        launch: What it is started with; None: it runs elsewhere.
         process: While it runs here.
-        task: Takes it through its life.
-        note: Why it is being started again, for a person.
-        held: Why it gets no new requests although it could; None where it does.
-        was_ready: Whether it ever was.
-        ready_at: Since when it is, by the monotonic clock; None while it is not.
-        started_at: When it was last started, by the monotonic clock.
-        again: Set to start it again, whatever it does.
-        recycle: Why it is to be recycled; None where it is not.
-        worn_at: When that was last found, by the monotonic clock.
+        task: Runs and watches it.
+        note: Why it is being restarted, for people.
+        held: Why it gets no new requests although it could; None: it gets them.
+        was_ready: Whether it was ever ready.
+        ready_at: Since when it is ready; None: it is not.
+        started_at: When it was last started.
+        again: Set to restart it, whatever it does.
+        recycle: Why it is to be recycled; None: it is not.
+        worn_at: When that was last found.
     """
 
     replica: Replica
@@ -56,20 +56,20 @@ class Engine:
         self.begun()
 
     def begun(self) -> None:
-        """Note that the engine is started, for the first time or again."""
+        """Note that the engine is being started."""
         self.wear = Wear(self.options)
         self.started_at = time.monotonic()
         self.ready_at = self.recycle = None
         self.again.clear()
 
     def ended(self) -> float:
-        """Note that the engine's process is gone; return for how many seconds it was ready."""
+        """Note that the engine's process has ended; return for how many seconds it was ready."""
         ready_s = 0.0 if self.ready_at is None else time.monotonic() - self.ready_at
         self.process = self.replica.pid = self.ready_at = None
         return ready_s
 
 
 def brief(error: BaseException) -> str:
-    """Return an error's first sentence, for a state's detail."""
+    """Return the first line of an error, for a state's detail."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return text.partition(". Last lines of")[0][:200]

@@ -26,8 +26,14 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
+def _prepare_engine() -> None:
+    """Run in the engine before its program starts: it dies with the guard, and does not inherit an ignored SIGTERM."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _kill_descendants() -> None:
-    """Kill children until none is left: orphans of a killed child are handed to this process in turn."""
+    """Kill children until none is left: orphans of a killed child become children of this process."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     while True:
         for pid in children.read_text().split():
@@ -54,7 +60,7 @@ def main() -> int:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509  one thread here
+                preexec_fn=_prepare_engine,  # noqa: PLW1509  one thread here
             )
     except OSError as error:
         sys.stdout.write(f"{error}\n")

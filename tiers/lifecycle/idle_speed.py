@@ -1,4 +1,4 @@
-"""Measure ready replicas' speed while nothing else computes, where no profile tells it."""
+"""Measure the speed of ready replicas that have no profile, while nothing else computes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from tiers.speed import SpeedModel
 
 POLL_S = 0.5
-SAMPLES = 4  # measurements of an idle replica's speed
-QUIET_S = 1.5  # without requests before a measurement: where there was one, the next one is likely
-PAUSE_S = 5.0  # after the first of them; twice as long after each further one
+SAMPLES = 4  # measurements of each idle replica
+QUIET_S = 1.5  # without requests before a measurement: after a request another one is likely
+PAUSE_S = 5.0  # after the first measurement; doubles after each further one
 
 
 class IdleSpeed:
@@ -31,11 +31,11 @@ class IdleSpeed:
         self._fleet, self._plan, self._probe = fleet, plan, probe
 
     async def run(self) -> None:
-        """Measure each ready replica, when no engine is starting or serving: they may share a machine. Until cancelled.
+        """Measure each ready replica while no engine starts or serves: they may share a machine. Until cancelled.
 
-        The fastest of a few measurements some time apart counts: whatever else the machine does can only slow them down.
+        The fastest of a few measurements counts: whatever else the machine does can only slow them down.
         """
-        taken: dict[str, tuple[int, float]] = {}  # by replica: measurements, and when the next one is due
+        taken: dict[str, tuple[int, float]] = {}  # by replica: number of measurements, and when the next one is due
         busy_at = time.monotonic()
         while True:
             await asyncio.sleep(POLL_S)
@@ -46,25 +46,24 @@ class IdleSpeed:
                 if replica.speed is None:
                     taken.pop(replica.id, None)
                 profiled = self._fleet.speeds.get(replica.spec.name)
-                if profiled is not None and (replica.speed is None or not replica.speed.profiled):
+                if profiled is not None and replica.learns:
                     replica.measured(profiled)
             for replica in ready:
                 count, due = taken.get(replica.id, (0, 0.0))
-                known = replica.speed is not None and count == SAMPLES
-                now = time.monotonic()
-                if known or self._profiled(replica) or now < due or now < busy_at + QUIET_S or not self.quiet():
+                now, lock = time.monotonic(), self._fleet.measuring
+                if count == SAMPLES or self._profiled(replica) or now < max(due, busy_at + QUIET_S):
                     continue
-                if self._fleet.measuring.locked():
+                if lock.locked() or not self.quiet():
                     continue
-                async with self._fleet.measuring:
+                async with lock:
                     speed = await self.measure(replica)
-                # A profile may have come meanwhile.
+                # A profile may have been loaded meanwhile.
                 if speed is not None and replica.state is ReplicaState.READY and not self._profiled(replica):
                     replica.measured(speed if replica.speed is None else replica.speed.fastest(speed))
                     taken[replica.id] = count + 1, time.monotonic() + PAUSE_S * 2**count
 
     async def measure(self, replica: Replica) -> SpeedModel | None:
-        """Measure one idle replica; None where a request came in between, without which the figure is not its own."""
+        """Measure one idle replica; None if it failed, or if a request on any replica may have disturbed it."""
         before = self._requests()
         try:
             speed = await measure_speed(self._probe(replica), replica.model, self._plan)
@@ -73,7 +72,7 @@ class IdleSpeed:
         return speed if self._requests() == before else None
 
     def quiet(self, but: Replica | None = None) -> bool:
-        """Tell whether no replica starts or serves, one left out, and no checkpoint is being made."""
+        """Tell whether no replica (but the given one) starts or serves, and no checkpoint is being made."""
         if self._fleet.preparations.making:
             return False
         busy = {ReplicaState.STARTING, ReplicaState.WARMING}

@@ -1,4 +1,4 @@
-"""One engine process: start it behind its guard, watch it, stop it."""
+"""One engine process: start it under its guard, watch it, stop it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAST_LINES = 15
 
 @dataclass(slots=True)
 class EngineProcess:
-    """A running engine. ``pid`` is the engine's own; its guard is ``_guard``."""
+    """A running engine; ``pid`` is the engine's, not its guard's."""
 
     pid: int
     log_path: Path
@@ -35,7 +35,7 @@ class EngineProcess:
     async def start(
         cls, argv: Sequence[str], env: Mapping[str, str], log_path: Path, cores: Sequence[int] = ()
     ) -> EngineProcess:
-        """Start an engine with its CPU affinity to ``cores`` and its output to ``log_path``. The log before is kept.
+        """Start an engine on the given CPU cores, with its output in ``log_path``. The previous log is kept.
 
         Raises:
             EngineDied: It could not be started.
@@ -44,12 +44,7 @@ class EngineProcess:
         try:
             _new_log(log_path)
             guard = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-I",
-                "-S",
-                str(GUARD),
-                str(log_path),
-                *pinned,
+                *(sys.executable, "-I", "-S", str(GUARD), str(log_path), *pinned),
                 env=dict(env),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -78,23 +73,23 @@ class EngineProcess:
         return self._guard.returncode
 
     async def wait(self) -> int:
-        """Wait for the engine and everything below it to be gone; return its exit status."""
+        """Wait until the engine and all its descendants have ended; return its exit status."""
         return await self._guard.wait()
 
     def last_log_lines(self, count: int = LAST_LINES) -> str:
-        """Return the end of the engine's log: what a person needs to see when it died."""
+        """Return the end of the engine's log; empty if it cannot be read."""
         with contextlib.suppress(OSError), self.log_path.open(encoding="utf-8", errors="replace") as log:
             return "".join(deque(log, maxlen=count)).rstrip()
         return ""
 
     def died(self) -> EngineDied:
-        """Describe the engine's death with its last log lines."""
+        """Return an error with the exit status and the last log lines."""
         return EngineDied(
             f"exited with status {self.exit_status}. Last lines of {self.log_path}:\n{self.last_log_lines()}"
         )
 
     async def stop(self, grace_s: float) -> None:
-        """Ask the engine to end (SIGTERM), wait up to ``grace_s`` seconds, then kill it and all below it."""
+        """Send SIGTERM, wait up to ``grace_s`` seconds, then kill the engine and all its descendants."""
         if self.exit_status is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGTERM)
@@ -106,11 +101,7 @@ class EngineProcess:
 
 
 def _new_log(path: Path) -> None:
-    """Make an engine's empty log, readable by its owner only, and keep the one before.
-
-    Raises:
-        OSError: It cannot be made.
-    """
+    """Create an empty log, readable by its owner only, and keep the previous one."""
     make_private_folder(path.parent)
     if path.exists():
         path.replace(path.with_suffix(".log.1"))

@@ -1,12 +1,11 @@
-"""Start the engines, make them ready, watch them, start them again, stop them.
+"""Start the engines, warm them up, watch them, restart them, stop them.
 
-Each replica has one task that takes it through its life: starting, warming, ready, and whatever comes after. The tasks
-only change the fleet's records; what is routed where is decided elsewhere, from snapshots. An engine that was started here
-and was ready once is started again when it exits, hangs or answers no more; one that never became ready, or that is not the
-engine that its checkpoint was before, is not.
+Each replica has one task for its whole life: starting, warming, ready, and what follows. The tasks only change the
+fleet's records; routing decides elsewhere, from snapshots. An engine that was started here and was ready once is
+restarted when it exits, hangs or stops answering. One that was never ready, or that the canary refuses, is not.
 
-A task ends only when it is cancelled. What it could not read or do is the replica's detail, and it goes on: with a
-restart where the engine is ours, after a pause where it is not.
+A task ends only by cancellation. A failure becomes the replica's detail, and the task goes on: it restarts its own
+engine, or tries one that runs elsewhere again after a pause.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"qarr.{__name__}")
 POLL_S = 0.5
-MISSED_PROBES = 3  # health checks in a row that must fail before a living process counts as unreachable
-EXIT_NOTICE_S = 2.0  # a process that exits closes its connections first: for so long its exit may be the reason
-ELSEWHERE_PAUSE_S = 5.0  # until an engine that somebody else runs, and that was not usable, is tried again
+MISSED_PROBES = 3  # consecutive health checks that must fail before a running process counts as unreachable
+EXIT_NOTICE_S = 2.0  # a process closes its connections before it exits: wait this long for the exit as the reason
+ELSEWHERE_PAUSE_S = 5.0  # before an unusable engine that runs elsewhere is tried again
 LAST_PORT = 65535
-WORN_S = 60.0  # an engine that was found to be too slow is recycled within it, or not for that
+WORN_S = 60.0  # the finding that an engine is too slow expires after this
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +67,15 @@ class SupervisorOptions:
     """How engines are watched and stopped.
 
     Attributes:
-        log_dir: Where engines write their logs, one file a replica, and one of the start before.
+        log_dir: Folder of the engines' logs: one file per replica, and one of the previous start.
         start_timeout_s: From process start to ``/health``.
-        stop_grace_s: From SIGTERM to kill.
+        stop_grace_s: From SIGTERM to SIGKILL.
         external_api_key: Key for engines given by URL.
         warmup: What an engine must answer before it is ready.
-        watchdog: When an engine is started again.
+        watchdog: When an engine is restarted.
         operations: How engines are drained and recycled.
-        canary: What engines started here are compared with; None: with nothing.
-        live_speed: Whether speeds are learned from live requests, where no profile tells them.
+        canary: Compares engines started here with recorded answers; None: no comparison.
+        live_speed: Whether speeds without a profile are learned from live requests.
     """
 
     log_dir: Path
@@ -91,7 +90,7 @@ class SupervisorOptions:
 
 
 class Supervisor:
-    """Owns the fleet's engines from start to stop. Use ``start``, then ``stop`` in a ``finally``.
+    """Owns the fleet's engines from ``start`` to ``stop``, which belongs in a ``finally``.
 
     Attributes:
         operations: What operators may do to replicas.
@@ -114,24 +113,22 @@ class Supervisor:
         self.operations = Operations(self, options.operations)
 
     def start(self, launches: Sequence[EngineLaunch], external: Sequence[TierSpec] = ()) -> None:
-        """Begin to start engines here, and to watch those given by URL. Returns at once.
+        """Begin to start engines here, and to watch those given by URL. Return at once.
 
         Raises:
             PortInUse: An engine's port is taken; nothing was started.
         """
         self.launch(launches)
-        for work, name in (
-            (self._idle_speed.run, "measuring speeds"),
-            (self.operations.run, "recycling"),
-            *(((LiveSpeed(self.fleet).run, "learning speeds"),) if self._options.live_speed else ()),
-        ):
-            self._tasks.append(asyncio.create_task(lasting(work, name), name=name))
+        works = [(self._idle_speed.run, "measuring speeds"), (self.operations.run, "recycling")]
+        if self._options.live_speed:
+            works.append((LiveSpeed(self.fleet).run, "learning speeds"))
+        self._tasks += [asyncio.create_task(lasting(work, name), name=name) for work, name in works]
         for spec in external:
             for url in spec.urls:
                 self._add(spec, url.rstrip("/"), None)
 
     def launch(self, launches: Sequence[EngineLaunch]) -> None:
-        """Begin to start engines here, at the start or later. Returns at once.
+        """Begin to start engines here. Return at once.
 
         Raises:
             PortInUse: An engine's port is taken; nothing was started.
@@ -143,7 +140,7 @@ class Supervisor:
             self._add(launch.tier, launch.url, launch)
 
     async def stop(self) -> None:
-        """Stop watching and end every engine that was started here."""
+        """Stop watching, and stop every engine that was started here."""
         await self.operations.stop()
         tasks = [*self._tasks, *(e.task for e in self._engines.values() if e.task is not None)]
         for task in tasks:
@@ -159,7 +156,7 @@ class Supervisor:
         await self._client.aclose()
 
     def log_path(self, replica: Replica) -> Path:
-        """Return where a replica's engine writes its log."""
+        """Return the path of the log of a replica's engine."""
         return self._options.log_dir / f"{replica.id}.log"
 
     @property
@@ -171,38 +168,36 @@ class Supervisor:
         """Return one replica's engine.
 
         Raises:
-            UnknownReplica: There is none of that id.
+            UnknownReplica: No replica has this id.
         """
-        try:
-            return self._engines[replica_id]
-        except KeyError:
-            raise UnknownReplica(f"there is no replica {replica_id[:100]!r}: {', '.join(self._engines)}") from None
+        if replica_id not in self._engines:
+            raise UnknownReplica(f"there is no replica {replica_id[:100]!r}: {', '.join(self._engines)}")
+        return self._engines[replica_id]
 
     def hold(self, engine: Engine, why: str) -> None:
-        """Give an engine no new requests from now on; those that it has go on."""
+        """Send an engine no new requests; open ones go on."""
         engine.held = why
         if engine.replica.state is ReplicaState.READY:
             self._mark(engine.replica, ReplicaState.DRAINING, why)
 
-    def let_go(self, engine: Engine) -> None:
-        """Give an engine requests again, as soon as it is ready."""
+    def resume(self, engine: Engine) -> None:
+        """Send an engine requests again, as soon as it is ready."""
         engine.held = None
         if engine.replica.state is ReplicaState.DRAINING:
             self._mark(engine.replica, ReplicaState.READY)
 
     def start_beside(self, engine: Engine) -> Engine:
-        """Start another engine as this one was started, on a port of its own and under a new id.
+        """Start another engine with the same configuration, but with a port and an id of its own.
 
         Raises:
             PortInUse: No port is free.
         """
         assert engine.launch is not None
-        port = self._free_port(engine.launch)
-        launch = replace(engine.launch, port=port, api_key=secrets.token_urlsafe(24))
+        launch = replace(engine.launch, port=self._free_port(engine.launch), api_key=secrets.token_urlsafe(24))
         return self._add(launch.tier, launch.url, launch, note=f"takes the place of {engine.replica.id}")
 
     async def retire(self, engine: Engine) -> None:
-        """Stop an engine for good, and forget its replica."""
+        """Stop an engine for good, and remove its replica."""
         if engine.task is not None:
             engine.task.cancel()
             await asyncio.gather(engine.task, return_exceptions=True)
@@ -245,54 +240,51 @@ class Supervisor:
         replica.mark(state, detail)
         if state in {ReplicaState.READY, ReplicaState.FAILED}:
             self.fleet.preparations.settled(replica.spec.name)
-        wrong = state in {ReplicaState.FAILED, ReplicaState.UNREACHABLE}
-        again = state is ReplicaState.STARTING and detail is not None
-        level = logging.WARNING if wrong or again else logging.INFO
+        restarts = state is ReplicaState.STARTING and detail is not None
+        wrong = restarts or state in {ReplicaState.FAILED, ReplicaState.UNREACHABLE}
+        level = logging.WARNING if wrong else logging.INFO
         log.log(level, "%s is %s%s", replica.id, state.value, f": {detail}" if detail else "")
         try:
             self._on_change(replica)
             if state is ReplicaState.READY:
-                self.fleet.on_room()
-        except Exception as error:  # noqa: BLE001  those who are told do not decide on the engine's life
-            self._faults.log(error, f"a change of {replica.id} was not told")
+                self.fleet.on_capacity()
+        except Exception as error:  # noqa: BLE001  a fault of an observer must not end the engine
+            self._faults.log(error, f"observers were not told of a change of {replica.id}")
 
     async def _run_here(self, engine: Engine, launch: EngineLaunch) -> None:
-        """Take an engine of our own through its life, and start it again after each end but a first that failed."""
+        """Run an engine of our own, and restart it after each end unless it was never ready."""
         while True:
             self._mark(engine.replica, ReplicaState.STARTING, engine.note)
             try:
                 await self._live(engine, launch)
                 engine.ended()
                 engine.note = "as asked for"
-            except Exception as error:  # noqa: BLE001  the watcher goes on, whatever it is
+            except Exception as error:  # noqa: BLE001  the watcher goes on after any error
                 engine.note = await self._after(engine, self._explained(engine, error), engine.ended())
 
     def _explained(self, engine: Engine, error: Exception) -> TierError:
-        """Return what ended a replica's life or kept it from being ready, in words for a person."""
+        """Return what ended an engine or kept it from being ready, in words for people."""
         if isinstance(error, TierError):
             return error
-        self._faults.log(error, f"{engine.replica.id}: not foreseen")
+        self._faults.log(error, f"{engine.replica.id}: unexpected error")
         return EngineError(f"{type(error).__name__}: {error}; the router's log has where it came from")
 
-    async def _after(self, engine: Engine, error: TierError, ready_s: float) -> str | None:
-        """Wait until an engine that has ended is to be started again; return why it is."""
-        replica, watchdog, restarts = engine.replica, self._options.watchdog, engine.restarts
-        why = brief(error)
+    async def _after(self, engine: Engine, error: TierError, ready_s: float) -> str:
+        """Wait until an engine that has ended is to be restarted; return the reason for the restart."""
+        replica, watchdog, restarts, detail = engine.replica, self._options.watchdog, engine.restarts, str(error)
         delay_s = None
         if engine.was_ready and not isinstance(error, CanaryRefused):
             delay_s = restarts.exited(time.monotonic(), ready_s)
+            detail = (
+                f"not started again after {watchdog.max_restarts} restarts within {watchdog.restart_window_s:g} s: mend "
+                f"the cause, then 'qarr tiers restart {replica.id}'. The last end: {error}"
+            )
         if delay_s is None:
-            detail = str(error)
-            if engine.was_ready and not isinstance(error, CanaryRefused):
-                detail = (
-                    f"not started again after {watchdog.max_restarts} restarts within {watchdog.restart_window_s:g} s: mend "
-                    f"the cause, then 'qarr tiers restart {replica.id}'. The last end: {error}"
-                )
             self._mark(replica, ReplicaState.FAILED, detail)
             await engine.again.wait()
             restarts.forget()
             return "as asked for"
-        note = f"restart {restarts.count} after: {why}"
+        note = f"restart {restarts.count} after: {brief(error)}"
         self.fleet.restarts[replica.spec.name] += 1
         self._mark(replica, ReplicaState.STARTING, f"{note}; in {delay_s:g} s")
         with contextlib.suppress(TimeoutError):
@@ -300,14 +292,14 @@ class Supervisor:
         return note
 
     async def _live(self, engine: Engine, launch: EngineLaunch) -> None:
-        """Run an engine's process until it is to be started again.
+        """Run an engine's process until a restart is asked for.
 
         Raises:
-            TierError: It exited, did not become ready, or was stopped for cause.
+            TierError: It exited, did not become ready, or was stopped because it hung or stopped answering.
         """
         replica, path = engine.replica, self.log_path(engine.replica)
         engine.begun()
-        if engine.process is not None:  # left over by what nobody expected
+        if engine.process is not None:  # left over after an unexpected error
             await engine.process.stop(self._options.stop_grace_s)
         if launch.placement.gpu is not None:
             await self._until_earlier_settled(replica)
@@ -336,10 +328,10 @@ class Supervisor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, engine: Engine) -> None:
-        """Warm the engine whenever it is (again) alive, and watch it, until cancelled.
+        """Warm the engine whenever it becomes alive, and watch it, until cancelled.
 
         Raises:
-            TierError: It is not usable, hangs, or answers no more.
+            TierError: It is not usable, hangs, or stops answering.
         """
         replica = engine.replica
         probe, silent = self._probe(replica), self._options.watchdog.unreachable_s
@@ -350,7 +342,7 @@ class Supervisor:
             await self._until_alive(replica, probe, silent, "no answer to health checks for")
 
     async def _until_earlier_settled(self, replica: Replica) -> None:
-        """Wait for the engines before this one: vLLM measures a GPU's free memory while it starts."""
+        """Wait until earlier engines have started: vLLM measures a GPU's free memory while it starts."""
         earlier = self.fleet.replicas[: self.fleet.replicas.index(replica)]
         while any(r.state in {ReplicaState.STARTING, ReplicaState.WARMING} for r in earlier):  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
@@ -363,9 +355,8 @@ class Supervisor:
             await asyncio.sleep(POLL_S)
 
     async def _run_elsewhere(self, engine: Engine) -> None:
-        """Watch an engine that somebody else runs: warm it whenever it (re)appears."""
-        replica = engine.replica
-        probe = self._probe(replica)
+        """Watch an engine that runs elsewhere: warm it whenever it becomes alive."""
+        replica, probe = engine.replica, self._probe(engine.replica)
         while True:
             try:
                 if await probe.alive():
@@ -373,7 +364,7 @@ class Supervisor:
                     await self._poll(engine, probe)
                 else:
                     self._mark(replica, ReplicaState.UNREACHABLE, f"{replica.url}/health does not answer 200")
-            except Exception as error:  # noqa: BLE001  the watcher goes on, whatever it is
+            except Exception as error:  # noqa: BLE001  the watcher goes on after any error
                 self._mark(replica, ReplicaState.FAILED, str(self._explained(engine, error)))
                 await asyncio.sleep(ELSEWHERE_PAUSE_S)
             await asyncio.sleep(POLL_S)
@@ -381,7 +372,7 @@ class Supervisor:
     async def _warm(self, engine: Engine, probe: EngineProbe) -> None:
         replica = engine.replica
         self._mark(replica, ReplicaState.WARMING, engine.note)
-        await probe.readings()  # else it would be ready until the next look
+        await probe.readings()  # an engine without gauges must not be ready until the first poll
         replica.model, length = await probe.model()
         if length < replica.spec.max_model_len:
             raise EngineDied(
@@ -400,7 +391,7 @@ class Supervisor:
         self._mark(replica, ReplicaState.DRAINING if engine.held else ReplicaState.READY, engine.held)
 
     async def _compare(self, replica: Replica, probe: EngineProbe, canary: Canary) -> None:
-        """Compare an engine with what its checkpoint was; its speed only while nothing else computes."""
+        """Compare an engine's answers with those recorded, and its speed with the profile while nothing else computes."""
         await canary.check_answers(probe, replica.model, replica.spec, self._options.warmup.timeout_s)
         profiled = self.fleet.speeds.get(replica.spec.name)
         if profiled is not None and canary.max_slowdown and self._idle_speed.quiet(but=replica):
@@ -418,11 +409,7 @@ class Supervisor:
         self._tokens_digests[replica.id] = digest
 
     async def _poll(self, engine: Engine, probe: EngineProbe) -> None:
-        """Read what the engine tells of itself until it stops answering.
-
-        Raises:
-            EngineDied: It was started here, and hangs.
-        """
+        """Read the engine's gauges until it stops answering; raise ``EngineDied`` if it was started here and hangs."""
         missed, known, why = 0, None, ""
         while missed < MISSED_PROBES:
             await asyncio.sleep(POLL_S)
@@ -441,11 +428,7 @@ class Supervisor:
         self._mark(engine.replica, ReplicaState.UNREACHABLE, why)
 
     async def _judge(self, engine: Engine, probe: EngineProbe, counters: Counters, *, moved: bool) -> None:
-        """Look whether an engine that was started here hangs, or has become too slow.
-
-        Raises:
-            EngineDied: It hangs.
-        """
+        """Find out whether an engine that was started here has become too slow; raise ``EngineDied`` if it hangs."""
         replica, now, limit_s = engine.replica, time.monotonic(), self._options.watchdog.hang_s
         if moved:
             replica.progressed(now)
@@ -455,7 +438,7 @@ class Supervisor:
             replica.progressed(time.monotonic())
         worn = engine.wear.note(now, off_by(replica, now), counters, sequences=replica.sequences)
         others = [off_by(r, now) for r in self.fleet.replicas if r is not replica and r.state is ReplicaState.READY]
-        # Where the others are slow as well it is the machine, and a new engine would be no faster.
+        # If others are slow as well, the machine is the cause, and a new engine would be no faster.
         machine_is_slow = any(2 * off > self._options.watchdog.slow_factor > 0 for off in others)
         if worn is not None and not machine_is_slow:
             engine.recycle, engine.worn_at = worn, now

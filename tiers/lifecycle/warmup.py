@@ -1,7 +1,7 @@
-"""Warm an engine, and prove that it answers sane text, before it gets traffic.
+"""Warm up an engine, and check that it answers sane text, before it gets requests.
 
-A healthy engine is not a warm one: its first request can take seconds of just-in-time work. And a healthy engine is not a
-correct one: a wrong kernel or a broken graph answers HTTP 200 with nonsense.
+A healthy engine is not warm: its first request can take seconds of just-in-time work. Nor is it necessarily correct: a
+wrong kernel or a broken graph answers HTTP 200 with nonsense.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 _SENTENCE = "The lighthouse keeper wrote the weather into a ledger every evening before the lamp was lit. "
 _SHORT = "Water boils at"
 _LONG_TOKENS = 256
-# Digits, white space, scripts and accents: where tokenizers of one family differ from one another.
+# Digits, white space, scripts and accents, which tokenizers of one family split differently.
 _TOKENIZER_TEXT = "In 1984 x_1 += 3.50;\t\u00e9tude \u4f60\u597d \U0001f600\n\n  indented 12345"
 _WORD = re.compile(r"[^\W\d_]{2,}")
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupPlan:
-    """What an engine is asked before it counts as ready.
+    """The question that an engine must answer before it is ready.
 
     Attributes:
         question: Sent through the chat template.
-        expected: Must occur in the answer, in any case; empty: any sane text will do.
+        expected: Must occur in the answer, in upper or lower case; empty: any sane text is accepted.
         timeout_s: Limit of each generation, in seconds.
     """
 
@@ -49,9 +49,9 @@ class WarmupReport:
 
     Attributes:
         template: What its chat template adds to prompts.
-        tokens_digest: SHA-256 of the ids of a fixed, varied chat: equal for engines that read prompts alike.
-        takes_priority: Whether the engine runs with priority scheduling; one without refuses requests that have one.
-        fingerprint: The engine's own name for its build, which it puts into its answers; None where it has none.
+        tokens_digest: See ``tokens_digest``.
+        takes_priority: Whether the engine has priority scheduling; without it, it refuses requests with a priority.
+        fingerprint: The engine's name for its build, from its answers; None: it has none.
     """
 
     template: TemplateTokens
@@ -61,10 +61,10 @@ class WarmupReport:
 
 
 async def warm_up(probe: EngineProbe, model: str, plan: WarmupPlan) -> WarmupReport:
-    """Run a short, a long and a chat-templated generation, and check the answer.
+    """Run a short, a long and a chat-templated generation, and check the chat's answer.
 
     Raises:
-        WarmupFailed: The answer is not sane text, or lacks what was expected.
+        WarmupFailed: The answer is not sane text, or lacks the expected text.
         ProbeError: The engine did not answer.
     """
     chat = {"model": model, "messages": [{"role": "user", "content": plan.question}], "max_tokens": 16}
@@ -78,7 +78,7 @@ async def warm_up(probe: EngineProbe, model: str, plan: WarmupPlan) -> WarmupRep
 
 
 async def tokens_digest(probe: EngineProbe, model: str) -> str:
-    """Return a SHA-256 of the ids of a fixed, varied chat: equal for engines that read prompts alike.
+    """Return a SHA-256 of the ids of a fixed, varied chat: equal for engines with the same tokenizer and chat template.
 
     Raises:
         ProbeError: The engine did not answer.
@@ -88,7 +88,7 @@ async def tokens_digest(probe: EngineProbe, model: str) -> str:
 
 
 def check_answer(text: str, plan: WarmupPlan) -> None:
-    """Check that an answer is text a person could read, and holds what the plan expects.
+    """Check that an answer is readable text, and contains what the plan expects.
 
     Raises:
         WarmupFailed: It is not, or does not.
@@ -104,7 +104,7 @@ def check_answer(text: str, plan: WarmupPlan) -> None:
 
 
 async def _short(probe: EngineProbe, model: str, plan: WarmupPlan) -> bool:
-    """Run a short generation with a priority, or without where that is refused; tell which."""
+    """Run a short generation with a priority, or without if that is refused; tell whether it was accepted."""
     body = {"model": model, "prompt": _SHORT, "max_tokens": 2}
     try:
         await probe.generate(COMPLETIONS, {**body, "priority": 1}, plan.timeout_s)
@@ -130,13 +130,13 @@ async def measure_speed(probe: EngineProbe, model: str, plan: WarmupPlan) -> Spe
 
 
 def _long(model: str) -> dict[str, str | int]:
-    """Return a long prompt that starts unlike any before, so that no prefix cache shortens it."""
+    """Return a request with a long prompt and a random start, so that the prefix cache does not shorten it."""
     prompt = f"{secrets.token_hex(4)} {_SENTENCE * (_LONG_TOKENS // 16)}"
     return {"model": model, "prompt": prompt, "max_tokens": 1}
 
 
 async def _template_tokens(probe: EngineProbe, model: str, text: str) -> TemplateTokens:
-    """Return the tokens that the chat template adds without and with a system prompt, and to two further messages."""
+    """Measure the tokens that the chat template adds."""
     plain = len(await probe.text_tokens(model, text))
 
     async def added(*roles: str) -> int:

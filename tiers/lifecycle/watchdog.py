@@ -1,6 +1,6 @@
-"""Tell when an engine is to be started again: how often after it exits, and when it hangs or has become too slow.
+"""Decide when an engine is restarted: after an exit, when it hangs, or when it has become too slow.
 
-Only judges; the supervisor acts. Times are seconds of the monotonic clock.
+The supervisor acts on it. Times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
 FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 60.0
-STEADY_S = 180.0  # ready for so long, an engine starts again at the first backoff
-HANG_PROOF_S = 30.0  # in which an engine that seems to hang may prove that it does not
-CALM_SEQUENCES = 2  # up to so many requests at a time, an engine's TTFT is its own and not its queue's
-WINDOW_ANSWERS = 10  # first tokens in one mean of an engine's own TTFT
-WINDOW_QUERIES = 2000  # prompt tokens in one prefix-cache hit rate
-FIXED_TOKENS = 64  # a prompt takes as long as its tokens and so many more: TTFT of an empty one is not 0
+STEADY_S = 180.0  # an engine that was ready this long starts at the first backoff again
+HANG_PROOF_S = 30.0  # time for an engine that seems to hang to answer
+CALM_SEQUENCES = 2  # up to this many requests, an engine's TTFT does not depend on its queue
+WINDOW_ANSWERS = 10  # first tokens per mean of an engine's own TTFT
+WINDOW_QUERIES = 2000  # prompt tokens per prefix-cache hit rate
+FIXED_TOKENS = 64  # added to a prompt's tokens, because the TTFT of an empty prompt is not 0
 
 
 @dataclass(frozen=True, slots=True)
 class WatchdogOptions:
-    """When an engine that was started here is started again.
+    """When an engine that was started here is restarted or recycled.
 
     Attributes:
-        max_restarts: Within ``restart_window_s``; one more exit is a crash loop, and the engine stays down. 0: never.
-        restart_window_s: See there.
-        hang_s: With requests in flight and no progress; then it must answer a request of one token, or is killed.
-        unreachable_s: Without an answer to health checks.
-        slow_factor: Slower than predicted, or than it was itself, by this factor; 0: not looked at.
-        slow_s: For so long on end: then it is recycled.
-        min_hit_rate: Of the prefix cache, 0..1; below it for ``slow_s``, having been above: recycled. 0: not looked at.
+        max_restarts: Restarts within ``restart_window_s``; after one more exit the engine stays down. 0: never.
+        restart_window_s: See ``max_restarts``.
+        hang_s: Without progress on open requests; then it must answer a request of one token, or is killed.
+        unreachable_s: Without an answer to health checks; then it is killed.
+        slow_factor: Too slow: by this factor slower than predicted, or than it was itself. 0: not checked.
+        slow_s: An engine is recycled after being too slow for this long.
+        min_hit_rate: Of the prefix cache, 0..1. Below it for ``slow_s``, having been above: recycled. 0: not checked.
     """
 
     max_restarts: int = 5
@@ -51,7 +51,7 @@ class WatchdogOptions:
 
 
 class Restarts:
-    """One engine's exits, and how long to wait after each."""
+    """One engine's exits, and the wait after each."""
 
     def __init__(self, options: WatchdogOptions) -> None:
         self._options = options
@@ -59,9 +59,9 @@ class Restarts:
         self.count = 0
 
     def exited(self, now: float, ready_s: float) -> float | None:
-        """Note an exit after so many seconds of being ready; return how long to wait, or None for a crash loop.
+        """Note an exit after ``ready_s`` ready seconds; return the seconds to wait, or None for a crash loop.
 
-        The wait doubles from one second to a minute; an engine that was ready for minutes begins anew.
+        The wait doubles from one second to a minute. It starts over for an engine that was ready for ``STEADY_S``.
         """
         if ready_s >= STEADY_S:
             self.count = 0
@@ -74,17 +74,17 @@ class Restarts:
         return min(float(FIRST_BACKOFF_S * 2 ** (self.count - 1)), LONGEST_BACKOFF_S)
 
     def forget(self) -> None:
-        """Begin anew: a person has started the engine again."""
+        """Start over: an operator has restarted the engine."""
         self._exits.clear()
         self.count = 0
 
 
 class Wear:
-    """Whether one engine, since it was started, has become so slow for so long that it is to be recycled.
+    """Whether an engine has been so slow for so long since its start that it is to be recycled.
 
-    Three signs. What live answers take against what the speed model predicts for the load they met. The engine's own mean
-    TTFT while it has next to no load, for each prompt token that it computes, against the best that it has had. The hit
-    rate of its prefix cache, where the settings name one: traffic without common prefixes has none.
+    There are three signs: live answers are slower than the speed model predicts for their load; the engine's own mean
+    TTFT per computed prompt token, with next to no load, is worse than its best; the hit rate of its prefix cache has
+    fallen. The last one is only checked on request, because traffic without common prefixes has no hits.
     """
 
     def __init__(self, options: WatchdogOptions) -> None:
@@ -99,15 +99,14 @@ class Wear:
         """Take in one reading; return why the engine is to be recycled, or None.
 
         Args:
-            now: When.
-            off: Seen over predicted, of TTFT or TPOT, whichever is worse.
+            now: Time of the reading.
+            off: Seen over predicted time, of TTFT or TPOT, whichever is worse.
             counters: The engine's own.
             sequences: Requests on it.
         """
-        news = counters.since(self._last) if self._last is not None else Counters()
-        self._last = counters
-        self._calm = _sum(self._calm, news) if sequences <= CALM_SEQUENCES else Counters()
-        self._queries = _sum(self._queries, news)
+        news, self._last = counters.since(self._last or counters), counters
+        self._calm = self._calm.plus(news) if sequences <= CALM_SEQUENCES else Counters()
+        self._queries = self._queries.plus(news)
         for sign in (self._slow_answers(now, off), self._slow_itself(now), self._forgetful(now)):
             if sign is not None:
                 return f"{sign}, for {self._options.slow_s:g} s"
@@ -119,7 +118,7 @@ class Wear:
         return f"answers take {off:.1f} times what is predicted" if self._long(lasted_s) else None
 
     def _slow_itself(self, now: float) -> str | None:
-        """Judge the last few calm first tokens, once there are enough; without new ones nothing is known."""
+        """Check the first tokens with next to no load, once there are enough of them."""
         calm, factor = self._calm, self._options.slow_factor
         if calm.first_tokens < WINDOW_ANSWERS:
             return None
@@ -132,7 +131,7 @@ class Wear:
         return f"its own time to first token is {ratio:.1f} times its best" if self._long(lasted_s) else None
 
     def _forgetful(self, now: float) -> str | None:
-        """Judge the last prompt tokens that were looked up in the prefix cache, once there are enough."""
+        """Check the prompt tokens that were looked up in the prefix cache, once there are enough of them."""
         queries, least = self._queries, self._options.min_hit_rate
         if queries.cache_queries < WINDOW_QUERIES:
             return None
@@ -147,27 +146,19 @@ class Wear:
 
 
 class _Spell:
-    """How long something has been bad on end, from the first bad judgement to the last."""
+    """How long something has been bad without interruption."""
 
     def __init__(self) -> None:
         self._since: float | None = None
 
     def note(self, now: float, *, bad: bool) -> float | None:
-        """Note a judgement; return how long it has been bad, or None where it is not."""
-        if not bad:
-            self._since = None
-            return None
-        if self._since is None:
-            self._since = now
-        return now - self._since
-
-
-def _sum(one: Counters, other: Counters) -> Counters:
-    return one.since(Counters().since(other))
+        """Note a finding; return since how many seconds it has been bad, or None if it is not."""
+        self._since = (now if self._since is None else self._since) if bad else None
+        return None if self._since is None else now - self._since
 
 
 def off_by(replica: Replica, now: float) -> float:
-    """Return what live answers of a replica take against what was predicted: the worse of TTFT and TPOT; 1 where unknown."""
+    """Return seen over predicted time of a replica's answers: the worse of TTFT and TPOT; 1 while unknown."""
     if replica.speed is None:
         return 1.0
     ttft = replica.ttft_trend.faded(now, replica.speed.ttft_spread).mean
@@ -176,7 +167,7 @@ def off_by(replica: Replica, now: float) -> float:
 
 
 async def hangs(probe: EngineProbe, replica: Replica) -> bool:
-    """Tell whether an engine without progress does not even answer a request of one token that goes before all others."""
+    """Tell whether an engine does not even answer a request of one token with priority over all others."""
     body = {"model": replica.model, "prompt": "1", "max_tokens": 1}
     if replica.takes_priority:
         body["priority"] = -(1 << 20)

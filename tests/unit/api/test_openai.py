@@ -397,7 +397,7 @@ async def test_a_request_counts_by_its_answers(  # noqa: PLR0917
         replica = stack.fleet.replicas[0]
         while not replica.in_flight:
             await asyncio.sleep(0.005)
-        assert (replica.in_flight, replica.places, replica.output_tokens) == (1, places, output_tokens)
+        assert (replica.in_flight, replica.slots, replica.output_tokens) == (1, places, output_tokens)
         assert replica.prompt_tokens == prompt_tokens or prompt_tokens is None
         shown = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"][0]["replicas"][0]
         assert (shown["in_flight"], shown["places_taken"]) == (1, places)
@@ -408,7 +408,7 @@ async def test_a_request_counts_by_its_answers(  # noqa: PLR0917
         async with asyncio.timeout(10):
             while replica.in_flight:
                 await asyncio.sleep(0.01)
-        assert (replica.places, stack.leases(), replica.kv_tokens_held) == (0, 0, 0)
+        assert (replica.slots, stack.leases(), replica.kv_tokens_held) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(

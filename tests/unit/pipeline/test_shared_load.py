@@ -51,7 +51,7 @@ async def routers(url: str, count: int = 2, waiting: Callable[[], int] = lambda:
     shared = [SharedLoad(url, fleet, lambda _tier: waiting()) for fleet in fleets]
     tasks = [asyncio.create_task(each.run()) for each in shared]
     try:
-        await until(lambda: all(r.share and r.share.places for fleet in fleets for r in fleet.replicas))
+        await until(lambda: all(r.share and r.share.slots for fleet in fleets for r in fleet.replicas))
         yield fleets
         assert not any(task.done() for task in tasks)
     finally:
@@ -94,7 +94,7 @@ async def test_known_requests_are_not_taken_for_strangers(redis_server: RedisSer
     """What the engine's gauges tell of is counted once, though another router sent it."""
     async with routers(redis_server.url) as (one, other):
         assert one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"}) is not None
-        await until(lambda: other.replicas[0].others.requests == 1)
+        await until(lambda: other.replicas[0].others.slots == 1)
         for _ in range(FOREIGN_POLLS):
             other.replicas[0].note_gauges(Gauges(1, 0, 0.1))
         assert other.replicas[0].sequences == 1
@@ -170,7 +170,7 @@ async def test_without_redis_each_goes_by_its_own_view(redis_server: RedisServer
     """When Redis stops answering the others are forgotten; when it is back, they count again."""
     async with routers(redis_server.url) as (one, other):
         assert one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"}) is not None
-        await until(lambda: other.replicas[0].others.requests == 1)
+        await until(lambda: other.replicas[0].others.slots == 1)
         redis_server.pause()
         try:
             await until(lambda: other.replicas[0].others == NO_PEERS)
@@ -178,7 +178,7 @@ async def test_without_redis_each_goes_by_its_own_view(redis_server: RedisServer
             assert other.lease(FAST, prompt_tokens=1, max_tokens=1) is not None
         finally:
             redis_server.resume()
-        await until(lambda: other.replicas[0].others.requests == 1)
+        await until(lambda: other.replicas[0].others.slots == 1)
 
 
 BREAK = {
@@ -198,7 +198,7 @@ async def test_an_error_reply_is_an_outage_and_no_more(redis_server: RedisServer
     async with admin(redis_server.url) as operator, routers(redis_server.url) as (one, other):
         lease = one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"})
         assert lease is not None
-        await until(lambda: other.replicas[0].others.requests == 1)
+        await until(lambda: other.replicas[0].others.slots == 1)
         wrong, right = BREAK[how]
         await operator.execute_command(*wrong)
         try:
@@ -206,7 +206,7 @@ async def test_an_error_reply_is_an_outage_and_no_more(redis_server: RedisServer
             await until(lambda: other.replicas[0].limit == LIMIT // 2)
         finally:
             await operator.execute_command(*right)
-        await until(lambda: other.replicas[0].others.requests == 1)
+        await until(lambda: other.replicas[0].others.slots == 1)
         lease.release()
         await until(lambda: other.replicas[0].others == PeerLoad())
 
@@ -274,7 +274,7 @@ def test_what_others_told_expires_where_it_is_read() -> None:
     replica, now = make_fleet(1).replicas[0], time.monotonic()
     replica.note_others(PeerLoad(3), now + 100)
     replica.share = Share(2, now + 100)
-    assert (replica.others.requests, replica.limit) == (3, 2)
+    assert (replica.others.slots, replica.limit) == (3, 2)
     replica.note_others(PeerLoad(3), now)
     replica.share = Share(2, now)
     assert (replica.others, replica.limit) == (NO_PEERS, 1)
@@ -307,8 +307,8 @@ async def test_a_router_that_leaves_is_forgotten(redis_server: RedisServer) -> N
     async with routers(redis_server.url) as (one, _):
         async with routers(redis_server.url, 1) as (third,):
             assert third.lease(FAST, prompt_tokens=10, max_tokens=5) is not None
-            await until(lambda: sum(r.others.requests for r in one.replicas) == 1)
-        await until(lambda: sum(r.others.requests for r in one.replicas) == 0)
+            await until(lambda: sum(r.others.slots for r in one.replicas) == 1)
+        await until(lambda: sum(r.others.slots for r in one.replicas) == 0)
 
 
 async def test_the_share_of_a_router_that_died_comes_back(redis_server: RedisServer) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
-from tiers.background import lasting
+from tiers.background import Faults, lasting
 from tiers.fleet import Replica
 from tiers.spec import ReplicaState
 
@@ -101,3 +101,26 @@ async def test_the_routers_own_loops_last(
         await until(lambda: "the live picture failed and starts again" in caplog.text)
         stack.fleet.remove(broken)
         await fleets(20)
+
+
+@pytest.mark.parametrize(("repeats", "logged"), [(True, [True, False, True]), (False, [True, True])])
+def test_faults_that_repeat_are_brief_or_silent(
+    caplog: pytest.LogCaptureFixture, logged: list[bool], *, repeats: bool
+) -> None:
+    """Another exception, or the same one with another text, is a new fault with its trace."""
+    faults = Faults(repeats=repeats)
+    for error in (ValueError("a"), ValueError("a"), ValueError("b")):
+        faults.log(error, "work")
+    assert [record.exc_info is not None for record in caplog.records] == logged
+
+
+async def test_pauses_double(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Work that fails at once is tried ever more rarely; the log says when the next attempt is."""
+    monkeypatch.setattr("tiers.background.FIRST_PAUSE_S", 0.001)
+    work = Work(*(ValueError(str(n)) for n in range(4)))
+    task = asyncio.create_task(lasting(work.run, "counting"))
+    await until(lambda: work.runs == 5)
+    task.cancel()
+    await asyncio.wait({task})
+    pauses = [record.getMessage().split(" in ")[1].split(" s:")[0] for record in caplog.records]
+    assert pauses == ["0.001", "0.002", "0.004", "0.008"]

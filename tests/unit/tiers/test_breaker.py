@@ -104,3 +104,56 @@ def test_hours_of_failing_probes_overflow_nothing(failures: int) -> None:
         now += breaker.wait_s(now)
         breaker.failed(now, probe=breaker.begin(now))
     assert breaker.wait_s(now) == 8.0
+
+
+def test_a_replica_whose_probes_all_hang_gets_them_ever_more_rarely() -> None:
+    """Each probe without an answer counts as if it had failed, up to the longest pause."""
+    breaker, now, waits = opened(), 1.0, []
+    for _ in range(5):
+        assert breaker.admits(now)
+        breaker.begin(now)
+        waits.append(breaker.admits_in_s(now))
+        now += waits[-1]
+    assert waits == [2, 4, 8, 8, 8]
+    assert breaker.opened == 1
+
+
+def test_of_probes_that_fail_together_one_counts() -> None:
+    """The pause doubles once: they tell of one fault."""
+    breaker = opened()
+    first = breaker.begin(1.0)
+    second = breaker.begin(3.0)
+    breaker.failed(3.5, probe=first)
+    breaker.failed(3.5, probe=second)
+    assert breaker.wait_s(3.5) == 4.0
+
+
+def test_an_older_probe_that_is_given_up_frees_no_way() -> None:
+    """The later one still holds others back."""
+    breaker = opened()
+    first = breaker.begin(1.0)
+    breaker.begin(3.0)
+    breaker.given_up(probe=first)
+    assert not breaker.admits(3.0)
+
+
+def test_a_new_process_begins_with_a_closed_breaker() -> None:
+    """Pauses begin anew as well."""
+    breaker = opened()
+    breaker.failed(1.0, probe=breaker.begin(1.0))
+    breaker.reset()
+    assert (breaker.state(1.0), breaker.admits_in_s(1.0), breaker.own_wait_s(1.0)) == (CLOSED, 0.0, 0.0)
+    for _ in range(OPTIONS.failures):
+        breaker.failed(2.0, probe=0)
+    assert breaker.wait_s(2.0) == OPTIONS.pause_s
+
+
+def test_a_pause_of_others_does_not_shorten_the_own_one() -> None:
+    breaker = Breaker(OPTIONS)
+    breaker.adopt(0.0, 5.0)
+    breaker.adopt(0.0, 1.0)
+    assert breaker.wait_s(0.0) == 5.0
+    assert breaker.opened == 1
+    own = opened()
+    own.adopt(0.0, 6.0)
+    assert (own.wait_s(0.0), own.own_wait_s(0.0)) == (6.0, 1.0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
+import threading
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,18 +16,20 @@ from tiers.checkpoints.checkpoint import (
     MANIFEST,
     Checkpoint,
     check_alike,
+    check_whole,
     fingerprint,
     identity,
     making,
+    quantized_bytes,
     read_checkpoint,
     recipe_digest,
     seal,
+    weights_digest,
 )
 from tiers.checkpoints.prepare import DEFAULT_CALIBRATION, PrepareOptions, check_calibration, find, finished, prepare
 from tiers.checkpoints.quantize import evenly
-from tiers.errors import CheckpointError, PlanError, TokenizerMismatch
-from tiers.plan import GIB, Gpu, Machine, expected_bytes, kv_bytes_per_token, make_plan
-from tiers.spec import Precision, TierName, TierSpec
+from tiers.errors import CheckpointError, TokenizerMismatch
+from tiers.spec import Precision, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -192,96 +196,141 @@ def test_each_checkpoint_is_handed_over_as_soon_as_it_is_finished(tmp_path: Path
     assert [checkpoint.tier for checkpoint in finished(options)] == [BALANCED, PRECISE]
 
 
-def specs(tmp_path: Path, gib: dict[TierName, float]) -> list[TierSpec]:
-    return [
-        TierSpec(name, length, 16, 32, checkpoint=model(tmp_path / name, size=int(gib[name] * GIB)))
-        for name, length in zip(TierName, (2048, 4096, 8192), strict=True)
-    ]
+def weights(folder: Path, tensors: dict[str, tuple[str, int]], name: str = "model.safetensors") -> Path:
+    """Write a weight file of tensors, each with its type and size in bytes."""
+    header, end = {}, 0
+    for tensor, (dtype, size) in tensors.items():
+        header[tensor] = {"dtype": dtype, "shape": [size], "data_offsets": [end, end + size]}
+        end += size
+    raw = json.dumps(header).encode()
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(end))
+    return folder / name
 
 
-SIZES_8B = {FAST: 5.4, BALANCED: 8.5, PRECISE: 15.0}
+def test_recipes_keep_their_folders() -> None:
+    """A changed digest would make every checkpoint of every user anew; raise RECIPE_VERSION where that is meant."""
+    assert (recipe_digest("bf16", {}), recipe_digest("fp8", {})) == ("538cd899", "ab8fdbdd")
+    awq = {"calibration": "c", "group_size": 0, "max_tokens": 256, "prefer_small_groups": False, "samples": 16}
+    assert recipe_digest("awq", awq) == recipe_digest("awq", dict(reversed(awq.items()))) == "e2b84966"
 
 
-def test_kv_cache_per_token() -> None:
-    """An 8B Llama holds 2 x 32 layers x 8 heads x 128 x 2 bytes = 128 KiB a token."""
-    assert kv_bytes_per_token(LLAMA_8B) == 131072
-    with pytest.raises(PlanError, match="num_hidden_layers"):
-        kv_bytes_per_token({"num_attention_heads": 1, "hidden_size": 64})
+def test_whole_weights_pass(tmp_path: Path) -> None:
+    """With and without an index; an empty file of tensors is whole as well."""
+    weights(tmp_path, {"a": ("BF16", 20), "b": ("BF16", 0)}, "model-1.safetensors")
+    weights(tmp_path, {}, "model-2.safetensors")
+    check_whole(tmp_path)
+    index = {"weight_map": {"a": "model-1.safetensors", "c": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_whole(tmp_path)
 
 
-def test_a_plan_knows_the_weights_that_are_still_to_be_made(tmp_path: Path) -> None:
-    """From the BF16 checkpoint alone: embeddings stay, and the rest is half, or a little over a quarter."""
-    base = model(tmp_path / "base", size=269_060_552)  # and 163 and 114 MB, of the default model
-    config = {**LLAMA_8B, "vocab_size": 49152, "hidden_size": 576, "tie_word_embeddings": True}
-    (base / "config.json").write_text(json.dumps(config))
-    assert expected_bytes(base, Precision.BF16, amx=False) == (269_060_552, 269_060_552)
-    on_disk, held = expected_bytes(base, Precision.FP8, amx=False)
-    assert on_disk == pytest.approx(163_227_736, rel=0.01)
-    assert held == pytest.approx(269_060_552, rel=0.01)
-    packed, held = expected_bytes(base, Precision.AWQ_INT4, amx=True)
-    assert 114_029_456 < packed == held < 1.05 * 114_029_456
-    tiers = [TierSpec(name, 2048, 16, 32, checkpoint=base if name is PRECISE else None) for name in TierName]
-    plan = make_plan(Machine((0, 1), 24 * GIB, ()), tiers, base=base)
-    assert [(share.on_disk, share.weights) for share in plan.shares] == [
-        expected_bytes(base, precision, amx=False) for precision in (Precision.AWQ_INT4, Precision.FP8, Precision.BF16)
-    ]
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "its header says"),
+        (lambda file: file.write_bytes(file.read_bytes() + b"x"), "its header says"),
+        (lambda file: file.write_bytes(b"\xff" * 20), "is no safetensors file"),
+        (lambda file: file.write_bytes(b""), "cannot be read"),
+        (lambda file: file.write_bytes(struct.pack("<Q", 2) + b"[]"), "cannot be read"),
+        (lambda file: file.rename(file.with_name("other")), "has no weights"),
+        (
+            lambda file: file.with_name("model.safetensors.index.json").write_text('{"weight_map": {"a": "gone"}}'),
+            "gone is missing",
+        ),
+        (lambda file: file.with_name("model.safetensors.index.json").write_text("{}"), "cannot be read"),
+    ],
+    ids=["cut", "longer", "not safetensors", "empty", "no object", "none", "a file of the index", "no index"],
+)
+def test_weights_that_are_not_whole_are_told(tmp_path: Path, change: Any, said: str) -> None:
+    """Each is a CheckpointError that names the file or the folder, whatever is wrong."""
+    change(weights(tmp_path, {"a": ("BF16", 20)}))
+    with pytest.raises(CheckpointError, match=said) as caught:
+        check_whole(tmp_path)
+    assert str(tmp_path) in str(caught.value)
 
 
-def test_three_engines_share_one_gpu(tmp_path: Path) -> None:
-    """The shares add up to less than the card, and each holds its weights and at least one full context."""
-    machine = Machine((0, 1), 64 * GIB, (Gpu(0, "H200", 141 * GIB, 140 * GIB),))
-    plan = make_plan(machine, specs(tmp_path, SIZES_8B))
-    fractions = [share.placement.gpu_memory_fraction for share in plan.shares]
-    assert sum(fractions) < 0.95
-    for share, length in zip(plan.shares, (2048, 4096, 8192), strict=True):
-        assert share.placement.gpu_memory_fraction * 141 * GIB > share.weights + share.kv_cache
-        assert share.kv_tokens >= length
+def test_quantized_weights_are_counted(tmp_path: Path) -> None:
+    """FP8 of either kind, and packed 4-bit words by their name; scales and BF16 are not among them."""
+    weights(tmp_path, {"a.weight": ("F8_E4M3", 8), "a.weight_scale": ("BF16", 2)}, "1.safetensors")
+    weights(tmp_path, {"b.weight": ("F8_E5M2", 16), "c.weight_packed": ("I32", 32), "d": ("BF16", 64)}, "2.safetensors")
+    assert quantized_bytes(tmp_path) == 8 + 16 + 32
+    weights(tmp_path, {}, "3.safetensors").write_bytes(b"\xff" * 9)
+    with pytest.raises(CheckpointError, match=r"3\.safetensors cannot be read"):
+        quantized_bytes(tmp_path)
 
 
-def test_gpu_that_is_too_small_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
-    """Three 8B engines do not fit a 32 GiB card: the error has the numbers and what can be done."""
-    machine = Machine((0,), 64 * GIB, (Gpu(0, "small", 32 * GIB, 31 * GIB),))
-    with pytest.raises(PlanError, match=r"31\.0 GiB free.*28\.9 GiB.*Take a smaller model"):
-        make_plan(machine, specs(tmp_path, SIZES_8B))
+def test_weights_are_digested_in_the_order_of_their_names(tmp_path: Path) -> None:
+    """All of them, and nothing else of the folder."""
+    (tmp_path / "b.safetensors").write_bytes(b"world")
+    (tmp_path / "a.safetensors").write_bytes(b"hello ")
+    (tmp_path / "config.json").write_bytes(b"{}")
+    assert weights_digest(tmp_path) == hashlib.sha256(b"hello world").hexdigest()
 
 
-def test_cpu_plan_shares_cores_and_checks_memory(tmp_path: Path) -> None:
-    """Few cores are shared, many are divided with one left for the router; too little memory is refused."""
-    small = dict.fromkeys(TierName, 0.2)
-    few = make_plan(Machine((0, 1), 24 * GIB, ()), specs(tmp_path, small), kv_cache_gib=1)
-    assert [s.placement.cores for s in few.shares] == [(), (), ()]
-    many = make_plan(Machine(tuple(range(8)), 24 * GIB, ()), specs(tmp_path, small), kv_cache_gib=1)
-    assert [s.placement.cores for s in many.shares] == [(1, 2), (3, 4), (5, 6)]
-    with pytest.raises(PlanError, match="GiB of memory"):
-        make_plan(Machine((0, 1), 4 * GIB, ()), specs(tmp_path, small), kv_cache_gib=1)
+def test_a_sentencepiece_tokenizer_and_a_template_in_the_configuration(tmp_path: Path) -> None:
+    """Folders without tokenizer.json are known by their tokenizer.model; templates by either file."""
+    (tmp_path / "tokenizer.model").write_bytes(b"pieces")
+    assert identity(tmp_path).tokenizer_digest == hashlib.sha256(b"pieces").hexdigest()
+    without = identity(tmp_path).chat_template_digest
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "t"}')
+    inside = identity(tmp_path).chat_template_digest
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert identity(tmp_path).chat_template_digest == without != inside
+    (tmp_path / "chat_template.jinja").write_text("t")
+    assert identity(tmp_path).chat_template_digest == inside
 
 
-def test_quantized_weights_take_twice_their_size_where_the_plugin_computes_them(tmp_path: Path) -> None:
-    """Without AMX, FP8 is held as BF16 and 4 bits in two layouts; embeddings, scales and BF16 layers stay as they are."""
-    mib = 1 << 20
-    tensors = {
-        FAST: {"embed.weight": ("BF16", 50 * mib), "q.weight_packed": ("I32", 40 * mib), "q.weight_scale": ("BF16", mib)},
-        BALANCED: {"embed.weight": ("BF16", 50 * mib), "q.weight": ("F8_E4M3", 80 * mib), "q.weight_scale": ("BF16", mib)},
-        PRECISE: {"embed.weight": ("BF16", 50 * mib), "q.weight": ("BF16", 160 * mib)},
-    }  # fmt: skip
-    for tier, entries in tensors.items():
-        folder, header, end = model(tmp_path / tier), {"__metadata__": {"format": "pt"}}, 0
-        for name, (dtype, size) in entries.items():
-            header[name] = {"dtype": dtype, "shape": [size], "data_offsets": [end, end + size]}
-            end += size
-        raw = json.dumps(header).encode()
-        with (folder / "model.safetensors").open("wb") as file:
-            file.write(struct.pack("<Q", len(raw)) + raw)
-            file.truncate(8 + len(raw) + end)
-    tiers = [TierSpec(name, 2048, 16, 32, checkpoint=tmp_path / name) for name in TierName]
-    for amx, held in ((False, (131, 211, 210)), (True, (91, 131, 210))):
-        plan = make_plan(Machine((0, 1), 24 * GIB, (), amx=amx), tiers)
-        assert tuple(share.weights // mib for share in plan.shares) == held
-        assert tuple(share.on_disk // mib for share in plan.shares) == (91, 131, 210)
-    room = 3 * 3 * GIB + 2 * 500 * mib  # three engines' KV cache and overhead, and weights on disk and as held
-    assert make_plan(Machine((0, 1), room, (), amx=True), tiers)
-    with pytest.raises(PlanError, match="GiB of memory"):
-        make_plan(Machine((0, 1), 3 * 3 * GIB + 900 * mib, (), amx=False), tiers)
-    (tmp_path / FAST / "model.safetensors").write_bytes(b"")
-    with pytest.raises(PlanError, match="cannot be read"):
-        make_plan(Machine((0, 1), room, ()), tiers)
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "has no tokenizer.json or tokenizer.model"),
+        ({"tokenizer.json": "{"}, "cannot be read"),
+        ({"tokenizer.json": "{}", "tokenizer_config.json": "[]"}, "cannot be read"),
+    ],
+)
+def test_folders_without_a_tokenizer_are_no_models(tmp_path: Path, files: dict[str, str], said: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(CheckpointError, match=said):
+        identity(tmp_path)
+
+
+def test_a_checkpoint_without_weights_is_not_sealed(tmp_path: Path) -> None:
+    folder = model(tmp_path / "a")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="has no weights"):
+        seal(folder, FAST, model="m", base_digest="b", made={"method": "AWQ", "versions": {}})
+    assert not (folder / MANIFEST).exists()
+
+
+def test_nothing_made_leaves_what_was_there(tmp_path: Path) -> None:
+    """Another process made it while this one waited: its folder stays."""
+    target = tmp_path / "awq-1"
+    target.mkdir()
+    (target / "theirs").touch()
+    with making(target):
+        pass
+    assert [p.name for p in target.iterdir()] == ["theirs"]
+    with making(target) as work:
+        (work / "ours").touch()
+    assert [p.name for p in target.iterdir()] == ["ours"]
+
+
+def test_two_that_make_in_one_store_take_turns(tmp_path: Path) -> None:
+    """The second begins when the first has finished, and sees what it made."""
+    seen, begun = [], threading.Event()
+
+    def second() -> None:
+        begun.set()
+        with making(tmp_path / "b"):
+            seen.append((tmp_path / "a" / "x").exists())
+
+    with making(tmp_path / "a") as work:
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert begun.wait(10)
+        (work / "x").touch()
+        assert not seen
+    thread.join(10)
+    assert seen == [True]

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-import pytest
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from tiers.fleet import FOREIGN_POLLS, Demand, Fleet, Gauges, Replica
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiers.breaker import BreakerState
+from tiers.fleet import (
+    FOREIGN_POLLS,
+    Demand,
+    Fleet,
+    Gauges,
+    Lease,
+    PeerLoad,
+    Replica,
+    Share,
+    TemplateTokens,
+    fits,
+    has_slots,
+)
 from tiers.spec import ReplicaState, TierName, TierSpec
-from tiers.speed import HALF_LIFE_S, SpeedModel, Trend
+from tiers.speed import HALF_LIFE_S, PREFILL_MEMORY_MS, Seen, SpeedModel, Trend
 
 FAST = TierName.FAST
 
 
-def make_fleet(replicas: int = 2, places: int = 2) -> Fleet:
-    spec = TierSpec(FAST, 2048, 16, places)
+def make_fleet(replicas: int = 2, slots: int = 2) -> Fleet:
+    spec = TierSpec(FAST, 2048, 16, slots)
     fleet = Fleet((spec,))
     for number in range(replicas):
         fleet.add(Replica(f"fast-{number}", spec, "u", "", "m", state=ReplicaState.READY))
@@ -21,7 +41,7 @@ def make_fleet(replicas: int = 2, places: int = 2) -> Fleet:
 
 def test_least_loaded_replica_is_leased() -> None:
     """Load is outstanding tokens: one long request weighs more than two short ones."""
-    fleet = make_fleet(places=9)
+    fleet = make_fleet(slots=9)
     long = fleet.lease(FAST, prompt_tokens=1000, max_tokens=100)
     assert long is not None
     others = [fleet.lease(FAST, prompt_tokens=10, max_tokens=10) for _ in range(3)]
@@ -30,7 +50,7 @@ def test_least_loaded_replica_is_leased() -> None:
 
 def test_places_are_bounded_and_come_back() -> None:
     """A replica never has more than its places out; a released place is free again, and only once."""
-    fleet = make_fleet(replicas=1, places=2)
+    fleet = make_fleet(replicas=1, slots=2)
     leases = [fleet.lease(FAST, prompt_tokens=5, max_tokens=7) for _ in range(3)]
     assert leases[2] is None
     first = leases[0]
@@ -43,7 +63,7 @@ def test_places_are_bounded_and_come_back() -> None:
 
 def test_counters_return_to_zero_on_every_path() -> None:
     """Tokens counted down on the way and the rest at the end add up to what was leased."""
-    fleet = make_fleet(replicas=1, places=5)
+    fleet = make_fleet(replicas=1, slots=5)
     for produced in (0, 3, 50):
         lease = fleet.lease(FAST, prompt_tokens=20, max_tokens=10)
         assert lease is not None
@@ -147,23 +167,23 @@ def test_neighbours_are_the_other_busy_replicas() -> None:
 
 def test_several_sequences_take_their_places_and_tokens() -> None:
     """A request of several answers counts as that many: places, output and cache; its prompt once; it is one request."""
-    fleet = make_fleet(replicas=1, places=8)
+    fleet = make_fleet(replicas=1, slots=8)
     lease = fleet.lease(FAST, prompt_tokens=50, max_tokens=100, sequences=6)
     assert lease is not None
     replica = fleet.replicas[0]
-    assert (replica.in_flight, replica.places, replica.prompt_tokens) == (1, 6, 50)
+    assert (replica.in_flight, replica.slots, replica.prompt_tokens) == (1, 6, 50)
     assert (replica.output_tokens, replica.kv_tokens_held) == (600, 650)
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=3) is None
     assert fleet.snapshot().tiers[0].next(1, 3, 512, 3) is None
     assert fleet.snapshot().tiers[0].next(1, 2, 512, 2) is not None
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=2) is not None
     lease.release()
-    assert (replica.in_flight, replica.places, replica.output_tokens, replica.kv_tokens_held) == (1, 2, 2, 3)
+    assert (replica.in_flight, replica.slots, replica.output_tokens, replica.kv_tokens_held) == (1, 2, 2, 3)
 
 
 def test_more_sequences_than_places_need_an_idle_replica() -> None:
     """They are let in alone, and nobody beside them."""
-    fleet = make_fleet(replicas=1, places=4)
+    fleet = make_fleet(replicas=1, slots=4)
     one = fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
     assert one is not None
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=64) is None
@@ -172,12 +192,12 @@ def test_more_sequences_than_places_need_an_idle_replica() -> None:
     assert many is not None
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
     many.release()
-    assert fleet.replicas[0].places == 0
+    assert fleet.replicas[0].slots == 0
 
 
 def test_an_engine_that_computes_several_answers_has_no_strangers() -> None:
     """Engines count each answer: what a request of several asks for is not taken for somebody else's requests."""
-    fleet = make_fleet(replicas=1, places=8)
+    fleet = make_fleet(replicas=1, slots=8)
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=5) is not None
     for _ in range(FOREIGN_POLLS):
         fleet.replicas[0].note_gauges(Gauges(running=5, waiting=0, kv_cache_usage=0.1))
@@ -186,7 +206,7 @@ def test_an_engine_that_computes_several_answers_has_no_strangers() -> None:
 
 def test_several_sequences_are_predicted_and_teach_nothing() -> None:
     """They slow one another down as that many requests would; times of theirs are not held against the model."""
-    fleet = make_fleet(replicas=1, places=16)
+    fleet = make_fleet(replicas=1, slots=16)
     replica = fleet.replicas[0]
     replica.measured(_profiled())
     one = fleet.lease(FAST, prompt_tokens=100, max_tokens=10)
@@ -206,13 +226,13 @@ def test_several_sequences_are_predicted_and_teach_nothing() -> None:
 
 def test_a_reserved_replica_has_no_place_for_others() -> None:
     """In a snapshot made for them, and by the lease; the one that lacks least of what is wanted is the one to reserve."""
-    fleet = make_fleet(replicas=3, places=4)
+    fleet = make_fleet(replicas=3, slots=4)
     for number, taken in enumerate((3, 2, 4)):
         rest = {f"fast-{n}" for n in range(3) if n != number}
         for _ in range(taken):
             fleet.lease(FAST, prompt_tokens=1, max_tokens=1, exclude=rest)
     wanted = Demand(1, 1, sequences=3)
-    assert not fleet.has_room({FAST}, wanted)
+    assert not fleet.has_capacity({FAST}, wanted)
     assert fleet.nearest({FAST}, wanted) == "fast-1"
     assert fleet.nearest({FAST}, wanted, {"fast-1"}) == "fast-0"
     assert fleet.nearest({FAST}, wanted, {"fast-1", "fast-0"}) is None
@@ -220,3 +240,353 @@ def test_a_reserved_replica_has_no_place_for_others() -> None:
     assert free is not None
     assert free.id == "fast-0"
     assert fleet.snapshot({"fast-1", "fast-0"}).tiers[0].next(1, 1, 512) is None
+
+
+def ready(fleet: Fleet) -> Replica:
+    """Return the only replica."""
+    (replica,) = fleet.replicas
+    return replica
+
+
+def leased(fleet: Fleet, prompt_tokens: int = 1, max_tokens: int = 1, **more: Any) -> Lease:
+    """Take a lease that must be there."""
+    lease = fleet.lease(FAST, prompt_tokens=prompt_tokens, max_tokens=max_tokens, **more)
+    assert lease is not None
+    return lease
+
+
+@pytest.mark.parametrize(
+    ("sequences", "taken", "limit", "free"),
+    [(1, 3, 4, True), (1, 4, 4, False), (2, 3, 4, False), (9, 0, 4, True), (9, 1, 4, False), (1, 0, 0, False)],
+)
+def test_slots(sequences: int, taken: int, limit: int, *, free: bool) -> None:
+    """More sequences than slots need all of them; a limit of none lets nobody in."""
+    assert has_slots(sequences, taken, limit) is free
+
+
+@pytest.mark.parametrize(
+    ("tokens", "held", "size", "fit"),
+    [(10, 90, 100, True), (10, 91, 100, False), (500, 0, 100, True), (500, 500, 0, True)],
+    ids=["exactly", "one too many", "alone", "unknown size"],
+)
+def test_the_kv_cache(tokens: int, held: int, size: int, *, fit: bool) -> None:
+    assert fits(tokens, held, size) is fit
+
+
+def test_a_full_kv_cache_takes_no_further_request() -> None:
+    """By the tokens that are held here and by other routers; the snapshot says the same as the lease."""
+    fleet = make_fleet(replicas=1, slots=9)
+    replica = ready(fleet)
+    replica.note_gauges(Gauges(0, 0, 0.0, kv_cache_tokens=1000))
+    first = leased(fleet, 500, 100)
+    assert fleet.lease(FAST, prompt_tokens=300, max_tokens=101) is None
+    assert fleet.snapshot().tiers[0].next(300, 101, 512) is None
+    assert fleet.snapshot().tiers[0].next(300, 100, 512) is not None
+    replica.note_others(PeerLoad(1, 0, 0, kv_tokens=100), until=math.inf)
+    assert fleet.lease(FAST, prompt_tokens=300, max_tokens=100) is None
+    first.release()
+    assert leased(fleet, 300, 100)
+
+
+def test_kv_pressure_holds_long_prompts_back_until_it_has_fallen_well() -> None:
+    """Between the two bounds it stays as it is; short prompts go on."""
+    fleet = make_fleet(replicas=1, slots=99)
+    options, taken = fleet.options, []
+    for usage in (0.85, options.kv_open, 0.85, options.kv_close - 0.001, 0.85):
+        ready(fleet).note_gauges(Gauges(0, 0, usage))
+        taken.append(fleet.has_capacity({FAST}, Demand(options.long_prompt_tokens + 1, 1)))
+        assert fleet.has_capacity({FAST}, Demand(options.long_prompt_tokens, 1))
+        found = fleet.snapshot().tiers[0].next(options.long_prompt_tokens + 1, 1, options.long_prompt_tokens)
+        assert (found is not None) == taken[-1]
+    assert taken == [True, False, False, True, True]
+
+
+def test_a_share_bounds_the_slots_and_leaves_one_when_it_is_over() -> None:
+    """Not even nothing, and never more than the replica has."""
+    replica = ready(make_fleet(replicas=1, slots=8))
+    assert replica.limit == 8
+    for share, limit in (
+        (Share(3, math.inf), 3),
+        (Share(0, math.inf), 1),
+        (Share(99, math.inf), 8),
+        (Share(3, 0.0), 1),
+    ):
+        replica.share = share
+        assert (replica.limit, replica.whole_limit) == (limit, 8)
+
+
+def test_a_new_replica_has_the_share_that_new_ones_get() -> None:
+    fleet = make_fleet(replicas=0)
+    fleet.first_share = Share(0, math.inf)
+    replica = fleet.add(Replica("fast-0", fleet.specs[0], "u", "", "m", state=ReplicaState.READY))
+    assert replica.limit == 1
+
+
+def test_other_routers_count_until_their_report_is_old() -> None:
+    """In the load that predictions are made from, and when slots are counted against the adaptive limit."""
+    fleet = make_fleet(replicas=1)
+    replica = ready(fleet)
+    replica.note_others(PeerLoad(3, 40, 50, 60), until=math.inf)
+    load = fleet.snapshot().tiers[0].replicas[0].load
+    assert (load.sequences, load.prompt_tokens, load.output_tokens) == (3, 40, 50)
+    assert fleet.snapshot().sequences == 0, "they are not this router's"
+    replica.note_others(PeerLoad(3, 40, 50, 60), until=0.0)
+    assert fleet.snapshot().tiers[0].replicas[0].load.sequences == 0
+
+
+def test_a_limit_adapts_only_by_a_profile() -> None:
+    """TTFT far beyond the expected one lowers it once the expectation is worth believing."""
+    fleet = make_fleet(replicas=1, slots=16)
+    replica = ready(fleet)
+    replica.measured(SpeedModel(100, 1, 10, 1))
+    leases = [leased(fleet) for _ in range(16)]
+    for lease in leases[-4:]:
+        lease.first_token(60_000)
+    assert replica.limit == 16
+    replica.measured(_profiled())
+    assert replica.limit == 10, "a tenth less for each of the four"
+    fleet.options = replace(fleet.options, adaptive_limit=False)
+    replica.adopt(fleet.options)
+    assert replica.limit == 16
+
+
+def test_what_belongs_to_a_process_goes_with_it() -> None:
+    """Its gauges, speed, foreign requests, answers and pauses; what was served and what is open stay."""
+    fleet = make_fleet(replicas=1, slots=9)
+    replica = ready(fleet)
+    replica.measured(_profiled())
+    lease = leased(fleet, 100, 10)
+    for _ in range(FOREIGN_POLLS):
+        replica.note_gauges(Gauges(5, 0, 0.99, 1000))
+    replica.note_answer(Seen(1, 1, 1, 0.0, 1.0))
+    for _ in range(3):
+        replica.breaker.failed(0.0, probe=0)
+    replica.mark(ReplicaState.STARTING, "restart 1")
+    assert (replica.gauges, replica.speed, replica.kv_pressure, len(replica.seen)) == (None, None, False, 0)
+    assert replica.sequences == replica.slots == 1
+    assert replica.breaker.admits(0.0)
+    assert replica.detail == "restart 1"
+    lease.release()
+    assert (replica.slots, replica.prompt_tokens) == (0, 0)
+
+
+def test_draining_keeps_what_is_known() -> None:
+    replica = ready(make_fleet(replicas=1))
+    replica.measured(_profiled())
+    replica.mark(ReplicaState.DRAINING)
+    assert replica.speed is not None
+
+
+def test_a_failure_counts_by_its_kind_and_opens_the_breaker() -> None:
+    fleet = make_fleet(replicas=1, slots=9)
+    for _ in range(fleet.options.breaker.failures):
+        with leased(fleet) as lease:
+            lease.failed("timeout")
+    replica = ready(fleet)
+    assert (replica.failed, fleet.failures[FAST, "timeout"], replica.slots) == (3, 3, 0)
+    shown = fleet.snapshot().tiers[0].replicas[0]
+    assert (shown.breaker, shown.admits) == (BreakerState.OPEN, False)
+    assert 0 < shown.admits_in_s <= fleet.options.breaker.pause_s
+    assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, over_limit=True) is None
+
+
+def test_a_failure_after_an_answer_is_none_of_the_breakers_successes() -> None:
+    """The first token closes nothing that a failure of the same request opened."""
+    fleet = make_fleet(replicas=1, slots=9)
+    lease = leased(fleet)
+    lease.failed("broken")
+    lease.first_token()
+    assert ready(fleet).breaker._failures == 1
+
+
+def test_over_the_limit_a_slot_is_taken_all_the_same() -> None:
+    """For a request that was admitted elsewhere; not on a replica that is not ready."""
+    fleet = make_fleet(replicas=1, slots=1)
+    leased(fleet)
+    assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
+    assert leased(fleet, over_limit=True).replica.slots == 2
+    ready(fleet).mark(ReplicaState.DRAINING)
+    assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, over_limit=True) is None
+
+
+def test_a_release_is_told_once() -> None:
+    """Those who wait for slots look again at each release."""
+    fleet, told = make_fleet(replicas=1), []
+    fleet.on_capacity = lambda: told.append(ready(fleet).slots)
+    lease = leased(fleet)
+    lease.release()
+    lease.release()
+    assert told == [0]
+
+
+def test_a_late_token_of_a_released_lease_changes_nothing() -> None:
+    fleet = make_fleet(replicas=1)
+    lease = leased(fleet, 5, 10)
+    lease.release()
+    lease.produced(3)
+    assert (ready(fleet).output_tokens, ready(fleet).generated) == (0, 0)
+
+
+def test_tokens_are_counted_once_whether_streamed_or_not() -> None:
+    """What was streamed is not counted again at the end; an answer that was not streamed is counted there."""
+    fleet = make_fleet(replicas=1, slots=9)
+    streamed, whole = leased(fleet, 1, 10), leased(fleet, 1, 10)
+    streamed.produced(4)
+    streamed.finished(10.0, 6)
+    whole.finished(None, 5)
+    assert (ready(fleet).generated, ready(fleet).served) == (11, 2)
+
+
+def test_a_full_replica_expects_what_it_would_take_at_once() -> None:
+    """TTFT of a request that the engine queues is not held against the limit as if it were expected."""
+    spec = TierSpec(FAST, 2048, 2, 64)
+    fleet = Fleet((spec,))
+    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", state=ReplicaState.READY))
+    replica.measured(_profiled())
+    for _ in range(2):
+        leased(fleet, 10, 1000)
+    queued = leased(fleet, 10, 1000, over_limit=True)
+    assert queued.predicted is not None
+    assert queued._unqueued_ms is not None
+    assert queued._unqueued_ms < queued.predicted.ttft_ms / 2
+
+
+def test_answers_are_noted_with_the_load_that_they_met() -> None:
+    """While a speed is to be learned: sequences and prompts before it, and what came while it was decoded."""
+    fleet = make_fleet(replicas=1, slots=9)
+    replica = ready(fleet)
+    other, lease = leased(fleet, 100, 10), leased(fleet, 20, 10)
+    lease.first_token(50.0)
+    leased(fleet, 300, 10)
+    lease.finished(5.0, 4)
+    (seen,) = replica.seen
+    assert (seen.prompt_tokens, seen.sequences, seen.waiting_tokens, seen.ttft_ms) == (20, 1, 100, 50.0)
+    assert (seen.tpot_ms, seen.prefilled) == (5.0, 300 / 3)
+    assert seen.batch >= 2
+    other.first_token(50.0)
+    other.finished(None, 1)
+    assert replica.seen[-1].tpot_ms is None, "one token has no time between tokens"
+    replica.measured(_profiled())
+    profiled = leased(fleet)
+    profiled.first_token(1.0)
+    profiled.finished(1.0, 2)
+    assert replica.noted == 2
+
+
+def test_the_rate_of_prompts_fades() -> None:
+    """As an exponentially weighted mean over 20 seconds."""
+    replica = ready(make_fleet(replicas=1))
+    replica.prompt_sent(2000, 100.0)
+    assert replica.load(100.0, 0.0).prefill_rate == pytest.approx(2000 / PREFILL_MEMORY_MS)
+    faded = replica.load(100.0 + PREFILL_MEMORY_MS / 1000, 0.0).prefill_rate
+    assert faded == pytest.approx(2000 / PREFILL_MEMORY_MS / math.e)
+
+
+def test_slots_free_up_as_fast_as_the_model_says_until_ends_are_seen() -> None:
+    """Each of 4 requests has 100 tokens left at 14 ms a step; none comes free where nothing takes requests."""
+    fleet = make_fleet(replicas=1, slots=9)
+    replica = ready(fleet)
+    assert fleet.freed_per_s(FAST) == pytest.approx(1.0), "unknown: one a second"
+    replica.measured(SpeedModel(0, 0, 10, 1, profiled=True))
+    for _ in range(4):
+        leased(fleet, 0, 100)
+    assert fleet.freed_per_s(FAST) == pytest.approx(1 / (100 * 2 / 5 * 0.014), rel=0.01)
+    replica.mark(ReplicaState.DRAINING)
+    assert fleet.freed_per_s(FAST) == 0
+
+
+@pytest.mark.parametrize(
+    ("states", "preparing", "state"),
+    [
+        (["FAILED", "WARMING", "STOPPED"], False, "WARMING"),
+        (["UNREACHABLE", "DRAINING"], False, "DRAINING"),
+        (["STOPPED", "READY"], True, "READY"),
+        ([], True, "PREPARING"),
+        ([], False, "STOPPED"),
+    ],
+)
+def test_a_tier_is_as_good_as_its_best_replica(states: list[str], state: str, *, preparing: bool) -> None:
+    fleet = make_fleet(replicas=len(states))
+    for replica, name in zip(fleet.replicas, states, strict=True):
+        replica.mark(ReplicaState[name])
+    if preparing:
+        fleet.preparations.expect([FAST], None)
+    assert fleet.snapshot().tier(FAST).state is ReplicaState[state]
+    assert fleet.is_ready(FAST) is ("READY" in states)
+
+
+def test_a_tier_whose_checkpoint_could_not_be_made_has_failed() -> None:
+    fleet = make_fleet(replicas=0)
+    fleet.preparations.expect([FAST], None)
+    fleet.preparations.fail("disk full")
+    assert fleet.snapshot().tier(FAST).state is ReplicaState.FAILED
+
+
+def test_tiers_that_there_are_not() -> None:
+    """KeyError for both lookups; a removed replica is in no snapshot, and its leases still end."""
+    fleet = make_fleet(replicas=1)
+    for look in (fleet.spec, fleet.snapshot().tier):
+        with pytest.raises(KeyError):
+            look(TierName.PRECISE)
+    lease = leased(fleet)
+    fleet.remove(lease.replica)
+    assert fleet.snapshot().tiers[0].replicas == ()
+    lease.release()
+    assert lease.replica.slots == 0
+
+
+def test_a_tier_is_configured_anew_once_it_has_a_checkpoint() -> None:
+    fleet = make_fleet(replicas=0)
+    fleet.configure(replace(fleet.specs[0], digest="d"))
+    assert [spec.digest for spec in fleet.specs] == ["d"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "tokens", "with_system"), [(1, 5, 20), (2, 8, 20), (3, 10, 23), (4, 13, 25), (0, 5, 20)]
+)
+def test_templates_add_tokens_for_each_message(messages: int, tokens: int, with_system: int) -> None:
+    """Each two messages after the first ones add five; one of them adds half, rounded up."""
+    template = TemplateTokens(alone=5, with_system=20, further_pair=5)
+    assert template.conversation(messages, system=False) == tokens
+    assert template.conversation(messages, system=True) == with_system
+
+
+def test_of_two_templates_the_larger_figures_count() -> None:
+    """Prompts must fit on every engine."""
+    fleet = make_fleet(replicas=0)
+    fleet.note_template(TemplateTokens(5, 20, 1))
+    fleet.note_template(TemplateTokens(6, 10, 1))
+    assert fleet.template == TemplateTokens(6, 20, 1)
+
+
+STEPS = ["lease", "first token", "token", "failed", "finished", "release"]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9)), max_size=60))
+def test_whatever_happens_to_leases_all_counters_return_to_zero(steps: list[tuple[str, int]]) -> None:
+    """In any order, some of it late or twice: no counter is ever negative, and nothing is left."""
+
+    def counters(replica: Replica) -> tuple[int, ...]:
+        return replica.in_flight, replica.slots, replica.prompt_tokens, replica.output_tokens, replica.kv_tokens_held
+
+    fleet = make_fleet(replicas=2, slots=4)
+    leases: list[Lease] = []
+    for step, number in steps:
+        if step == "lease":
+            lease = fleet.lease(FAST, prompt_tokens=number, max_tokens=number, sequences=1 + number % 3)
+            leases += [lease] if lease is not None else []
+        elif leases:
+            lease = leases[number % len(leases)]
+            does = {
+                "first token": partial(lease.first_token, 5.0),
+                "token": lease.produced,
+                "failed": partial(lease.failed, "x"),
+                "finished": partial(lease.finished, 9.0, number),
+                "release": lease.release,
+            }
+            does[step]()
+        assert all(min(counters(r)) >= 0 for r in fleet.replicas)
+    for lease in leases:
+        lease.release()
+    assert [counters(r) for r in fleet.replicas] == [(0, 0, 0, 0, 0)] * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +20,11 @@ from tests.fakes.engine import Behaviour, serving
 from tests.unit.own_engines import Own, own_engines, until
 from tests.unit.router_stack import router_stack
 from tiers.errors import NotPossible, UnknownReplica
-from tiers.lifecycle.operations import Operation, OperationOptions
-from tiers.plan import GIB, Gpu, Machine, lacking_for_one_more
-from tiers.spec import Placement, ReplicaState, TierName, TierSpec
+from tiers.fleet import Fleet, Replica
+from tiers.lifecycle.engine import Engine
+from tiers.lifecycle.operations import KEPT, Operation, OperationOptions, Operations
+from tiers.lifecycle.watchdog import WatchdogOptions
+from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
     from tiers.lifecycle.operations import Kind
@@ -156,21 +157,6 @@ async def test_in_place_needs_another_replica(tmp_path: Path, monkeypatch: pytes
         assert (operation.state, operation.successor) == ("done", None)
         assert (own.first.id, own.first.state) == ("fast-0", READY)
         assert own.first.pid != pid
-
-
-def test_memory_for_one_more_is_reckoned(tmp_path: Path) -> None:
-    """On a CPU by what is available, on a GPU by what is free of it; what is missing is told."""
-    (tmp_path / "w.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}" + bytes(990))
-    tier = TierSpec(TierName.FAST, 2048, 16, 32, checkpoint=tmp_path)
-    on_cpu, on_gpu = Placement(kv_cache_gib=1), Placement(gpu=0, gpu_memory_fraction=0.5)
-    assert lacking_for_one_more(Machine((0,), 4 * GIB, ()), tier, on_cpu) is None
-    assert lacking_for_one_more(Machine((0,), 2 * GIB, ()), tier, on_cpu) == (
-        "one more engine needs 3.0 GiB, 2.0 GiB are free"
-    )
-    assert lacking_for_one_more(Machine((0,), 0, (Gpu(0, "g", 80 * GIB, 41 * GIB),)), tier, on_gpu) is None
-    assert "40.0 GiB, 39.0 GiB" in (
-        lacking_for_one_more(Machine((0,), 0, (Gpu(0, "g", 80 * GIB, 39 * GIB),)), tier, on_gpu) or ""
-    )
 
 
 async def test_recycling_by_schedule_is_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,3 +298,75 @@ async def test_requests_are_served_while_an_engine_is_recycled(tmp_path: Path, m
 def test_behaviour_is_the_fakes() -> None:
     """The fields that these tests set from outside are there."""
     assert Behaviour(exit_after_s=0.1, first_id=7).first_id == 7
+
+
+class Control:
+    """Engines that are there, as far as operations that start none need them."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.engines = tuple(Engine(replica, None, WatchdogOptions()) for replica in fleet.replicas)
+
+    def engine(self, replica_id: str) -> Engine:
+        for engine in self.engines:
+            if engine.replica.id == replica_id:
+                return engine
+        raise UnknownReplica(replica_id)
+
+    def hold(self, engine: Engine, why: str) -> None:
+        engine.replica.mark(DRAINING, why)
+
+    def resume(self, engine: Engine) -> None:
+        engine.replica.mark(READY)
+
+    def start_beside(self, engine: Engine) -> Engine:
+        raise AssertionError(engine)
+
+    async def retire(self, engine: Engine) -> None:
+        raise AssertionError(engine)
+
+
+def operations(options: OperationOptions | None = None) -> tuple[Fleet, Operations]:
+    """Return operations on one ready replica that runs elsewhere."""
+    spec = TierSpec(TierName.FAST, 2048, 16, 32)
+    fleet = Fleet((spec,))
+    fleet.add(Replica("fast-0", spec, "u", "", "m", state=READY))
+    return fleet, Operations(Control(fleet), options or OperationOptions())
+
+
+async def test_the_last_operations_are_remembered() -> None:
+    """By numbers that go on; older ones are unknown, and the error says how many there are."""
+    _, ours = operations()
+    for _ in range(KEPT + 1):
+        begun = ours.begin("resume", "fast-0")
+        assert begun.task is not None
+        await begun.task
+    assert [len(ours.records), ours.records[0].id, ours.records[-1].id] == [KEPT, "2", str(KEPT + 1)]
+    assert ours.record("2") is ours.records[0]
+    with pytest.raises(UnknownReplica, match=r"no operation '1': the last 100 are remembered"):
+        ours.record("1")
+
+
+async def test_an_operation_tells_when_it_ended_and_how() -> None:
+    fleet, ours = operations()
+    lease = fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1)
+    assert lease is not None
+    drain = ours.begin("drain", "fast-0")
+    assert (drain.state, drain.detail, drain.ended) == ("running", "begun", None)
+    lease.release()
+    await until(lambda: drain.ended is not None)
+    assert (drain.state, drain.detail) == ("done", "drained")
+    assert drain.ended is not None
+    assert drain.ended >= drain.began
+
+
+async def test_stopping_breaks_operations_off() -> None:
+    """None is left that waits for requests of a router that ends."""
+    fleet, ours = operations()
+    lease = fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1)
+    assert lease is not None
+    drain = ours.begin("drain", "fast-0")
+    await until(lambda: drain.detail == "waits for 1 open requests")
+    await ours.stop()
+    assert (drain.state, drain.detail) == ("failed", "broken off")
+    lease.release()

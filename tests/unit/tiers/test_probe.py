@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -11,7 +12,8 @@ from starlette.responses import StreamingResponse
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tiers.errors import ProbeError, RefusedError
-from tiers.probe import CHAT, COMPLETIONS, EngineProbe
+from tiers.fleet import Gauges
+from tiers.probe import CHAT, COMPLETIONS, Counters, EngineProbe
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -135,3 +137,81 @@ async def test_an_address_that_is_none() -> None:
             for ask in ASKED.values():
                 with pytest.raises(ProbeError):
                     await ask(probe)
+
+
+def test_counters_are_added_and_subtracted_field_by_field() -> None:
+    one, other = Counters(10, 20, 3, 4, 5, 6), Counters(1, 2, 3, 4, 5, 6)
+    assert one.since(other) == Counters(9, 18, 0, 0, 0, 0)
+    assert one.since(other).plus(other) == one
+
+
+async def readings(page: str) -> tuple[Gauges, Counters]:
+    """Read a page of metrics."""
+    async with serving(FakeEngine(Behaviour(instead={METRICS: page})).app) as url, httpx.AsyncClient() as client:
+        return await EngineProbe(client, url, "").readings()
+
+
+async def test_counters_are_summed_over_their_labels() -> None:
+    """One line for each engine of a data-parallel server; those of other metrics are not taken for them."""
+    page = GAUGES.format(0, 0) + "".join(
+        f'vllm:prompt_tokens_total{{engine="{n}",model_name="m"}} {100 * n}\n' for n in (1, 2)
+    )
+    page += "vllm:prompt_tokens_total_created 7\nvllm:prefix_cache_hits_total 1.5e1\n# vllm:prefix_cache_hits_total 9\n"
+    _, counters = await readings(page)
+    assert counters == Counters(prompt_tokens=300, cache_hits=15)
+
+
+async def test_older_engines_name_the_cache_gauge_otherwise() -> None:
+    """The new name wins where both are there; the cache's size is read of the labels of its configuration."""
+    page = "vllm:num_requests_running 1\nvllm:gpu_cache_usage_perc 0.5\n"
+    gauges, _ = await readings(page)
+    assert gauges == Gauges(running=1, waiting=0, kv_cache_usage=0.5)
+    page += 'vllm:kv_cache_usage_perc 0.25\nvllm:cache_config_info{block_size="16",kv_cache_size_tokens="4096"} 1\n'
+    gauges, _ = await readings(page)
+    assert (gauges.kv_cache_usage, gauges.kv_cache_tokens) == (0.25, 4096)
+
+
+async def test_greedy_answers_are_in_the_order_of_the_prompts() -> None:
+    """Whatever order the engine lists them in."""
+    choices = [{"index": n, "token_ids": [n], "text": ""} for n in (1, 0)]
+    behaviour = Behaviour(instead={COMPLETIONS: json.dumps({"choices": choices})})
+    async with serving(FakeEngine(behaviour).app) as url, httpx.AsyncClient() as client:
+        assert await ASKED[COMPLETIONS](EngineProbe(client, url, "")) == ((0,), (1,))
+
+
+async def test_a_generation_of_one_token_has_no_time_between_tokens() -> None:
+    async with serving(FakeEngine(Behaviour(answer=("x",))).app) as url, httpx.AsyncClient() as client:
+        answer = await ASKED[CHAT](EngineProbe(client, url, ""))
+        assert (answer.text, answer.completion_tokens, answer.tpot_ms) == ("x", 1, None)
+        assert answer.ttft_ms > 0
+
+
+async def test_a_stream_cut_at_any_byte_is_read_the_same() -> None:
+    """Events may come in any pieces."""
+    stream = b'data: {"choices": [{"delta": {"content": "a"}}]}\r\n\r\n: ping\n\ndata:[DONE]\n\ndata: {"late": 1}\n\n'
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async def parts() -> AsyncIterator[bytes]:
+            for n in range(len(stream)):
+                yield stream[n : n + 1]
+
+        if scope["type"] == "http":
+            await StreamingResponse(parts())(scope, receive, send)
+
+    async with serving(app) as url, httpx.AsyncClient() as client:
+        assert (await ASKED[CHAT](EngineProbe(client, url, ""))).text == "a"
+
+
+async def test_a_generation_has_its_time() -> None:
+    """Longer than that, the engine is not waited for; the rest of the stream is not read."""
+    async with serving(FakeEngine(Behaviour(stall_after=2)).app) as url, httpx.AsyncClient() as client:
+        with pytest.raises(ProbeError, match=r"/v1/chat/completions: no complete answer within 0\.1 s"):
+            await EngineProbe(client, url, "").generate(CHAT, {"model": "m", "messages": []}, 0.1)
+
+
+async def test_the_key_is_sent_wherever_there_is_one() -> None:
+    behaviour = Behaviour()
+    async with serving(FakeEngine(behaviour).app) as url, httpx.AsyncClient() as client:
+        await ASKED[CHAT](EngineProbe(client, url, "secret"))
+        await ASKED[CHAT](EngineProbe(client, url, ""))
+    assert [headers.get("authorization") for headers in behaviour.headers] == ["Bearer secret", None]

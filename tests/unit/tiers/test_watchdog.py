@@ -7,12 +7,14 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
+from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.own_engines import own_engines, until
 from tiers.fleet import Fleet, Replica
-from tiers.lifecycle.watchdog import STEADY_S, Restarts, WatchdogOptions, Wear, off_by
-from tiers.probe import Counters
+from tiers.lifecycle.watchdog import STEADY_S, Restarts, WatchdogOptions, Wear, hangs, off_by
+from tiers.probe import Counters, EngineProbe
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import SpeedModel, Trend
 
@@ -243,3 +245,27 @@ async def test_a_worn_engine_is_recycled(tmp_path: Path, monkeypatch: pytest.Mon
             slow.tpot_trend = slow.tpot_trend.after(10, 80, time.monotonic(), 0.3)
         await until(lambda: own.replica("fast-0") is None)
         assert [(r.id, r.state) for r in own.fleet.replicas] == [("fast-1", READY)]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("status", "hung"), [(200, False), (500, True)])
+@pytest.mark.parametrize("takes_priority", [True, False])
+async def test_an_engine_that_answers_the_watchdog_does_not_hang(
+    status: int, *, hung: bool, takes_priority: bool
+) -> None:
+    """Its request goes before all others, where the engine takes priorities, and has one token."""
+    behaviour = Behaviour(status=status, priorities=takes_priority)
+    replica = Replica("fast-0", SPEC, "u", "", "m", takes_priority=takes_priority)
+    async with serving(FakeEngine(behaviour).app) as url, httpx.AsyncClient(trust_env=False) as client:
+        assert await hangs(EngineProbe(client, url, ""), replica) is hung
+    (asked,) = behaviour.requests
+    assert asked["max_tokens"] == 1
+    assert asked.get("priority", 0) == (-(1 << 20) if takes_priority else 0)
+
+
+def test_nothing_is_looked_at_where_it_is_switched_off() -> None:
+    """Neither slowness nor a hit rate of none, however long."""
+    wear, counters = Wear(WatchdogOptions(slow_factor=0, slow_s=0)), Counters()
+    for now in range(30):
+        counters = _later(counters, 20, float(now), hits=0.0)
+        assert wear.note(now, 1000.0, counters, sequences=1) is None

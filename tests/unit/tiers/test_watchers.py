@@ -210,8 +210,8 @@ async def test_answers_that_cannot_be_recorded_do_not_stop_an_engine(
     assert "the recorded answers cannot be written" in caplog.text
 
 
-class FaultyCrew:
-    """A crew that fails in a way that nobody has foreseen."""
+class FaultyControl:
+    """Control of engines that fails unexpectedly."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
@@ -227,7 +227,7 @@ class FaultyCrew:
     def hold(self, _engine: Engine, _why: str) -> None:
         raise ZeroDivisionError("not foreseen")
 
-    def let_go(self, _engine: Engine) -> None:
+    def resume(self, _engine: Engine) -> None:
         pass
 
     def start_beside(self, _engine: Engine) -> Engine:
@@ -241,7 +241,7 @@ async def test_an_operation_that_fails_unexpectedly_ends() -> None:
     """It is failed, with the exception, and the replica can be operated on again."""
     fleet = Fleet((TierSpec(TierName.FAST, 2048, 16, 32),))
     fleet.add(Replica("fast-0", fleet.specs[0], "u", "", "m", state=READY))
-    operations = Operations(FaultyCrew(fleet), OperationOptions())
+    operations = Operations(FaultyControl(fleet), OperationOptions())
     operation = operations.begin("drain", "fast-0")
     await until(lambda: operation.state == "failed")
     assert "ZeroDivisionError: not foreseen" in operation.detail

@@ -1,0 +1,53 @@
+"""The supervisor's record of an engine."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tiers.errors import EngineDied
+from tiers.fleet import Replica
+from tiers.lifecycle.engine import Engine, brief
+from tiers.lifecycle.watchdog import WatchdogOptions
+from tiers.spec import TierName, TierSpec
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine(Replica("fast-0", TierSpec(TierName.FAST, 1, 1, 1), "u", "", "m"), None, WatchdogOptions())
+
+
+def test_a_start_forgets_what_was_true_of_the_process_before(engine: Engine) -> None:
+    """Wear, readiness and a restart that was asked for belong to one process; that it was ready once does not."""
+    wear, engine.started_at = engine.wear, 0.0
+    engine.ready_at, engine.recycle, engine.was_ready = 5.0, "too slow", True
+    engine.again.set()
+    engine.begun()
+    assert (engine.ready_at, engine.recycle, engine.again.is_set(), engine.was_ready) == (None, None, False, True)
+    assert engine.wear is not wear
+    assert engine.started_at > 0.0
+
+
+def test_an_end_tells_for_how_long_it_was_ready(engine: Engine) -> None:
+    """Never ready is no time at all; the process id is gone with the process."""
+    engine.replica.pid = 7
+    assert engine.ended() == 0.0
+    assert engine.replica.pid is None
+    engine.ready_at = time.monotonic() - 100
+    assert engine.ended() >= 100
+    assert engine.ready_at is None
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (EngineDied("exited with status 7. Last lines of /x:\nTraceback"), "exited with status 7"),
+        (EngineDied("one\ntwo"), "one"),
+        (ValueError(), "ValueError"),
+        (ValueError("x" * 500), "x" * 200),
+    ],
+    ids=["without its log", "one line", "without a text", "cut"],
+)
+def test_a_state_shows_an_error_in_brief(error: Exception, text: str) -> None:
+    assert brief(error) == text

@@ -1,0 +1,101 @@
+"""Measuring replicas while nothing else computes."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from tests.fakes.engine import Behaviour, FakeEngine, serving
+from tests.unit.own_engines import until
+from tiers.fleet import Fleet, Replica
+from tiers.lifecycle.idle_speed import SAMPLES, IdleSpeed
+from tiers.lifecycle.warmup import WarmupPlan
+from tiers.probe import EngineProbe
+from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.speed import SpeedModel
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = pytest.mark.anyio
+FAST, _, PRECISE = TierName
+PROFILE = SpeedModel(10.0, 0.1, 5.0, profiled=True)
+
+
+@asynccontextmanager
+async def measured(behaviour: Behaviour) -> AsyncIterator[tuple[Fleet, IdleSpeed]]:
+    """Run one engine with a ready replica of each of two tiers."""
+    specs = TierSpec(FAST, 2048, 16, 32), TierSpec(PRECISE, 2048, 16, 32)
+    fleet = Fleet(specs)
+    async with serving(FakeEngine(behaviour).app) as url, httpx.AsyncClient(trust_env=False) as client:
+        for spec in specs:
+            fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake", state=ReplicaState.READY))
+        yield fleet, IdleSpeed(fleet, WarmupPlan(), lambda replica: EngineProbe(client, replica.url, ""))
+
+
+async def test_a_fleet_is_quiet_while_nothing_computes() -> None:
+    """Requests, engines that start or warm, and a checkpoint that is made are noise; those that have ended are not."""
+    async with measured(Behaviour()) as (fleet, idle):
+        fast, precise = fleet.replicas
+        assert idle.quiet()
+        with fleet.lease(FAST, prompt_tokens=1, max_tokens=1) or pytest.fail("no lease"):
+            assert not idle.quiet()
+            assert idle.quiet(but=fast)
+            assert not idle.quiet(but=precise)
+        for state in ReplicaState:
+            precise.mark(state)
+            assert idle.quiet() is (state not in {ReplicaState.STARTING, ReplicaState.WARMING})
+        fleet.preparations.expect([PRECISE], None)
+        assert not idle.quiet()
+
+
+async def test_a_measurement_beside_a_request_does_not_count() -> None:
+    """On whichever replica: they may share a machine. Nor does one of an engine that fails."""
+    behaviour = Behaviour()
+    async with measured(behaviour) as (fleet, idle):
+        assert await idle.measure(fleet.replicas[0]) is not None
+        behaviour.delay_s = 0.02
+        before = behaviour.measurements
+        measuring = asyncio.create_task(idle.measure(fleet.replicas[0]))
+        await until(lambda: behaviour.measurements > before)
+        lease = fleet.lease(PRECISE, prompt_tokens=1, max_tokens=1)
+        assert lease is not None
+        lease.finished(None, 1)
+        lease.release()
+        assert await measuring is None
+        behaviour.status = 500
+        assert await idle.measure(fleet.replicas[0]) is None
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look and measure at short intervals."""
+    for name in ("POLL_S", "QUIET_S", "PAUSE_S"):
+        monkeypatch.setattr(f"tiers.lifecycle.idle_speed.{name}", 0.005)
+
+
+@pytest.mark.usefixtures("_quick")
+async def test_each_replica_is_measured_a_few_times_unless_it_has_a_profile() -> None:
+    """A profile is taken as it is; two speeds are never measured at once, nor while somebody else measures."""
+    behaviour = Behaviour()
+    async with measured(behaviour) as (fleet, idle):
+        fleet.speeds = {PRECISE: PROFILE}
+        async with fleet.measuring:
+            running = asyncio.create_task(idle.run())
+            await until(lambda: fleet.replicas[1].speed is PROFILE)
+            assert fleet.replicas[0].speed is None
+        await until(lambda: behaviour.measurements == 2 * SAMPLES)  # a short and a long prompt each
+        for _ in range(20):  # it looks again, and finds nothing left to measure
+            await asyncio.sleep(0.005)
+        assert behaviour.measurements == 2 * SAMPLES
+        assert fleet.replicas[0].speed is not None
+        assert fleet.replicas[0].speed.source == "idle"
+        fleet.replicas[0].mark(ReplicaState.STARTING)
+        fleet.replicas[0].mark(ReplicaState.READY)
+        await until(lambda: behaviour.measurements == 4 * SAMPLES)  # a new process is measured anew
+        running.cancel()
+        await asyncio.wait({running})

@@ -1,0 +1,210 @@
+"""How engines share one machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.unit.tiers.test_checkpoints import LLAMA_8B, model
+from tiers.errors import PlanError
+from tiers.plan import (
+    GIB,
+    Gpu,
+    Machine,
+    expected_bytes,
+    kv_bytes_per_token,
+    lacking_for_one_more,
+    machine_name,
+    make_plan,
+    model_config,
+    read_machine,
+)
+from tiers.spec import Placement, Precision, TierName, TierSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FAST, BALANCED, PRECISE = TierName
+
+
+def specs(tmp_path: Path, gib: dict[TierName, float]) -> list[TierSpec]:
+    return [
+        TierSpec(name, length, 16, 32, checkpoint=model(tmp_path / name, size=int(gib[name] * GIB)))
+        for name, length in zip(TierName, (2048, 4096, 8192), strict=True)
+    ]
+
+
+SIZES_8B = {FAST: 5.4, BALANCED: 8.5, PRECISE: 15.0}
+
+
+def test_kv_cache_per_token() -> None:
+    """An 8B Llama holds 2 x 32 layers x 8 heads x 128 x 2 bytes = 128 KiB a token."""
+    assert kv_bytes_per_token(LLAMA_8B) == 131072
+    with pytest.raises(PlanError, match="num_hidden_layers"):
+        kv_bytes_per_token({"num_attention_heads": 1, "hidden_size": 64})
+
+
+def test_a_plan_knows_the_weights_that_are_still_to_be_made(tmp_path: Path) -> None:
+    """From the BF16 checkpoint alone: embeddings stay, and the rest is half, or a little over a quarter."""
+    base = model(tmp_path / "base", size=269_060_552)  # and 163 and 114 MB, of the default model
+    config = {**LLAMA_8B, "vocab_size": 49152, "hidden_size": 576, "tie_word_embeddings": True}
+    (base / "config.json").write_text(json.dumps(config))
+    assert expected_bytes(base, Precision.BF16, amx=False) == (269_060_552, 269_060_552)
+    on_disk, held = expected_bytes(base, Precision.FP8, amx=False)
+    assert on_disk == pytest.approx(163_227_736, rel=0.01)
+    assert held == pytest.approx(269_060_552, rel=0.01)
+    packed, held = expected_bytes(base, Precision.AWQ_INT4, amx=True)
+    assert 114_029_456 < packed == held < 1.05 * 114_029_456
+    tiers = [TierSpec(name, 2048, 16, 32, checkpoint=base if name is PRECISE else None) for name in TierName]
+    plan = make_plan(Machine((0, 1), 24 * GIB, ()), tiers, base=base)
+    assert [(share.on_disk, share.weights) for share in plan.shares] == [
+        expected_bytes(base, precision, amx=False) for precision in (Precision.AWQ_INT4, Precision.FP8, Precision.BF16)
+    ]
+
+
+def test_three_engines_share_one_gpu(tmp_path: Path) -> None:
+    """The shares add up to less than the card, and each holds its weights and at least one full context."""
+    machine = Machine((0, 1), 64 * GIB, (Gpu(0, "H200", 141 * GIB, 140 * GIB),))
+    plan = make_plan(machine, specs(tmp_path, SIZES_8B))
+    fractions = [share.placement.gpu_memory_fraction for share in plan.shares]
+    assert sum(fractions) < 0.95
+    for share, length in zip(plan.shares, (2048, 4096, 8192), strict=True):
+        assert share.placement.gpu_memory_fraction * 141 * GIB > share.weights + share.kv_cache
+        assert share.kv_tokens >= length
+
+
+def test_gpu_that_is_too_small_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
+    """Three 8B engines do not fit a 32 GiB card: the error has the numbers and what can be done."""
+    machine = Machine((0,), 64 * GIB, (Gpu(0, "small", 32 * GIB, 31 * GIB),))
+    with pytest.raises(PlanError, match=r"31\.0 GiB free.*28\.9 GiB.*Take a smaller model"):
+        make_plan(machine, specs(tmp_path, SIZES_8B))
+
+
+def test_cpu_plan_shares_cores_and_checks_memory(tmp_path: Path) -> None:
+    """Few cores are shared, many are divided with one left for the router; too little memory is refused."""
+    small = dict.fromkeys(TierName, 0.2)
+    few = make_plan(Machine((0, 1), 24 * GIB, ()), specs(tmp_path, small), kv_cache_gib=1)
+    assert [s.placement.cores for s in few.shares] == [(), (), ()]
+    many = make_plan(Machine(tuple(range(8)), 24 * GIB, ()), specs(tmp_path, small), kv_cache_gib=1)
+    assert [s.placement.cores for s in many.shares] == [(1, 2), (3, 4), (5, 6)]
+    with pytest.raises(PlanError, match="GiB of memory"):
+        make_plan(Machine((0, 1), 4 * GIB, ()), specs(tmp_path, small), kv_cache_gib=1)
+
+
+def test_quantized_weights_take_twice_their_size_where_the_plugin_computes_them(tmp_path: Path) -> None:
+    """Without AMX, FP8 is held as BF16 and 4 bits in two layouts; embeddings, scales and BF16 layers stay as they are."""
+    mib = 1 << 20
+    tensors = {
+        FAST: {"embed.weight": ("BF16", 50 * mib), "q.weight_packed": ("I32", 40 * mib), "q.weight_scale": ("BF16", mib)},
+        BALANCED: {"embed.weight": ("BF16", 50 * mib), "q.weight": ("F8_E4M3", 80 * mib), "q.weight_scale": ("BF16", mib)},
+        PRECISE: {"embed.weight": ("BF16", 50 * mib), "q.weight": ("BF16", 160 * mib)},
+    }  # fmt: skip
+    for tier, entries in tensors.items():
+        folder, header, end = model(tmp_path / tier), {"__metadata__": {"format": "pt"}}, 0
+        for name, (dtype, size) in entries.items():
+            header[name] = {"dtype": dtype, "shape": [size], "data_offsets": [end, end + size]}
+            end += size
+        raw = json.dumps(header).encode()
+        with (folder / "model.safetensors").open("wb") as file:
+            file.write(struct.pack("<Q", len(raw)) + raw)
+            file.truncate(8 + len(raw) + end)
+    tiers = [TierSpec(name, 2048, 16, 32, checkpoint=tmp_path / name) for name in TierName]
+    for amx, held in ((False, (131, 211, 210)), (True, (91, 131, 210))):
+        plan = make_plan(Machine((0, 1), 24 * GIB, (), amx=amx), tiers)
+        assert tuple(share.weights // mib for share in plan.shares) == held
+        assert tuple(share.on_disk // mib for share in plan.shares) == (91, 131, 210)
+    room = 3 * 3 * GIB + 2 * 500 * mib  # three engines' KV cache and overhead, and weights on disk and as held
+    assert make_plan(Machine((0, 1), room, (), amx=True), tiers)
+    with pytest.raises(PlanError, match="GiB of memory"):
+        make_plan(Machine((0, 1), 3 * 3 * GIB + 900 * mib, (), amx=False), tiers)
+    (tmp_path / FAST / "model.safetensors").write_bytes(b"")
+    with pytest.raises(PlanError, match="cannot be read"):
+        make_plan(Machine((0, 1), room, ()), tiers)
+
+
+def test_memory_for_one_more_is_reckoned(tmp_path: Path) -> None:
+    """On a CPU by what is available, on a GPU by what is free of it; what is missing is told."""
+    (tmp_path / "w.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}" + bytes(990))
+    tier = TierSpec(TierName.FAST, 2048, 16, 32, checkpoint=tmp_path)
+    on_cpu, on_gpu = Placement(kv_cache_gib=1), Placement(gpu=0, gpu_memory_fraction=0.5)
+    assert lacking_for_one_more(Machine((0,), 4 * GIB, ()), tier, on_cpu) is None
+    assert lacking_for_one_more(Machine((0,), 2 * GIB, ()), tier, on_cpu) == (
+        "one more engine needs 3.0 GiB, 2.0 GiB are free"
+    )
+    assert lacking_for_one_more(Machine((0,), 0, (Gpu(0, "g", 80 * GIB, 41 * GIB),)), tier, on_gpu) is None
+    assert "40.0 GiB, 39.0 GiB" in (
+        lacking_for_one_more(Machine((0,), 0, (Gpu(0, "g", 80 * GIB, 39 * GIB),)), tier, on_gpu) or ""
+    )
+
+
+def test_a_gpu_that_is_gone_is_told(tmp_path: Path) -> None:
+    """One more engine cannot be started where the first one's GPU is not found any more."""
+    tier, placement = TierSpec(FAST, 1, 1, 1, checkpoint=tmp_path), Placement(gpu=1, gpu_memory_fraction=0.1)
+    machine = Machine((0,), GIB, (Gpu(0, "g", GIB, GIB),))
+    assert lacking_for_one_more(machine, tier, placement) == "GPU 1 is not found"
+
+
+def test_a_model_may_name_its_head_dimension() -> None:
+    """Where it is not the width by the heads; and all heads are KV heads where nothing else is said."""
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+    assert kv_bytes_per_token(config) == 2 * 2 * 4 * 16 * 2
+    assert kv_bytes_per_token({**config, "head_dim": 32, "num_key_value_heads": 1}) == 2 * 2 * 1 * 32 * 2
+
+
+def test_the_text_part_of_a_multimodal_model_counts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 1, "text_config": {"num_hidden_layers": 9}}))
+    assert model_config(tmp_path) == {"num_hidden_layers": 9}
+
+
+def test_without_tiers_there_is_nothing_to_share() -> None:
+    """All engines run elsewhere."""
+    assert make_plan(Machine((0,), 0, ()), []).shares == ()
+
+
+def test_the_gpu_with_most_free_memory_is_taken(tmp_path: Path) -> None:
+    gpus = (Gpu(0, "busy", 80 * GIB, 10 * GIB), Gpu(1, "free", 80 * GIB, 79 * GIB))
+    plan = make_plan(Machine((0,), 0, gpus), specs(tmp_path, dict.fromkeys(TierName, 1.0)))
+    assert plan.device == "GPU 1 (free)"
+    assert {plan.placement(tier).gpu for tier in TierName} == {1}
+
+
+def test_a_kv_cache_for_less_than_one_request_is_refused(tmp_path: Path) -> None:
+    """The setting to raise, or the context to lower, is named: 8192 tokens of an 8B model need 1 GiB."""
+    tier = TierSpec(PRECISE, 8193, 1, 1, checkpoint=model(tmp_path / "m"))
+    with pytest.raises(
+        PlanError, match=r"precise needs 1\.00 GiB .* 8193 tokens, engine\.cpu_kv_cache_gib is 1: raise it"
+    ):
+        make_plan(Machine((0,), 64 * GIB, ()), [tier], kv_cache_gib=1)
+    assert make_plan(Machine((0,), 64 * GIB, ()), [tier], kv_cache_gib=2).shares[0].kv_tokens == 2 * 8192
+
+
+@pytest.mark.parametrize(
+    ("script", "gpus"),
+    [
+        ("echo '0, NVIDIA H100 80GB, 81559, 81000'; echo '1, NVIDIA H100 80GB, 81559, 5'", [(0, 81000), (1, 5)]),
+        ("echo 'driver not loaded' >&2; exit 9", []),
+    ],
+    ids=["two", "no driver"],
+)
+def test_gpus_are_read_from_nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, gpus: list[tuple[int, int]]
+) -> None:
+    """Its figures are MiB. Where it fails, there is no GPU to use."""
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    machine = read_machine()
+    assert [(gpu.index, gpu.free >> 20) for gpu in machine.gpus] == gpus
+    assert machine.cores == tuple(sorted(os.sched_getaffinity(0)))
+    assert machine.memory_available > 0
+    assert ("NVIDIA H100 80GB" in machine_name()) == bool(gpus)
+    assert f"({len(machine.cores)} cores)" in machine_name()
+
+
+def test_a_machine_without_nvidia_smi_has_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert read_machine().gpus == ()

@@ -1,0 +1,254 @@
+"""Making the three checkpoints: a base in each of its forms, a quantizer that fails, one that is stopped."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.fakes import quantizer as fake
+from tests.unit.tiers.test_checkpoints import model
+from tiers.checkpoints.checkpoint import read_checkpoint
+from tiers.checkpoints.prepare import (
+    DEFAULT_GGUF,
+    DEFAULT_GGUF_SHA256,
+    DEFAULT_MODEL,
+    PrepareOptions,
+    Quantizer,
+    check_model,
+    find,
+    finished,
+    locate,
+    prepare,
+    slug,
+)
+from tiers.errors import CheckpointError
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tiers.checkpoints.checkpoint import Checkpoint
+
+FAST, BALANCED, PRECISE = TierName
+
+
+@pytest.fixture
+def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of the fake quantizer's orders: each command finishes at once."""
+    folder = tmp_path / "orders"
+    folder.mkdir()
+    for command in ("bf16", "fp8", "awq", "import-gguf", "fetch-hub"):
+        (folder / command).write_text("done")
+    monkeypatch.setenv("FAKE_QUANTIZER", str(folder))
+    return folder
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> PrepareOptions:
+    """Return options with a BF16 model and the fake quantizer."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(fake.__file__)} "$@"\n')
+    python.chmod(0o755)
+    return PrepareOptions(str(model(tmp_path / "My Model")), tmp_path / "store", python)
+
+
+def nothing(*_: object) -> None:
+    """Tell nobody."""
+
+
+def test_all_three_are_made_once(options: PrepareOptions, orders: Path) -> None:
+    """Handed over in the order in which they are made, returned fast first; afterwards nothing is left to do."""
+    made: list[Checkpoint] = []
+    checkpoints = prepare(options, nothing, made.append)
+    assert [c.tier for c in made] == [PRECISE, BALANCED, FAST]
+    assert checkpoints == tuple(reversed(made)) == find(options) == finished(options)
+    for command in ("fp8", "awq"):
+        assert (orders / f"{command}.argv").read_text().startswith(f"{made[0].path} "), "from the BF16 checkpoint"
+    fast = checkpoints[0].manifest
+    assert (fast.model, fast.group_size, fast.calibration_samples, fast.versions) == ("my-model", 64, 32, {"fake": "1"})
+    assert (fast.calibration_max_tokens, fast.calibration_tokens) == (options.calibration_tokens, 4096)
+    assert len({c.manifest.tokenizer_digest for c in checkpoints}) == 1
+    assert prepare(replace(options, quantizer_python=options.store / "none"), nothing) == checkpoints
+    assert not list(options.store.glob("*/*.partial"))
+
+
+@pytest.mark.usefixtures("orders")
+def test_a_bf16_model_is_taken_as_published(options: PrepareOptions) -> None:
+    """By links to its files, hidden ones left out: no weights are copied, and no quantizer is needed."""
+    (options.store.parent / "My Model" / ".cache").write_text("")
+    precise = prepare(options, nothing)[-1]
+    assert precise.manifest.method == "BF16, as published"
+    assert (precise.path / "model.safetensors").is_symlink()
+    assert not (precise.path / ".cache").exists()
+
+
+@pytest.mark.usefixtures("orders")
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_model_of_another_type_is_cast(options: PrepareOptions, key: str) -> None:
+    """Its tokenizer is taken over byte for byte."""
+    folder = options.store.parent / "My Model"
+    (folder / "config.json").write_text(json.dumps({key: "float16"}))
+    (folder / "tokenizer.json").write_text('{"b":  1, "a": 2}')
+    precise = prepare(options, nothing)[-1]
+    assert precise.manifest.method == "BF16, cast from the base model"
+    assert (precise.path / "tokenizer.json").read_text() == '{"b":  1, "a": 2}'
+
+
+def test_a_quantized_model_is_refused(options: PrepareOptions) -> None:
+    """Its loss would be counted as nobody's; nothing is left in the store."""
+    (options.store.parent / "My Model" / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    with pytest.raises(CheckpointError, match="is quantized already: give the unquantized base model"):
+        prepare(options, nothing)
+    assert finished(options) == ()
+
+
+def test_a_failure_has_the_end_of_the_log(options: PrepareOptions, orders: Path) -> None:
+    """What the quantizer said last, and where the rest is; what was made before stays."""
+    (orders / "fp8").write_text("fail")
+    with pytest.raises(CheckpointError, match=r"'fp8' failed with status 1") as caught:
+        prepare(options, nothing)
+    assert "No space left on device" in str(caught.value)
+    assert str(options.store / "prepare.log") in str(caught.value)
+    assert [c.tier for c in finished(options)] == [PRECISE]
+    assert find(options) is None
+
+
+def test_layers_are_told_as_they_are_done(options: PrepareOptions, orders: Path) -> None:
+    """With the parts that there are; a step without parts has none."""
+    told: list[tuple[str, int, int]] = []
+
+    def progress(message: str, done: int, total: int) -> None:
+        told.append((message, done, total))
+        if done == 2:
+            (orders / "awq").write_text("done")
+
+    (orders / "awq").write_text("2")
+    prepare(options, progress)
+    assert told[0] == ("loading the base model", 0, 0)
+    assert [part for part in told if part[2]] == [("quantizing to AWQ int4, groups of 64", n, 31) for n in (1, 2)]
+
+
+def test_a_fault_of_those_who_are_told_ends_the_quantizer(options: PrepareOptions, orders: Path) -> None:
+    """No process is left that nobody waits for."""
+    (orders / "awq").write_text("1")
+
+    def progress(_message: str, done: int, _total: int) -> None:
+        if done:
+            raise RuntimeError("the terminal is gone")
+
+    with pytest.raises(RuntimeError, match="the terminal is gone"):
+        prepare(options, progress)
+    process = options.quantizer._process
+    assert process is not None
+    assert process.returncode == -15
+
+
+def test_stopping_ends_what_runs_and_what_starts_later(options: PrepareOptions, orders: Path) -> None:
+    """From another thread, at any time: prepare fails in its own."""
+    (orders / "awq").write_text("1")
+    waiting = threading.Event()
+    failures: list[CheckpointError] = []
+
+    def run() -> None:
+        try:
+            prepare(options, lambda _message, done, _total: waiting.set() if done else None)
+        except CheckpointError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert waiting.wait(20)
+    options.quantizer.stop()
+    thread.join(20)
+    assert "'awq' failed with status -15" in str(failures[0])
+    with pytest.raises(CheckpointError, match="'awq' failed with status -15"):
+        prepare(options, nothing)
+    assert [c.tier for c in finished(options)] == [BALANCED, PRECISE]
+
+
+def test_the_quantizer_yields_as_it_is_told(options: PrepareOptions, orders: Path) -> None:
+    """Processes that start from now on, so that engines beside them keep their speed."""
+    options.quantizer.niceness = 7
+    prepare(options, nothing)
+    assert (orders / "awq.pid").read_text().split()[1] == "7"
+
+
+def test_code_in_the_calibration_asks_for_small_groups(options: PrepareOptions, orders: Path, tmp_path: Path) -> None:
+    """Unless a group size is given; more than half of the prompts must have code."""
+
+    def awq(text: str, **more: Any) -> str:
+        calibration = tmp_path / "calibration.jsonl"
+        calibration.write_text((json.dumps({"text": text}) + "\n") * 128)
+        prepare(replace(options, calibration=calibration, **more), nothing)
+        return (orders / "awq.argv").read_text()
+
+    code = "Fix this:\n```python\ndef f(x):\n    return x + 1\n```"
+    assert "--prefer-small-groups" in awq(code)
+    assert "--prefer-small-groups" not in awq("Tell me about the sea.")
+    assert "--prefer-small-groups" not in awq(code, group_size=128)
+
+
+@pytest.mark.usefixtures("orders")
+def test_a_model_of_the_hub_is_fetched_once(options: PrepareOptions) -> None:
+    """Into the store, under its id; a folder that is there is not fetched again."""
+    hub = replace(options, model="owner/Model-1.5")
+    target = options.store / "hub" / "owner--Model-1.5"
+    with pytest.raises(CheckpointError, match="'fetch-hub' failed"):
+        locate(hub, nothing)
+    assert not target.exists()
+    model(target)
+    base = locate(replace(hub, quantizer_python=options.store / "none"), nothing)
+    assert (base.name, base.source) == ("model-1.5", target.resolve())
+
+
+@pytest.mark.parametrize("name", ["no/such/model", "model", "", "owner/", "../x/y"])
+def test_names_that_are_no_models(options: PrepareOptions, name: str) -> None:
+    with pytest.raises(CheckpointError, match=r"neither a folder with config\.json"):
+        check_model(replace(options, model=name))
+
+
+@pytest.mark.parametrize("name", [DEFAULT_MODEL, "owner/name", "HuggingFaceTB/SmolLM2-135M-Instruct"])
+def test_names_that_may_be_models(options: PrepareOptions, name: str) -> None:
+    check_model(replace(options, model=name))
+
+
+def test_the_default_model_is_known_by_its_file(options: PrepareOptions) -> None:
+    """Fetched before, it is not fetched again."""
+    gguf = options.store / "gguf" / DEFAULT_GGUF.rpartition("/")[2]
+    gguf.parent.mkdir(parents=True)
+    gguf.touch()
+    base = locate(replace(options, model=DEFAULT_MODEL), nothing)
+    assert (base.name, base.digest, base.source) == (DEFAULT_MODEL, DEFAULT_GGUF_SHA256, gguf)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [("owner/My_Model-1.5B", "my-model-1.5b"), ("/models/Qwen 2/", "qwen-2"), ("--x--", "x")],
+)
+def test_slugs(name: str, folder: str) -> None:
+    assert slug(name) == folder
+
+
+def test_a_process_that_starts_after_the_stop_is_ended() -> None:
+    """Whichever of the two comes first."""
+    quantizer = Quantizer()
+    quantizer.stop()
+    with subprocess.Popen(["sleep", "600"], text=True) as process:
+        quantizer.started(process)
+        assert process.wait(20) == -15
+
+
+def test_a_checkpoint_of_another_form_is_none(tmp_path: Path) -> None:
+    """Neither a folder without a manifest, nor a file in its place, nor one with unknown fields."""
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "qarr-manifest.json").write_text('{"recipe_version": 1, "unknown": 2}')
+    for name in ("none", "file", "folder"):
+        assert read_checkpoint(FAST, tmp_path / name) is None

@@ -1,0 +1,63 @@
+"""Files and folders that only their owner may read."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from tiers.private_files import make_private_folder, open_private
+
+
+def mode(path: Path) -> int:
+    """Return a path's permissions."""
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_new_files_and_folders_are_private(tmp_path: Path) -> None:
+    """Also below a mask that would allow everything."""
+    before = os.umask(0)
+    try:
+        make_private_folder(tmp_path / "a" / "b")
+        with open(tmp_path / "a" / "b" / "log", "w", opener=open_private) as file:
+            file.write("x")
+    finally:
+        os.umask(before)
+    assert mode(tmp_path / "a" / "b") == 0o700
+    assert mode(tmp_path / "a" / "b" / "log") == 0o600
+
+
+def test_a_file_that_all_could_read_becomes_private(tmp_path: Path) -> None:
+    """Its content stays."""
+    path = tmp_path / "log"
+    path.write_text("old ")
+    path.chmod(0o644)
+    with open(path, "a", opener=open_private) as file:
+        file.write("new")
+    assert (mode(path), path.read_text()) == (0o600, "old new")
+
+
+def test_a_folder_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
+    """A person may have opened it to a group on purpose."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    folder.chmod(0o750)
+    make_private_folder(folder)
+    assert mode(folder) == 0o750
+
+
+def test_devices_are_left_alone() -> None:
+    before = mode(Path("/dev/null"))
+    with open("/dev/null", "w", opener=open_private):
+        pass
+    assert mode(Path("/dev/null")) == before
+
+
+def test_what_cannot_be_opened_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        open_private(str(tmp_path / "no" / "file"), os.O_WRONLY)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):
+        make_private_folder(tmp_path / "file")
