@@ -139,7 +139,7 @@ class SharedLoad:
         self._faults = Faults(repeats=False)
         self._routers: dict[str, int] = {}  # by replica, this one among them
         self._content: set[str] = set()  # replicas whose share met the need in the last report
-        self._known = False  # to Redis
+        self._known = False  # whether an exchange has ever succeeded
         self._lost = False
         self._rise_at = 0.0
         if self._redis is not None:
@@ -238,7 +238,7 @@ class SharedLoad:
         if not self._lost:
             self._lost, self._rise_at = True, now + LIFE_S
             log.warning("redis does not serve (%s): each router goes by its own view", why)
-        if not self._known:  # nor are other routers known here
+        if not self._known:  # no router is known here
             self._give_all(None)
             return
         rises = now >= self._rise_at

@@ -21,19 +21,17 @@ URL = "redis://127.0.0.1:{}/0"
 
 
 async def test_redis_answers_in_text(redis_server: RedisServer) -> None:
-    redis = connect(redis_server.url, 1)
-    await redis.set("qarr:test:link", "ä")
-    assert await redis.getdel("qarr:test:link") == "ä"
-    await redis.aclose()
+    async with connect(redis_server.url, 1) as redis:
+        await redis.set("qarr:test:link", "ä")
+        assert await redis.getdel("qarr:test:link") == "ä"
 
 
 async def test_a_redis_that_is_not_there_is_an_outage() -> None:
     (port,) = reserved_ports()
-    redis = connect(URL.format(port), 1)
     with pytest.raises(UNAVAILABLE) as error:
-        await redis.ping()
+        async with connect(URL.format(port), 1) as redis:
+            await redis.ping()
     assert str(port) in outage(error.value)
-    await redis.aclose()
 
 
 async def test_a_redis_that_does_not_answer_is_an_outage_and_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,26 +46,23 @@ async def test_a_redis_that_does_not_answer_is_an_outage_and_asked_once(monkeypa
 
     server = await asyncio.start_server(silent, sock=socket.create_server(("127.0.0.1", 0)))
     async with server:
-        redis = connect(URL.format(server.sockets[0].getsockname()[1]), 1)
         with pytest.raises(UNAVAILABLE):
-            await redis.ping()
-        await redis.aclose()
+            async with connect(URL.format(server.sockets[0].getsockname()[1]), 1) as redis:
+                await redis.ping()
     assert len(asked) == 1
 
 
 async def test_an_error_reply_is_an_outage(redis_server: RedisServer) -> None:
-    redis = connect(redis_server.url, 1)
     with pytest.raises(UNAVAILABLE) as error:
-        await redis.eval("return redis.error_reply('OOM command not allowed')", 0)
+        async with connect(redis_server.url, 1) as redis:
+            await redis.eval("return redis.error_reply('OOM command not allowed')", 0)
     assert outage(error.value) == "OutOfMemoryError: command not allowed"
-    await redis.aclose()
 
 
 async def test_who_finds_every_connection_taken_waits_for_one(redis_server: RedisServer) -> None:
     """More commands at once than connections all get their answer."""
-    redis = connect(redis_server.url, 2)
-    assert await asyncio.gather(*(redis.ping() for _ in range(20))) == [True] * 20
-    await redis.aclose()
+    async with connect(redis_server.url, 2) as redis:
+        assert await asyncio.gather(*(redis.ping() for _ in range(20))) == [True] * 20
 
 
 @pytest.mark.parametrize(
@@ -85,19 +80,18 @@ def test_an_outage_is_told_in_redis_words_where_there_are_any(error: Exception, 
 
 async def test_the_clock_is_asked_for_once(redis_server: RedisServer) -> None:
     """Later moments are told from the monotonic clock, and never ahead of Redis."""
-    redis, clock = connect(redis_server.url, 1), RedisClock()
-    now = time.monotonic()
-    shown = await clock.when(redis, now)
-    await redis.aclose()
+    clock, now = RedisClock(), time.monotonic()
+    async with connect(redis_server.url, 1) as redis:
+        shown = await clock.when(redis, now)
     assert await clock.when(None, now + 100) == shown + 100, "nobody was asked"
 
 
 async def test_the_clock_is_never_ahead_of_redis(redis_server: RedisServer) -> None:
-    redis, clock = connect(redis_server.url, 1), RedisClock()
-    await clock.when(redis, 0.0)
-    seen = await clock.when(redis, time.monotonic())
-    seconds, microseconds = await redis.time()
-    await redis.aclose()
+    clock = RedisClock()
+    async with connect(redis_server.url, 1) as redis:
+        await clock.when(redis, 0.0)
+        seen = await clock.when(redis, time.monotonic())
+        seconds, microseconds = await redis.time()
     assert seen <= seconds + microseconds / 1e6
 
 
