@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Signal:
-    """An event to wait for. asyncio's own holds a deque, 760 bytes, and thousands of these wait at once."""
+    """As ``asyncio.Event``, without the deque of 760 bytes that each of those holds: there are thousands."""
 
     __slots__ = ("_set", "_waiters")
 
@@ -19,18 +19,18 @@ class Signal:
         self._waiters: list[asyncio.Future[None]] | None = None
 
     def set(self) -> None:
-        """Let everyone go on who waits, or comes to wait before the next ``clear``."""
+        """Release all waiters, and those that come before the next ``clear``."""
         self._set = True
         for waiter in self._waiters or ():
             if not waiter.done():
                 waiter.set_result(None)
 
     def clear(self) -> None:
-        """Let those wait who come from now on."""
+        """Make ``wait`` block again."""
         self._set = False
 
     async def wait(self) -> None:
-        """Return as soon as it is set."""
+        """Wait until it is set."""
         if self._set:
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -42,7 +42,7 @@ class Signal:
 
 
 async def end_tasks(tasks: Collection[asyncio.Task[None]]) -> None:
-    """Cancel tasks until they have ended: a library in between may swallow a cancellation."""
+    """Cancel tasks until they have ended, once a second: a library may swallow a cancellation."""
     while not all(task.done() for task in tasks):
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Whether the router takes requests, and which it has: what it needs to leave without cutting anybody off."""
+"""Whether the router takes requests, and which are active: needed to leave without breaking any answer."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
     from starlette.types import Message, Send
 
 
-CLIENT_GONE = 499  # nginx's status for a request that nobody waits for any more
+CLIENT_GONE = 499  # nginx's status for a request whose client closed the connection
 
 
 class ServerPhase(Enum):
-    """What happens to a request that comes now."""
+    """What happens to a new request."""
 
     OPEN = "open"
-    DRAINING = "draining"  # new work is refused, what is open may finish
-    HANDED_OVER = "handed over"  # another router listens; who is still connected here is served, then sent there
+    DRAINING = "draining"  # new requests are refused, open ones may finish
+    HANDED_OVER = "handed over"  # another router listens; clients still connected here are served, then sent there
 
 
 @dataclass(slots=True)
 class ServerState:
-    """Whether one router takes requests, and which it has.
+    """Whether one router takes requests, and which are active.
 
     Attributes:
-        active_requests: The tasks of requests that are being answered.
-        deadline_passed: Whether those are ended now, complete or not.
+        active_requests: The tasks that answer requests.
+        deadline_passed: Whether the time to finish them is over.
     """
 
     state: ServerPhase = ServerPhase.OPEN
@@ -45,21 +45,24 @@ class ServerState:
         return self.state is ServerPhase.OPEN
 
     def end_all(self) -> None:
-        """End every request that is being answered; each ends its own answer with an error."""
+        """Cancel every active request; each ends its answer with an error."""
         self.deadline_passed = True
         for task in self.active_requests:
             task.cancel()
 
 
 class ResponseTracker:
-    """One answer on its way out: how far it is, and once the router is leaving, that clients are to connect anew.
+    """Tracks how far a response is; once the router is leaving, tells clients to close the connection.
 
     Attributes:
-        status: That was sent; 499 where the client went away before.
+        begun: Whether its headers were sent.
+        complete: Whether all of its body was sent.
+        status: The one sent; 499 if the client went away before.
+        streams: Whether it is a stream of events.
 
     Args:
-        send: Through every layer around the application.
-        send_body: To the server itself: bodies are nothing to those layers.
+        send: Sends through every middleware.
+        send_body: Sends to the server directly: middleware has no use for bodies.
     """
 
     __slots__ = ("_send", "_send_body", "_server_state", "begun", "complete", "status", "streams")
@@ -70,7 +73,7 @@ class ResponseTracker:
         self.status = CLIENT_GONE
 
     async def send(self, message: Message) -> None:
-        """Pass on a part of the answer."""
+        """Send a part of the response."""
         if message["type"] == "http.response.body":
             await self._send_body(message)
             self.complete = not message.get("more_body", False)
@@ -84,11 +87,6 @@ class ResponseTracker:
         await self._send(message)
 
     async def put(self, events: Sequence[bytes], *, last: bool) -> None:
-        """Send events of a stream that has begun.
-
-        Args:
-            events: In order.
-            last: Whether no more come.
-        """
+        """Send events of a stream that has begun; ``last``: no more come."""
         await self._send_body({"type": "http.response.body", "body": b"".join(events), "more_body": not last})
         self.complete = last

@@ -1,15 +1,14 @@
-"""Who gets the next free slot: a bounded queue in front of the replicas.
+"""Gives free slots to requests: a bounded queue in front of the replicas.
 
-A request for which a tier has room goes on at once, unless somebody who waits could use that room. Others wait, ordered
-by priority class, then by their key's slots (so that keys share what there is, however many requests each sends), then
-by the deadline of their first token. When a slot frees, the policy decides anew for those in front. What is not going
-to be in time is refused at once, with the prediction as Retry-After; where the queue is full, the least urgent goes.
-Now and then a slot goes to whoever has waited longest, so none starves, and the urgent ones still get most of them.
+A request that fits a tier is admitted at once, unless a waiting request could use the same capacity. Others wait,
+ordered by priority class, then by the slots that their key holds (so that keys share the fleet, however many requests
+each sends), then by the deadline of their first token. When a slot becomes free, the policy decides again for the first
+ones. A request that would be late is refused at once, with the predicted wait as Retry-After; a full queue refuses the
+least urgent one. Every nth slot goes to the request that has waited longest, so that none starves.
 
-Those who wait for the same slots stand in one line (``queue_lines``), and only the first of each is looked at: nobody
-is hidden by others who wait for something else, and the work does not grow with how many wait. Who is first and needs
-more than is free gets the replica that lacks least of it reserved: those behind would otherwise take each slot as it
-frees.
+Requests for the same slots form one line (``queue_lines``), and only the first of each line is examined: no request
+blocks one that waits for other slots, and the work does not grow with the queue. If the first one needs more than is
+free, the replica that lacks least is reserved for it; otherwise those behind it would take each slot that becomes free.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from router.pipeline.queue_lines import Entry, Lines
+from router.pipeline.request import class_of
 from router.policy.decide import UNKNOWN_RETRY_S, decide
 from router.policy.decision import PRIORITIES, Basis, Refusal, Refused
 from tiers.fleet import Demand
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection
 
     from router.auth.quota import Grant as QuotaGrant
     from router.policy.decision import Decision, Query
@@ -43,12 +43,12 @@ TICK_S = 0.1  # slots free by time as well: engines get ready, breakers half-ope
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that may go on.
+    """A request with a slot.
 
     Attributes:
-        decision: As things stood when it was let in.
+        decision: The one that admitted it.
         lease: Its slot.
-        waited_ms: In the queue.
+        waited_ms: Its time in the queue.
     """
 
     decision: Decision
@@ -61,8 +61,8 @@ class Grant:
     """Quota, slot and lease of one request. Release it exactly once, however the request ends.
 
     Attributes:
-        quota: Taken in advance from the caller's; None: not yet, or the caller has no limits.
-        slot: With the lease on a replica; None: not yet.
+        quota: Taken in advance; None: not yet, or the caller has no limits.
+        slot: None: not yet.
         used: Prompt and output tokens; None: the request was not served, and does not count.
     """
 
@@ -73,9 +73,8 @@ class Grant:
     used: int | None = None
 
     async def release(self) -> None:
-        """Give all of it back; of the quota, what was not used."""
+        """Give back all of it; of the quota, what was not used."""
         if self.slot is not None:
-            self.slot.lease.release()  # where no attempt has done so
             self._admission.leave(self._key_id, self.slot)
         if self.quota is not None:
             await self.quota.settle(self.used)
@@ -83,22 +82,17 @@ class Grant:
 
 @dataclass(slots=True, eq=False)
 class _Waiting(Entry):
-    """One request in the queue.
-
-    Attributes:
-        until: When it gives up, in seconds by the monotonic clock.
-        waits: Whether it was not let in at once.
-    """
+    """One request in the queue."""
 
     decision: Decision
     demand: Demand
-    until: float
-    turn: asyncio.Future[Admitted]
-    waits: bool = False
+    until: float  # when it gives up, in seconds by the monotonic clock
+    turn: asyncio.Future[Admitted]  # done when it is admitted or refused
+    waits: bool = False  # it was not admitted at once
 
 
 class Admission:
-    """Lets requests in. One event loop owns it."""
+    """Admits requests. One event loop owns it."""
 
     def __init__(self, fleet: Fleet, policy: PolicyStore, options: AdmissionSettings, telemetry: Telemetry) -> None:
         self._fleet, self._policy, self._options, self._telemetry = fleet, policy, options, telemetry
@@ -110,34 +104,34 @@ class Admission:
 
     @property
     def most_waiting(self) -> int:
-        """Return the requests that may be in the queue."""
+        """Return the most requests that may wait."""
         return self._options.max_waiting
 
     @property
     def waiting(self) -> int:
-        """Return the requests in the queue."""
+        """Return the number of waiting requests."""
         return len(self._lines)
 
     def waiting_for(self, tier: TierName) -> int:
-        """Return the requests in the queue that a tier could serve."""
+        """Return the number of waiting requests that a tier could serve."""
         return self._lines.waiting_for(tier)
 
     async def run(self) -> None:
-        """Look at the queue now and then, until cancelled."""
+        """Examine the queue every ``TICK_S``, until cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
             self._dispatch()
 
     async def enter(self, decision: Decision, key_id: str, priority: int) -> Admitted:
-        """Return a slot, at once or after a wait. Give it back by ``leave`` as well as by its lease.
+        """Return a slot, at once or after a wait. Give it back by ``leave``.
 
         Args:
-            decision: What the policy says now.
-            key_id: Whose request it is.
+            decision: The policy's present decision.
+            key_id: Of the caller's key.
             priority: In vLLM's numbers, lower first.
 
         Raises:
-            Refused: No tier serves it, or none in time.
+            Refused: No tier serves the request, or none in time.
         """
         if decision.tier is None and (decision.refusal is not Refusal.AT_CAPACITY or not self._options.max_waiting):
             raise Refused(decision)
@@ -147,7 +141,7 @@ class Admission:
                 return admitted
         entry = self._entry(decision, key_id, priority)
         self._lines.add(entry)
-        self._dispatch()  # in its order: those before it come first, and what they leave is free
+        self._dispatch()  # in the queue's order: those before it come first
         if entry.turn.done():
             return entry.turn.result()
         entry.waits = True
@@ -161,20 +155,21 @@ class Admission:
             self._lines.remove(entry)
 
     def leave(self, key_id: str, admitted: Admitted) -> None:
-        """Note that a request that was let in has ended."""
+        """Give back an admitted request's slot, unless an attempt has released the lease already."""
+        admitted.lease.release()
         self._held[key_id] -= admitted.lease.sequences
         if self._held[key_id] <= 0:
             del self._held[key_id]
 
     def _entry(self, decision: Decision, key_id: str, priority: int) -> _Waiting:
-        now, options, query = time.monotonic(), self._options, decision.query
-        rank = 0 if priority <= PRIORITIES["interactive"] else 1 if priority <= PRIORITIES["standard"] else 2
-        longest = (options.max_wait_s.interactive, options.max_wait_s.standard, options.max_wait_s.batch)[rank]
-        bound, quickest = query.sla.ttft_ms, _quickest_s(decision)
+        now, query, name = time.monotonic(), decision.query, class_of(priority)
+        longest: float = getattr(self._options.max_wait_s, name)
+        known = [v.predicted_ttft_ms for v in decision.verdicts if v.predicted_ttft_ms is not None]
+        bound, quickest = query.sla.ttft_ms, min(known, default=0.0) / 1000
         specs = self._specs(query)
         return _Waiting(
             key_id=key_id,
-            rank=rank,
+            rank=PRIORITIES[name],
             since=now,
             deadline=now + (longest if bound is None else bound / 1000),
             tiers=frozenset(spec.name for spec in specs),
@@ -187,7 +182,7 @@ class Admission:
         )
 
     def _specs(self, query: Query) -> list[TierSpec]:
-        """Return the tiers that could ever serve a request."""
+        """Return the tiers that could serve a request when they are ready and free."""
         only = query.hint if query.require else None
         return [
             spec
@@ -198,79 +193,51 @@ class Admission:
         ]
 
     def _check(self, entry: _Waiting) -> None:
-        """Refuse a request that would not be in time; where too many wait, the least urgent one.
-
-        Raises:
-            Refused: It is this one.
-        """
+        """Refuse a request that would be late; if the queue is full, the least urgent one. Raise if it is this one."""
         wait_s = self._expected_wait_s(entry)
         if entry.since + wait_s > entry.until:
-            why = f"its turn is expected in {wait_s:.1f} s, too late"
-            raise Refused(self._refusal(entry.decision, why, wait_s))
+            raise _refused(entry, f"its turn is expected in {wait_s:.1f} s, too late", wait_s)
         if len(self._lines) > self._options.max_waiting:
             last = self._lines.last()
             why = f"{self._options.max_waiting} requests are waiting already"
-            refused = Refused(self._refusal(last.decision, why, self._expected_wait_s(last)))
+            refused = _refused(last, why, self._expected_wait_s(last))
             if last is entry:
                 raise refused
             self._lines.remove(last)
             last.turn.set_exception(refused)
 
     async def _wait(self, entry: _Waiting) -> Admitted:
-        """Wait for a request's turn.
-
-        Raises:
-            Refused: It did not come in time.
-        """
+        """Wait for a request's turn; raise ``Refused`` if it is refused meanwhile, or its turn does not come in time."""
         turn = entry.turn
         try:
             await asyncio.wait({turn}, timeout=max(entry.until - time.monotonic(), 0))
         except asyncio.CancelledError:
-            if turn.done() and turn.exception() is None:  # let in just as it gave up
-                admitted = turn.result()
-                self.leave(entry.key_id, admitted)
-                admitted.lease.release()
+            if turn.done() and turn.exception() is None:  # admitted just before it was cancelled
+                self.leave(entry.key_id, turn.result())
             raise
         if turn.done():
             return turn.result()
-        waited_s = time.monotonic() - entry.since
-        why = f"no slot became free within {waited_s:.1f} s"
-        raise Refused(self._refusal(entry.decision, why, self._expected_wait_s(entry)))
+        why = f"no slot became free within {time.monotonic() - entry.since:.1f} s"
+        raise _refused(entry, why, self._expected_wait_s(entry))
 
     def _expected_wait_s(self, entry: _Waiting) -> float:
-        """Predict the wait of a request by the slots that come free, and by those that are wanted before it.
+        """Predict a request's wait: slots wanted up to and with it, over slots that become free per second.
 
-        On whichever of its tiers, together, it comes soonest: who waits for one of them as well is before it there.
+        Those are counted over each set of its tiers, since others wait for some of them only; the shortest wait counts.
         """
         rates = {tier: rate for tier in entry.tiers if (rate := self._fleet.freed_per_s(tier)) > 0}
-        waits = [
-            self._lines.slots_before(entry, tiers) / sum(rates[tier] for tier in tiers) for tiers in _subsets(rates)
-        ]
+        subsets = (some for count in range(1, len(rates) + 1) for some in combinations(rates, count))
+        waits = [self._lines.slots_before(entry, tiers) / sum(rates[tier] for tier in tiers) for tiers in subsets]
         return min(waits, default=entry.decision.retry_after_s or UNKNOWN_RETRY_S)
 
-    @staticmethod
-    def _refusal(decision: Decision, why: str, wait_s: float) -> Decision:
-        """Return a decision to refuse what the policy would have served, had there been room."""
-        reason = why if decision.tier is not None else f"{why}; {decision.reason}"
-        return replace(
-            decision,
-            tier=None,
-            precision=None,
-            fallbacks=(),
-            reason=reason,
-            basis=Basis.REFUSED,
-            refusal=decision.refusal or Refusal.AT_CAPACITY,
-            retry_after_s=wait_s,
-        )
-
     def _schedule(self) -> None:
-        """Look at the queue soon: several slots may free in one go."""
+        """Examine the queue soon: several slots may become free together."""
         if self._lines and not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
-        """Let in whom there is room for, in order."""
+        """Admit those that fit, in order."""
         self._scheduled = False
         reserved, passed_over = set[str](), set[_Waiting]()
         while (entry := self._next(passed_over)) is not None:
@@ -285,20 +252,19 @@ class Admission:
                 reserved.add(nearest)
 
     def _next(self, passed_over: Collection[_Waiting]) -> _Waiting | None:
-        """Return who is to be looked at next: where it is a tier's turn to serve the oldest, that one first."""
-        for tier in TierName:
-            if self._for_the_oldest(tier):
-                oldest = self._lines.oldest(tier)
-                if oldest is not None and oldest not in passed_over:
-                    return oldest
+        """Return the request to examine next: the oldest of a tier whose next slot is for the oldest, else the first."""
+        for tier in filter(self._for_the_oldest, TierName):
+            oldest = self._lines.oldest(tier)
+            if oldest is not None and oldest not in passed_over:
+                return oldest
         return self._lines.first(passed_over)
 
     def _for_the_oldest(self, tier: TierName) -> bool:
-        """Tell whether a tier's next slot goes to whoever has waited longest for it; until it is taken, it stays so."""
+        """Tell whether a tier's next slot goes to the request that has waited longest; true until that takes it."""
         return self._granted[tier] % self._options.oldest_every == self._options.oldest_every - 1
 
     def _settle(self, entry: _Waiting, decision: Decision, reserved: Collection[str]) -> bool:
-        """Let a request in or refuse it, as was decided; False: it has to wait on."""
+        """Admit or refuse a request as decided; return False if it has to go on waiting."""
         if decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY:
             self._lines.remove(entry)
             entry.turn.set_exception(Refused(decision))
@@ -317,6 +283,7 @@ class Admission:
     def _take_slot(
         self, decision: Decision, key_id: str, waited_ms: float, reserved: Collection[str] = ()
     ) -> Admitted | None:
+        """Lease a slot on the decision's tier, apart from reserved replicas; None: there is none."""
         if decision.tier is None:
             return None
         query = decision.query
@@ -333,12 +300,19 @@ class Admission:
         return Admitted(decision, lease, waited_ms)
 
 
-def _subsets(tiers: Collection[TierName]) -> Iterator[tuple[TierName, ...]]:
-    """Yield every choice of some of the tiers."""
-    return (some for count in range(1, len(tiers) + 1) for some in combinations(tiers, count))
-
-
-def _quickest_s(decision: Decision) -> float:
-    """Return the shortest predicted time to the first token, in seconds; 0 where none is known."""
-    known = [v.predicted_ttft_ms for v in decision.verdicts if v.predicted_ttft_ms is not None]
-    return min(known, default=0.0) / 1000
+def _refused(entry: _Waiting, why: str, wait_s: float) -> Refused:
+    """Return the refusal of a request that the policy would have served, had there been a slot."""
+    decision = entry.decision
+    reason = why if decision.tier is not None else f"{why}; {decision.reason}"
+    return Refused(
+        replace(
+            decision,
+            tier=None,
+            precision=None,
+            fallbacks=(),
+            reason=reason,
+            basis=Basis.REFUSED,
+            refusal=decision.refusal or Refusal.AT_CAPACITY,
+            retry_after_s=wait_s,
+        )
+    )

@@ -1,6 +1,6 @@
-"""The confidence check: hold a cheap tier's first tokens, and start again at a higher precision if it was unsure of them.
+"""The confidence check: hold a cheap tier's first tokens; if it was unsure of them, start again at a higher precision.
 
-Nothing has gone out by then, so the caller only sees that the higher tier answered, and why.
+Nothing has been sent by then, so the caller only sees that the higher tier answered, and why.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(f"qarr.{__name__}")
 
 @dataclass(frozen=True, slots=True)
 class Cascade:
-    """Decides whether an answer that has begun is let go, or begun again higher up."""
+    """Decides whether an answer that has begun is sent, or begun again at a higher precision."""
 
     opener: Opener
     policy: PolicyStore
@@ -38,7 +38,7 @@ class Cascade:
     telemetry: Telemetry
 
     def watches(self, decision: Decision) -> bool:
-        """Tell whether a decision's answer is checked: on a cheap tier that the policy chose, with a higher one at hand."""
+        """Tell whether a decision's answer is checked: the policy chose its tier, and a higher one could serve it."""
         return (
             self.policy.check_enabled
             and decision.tier is not None
@@ -49,18 +49,14 @@ class Cascade:
         )
 
     async def open(self, admitted: Admitted, request: EngineRequest, sent_at: float) -> EngineAnswer:
-        """Open an answer, or one from a higher precision where the tier is unsure of its first tokens.
-
-        Raises:
-            UpstreamError: As ``Upstream.open``.
-        """
+        """Open an answer, as ``Opener.open``; one at a higher precision if its tier is unsure of the first tokens."""
         answer = await self.opener.open(admitted, request, sent_at)
         if not request.wants_logprobs or not isinstance(answer, EngineStream):
             return answer
         decision = admitted.decision
         try:
             return await self._checked(decision, request, answer, sent_at)
-        except EngineBroke as error:  # while it was held: nothing of it has gone out
+        except EngineBroke as error:  # while it was held: nothing of it has been sent
             await answer.aclose(error)
             taken = {answer.replica_id}
             try:
@@ -74,7 +70,7 @@ class Cascade:
     async def _checked(
         self, decision: Decision, request: EngineRequest, answer: EngineStream, sent_at: float
     ) -> EngineAnswer:
-        """Return the answer, of which nothing was sent, or a better one; the one that is not returned is closed."""
+        """Return the answer, of which nothing was sent, or a better one; close the other."""
         higher, threshold = _higher(decision), self._threshold(answer.tier)
         if higher is None or threshold is None or answer.tier is not decision.tier:
             return answer
@@ -108,16 +104,15 @@ class Cascade:
         return None if tier is TierName.PRECISE else self.policy.check_threshold(tier)
 
     def _slack_s(self, decision: Decision, higher: TierName) -> float:
-        """Return how long the first token may be held: until the higher tier could just meet the bound on TTFT."""
-        longest = self.policy.check_wait_s
+        """Return the seconds for which the first token may be held: the higher tier must still meet the bound on TTFT."""
         bound = decision.query.sla.ttft_ms
         if bound is None:
-            return longest
+            return self.policy.check_wait_s
         predicted = decision.verdict(higher).predicted_ttft_ms or 0.0
-        return min((bound - predicted) / 1000, longest)
+        return min((bound - predicted) / 1000, self.policy.check_wait_s)
 
     def _longest_wait_s(self, decision: Decision, sent_at: float) -> float:
-        """Return how long the higher tier may take to its first token, while an answer is at hand."""
+        """Return the seconds that the higher tier's first token may take before the held answer is sent instead."""
         bound = decision.query.sla.ttft_ms
         if bound is None:
             return 2 * self.policy.check_wait_s
@@ -125,7 +120,7 @@ class Cascade:
 
 
 def _higher(decision: Decision) -> TierName | None:
-    """Return the cheapest tier of a higher precision that meets what is asked as well; None where there is none."""
+    """Return the cheapest tier of a higher precision that meets the request's bounds; None: there is none."""
     assert decision.tier is not None
     found = [tier for tier in decision.fallbacks if tier.rank > decision.tier.rank and decision.verdict(tier).meets]
     costs = {tier: decision.verdict(tier).cost for tier in found}

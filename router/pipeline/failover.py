@@ -1,8 +1,8 @@
-"""Go on with an answer whose engine failed midway, on another replica or tier, from the very tokens that the caller has.
+"""Failover: if an engine fails within an answer, another replica or tier continues it from the last token sent.
 
 The tiers share one tokenizer, so the ids of the prompt and of what was sent are a prompt for any of them. What the first
-engine had computed but not sent (half of a character, or the start of what may become a stop string) is computed again, or
-sent first. Tool calls, structured output and the like are not continued: half of them cannot be taken over safely.
+engine had computed but not sent (half of a character, or the start of a possible stop string) is computed again, or sent
+first. Tool calls, structured output and the like are not continued: half of one cannot be continued safely.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import product
+from itertools import count, product
 from typing import TYPE_CHECKING
 
 from pydantic_core import to_json
@@ -20,7 +19,7 @@ from router.upstream.engine_stream import EngineStream
 from router.upstream.errors import EngineBroke, EngineStalled, UpstreamError, without_trace
 from router.upstream.json_object import read_json
 from router.upstream.sse import Chunk
-from tiers.spec import ReplicaState
+from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 COMPLETIONS, DETOKENIZE = "/v1/completions", "/detokenize"
 BROKEN_CHARACTER = "\ufffd"
-CONTEXT = 8  # tokens before those whose text is asked for: what a tokenizer makes of some depends on those before
+CONTEXT = 8  # tokens before those whose text is asked for: a token's text may depend on those before
 MOST_DROPPED = 8  # tokens at the end that may have no text yet: more than the bytes of one character
 DETOKENIZE_TIMEOUT_S = 5.0
 log = logging.getLogger(f"qarr.{__name__}")
@@ -45,14 +44,14 @@ log = logging.getLogger(f"qarr.{__name__}")
 
 @dataclass(frozen=True, slots=True)
 class ContinuedRequest:
-    """What the next engine is asked: to complete token ids."""
+    """The request to the next engine: complete token ids."""
 
     origin: EngineRequest
     asked: Resumption
-    ids: Sequence[int]
-    done: int
-    left: int
-    number: int
+    ids: Sequence[int]  # of the prompt and of the output so far
+    done: int  # output tokens so far
+    left: int  # output tokens to come at most
+    number: int  # of the continuation, from 1
     path: str = COMPLETIONS
     operation: str = "text_completion"
     streamed: bool = True
@@ -63,17 +62,17 @@ class ContinuedRequest:
 
     @property
     def priority(self) -> int:
-        """Return one before that of new requests of its class: its caller is waiting in the midst of an answer."""
+        """Return a priority just above new requests of its class: its caller waits in the middle of an answer."""
         return self.asked.priority - 1
 
     @property
     def request_id(self) -> str:
-        """Return an id of its own."""
+        """Return an id that no other request has."""
         return f"{self.origin.request_id}-c{self.number}"
 
     @property
     def parameters(self) -> Mapping[str, float]:
-        """Return what is told of the request in traces."""
+        """Return its attributes in traces."""
         return {**self.origin.parameters, "qarr.continued_tokens": self.done}
 
     def body(self, replica: Replica) -> bytes:
@@ -87,7 +86,7 @@ class ContinuedRequest:
                 **sampling,
                 **priority,
                 "model": replica.model,
-                "prompt": list(self.ids),
+                "prompt": self.ids,
                 "max_tokens": self.left,
                 "stream": True,
                 "stream_options": {"include_usage": True},
@@ -97,20 +96,18 @@ class ContinuedRequest:
 
 
 class StopStringJoiner:
-    """Watches for stop strings that begin in what one engine computed and end in what the next one did.
-
-    An engine looks for them in its own text only.
+    """Finds stop strings that begin in one engine's text and end in the next one's; an engine finds them in its own only.
 
     Attributes:
         stopped: The string that ended the answer; None: none has.
-        passed_over: What came before holds one already: it spans an earlier seam, or came when it did not count yet.
-        end: Where that string ends, in characters from the beginning of what was held.
+        passed_over: The first text holds one already: it spans an earlier seam, or came before ``min_tokens``.
+        end: Where ``stopped`` ends, in characters from the beginning of ``held``.
 
     Args:
         sent: The answer so far.
-        held: What follows it and was computed, but not sent.
+        held: The text after it that was computed, but not sent.
         stops: The strings that end the answer.
-        include: Whether the string that ends it belongs to it.
+        include: Whether the answer includes the string that ends it.
     """
 
     def __init__(self, sent: str, held: str, stops: Sequence[str], *, include: bool) -> None:
@@ -124,12 +121,12 @@ class StopStringJoiner:
         self.end = 0
 
     def pass_on(self, text: str, *, last: bool, ended_by: str = "") -> str:
-        """Take more text, and return what may go out; ``stopped`` is set once a stop string is complete.
+        """Take more text, and return what may be sent; set ``stopped`` once a stop string is complete.
 
         Args:
-            text: What the next engine computed.
-            last: Whether that is all.
-            ended_by: The stop string that ended it, which is not in the text.
+            text: From the next engine.
+            last: Whether no more comes.
+            ended_by: The stop string that ended the text and is not in it.
         """
         if not self._old:
             return text
@@ -142,7 +139,7 @@ class StopStringJoiner:
             for start in starts
             if seen.startswith(stop, start)
         ]
-        # The one that is complete first, of those complete at once the one that was named first, as vLLM has it.
+        # The first one to be complete counts; of several, the first in the request, as in vLLM.
         own = (len(seen), self._stops.index(ended_by)) if ended_by in self._stops else (len(seen) + 1, 0)
         if found and min(found)[:2] < own:
             end, number, start = min(found)
@@ -159,10 +156,11 @@ class StopStringJoiner:
 
 @dataclass(frozen=True, slots=True)
 class Failover:
-    """Opens answers that go on elsewhere.
+    """Opens answers that other engines continue if theirs fails.
 
     Attributes:
-        attempts: Times that one answer is gone on with.
+        attempts: Most continuations of one answer.
+        default_max_tokens: What a tier's context must leave for a request without a limit of its own.
     """
 
     opener: Opener
@@ -171,61 +169,56 @@ class Failover:
     upstream: Upstream
     telemetry: Telemetry
     attempts: int
-    default_max_tokens: int  # room that a tier's context must leave for a request that gives no limit
+    default_max_tokens: int
 
     async def open(self, admitted: Admitted, request: EngineRequest, sent_at: float) -> EngineAnswer:
-        """Open an answer that goes on elsewhere if its engine fails.
-
-        Raises:
-            UpstreamError: As ``Upstream.open``.
-        """
+        """Open an answer, as ``Opener.open``."""
         answer = await self.opener.open(admitted, request, sent_at)
-        if isinstance(answer, EngineStream) and request.resumption is not None:
-            answer.resume = partial(self._rest, admitted.decision, request, request.resumption)
+        if isinstance(answer, EngineStream) and answer.progress is not None and request.resumption is not None:
+            rest = _Continuation(self, admitted.decision, request, request.resumption, answer.progress)
+            answer.resume = rest.chunks
         return answer
 
-    async def _rest(  # noqa: C901  one loop, in the order of what happens
-        self,
-        decision: Decision,
-        request: EngineRequest,
-        resumption: Resumption,
-        answer: EngineStream,
-        broken: EngineBroke,
-    ) -> AsyncGenerator[Chunk, None]:
-        """Yield the rest of an answer.
 
-        Raises:
-            EngineBroke: No other engine could go on.
-        """
-        progress, tried, attempts = answer.progress, set[str](), 0
-        assert progress is not None
-        failing, sent = answer, progress.told
-        while True:
-            log.warning("request %s: %s on %s", request.request_id, broken, failing.replica_id)
+@dataclass(frozen=True, slots=True)
+class _Continuation:
+    """The rest of one answer, computed by other engines."""
+
+    failover: Failover
+    decision: Decision
+    request: EngineRequest
+    resumption: Resumption
+    progress: Progress
+
+    async def chunks(  # noqa: C901  one loop, in the order of events
+        self, answer: EngineStream, broken: EngineBroke
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yield the rest of an answer; raise ``broken``, or what broke last, if no other engine can continue it."""
+        progress, failing, tried, sent = self.progress, answer, set[str](), self.progress.told
+        for number in count(1):
+            log.warning("request %s: %s on %s", self.request.request_id, broken, failing.replica_id)
             await failing.abandon(broken)
-            if progress.finish_reason is not None:  # nothing was missing but the end
+            if progress.finish_reason is not None:  # only the end of the stream was missing
                 return
-            attempts += 1
             tried.add(failing.replica_id)
-            if attempts > self.attempts:
-                raise broken
-            joiner = await self._joiner(progress, sent, resumption, failing.replica_id)
+            joiner = await self._joiner(sent, failing.replica_id) if number <= self.failover.attempts else None
             if joiner is None:
                 raise broken
             begins = sent
-            exclude = self._rounds(tried, failing.replica_id, broken)
-            part = await self._next_part(answer, exclude, attempts, decision, request, resumption, broken)
+            part = await self._next_part(answer.tier, self._rounds(tried, failing.replica_id, broken), number, broken)
             if part is None:  # every token had come
                 yield Chunk(text=joiner.pass_on("", last=True), finish_reason="length")
                 progress.finish_reason = "length"
                 return
             answer.parts.append(part)
-            self.telemetry.record_continuation(failing.replica_id, part.replica_id, len(progress.output_ids), broken)
+            self.failover.telemetry.record_continuation(
+                failing.replica_id, part.replica_id, len(progress.output_ids), broken
+            )
             failing = part
             try:
                 while joiner.stopped is None and (chunks := await part.read()) is not None:
                     for chunk in (chunk for chunk in chunks if chunk.choice is not None):
-                        joined = _joined(joiner, chunk, resumption)
+                        joined = _joined(joiner, chunk, self.resumption)
                         progress.note(chunk)
                         sent += len(joined.text)
                         if joiner.stopped is not None:
@@ -239,91 +232,78 @@ class Failover:
             else:
                 return
 
-    async def _joiner(
-        self, progress: Progress, sent: int, resumption: Resumption, failed: str
-    ) -> StopStringJoiner | None:
-        """Bring an answer to rest, and return what joins the next part to it; None where that cannot be done safely."""
-        if not await self._settle(progress, sent, resumption, failed):
+    async def _joiner(self, sent: int, failed: str) -> StopStringJoiner | None:
+        """Settle the answer, and return what joins the next part to it; None if that cannot be done safely."""
+        if not await self._settle(sent, failed):
             return None
-        text = progress.text
+        text, resumption = self.progress.text, self.resumption
         joiner = StopStringJoiner(text[:sent], text[sent:], resumption.stops, include=resumption.includes_stop)
-        # Whether a stop string that was passed over counts is not known where some tokens must come first.
+        # With min_tokens, nobody knows whether a stop string that was passed over counts.
         return None if joiner.passed_over and resumption.min_tokens else joiner
 
     def _rounds(self, tried: Collection[str], failing: str, broken: EngineBroke) -> list[Collection[str]]:
-        """Return the replicas that are left out, round by round, so that none is asked twice.
+        """Return the replicas to leave out, round by round, so that none is asked twice.
 
-        Those that have not failed this answer come first, then those that did so earlier; last the one that failed it just
-        now, for it may be well but for this connection, unless it has stalled: then it would only stall again.
+        Those that have not failed this answer come first, then those that failed it earlier. The one that has just failed
+        comes last, since only its connection may have failed; not if it stalled, for then it would stall again.
         """
-        every = {replica.id for replica in self.fleet.replicas}
+        every = {replica.id for replica in self.failover.fleet.replicas}
         rounds: list[Collection[str]] = [tried, every.difference(tried) | {failing}]
         if not isinstance(broken, EngineStalled):
             rounds.append(every - {failing})
         return rounds
 
-    async def _next_part(  # noqa: PLR0917  called here alone
-        self,
-        answer: EngineStream,
-        exclude: Sequence[Collection[str]],
-        number: int,
-        decision: Decision,
-        request: EngineRequest,
-        resumption: Resumption,
-        broken: EngineBroke,
+    async def _next_part(
+        self, first: TierName, exclude: Sequence[Collection[str]], number: int, broken: EngineBroke
     ) -> EngineStream | None:
-        """Begin the next part: on the same tier where it has another replica, else where the policy allows it by now.
+        """Begin the next part on the first tier, or on one that the policy allows now; None: no token is left to compute.
 
-        Returns:
-            None where no token is left to compute.
-
-        Raises:
-            EngineBroke: No engine could.
+        Raise ``broken`` if no engine could.
         """
-        progress = answer.progress
-        assert progress is not None
-        done, length = len(progress.output_ids), len(progress.prompt_ids) + len(progress.output_ids)
-        left = None if resumption.max_tokens is None else resumption.max_tokens - done
+        progress, decision, failover = self.progress, self.decision, self.failover
+        ids = [*progress.prompt_ids, *progress.output_ids]
+        done, length, most = len(progress.output_ids), len(ids), self.resumption.max_tokens
+        left = None if most is None else most - done
         if left is not None and left <= 0:
             return None
-        needed = self.default_max_tokens if left is None else left
-        causes: UpstreamError | None = None
-        # Each tier's own context is looked at below: one without a limit may use less of it than was asked for.
-        targets = self.policy.successors(answer.tier, replace(decision.query, prompt_tokens=length, max_tokens=1))
-        for excluded, tier in product(exclude, (answer.tier, *targets)):
-            context = self.fleet.spec(tier).max_model_len
-            if length + (1 if left is None and tier is answer.tier else needed) > context:
+        needed = failover.default_max_tokens if left is None else left
+        cause: UpstreamError | None = None
+        # Each tier's own context is checked below: a request without a limit may use less of it than was asked for.
+        targets = failover.policy.successors(first, replace(decision.query, prompt_tokens=length, max_tokens=1))
+        for excluded, tier in product(exclude, (first, *targets)):
+            context = failover.fleet.spec(tier).max_model_len
+            if length + (1 if left is None and tier is first else needed) > context:
                 continue
-            ids = [*progress.prompt_ids, *progress.output_ids]
-            asked = ContinuedRequest(request, resumption, ids, done, left or context - length, number)
+            asked = ContinuedRequest(self.request, self.resumption, ids, done, left or context - length, number)
             query = replace(decision.query, prompt_tokens=length, max_tokens=min(asked.left, needed))
-            rest = replace(decision, tier=tier, query=query)
+            there = replace(decision, tier=tier, query=query)
             try:
-                part = await self.upstream.open(rest, asked, exclude=excluded, over_limit=True, elsewhere=False)
+                part = await failover.upstream.open(there, asked, exclude=excluded, over_limit=True, elsewhere=False)
             except UpstreamError as error:
-                causes = without_trace(error)
+                cause = without_trace(error)
             else:
                 assert isinstance(part, EngineStream)
                 return part
-        raise broken from causes
+        raise broken from cause
 
-    async def _settle(self, progress: Progress, sent: int, resumption: Resumption, failed: str) -> bool:
-        """Bring an answer to rest where its text is known for certain, and not before what was sent; False: nobody knows.
+    async def _settle(self, sent: int, failed: str) -> bool:
+        """Go to a point of the answer, not before what was sent, where its text is known; False: there is none.
 
-        Where what came does not tell, engines are asked: first those that are well, last the one that failed, for it may be
-        well but for its connection.
+        If the stream does not show such a point, engines are asked for the text: the failed one last, since only its
+        connection may have failed.
         """
+        progress, resumption = self.progress, self.resumption
         if not progress.resumable or not progress.prompt_ids:
             return False
         if resumption.stops and resumption.min_tokens > len(progress.output_ids):
-            return False  # which of the next engine's tokens is the first that may complete a stop string is not known
-        replicas = [r for r in self.fleet.replicas if r.state is ReplicaState.READY and r.id != failed]
-        replicas += (r for r in self.fleet.replicas if r.id == failed)
-        settled = progress.settled
+            return False  # it is unknown which of the next engine's tokens is the first that may complete a stop string
+        every, settled = self.failover.fleet.replicas, progress.settled
+        replicas = [r for r in every if r.state is ReplicaState.READY and r.id != failed]
+        replicas += (r for r in every if r.id == failed)
         for replica in replicas if progress.point != progress.begun or not settled else ():
             try:
                 async with asyncio.timeout(DETOKENIZE_TIMEOUT_S):
-                    found = await (self._parsed(progress, replica) if settled else self._aligned(progress, replica))
+                    found = await (self._parsed(replica) if settled else self._aligned(replica))
             except (UpstreamError, TimeoutError, ValueError, LookupError, TypeError):
                 continue
             if found is not None and len(found[1]) >= sent:
@@ -334,18 +314,16 @@ class Failover:
             progress.rest_at(tokens, progress.text[:characters])
         return settled
 
-    async def _parsed(self, progress: Progress, replica: Replica) -> tuple[int, str] | None:
-        """Return the place of the last text, and the text up to there with what a parser in the engine may have kept back.
+    async def _parsed(self, replica: Replica) -> tuple[int, str] | None:
+        """Return the tokens of the last known point, and the text there with what a parser in the engine may hold back.
 
-        A parser that looks for reasoning keeps a part of a token's text until it knows that no tag begins there.
-
-        Raises:
-            UpstreamError: It does not answer. Its answer may also make no sense: ValueError, LookupError or TypeError.
+        A parser for reasoning holds back a part of a token's text until it knows that no tag begins there.
         """
+        progress = self.progress
         begun, end = progress.begun, progress.point
         before = progress.output_ids[: begun.tokens][-CONTEXT:]
         ids = [*before, *progress.output_ids[begun.tokens : end.tokens]]
-        shown = await self._detokenized(before, replica) if before else ""
+        shown = await self._detokenized(before, replica)
         text = await self._detokenized(ids, replica)
         rest = progress.text[begun.characters :]
         whole = next((whole for whole in _readings(text, shown) if whole.startswith(rest)), None)
@@ -353,60 +331,53 @@ class Failover:
             return None
         more = whole[len(rest) :]
         if more and len(more) > len(text) - len(await self._detokenized(ids[:-1], replica)):
-            return None  # more than the last token's: it is something else, such as a special token
+            return None  # longer than the last token: it is something else, such as a special token
         return end.tokens, progress.text + more
 
-    async def _aligned(self, progress: Progress, replica: Replica) -> tuple[int, str] | None:
-        """Return how many tokens are whole, and their text, of which some was not sent; None where an engine cannot tell.
+    async def _aligned(self, replica: Replica) -> tuple[int, str] | None:
+        """Return the tokens that end no character halfway, and their text, sent or not; None if the engine cannot tell.
 
-        Its word is taken where it agrees with what came, and has as many characters more as an engine keeps back.
-
-        Raises:
-            UpstreamError: It does not answer. Its answer may also make no sense: ValueError, LookupError or TypeError.
+        Its text is used if it agrees with what came, and has as many more characters as an engine holds back.
         """
-        start, _ = progress.point
-        before = progress.output_ids[:start][-CONTEXT:]
-        shown = await self._detokenized(before, replica) if before else ""
-        found = await self._whole(progress, replica, before, shown, frozenset())
+        progress = self.progress
+        before = progress.output_ids[: progress.point.tokens][-CONTEXT:]
+        shown = await self._detokenized(before, replica)
+        found = await self._whole(replica, before, shown, hidden=())
         if found is None and progress.silent:
-            found = await self._whole(progress, replica, before, shown, await self._special(progress, replica))
+            ids = progress.output_ids
+            # Special tokens, which answers leave out: whole characters, and yet they gave no text.
+            special = [n for n in progress.silent if BROKEN_CHARACTER not in await self._detokenized([ids[n]], replica)]
+            found = await self._whole(replica, before, shown, special)
         return found
 
     async def _whole(
-        self, progress: Progress, replica: Replica, before: Sequence[int], shown: str, hidden: Collection[int]
+        self, replica: Replica, before: Sequence[int], shown: str, hidden: Collection[int]
     ) -> tuple[int, str] | None:
-        """Do so, given an engine's text of the tokens before, and the tokens of which answers do not show the text."""
+        """Do so, given an engine's text of the tokens before, and the numbers of tokens that answers do not show."""
+        progress, all_ids = self.progress, self.progress.output_ids
         start, characters = progress.point
         known, rest = progress.text[:characters], progress.text[characters:]
-        all_ids = progress.output_ids
         for end in range(len(all_ids), max(len(all_ids) - MOST_DROPPED, start), -1):
             ids = [all_ids[number] for number in range(start, end) if number not in hidden]
             text = await self._detokenized([*before, *ids], replica)
             if text.endswith(BROKEN_CHARACTER):
-                continue  # within a character, which the next engine computes anew
+                continue  # within a character, which the next engine computes again
             for more in _readings(text, shown):
                 if more.startswith(rest) and len(more) == len(rest) + progress.held_back:
                     return end, known + more
             return None
         return None
 
-    async def _special(self, progress: Progress, replica: Replica) -> frozenset[int]:
-        """Return which tokens are special ones that answers leave out: whole by themselves, and yet they gave no text."""
-        found = []
-        for number in progress.silent:
-            text = await self._detokenized([progress.output_ids[number]], replica)
-            if BROKEN_CHARACTER not in text:
-                found.append(number)
-        return frozenset(found)
-
     async def _detokenized(self, ids: Sequence[int], replica: Replica) -> str:
-        """Return the text of ids by one engine.
+        """Return one engine's text of ids.
 
         Raises:
-            UpstreamError: It does not answer. Its answer may also make no sense: ValueError, LookupError or TypeError.
+            UpstreamError: The engine does not answer; ValueError, LookupError or TypeError: its answer makes no sense.
         """
+        if not ids:
+            return ""
         body = to_json({"model": replica.model, "tokens": list(ids)})
-        _, _, content = await self.upstream.pass_on(replica.url, replica.api_key, DETOKENIZE, body)
+        _, _, content = await self.failover.upstream.pass_on(replica.url, replica.api_key, DETOKENIZE, body)
         text = read_json(content)["prompt"]
         if not isinstance(text, str):
             raise TypeError("no text")
@@ -414,17 +385,16 @@ class Failover:
 
 
 def _readings(text: str, shown: str) -> tuple[str, ...]:
-    """Return what may be the text of tokens, given an engine's text of them and those before, and of those before alone."""
+    """Return what tokens' own text may be, given an engine's text of them with those before, and of those before."""
     if shown:
         return (text.removeprefix(shown),) if text.startswith(shown) else ()
     return text, " " + text  # some tokenizers drop a space where a text begins
 
 
 def _joined(joiner: StopStringJoiner, chunk: Chunk, resumption: Resumption) -> Chunk:
-    """Return what goes out of a chunk of the next engine; with the stop string that it completes, the last chunk."""
+    """Return what is sent of the next engine's chunk; if that completes a stop string, the last chunk."""
     ended_by = chunk.stop_reason if isinstance(chunk.stop_reason, str) and not resumption.includes_stop else ""
     text = joiner.pass_on(chunk.text, last=chunk.finish_reason is not None, ended_by=ended_by)
-    finish_reason, stop_reason = chunk.finish_reason, chunk.stop_reason
     if joiner.stopped is not None:
-        finish_reason, stop_reason = "stop", joiner.stopped
-    return Chunk(text=text, token_ids=chunk.token_ids, finish_reason=finish_reason, stop_reason=stop_reason)
+        return Chunk(text=text, token_ids=chunk.token_ids, finish_reason="stop", stop_reason=joiner.stopped)
+    return Chunk(text=text, token_ids=chunk.token_ids, finish_reason=chunk.finish_reason, stop_reason=chunk.stop_reason)

@@ -1,9 +1,8 @@
-"""Opening an answer: what every strategy of the pipeline does, and the two that come first, direct and hedged.
+"""Opening an answer: the interface of all strategies, and the two innermost ones, direct and hedged.
 
-Hedging asks a second tier for a first token that is late, and takes the answer that begins first.
-
-Dean and Barroso, The Tail at Scale (CACM 2013): send the second request only once the first is later than almost all are,
-here than the predicted TTFT with its spread. It costs from the budget of retries, so it cannot double the load.
+If a first token is late, hedging asks a second tier and takes the answer that begins first. As in Dean and Barroso, The
+Tail at Scale (CACM 2013), the second request is sent only when the first is later than 95 % of requests; here by the
+predicted TTFT and its spread. It is taken from the retry budget, so it cannot double the load.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from router.upstream.engine_stream import EngineAnswer, EngineRequest
     from tiers.fleet import Lease
 
-LATE = 1.645  # standard deviations: 95 % are earlier
+LATE = 1.645  # standard deviations: 95 % of a normal distribution are below
 
 
 class Opener(Protocol):
@@ -33,8 +32,8 @@ class Opener(Protocol):
         """Return an answer that has begun.
 
         Args:
-            admitted: What was decided, and the slot that was taken for it.
-            request: What to ask.
+            admitted: The decision and its slot.
+            request: The request to an engine.
             sent_at: When the request was first sent, by the monotonic clock.
 
         Raises:
@@ -44,44 +43,37 @@ class Opener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """Opens answers on the slot that was taken, and elsewhere only if that fails before the first token."""
+    """Opens answers on the slot, and elsewhere only if that attempt fails before the first token."""
 
     upstream: Upstream
 
     async def open(self, admitted: Admitted, request: EngineRequest, sent_at: float) -> EngineAnswer:
-        """Open an answer.
-
-        Raises:
-            UpstreamError: As ``Upstream.open``.
-        """
+        """Open an answer, as ``Opener.open``."""
         return await self.upstream.open(admitted.decision, request, sent_at, lease=admitted.lease)
 
 
 @dataclass(frozen=True, slots=True)
 class Hedging:
-    """Opens answers, some of them twice."""
+    """Opens answers, and asks a second tier for those that are late."""
 
     upstream: Upstream
     telemetry: Telemetry
 
     async def open(self, admitted: Admitted, request: EngineRequest, sent_at: float) -> EngineAnswer:
-        """Open an answer.
-
-        Raises:
-            UpstreamError: As ``Upstream.open``.
-        """
+        """Open an answer, as ``Opener.open``."""
         decision, lease = admitted.decision, admitted.lease
         wait_s = self._wait_s(decision, lease)
         if wait_s is None or not request.streamed:
             return await self.upstream.open(decision, request, sent_at, lease=lease)
-        taken = {lease.replica.id}  # shared, so that no replica is asked by both
+        taken = {lease.replica.id}  # shared, so that the two attempts ask different replicas
         first = asyncio.create_task(self.upstream.open(decision, request, sent_at, lease=lease, taken=taken))
         attempts = {first}
         try:
             await asyncio.wait({first}, timeout=wait_s)
-            other = self._other(decision)
+            other = next((tier for tier in decision.fallbacks if decision.verdict(tier).meets), None)
             if not first.done() and other is not None and self.upstream.take_retry():
-                again = self.upstream.open(other, request, sent_at, taken=taken, elsewhere=False)
+                there = replace(decision, tier=other)
+                again = self.upstream.open(there, request, sent_at, taken=taken, elsewhere=False)
                 attempts.add(asyncio.create_task(again))
             return await self._quickest(attempts, first, decision)
         except BaseException:
@@ -103,16 +95,11 @@ class Hedging:
                         answer.hedge = f"{decision.tier} was late with its first token, so {answer.tier} was asked too"
                         self.telemetry.record_hedge(decision.tier, answer.tier)
                     return answer
-        return first.result()  # raises what went wrong there
+        return first.result()  # raises its error
 
     @staticmethod
-    def _other(decision: Decision) -> Decision | None:
-        """Return the decision for another tier that meets what is asked."""
-        able = [tier for tier in decision.fallbacks if decision.verdict(tier).meets]
-        return replace(decision, tier=able[0]) if able else None
-
-    def _wait_s(self, decision: Decision, lease: Lease) -> float | None:
-        """Return when a first token is late, in seconds from now; None where that does not matter or is not known."""
+    def _wait_s(decision: Decision, lease: Lease) -> float | None:
+        """Return the seconds after which a first token is late; None without a bound on TTFT or a prediction."""
         if decision.query.sla.ttft_ms is None or lease.predicted is None:
             return None
         trend = lease.replica.ttft_trend
@@ -120,7 +107,7 @@ class Hedging:
 
 
 async def _end(attempts: set[asyncio.Task[EngineAnswer]]) -> None:
-    """End attempts, whether they have begun an answer or not."""
+    """End attempts, and close the answers that they have begun."""
     for attempt in attempts:
         attempt.cancel()
     for ended in await asyncio.gather(*attempts, return_exceptions=True):

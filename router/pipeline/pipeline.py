@@ -1,4 +1,4 @@
-"""The path of every served request: decide, take quota and slot, open an answer, and give all of it back."""
+"""The path of every served request: decide, take quota and slot, open an answer, give back quota and slot."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 
 class PromptObserver(Protocol):
-    """Sees every prompt that is decided on."""
+    """Is shown every prompt of a served request."""
 
     def offer(self, text: str, features: PromptFeatures) -> None:
-        """See one."""
+        """Take note of one."""
 
 
 class AnswerObserver(Protocol):
-    """Sees every answer that is complete."""
+    """Is shown every complete answer."""
 
     def offer(self, decision: Decision, tier: TierName, messages: Sequence[Any] | None) -> None:
-        """See what was decided, who served it, and the messages that it answers; None where they are not known."""
+        """Take note of the decision, the tier that served it, and the messages it answers; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ class Pipeline:
     """Decides and serves. Wired once, in ``create_app``.
 
     Attributes:
-        decisions: Where decisions are written; None: nowhere.
-        prompt_observer: None where no prompt is sampled.
-        answer_observer: None where no answer is evaluated.
         opener: Opens answers, with every strategy that is switched on.
-        cascade: Says which answers are checked; one of the strategies.
-        on_request: Called before anything is decided for a request that is going to be served.
+        cascade: One of them: says which answers are checked.
+        decisions: The decision log; None: none is written.
+        prompt_observer: None: no prompt is sampled.
+        answer_observer: None: no answer is evaluated.
+        on_request: Called before the decision on a request that is to be served.
     """
 
     fleet: Fleet
@@ -79,11 +79,11 @@ class Pipeline:
         """Classify a request and decide, each under its span.
 
         Args:
-            request: What is asked.
-            serve: Whether the decision is going to be served; one that is only asked about leaves no record.
+            request: The request.
+            serve: Whether it is to be served; a decision that is only asked for leaves no record.
 
         Raises:
-            BeyondKey: The caller's key refuses the tier that is asked for.
+            BeyondKey: The caller's key refuses the hinted tier.
         """
         telemetry, prompt = self.telemetry, request.prompt
         _check_hint(request.context, request.options)
@@ -101,16 +101,16 @@ class Pipeline:
             self.prompt_observer.offer(prompt.text, features)
         if serve and self.decisions is not None:
             self.decisions.decided(request.context.request_id, decision, fleet, table)
-        telemetry.record_decision(decision)  # on the server span too: the one that dashboards list
+        telemetry.record_decision(decision)  # on the server span too, which dashboards list
         return decision
 
     @asynccontextmanager
     async def serve(self, request: ParsedRequest, decision: Decision) -> AsyncIterator[ActiveRequest]:
-        """Open an answer, and give back all that it holds however the request ends.
+        """Open an answer, and give back quota and slot however the request ends.
 
         Raises:
             OverQuota: The caller's quota is used up.
-            Refused: The policy found no tier, or there was no slot in time.
+            Refused: No tier serves the request, or no slot was free in time.
             UpstreamError: No engine began an answer.
         """
         wants_logprobs = request.checkable and self.cascade.watches(decision)
@@ -122,13 +122,14 @@ class Pipeline:
             sent_at = time.monotonic()
             grant = Grant(self.admission, context.caller.key_id)
             try:
-                grant.quota = await self.quotas.enter(context.caller, _tokens(decision), context.limits)
+                tokens = min(decision.query.tokens_in_all, MAX_COUNT)
+                grant.quota = await self.quotas.enter(context.caller, tokens, context.limits)
                 try:
                     grant.slot = await self.admission.enter(decision, context.caller.key_id, priority)
                     active.let_in(grant.slot)
                     answer = active.answer = await self.opener.open(grant.slot, asked, sent_at)
                 except (asyncio.CancelledError, EngineTooSlow):
-                    grant.used = decision.query.tokens_to_read  # the engine has worked for it
+                    grant.used = decision.query.tokens_to_read  # an engine may have computed them
                     raise
                 error: BaseException | None = None
                 try:
@@ -148,21 +149,12 @@ class Pipeline:
 
 
 def engine_request_id(context: RequestContext) -> str:
-    """Return an id that is unique even where callers repeat theirs: an engine mixes up requests of one id."""
+    """Return an id that is unique even if callers repeat theirs: an engine mixes up requests with the same id."""
     return f"{context.request_id}-{secrets.token_hex(4)}"
 
 
 def _check_hint(context: RequestContext, options: RoutingOptions) -> None:
-    """Refuse a hint beyond the caller's key, where the key says so; otherwise the policy takes it down and says so.
-
-    Raises:
-        BeyondKey: It is refused.
-    """
+    """Raise ``BeyondKey`` for a hint beyond a key that refuses such hints; else the policy lowers it, with its reason."""
     caller, hint = context.caller, options.hint
     if caller.over == "refuse" and hint is not None and hint not in caller.tiers:
         raise BeyondKey(options.hint_field, hint.value, ", ".join(tier for tier in TierName if tier in caller.tiers))
-
-
-def _tokens(decision: Decision) -> int:
-    """Return the prompt and highest output tokens of a request, which its quota must have room for."""
-    return min(decision.query.tokens_in_all, MAX_COUNT)

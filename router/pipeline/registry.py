@@ -1,7 +1,7 @@
-"""Requests as they are served, and one record of each that has ended. Metrics, logs and pages are all made from those.
+"""The open requests, and one record of each that has ended, from which metrics, logs and pages are made.
 
-A record is made once, of what the decision, the admission and the answer say, and handed to everyone who observes. It has
-no text of any prompt or answer.
+A record is made once, from decision, admission and answer, and passed to every observer. It has no text of prompt or
+answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from router.auth.quota import OverQuota
-from router.policy.decision import PRIORITIES, Priority, Refused
+from router.pipeline.request import class_of
+from router.policy.decision import Refused
 from router.telemetry.record import Outcome, RequestRecord
 from router.upstream.engine_stream import continued_on
 
@@ -25,25 +26,23 @@ if TYPE_CHECKING:
     from router.lifecycle import ServerState
     from router.pipeline.admission import Admitted
     from router.pipeline.request import RequestContext
-    from router.policy.decision import Decision, Sla
+    from router.policy.decision import Decision, Priority, Sla
     from router.upstream.engine_stream import EngineAnswer
     from tiers.fleet import Fleet
 
 log = logging.getLogger(f"qarr.{__name__}")
 OVER_QUOTA = "over_quota"
-
-
 State = Literal["waiting", "prefill", "decode"]
 
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
-    """A request that is being served. Times by the monotonic clock, in seconds.
+    """A request that is being served.
 
     Attributes:
         admitted: Its slot; None while it waits.
-        sent: When it was let in.
-        answer: Once that has begun.
+        sent: When it was admitted, in seconds by the monotonic clock.
+        answer: None until it has begun.
     """
 
     context: RequestContext
@@ -55,27 +54,28 @@ class ActiveRequest:
 
     @property
     def state(self) -> State:
-        """Return how far it is."""
+        """Return its stage."""
         if self.answer is not None:
             return "decode"
         return "waiting" if self.admitted is None else "prefill"
 
     @property
     def now_on(self) -> EngineAnswer | None:
-        """Return the part of its answer that is computed now; None before the first one has begun."""
+        """Return the part of its answer that is computed now; None before the first has begun."""
         return self.answer.parts[-1] if self.answer is not None and self.answer.parts else self.answer
 
     def let_in(self, admitted: Admitted) -> None:
-        """Note its slot."""
+        """Note its slot, and the decision that admitted it."""
         self.admitted, self.decision, self.sent = admitted, admitted.decision, time.monotonic()
 
 
 class RequestRegistry:
-    """Holds the requests that are open, and the last records. One event loop owns it.
+    """Holds the open requests and the last records. One event loop owns it.
 
     Attributes:
+        recent: The last records, at most ``kept``.
         observers: Called with each record, in order.
-        totals: Records by outcome, and what happened to requests, since the start.
+        totals: Since the start: records by outcome, requests, retries, continuations and escalations.
     """
 
     def __init__(self, fleet: Fleet, server_state: ServerState, kept: int) -> None:
@@ -87,13 +87,13 @@ class RequestRegistry:
 
     @property
     def open(self) -> list[ActiveRequest]:
-        """Return the requests that are being served, the oldest first."""
+        """Return the open requests, the oldest first."""
         return list(self._open.values())
 
     @contextmanager
     def entry(self, context: RequestContext, decision: Decision, priority: int) -> Iterator[ActiveRequest]:
-        """Keep a request open, and record how it ends."""
-        request = ActiveRequest(context, decision, _class_of(priority))
+        """Keep a request among the open ones, and record how it ends."""
+        request = ActiveRequest(context, decision, class_of(priority))
         self._open[id(request)] = request
         error: BaseException | None = None
         try:
@@ -107,26 +107,28 @@ class RequestRegistry:
 
     def _ended(self, record: RequestRecord) -> None:
         self.recent.append(record)
-        self.totals["requests"] += 1
-        self.totals[record.outcome.value] += 1
+        self.totals.update(("requests", record.outcome.value))
         self.totals["retries"] += record.attempts_failed
         self.totals["continuations"] += len(record.continued_on)
         self.totals["escalations"] += record.escalated
         for observe in self.observers:
             try:
                 observe(record)
-            except Exception:  # who only watches must not break what is watched
+            except Exception:  # an observer must not break a request
                 log.exception("a record was not taken by %r", observe)
 
     def _record(self, request: ActiveRequest, error: BaseException | None) -> RequestRecord:
         now, context, admitted, answer = time.monotonic(), request.context, request.admitted, request.answer
         decision = error.decision if isinstance(error, Refused) else request.decision
         outcome, cause = self._outcome(answer, error)
-        queue_ms = admitted.waited_ms if admitted is not None else 0.0
-        spec = self._fleet.spec(answer.tier) if answer is not None else None
-        prompt_tokens, sent = decision.query.tokens_to_read, request.sent - context.arrived
-        ttft_ms = ttft_from_arrival(context, answer) if answer is not None else None
-        tpot_ms = answer.tpot_ms if answer is not None else None
+        queue_ms, overhead_ms, prompt_tokens = 0.0, None, decision.query.tokens_to_read
+        if admitted is not None:
+            queue_ms = admitted.waited_ms
+            overhead_ms = max((request.sent - context.arrived) * 1000 - queue_ms, 0.0)
+        spec = ttft_ms = tpot_ms = None
+        if answer is not None:
+            spec, prompt_tokens = self._fleet.spec(answer.tier), answer.usage.get("prompt_tokens", prompt_tokens)
+            ttft_ms, tpot_ms = ttft_from_arrival(context, answer), answer.tpot_ms
         return RequestRecord(
             at=time.time() - (now - context.arrived),
             request_id=context.request_id,
@@ -141,10 +143,10 @@ class RequestRegistry:
             replica=answer.replica_id if answer is not None else None,
             precision=spec.precision.value if spec is not None else None,
             checkpoint=spec.checkpoint_id if spec is not None else None,
-            prompt_tokens=answer.usage.get("prompt_tokens", prompt_tokens) if answer is not None else prompt_tokens,
+            prompt_tokens=prompt_tokens,
             output_tokens=answer.output_tokens if answer is not None else 0,
             queue_ms=queue_ms,
-            overhead_ms=max(sent * 1000 - queue_ms, 0.0) if admitted is not None else None,
+            overhead_ms=overhead_ms,
             ttft_ms=ttft_ms,
             tpot_ms=tpot_ms,
             duration_ms=(now - context.arrived) * 1000,
@@ -170,27 +172,16 @@ class RequestRegistry:
 
 
 def ttft_from_arrival(context: RequestContext, answer: EngineAnswer) -> float | None:
-    """Return the time from a request's arrival to its first token, in milliseconds; the queue is in it.
-
-    A tier counts it from when the request was first sent.
-    """
+    """Return the milliseconds from a request's arrival to its first token, queue included; the answer's own are not."""
     return answer.ttft_ms + (answer.sent_at - context.arrived) * 1000 if answer.ttft_ms is not None else None
 
 
-def _class_of(priority: int) -> Priority:
-    """Return the class of a priority in vLLM's numbers, which callers of OpenAI's endpoints may choose freely."""
-    if priority <= PRIORITIES["interactive"]:
-        return "interactive"
-    return "standard" if priority <= PRIORITIES["standard"] else "batch"
-
-
 def _kept(sla: Sla, outcome: Outcome, ttft_ms: float | None, tpot_ms: float | None) -> bool | None:
-    """Tell whether the bounds on times were kept; what was refused or failed kept none."""
+    """Tell whether the bounds on times were met; refused and failed requests met none. None: none given, or unknown."""
     if sla.ttft_ms is None and sla.tpot_ms is None:
         return None
-    late = (sla.ttft_ms is not None and ttft_ms is not None and ttft_ms > sla.ttft_ms) or (
-        sla.tpot_ms is not None and tpot_ms is not None and tpot_ms > sla.tpot_ms
-    )
+    times = (sla.ttft_ms, ttft_ms), (sla.tpot_ms, tpot_ms)
+    late = any(bound is not None and took is not None and took > bound for bound, took in times)
     if outcome is Outcome.CLIENT_GONE:
         return False if late else None
     return outcome is Outcome.OK and not late

@@ -1,4 +1,4 @@
-"""A request as the pipeline sees it: read and checked by an endpoint, which alone knows its form."""
+"""A request as the pipeline sees it: parsed and checked by its endpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tiers.spec import TierName
 
 NO_BOUNDS = Sla()
-MAX_COUNT = 1 << 40  # of tokens that are counted: far above any context or quota, and safe in every counter
+MAX_COUNT = 1 << 40  # bound of token counts: far above any context or quota, and safe in every counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,10 @@ class RequestContext:
     """A request's ids and caller, from its first to its last byte.
 
     Attributes:
-        request_id: The caller's own where it sent a usable one.
-        trace_id: Of the trace that the request belongs to.
-        caller: Whose key it carries.
-        route: Its path.
-        arrived: When all of it was there, by the monotonic clock, in seconds.
-        limits: Headers about the key's quotas; filled once they are known, carried by errors as well.
+        request_id: The caller's own if it sent a usable one.
+        route: The path.
+        arrived: When the whole request was there, by the monotonic clock, in seconds.
+        limits: Headers about the key's quotas, filled once they are known; errors carry them as well.
     """
 
     request_id: str
@@ -43,12 +41,12 @@ class RequestContext:
 
     @property
     def ids(self) -> dict[str, str]:
-        """Return the ids as bodies of errors and answers carry them."""
+        """Return the ids as members of JSON bodies."""
         return {"request_id": self.request_id, "trace_id": self.trace_id}
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return the headers that every answer carries."""
+        """Return the headers of every response."""
         return {"x-request-id": self.request_id, "x-qarr-trace-id": self.trace_id, **self.limits}
 
 
@@ -57,15 +55,14 @@ class PromptText:
     """What routing reads of a prompt.
 
     Attributes:
-        text: To classify: the user's last turn.
-        prompt_tokens: Of the longest prompt as the engine will see it, the chat template not counted; None: of ``text``
-            and a system prompt.
-        system_tokens: Of the system prompt, where it is not counted already.
+        text: The user's last turn, which is classified.
+        prompt_tokens: Of the longest prompt, without the chat template; None: those of ``text`` and ``system_tokens``.
+        system_tokens: Of the system prompt; ignored if ``prompt_tokens`` is given.
         all_tokens: Of all prompts together; 0: there is one.
         messages: Of a chat; 0 for a completion.
-        system: The chat has a system message.
+        system: Whether the chat has a system message.
         other_parts: Kinds of parts that are not text, such as ``image_url``.
-        prompts: Answered each on its own.
+        prompts: How many, each answered on its own.
     """
 
     text: str
@@ -78,7 +75,7 @@ class PromptText:
     prompts: int = 1
 
     def classify(self, counter: TokenCounter) -> PromptFeatures:
-        """Classify the text. Parts that are not text make the class unknown, which routes to a higher precision."""
+        """Return the text's features. With parts that are not text the class is unknown, which raises the precision."""
         features = extract(self.text, counter, self.prompt_tokens or 0)
         if not self.other_parts:
             return features
@@ -86,20 +83,20 @@ class PromptText:
         return replace(features, prompt_class=PromptClass.UNKNOWN, signals=signals)
 
     def tokens(self, features: PromptFeatures, template: TemplateTokens) -> int:
-        """Return the longest prompt's tokens with what the chat template adds."""
+        """Return the longest prompt's tokens, chat template included."""
         tokens = features.tokens + self.system_tokens if self.prompt_tokens is None else self.prompt_tokens
         return tokens + template.conversation(self.messages, system=self.system) if self.messages else tokens
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingOptions:
-    """What a caller may say about routing, on every endpoint.
+    """What a caller says about routing, on every endpoint.
 
     Attributes:
         hint: The tier asked for; None: any.
-        hint_field: Where it was asked for, for errors.
+        hint_field: The field that names it, for errors.
         require: Hint and SLA are conditions, not preferences.
-        priority: For vLLM's scheduler, lower first; within what the caller's key allows.
+        priority: In vLLM's numbers, lower first; within what the caller's key allows.
     """
 
     hint: TierName | None = None
@@ -110,11 +107,11 @@ class RoutingOptions:
 
 
 class ParsedRequest(Protocol):
-    """One request, read by its endpoint."""
+    """One request, parsed by its endpoint."""
 
     @property
     def context(self) -> RequestContext:
-        """Return its ids and its caller."""
+        """Return its ids and caller."""
 
     @property
     def prompt(self) -> PromptText:
@@ -126,18 +123,18 @@ class ParsedRequest(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Return the output tokens of each answer at most."""
+        """Return the most output tokens of each answer."""
 
     @property
     def sequences(self) -> int:
-        """Return the answers that it asks for: prompts times choices."""
+        """Return the number of answers: prompts times choices."""
 
     @property
     def checkable(self) -> bool:
-        """Tell whether its first tokens could be held while the engine's certainty is looked at."""
+        """Tell whether the cascade may hold its first tokens while it checks their log-probabilities."""
 
     def engine_request(self, decision: Decision, *, wants_logprobs: bool) -> EngineRequest:
-        """Return what an engine is asked."""
+        """Return the request to an engine."""
 
 
 def query_of(request: ParsedRequest, features: PromptFeatures, template: TemplateTokens) -> Query:
@@ -157,12 +154,10 @@ def query_of(request: ParsedRequest, features: PromptFeatures, template: Templat
 
 
 def priority_within(caller: Caller, value: int, field: str, asked: str) -> int:
-    """Return a priority in vLLM's numbers (lower is sooner), lowered to what the caller's key allows.
-
-    No number is higher than the highest class that it may have.
+    """Return a priority in vLLM's numbers (lower is sooner), limited to the highest class of the caller's key.
 
     Raises:
-        BeyondKey: It is higher, and the key refuses what is.
+        BeyondKey: It is beyond that class, and the key refuses such requests.
     """
     highest = PRIORITIES[caller.max_priority]
     if value < highest and caller.over == "refuse":
@@ -171,11 +166,16 @@ def priority_within(caller: Caller, value: int, field: str, asked: str) -> int:
 
 
 def class_priority(caller: Caller, asked: Priority | None, field: str) -> int:
-    """Return the priority of a class; of a request that asks for none, standard, or the most that its key allows.
+    """Return the number of a priority class; None asks for standard, or for the key's highest class if that is lower.
 
     Raises:
-        BeyondKey: It is beyond the key, and the key refuses what is.
+        BeyondKey: The class is beyond the key's, and the key refuses such requests.
     """
     if asked is None:
         return max(PRIORITIES["standard"], PRIORITIES[caller.max_priority])
     return priority_within(caller, PRIORITIES[asked], field, asked)
+
+
+def class_of(priority: int) -> Priority:
+    """Return the class of a priority in vLLM's numbers, which callers of OpenAI's endpoints may choose freely."""
+    return next((name for name, highest in PRIORITIES.items() if priority <= highest), "batch")

@@ -1,16 +1,16 @@
-"""What several routers in front of the same engines tell one another, over Redis, and how they share the engines' limits.
+"""Routers in front of the same engines share their load and the engines' limits over Redis.
 
-Twice a second each router tells what it has on every replica and how many requests wait for it, and gets back what the
-others have, which replicas they spare, and its share of each replica's limit. Redis does that in one script, so that no two
-routers are given the same slot. Shares are max-min fair: whoever needs less than an equal part has what it needs, the
-others divide the rest evenly, and where that does not come out even the odd slots go round. A share falls at once, and
-rises only by what the others have given up. Each router may always have one request on a replica. Requests do not wait for
-Redis. Replicas are known by their URL.
+Twice a second each router reports its load on every replica and its waiting requests, and gets the others' load, the
+replicas that their circuit breakers spare, and its share of each replica's limit. One Redis script does that, so that no
+two routers get the same slot. Shares are max-min fair: a router that needs less than an equal part gets what it needs, the
+others divide the rest evenly, and the slots of an uneven rest rotate. A share falls at once, and rises only by what the
+others have given up. Each router may always have one request on a replica. Requests do not wait for Redis. Replicas are
+identified by their URL.
 
-A router that dies is forgotten after three seconds, and its share goes to the others. A Redis that knows nobody, new or
-emptied, or that nobody reached for a while, lets no share rise until every router had the time to tell. When it does not
-serve, each router goes by its own view and by the engines' gauges, and keeps at most an equal part of each limit; one that
-had less gets there slot by slot, as far as the gauges show room. All times between routers are by Redis' clock.
+A router that dies is forgotten after three seconds, and the others get its share. While Redis does not know every router
+(it is new, was emptied, or was not reached for a while), no share rises until every router has had time to report. While
+Redis does not serve, each router uses its own view and the engines' gauges, and keeps at most an equal part of each limit;
+one with less rises slot by slot as far as the gauges show capacity. All times between routers are by Redis' clock.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"qarr.{__name__}")
 EVERY_S = 0.5
-LOOK_S = 0.1  # a request that begins to wait is told of that soon
-LIFE_S = 3  # what was told counts for so long
-RISE_S = 1.0  # without Redis, between two slots more
-TURN_S = 5  # the odd slots go on to the next routers
+LOOK_S = 0.1  # between two checks for requests that have begun to wait
+LIFE_S = 3  # for which a report counts
+RISE_S = 1.0  # without Redis, between two rises by a slot
+TURN_S = 5  # after which the slots of an uneven rest rotate
 ROUTERS = "qarr:{fleet}:routers:2"  # the number changes with what is in it
 
-# KEYS: a hash of what each router told, by its id; under '': since when routers are known, and when one told last.
-# ARGV: id, until when the router waits for the answer, LIFE_S, TURN_S, and what it tells, as JSON: by replica requests,
-# prompt, output and cache tokens, for how long it is spared, requests with those that wait, the share in force, the limit.
-# Kept of that: the same to the tokens, until when it is spared, requests with those that wait, and the slots that are its
-# own: the most of its requests, the share that it had and the one that it gets. Answers what Redis' clock shows, and as
-# JSON whether every router is known, and by replica: share, routers, what the others have, for how long they spare it.
+# KEYS: a hash of each router's report, by its id; under '': since when routers are known, and when one last reported.
+# ARGV: id, until when the router waits for the answer, LIFE_S, TURN_S, and its report as JSON: by replica the slots taken,
+# prompt, output and cache tokens, for how long it is spared, slots taken and wanted, the present share, the limit.
+# Stored of that: the first four, until when it is spared, slots taken and wanted, and the slots that count as the router's:
+# the maximum of those taken, its old share and its new one. Returns Redis' time, and as JSON whether every router is known,
+# and by replica: share, routers, the others' load, for how long they spare it.
 _EXCHANGE = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
@@ -123,12 +123,12 @@ return {tostring(now), cjson.encode({settled, told})}
 
 
 class SharedLoad:
-    """One router's part in it. ``run`` until cancelled, then ``aclose``.
+    """One router's side. ``run`` until cancelled, then ``aclose``.
 
     Args:
-        redis_url: Empty: this router has its replicas for itself.
-        fleet: Whose replicas are shared.
-        waiting_for: Tells how many requests wait that a tier could serve.
+        redis_url: Empty: this router shares its replicas with none.
+        fleet: The replicas.
+        waiting_for: Returns the number of waiting requests that a tier could serve.
     """
 
     def __init__(self, redis_url: str, fleet: Fleet, waiting_for: Callable[[TierName], int] = lambda _tier: 0) -> None:
@@ -138,29 +138,29 @@ class SharedLoad:
         self._clock = RedisClock()
         self._faults = Faults(repeats=False)
         self._routers: dict[str, int] = {}  # by replica, this one among them
-        self._content: set[str] = set()  # replicas of which it had told no need beyond its share
-        self._known = False
-        self._lost_at: float | None = None
+        self._content: set[str] = set()  # replicas whose share met the need in the last report
+        self._known = False  # whether an exchange has ever succeeded
+        self._lost = False
         self._rise_at = 0.0
         if self._redis is not None:
             self._exchange = self._redis.register_script(_EXCHANGE)
             self._give_all(Share(0, math.inf))
 
     async def run(self) -> None:
-        """Tell and listen, until cancelled. Does nothing without Redis."""
+        """Exchange reports until cancelled. Return at once without Redis."""
         while self._redis is not None:
             try:
                 if await self.exchange():
-                    await self.exchange()  # what this router gives up, another one may be waiting for
+                    await self.exchange()  # another router may wait for what this one gives up
             except UNAVAILABLE as error:
                 self._lose(outage(error))
-            except Exception as error:  # noqa: BLE001  whatever it is: it must not keep this router from sharing again
+            except Exception as error:  # noqa: BLE001  no error may end the sharing for good
                 self._faults.log(error, "telling other routers over Redis failed, and goes on")
                 self._lose(type(error).__name__)
             await self._pause()
 
     async def aclose(self) -> None:
-        """Take this router's entry away, and close the connection."""
+        """Remove this router's report, and close the connection."""
         if self._redis is None:
             return
         try:
@@ -170,15 +170,15 @@ class SharedLoad:
         await self._redis.aclose()
 
     async def exchange(self) -> bool:
-        """Tell what this router has, and take up what it is told; return whether a share has fallen.
+        """Report this router's load, and apply the answer; return whether a share has fallen.
 
         Raises:
-            RedisError: Redis does not serve; as do OSError and TimeoutError.
+            RedisError: Redis does not serve; likewise OSError and TimeoutError.
         """
         began = time.monotonic()
         own = self._own(began)
         async with asyncio.timeout(REDIS_TIMEOUT_S):
-            for _ in range(2):  # where Redis' clock was set ahead, the second time knows
+            for _ in range(2):  # if Redis' clock was set ahead, the second attempt knows
                 until = await self._clock.when(self._redis, began + REDIS_TIMEOUT_S)
                 shown, told = await self._exchange([ROUTERS], [self._id, until, LIFE_S, TURN_S, to_json(own)])
                 self._clock.learn(float(shown))
@@ -188,13 +188,13 @@ class SharedLoad:
                 raise TimeoutError
         settled, replicas = read_json(told.encode())
         self._known = True
-        if self._lost_at is not None:
-            self._lost_at = None
+        if self._lost:
+            self._lost = False
             log.info("redis serves again: what other routers do counts again")
         return self._take(own, replicas, began + LIFE_S, settled=settled)
 
     def _own(self, now: float) -> dict[str, list[float]]:
-        """Return what is told of every replica, as the script has it. Pauses that others told of are theirs to tell."""
+        """Return the report, as the script expects it. Pauses that others reported are not repeated."""
         found: dict[str, list[float]] = {}
         for replica in self._fleet.replicas:
             held = [replica.slots, replica.prompt_tokens, replica.output_tokens, replica.kv_tokens_held]
@@ -204,12 +204,14 @@ class SharedLoad:
         return found
 
     def _waiting(self, replica: Replica, now: float) -> int:
+        """Return the waiting requests that a replica could serve."""
         able = replica.state is ReplicaState.READY and replica.breaker.admits(now)
         return self._waiting_for(replica.spec.name) if able else 0
 
     def _take(
         self, own: dict[str, list[float]], replicas: dict[str, list[float]], until: float, *, settled: bool
     ) -> bool:
+        """Apply the script's answer to an own report, valid until a monotonic time; return whether a share has fallen."""
         now, fallen, risen = time.monotonic(), False, False
         self._content.clear()
         for replica in self._fleet.replicas:
@@ -231,12 +233,12 @@ class SharedLoad:
         return fallen
 
     def _lose(self, why: str) -> None:
-        """Go by this router's own view."""
+        """Use this router's own view."""
         now = time.monotonic()
-        if self._lost_at is None:
-            self._lost_at, self._rise_at = now, now + LIFE_S
+        if not self._lost:
+            self._lost, self._rise_at = True, now + LIFE_S
             log.warning("redis does not serve (%s): each router goes by its own view", why)
-        if not self._known:  # nor is anybody else
+        if not self._known:  # no router is known here
             self._give_all(None)
             return
         rises = now >= self._rise_at
@@ -248,26 +250,25 @@ class SharedLoad:
                 continue
             routers, gauges = self._routers.get(replica.url, most), replica.gauges
             part = max(replica.whole_limit // routers, 1)
-            room = gauges is None or gauges.running + gauges.waiting < replica.whole_limit
-            places = replica.share.slots + (rises and room)
-            replica.share = Share(part if routers == 1 else min(places, part), now + LIFE_S)
+            free = gauges is None or gauges.running + gauges.waiting < replica.whole_limit
+            slots = replica.share.slots + (rises and free)
+            replica.share = Share(part if routers == 1 else min(slots, part), now + LIFE_S)
 
     def _give_all(self, share: Share | None) -> None:
-        """Set what this router may have on each replica, and on those to come."""
+        """Set this router's share of every replica, and of those to come."""
         self._fleet.first_share = share
         for replica in self._fleet.replicas:
             replica.share = share
 
     async def _pause(self) -> None:
-        """Wait until it is time to tell again: at once where requests have begun to wait for what others may have."""
+        """Wait until the next report is due: soon if requests have begun to wait for slots that others may have."""
         until = time.monotonic() + EVERY_S
         while time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
-            if self._lost_at is None and any(map(self._needs_more, self._fleet.replicas)):
+            if not self._lost and any(map(self._needs_more, self._fleet.replicas)):
                 return
 
     def _needs_more(self, replica: Replica) -> bool:
-        """Tell whether requests wait for a replica, which was not so when this router told last."""
-        if replica.url not in self._content or not replica.limit <= replica.slots < replica.whole_limit:
-            return False
-        return self._waiting(replica, time.monotonic()) > 0
+        """Tell whether requests wait for a replica that had enough at the last report."""
+        beyond = replica.url in self._content and replica.limit <= replica.slots < replica.whole_limit
+        return beyond and self._waiting(replica, time.monotonic()) > 0

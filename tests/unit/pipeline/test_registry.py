@@ -1,0 +1,213 @@
+"""What is kept of open requests, and what a record says of one that has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from router.auth.api_keys import Caller
+from router.auth.quota import OverQuota
+from router.lifecycle import ServerState
+from router.pipeline.admission import Admitted
+from router.pipeline.registry import OVER_QUOTA, RequestRegistry, ttft_from_arrival
+from router.pipeline.request import RequestContext
+from router.policy.decide import decide
+from router.policy.decision import Refusal, Refused, Sla
+from router.telemetry.record import Outcome, RequestRecord
+from router.upstream.errors import EngineBroke
+from tests.fakes.engine import Behaviour
+from tests.unit.upstream_stack import QUERY, text_of, upstream_stack
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from router.policy.decision import Decision
+    from tests.unit.upstream_stack import UpstreamStack
+
+pytestmark = pytest.mark.anyio
+FAST, BALANCED, PRECISE = TierName
+
+
+def registry_of(stack: UpstreamStack, kept: int = 8, state: ServerState | None = None) -> RequestRegistry:
+    return RequestRegistry(stack.fleet, state or ServerState(), kept)
+
+
+def context(**fields: object) -> RequestContext:
+    return replace(RequestContext("r1", "t1", Caller("k1", "one"), "/generate"), **fields)  # type: ignore[arg-type]
+
+
+def too_long(stack: UpstreamStack) -> Decision:
+    """Return a decision that no tier serves."""
+    return decide(replace(QUERY, prompt_tokens=10**6), stack.fleet.snapshot(), stack.policy.table)
+
+
+def ended(registry: RequestRegistry, decision: Decision, error: BaseException) -> RequestRecord:
+    """Let a request end by an error before it was admitted, and return its record."""
+    with pytest.raises(type(error)), registry.entry(context(), decision, 0):
+        raise error
+    return registry.recent[-1]
+
+
+async def test_a_record_tells_what_was_decided_and_who_served() -> None:
+    async with upstream_stack(balanced=Behaviour(prompt_tokens=33)) as stack:
+        registry, decision = registry_of(stack), stack.decision(BALANCED)
+        with registry.entry(context(arrived=0.0), decision, 0) as request:
+            assert registry.open == [request]
+            answer = await stack.stream(BALANCED)
+            request.let_in(Admitted(decision, answer._attempt.lease, waited_ms=5.0))
+            request.answer = answer
+            await text_of(answer)
+            await answer.aclose()
+        (record,) = registry.recent
+        assert registry.open == []
+        assert (record.request_id, record.trace_id, record.route, record.key_id) == ("r1", "t1", "/generate", "k1")
+        assert (record.outcome, record.error, record.decision) == (Outcome.OK, None, decision)
+        assert (record.served_by, record.replica, record.precision) == (BALANCED, "balanced-0", "fp8")
+        assert (record.prompt_tokens, record.output_tokens, record.queue_ms) == (33, 7, 5.0)
+        assert record.overhead_ms == pytest.approx(request.sent * 1000 - 5)
+        assert (record.attempts_failed, record.escalated, record.hedged, record.continued_on) == (0, False, False, ())
+        assert record.tpot_ms == answer.tpot_ms
+
+
+async def test_a_time_to_the_first_token_is_counted_from_the_arrival() -> None:
+    """The engine's counts from when the request was sent; the caller has waited for longer."""
+    async with upstream_stack() as stack:
+        answer = await stack.stream()
+        answer.ttft_ms, answer.sent_at = 30.0, 12.0
+        assert ttft_from_arrival(context(arrived=10.0), answer) == 2030.0
+        answer.ttft_ms = None
+        assert ttft_from_arrival(context(arrived=10.0), answer) is None
+        await answer.aclose()
+
+
+async def test_a_request_waits_then_computes_its_prompt_then_its_output() -> None:
+    async with upstream_stack() as stack:
+        registry, first, later = registry_of(stack), stack.decision(FAST), stack.decision(BALANCED)
+        with registry.entry(context(), first, 0) as request:
+            assert (request.state, request.now_on, request.admitted) == ("waiting", None, None)
+            answer = await stack.stream(BALANCED)
+            request.let_in(Admitted(later, answer._attempt.lease))
+            assert (request.state, request.decision) == ("prefill", later)
+            request.answer = answer
+            assert (request.state, request.now_on) == ("decode", answer)
+            part = await stack.stream(PRECISE)
+            answer.parts.append(part)
+            assert request.now_on is part
+            await answer.aclose()
+        record = registry.recent[-1]
+        assert (record.served_by, record.continued_on) == (BALANCED, (PRECISE,))
+        assert (registry.totals["continuations"], registry.totals["requests"]) == (1, 1)
+
+
+async def test_refusals_are_told_by_their_code() -> None:
+    async with upstream_stack() as stack:
+        registry, decision, refused = registry_of(stack), stack.decision(), too_long(stack)
+        record = ended(registry, decision, Refused(refused))
+        assert (record.outcome, record.error, record.decision) == (
+            Outcome.REFUSED, Refusal.TOO_LONG.value, refused,
+        )  # fmt: skip
+        assert (record.served_by, record.overhead_ms, record.ttft_ms, record.output_tokens) == (None, None, None, 0)
+        record = ended(registry, decision, OverQuota("tokens", 5, 9, None))
+        assert (record.outcome, record.error) == (Outcome.REFUSED, OVER_QUOTA)
+        assert registry.totals["refused"] == registry.totals["requests"] == 2
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), ConnectionResetError(), BrokenPipeError()])
+async def test_a_client_that_goes_away_is_no_error(error: BaseException) -> None:
+    """But once the router has run out of time to leave, it is the router that ends requests."""
+    async with upstream_stack() as stack:
+        state = ServerState()
+        registry = registry_of(stack, state=state)
+        record = ended(registry, stack.decision(), error)
+        assert (record.outcome, record.error) == (Outcome.CLIENT_GONE, None)
+        state.end_all()
+        record = ended(registry, stack.decision(), error)
+        name = "Draining" if isinstance(error, asyncio.CancelledError) else type(error).__name__
+        assert (record.outcome, record.error) == (Outcome.ERROR, name)
+
+
+async def test_an_answer_that_broke_is_an_error_though_nothing_was_raised() -> None:
+    """Its endpoint has told the caller in the stream, and ended well itself."""
+    async with upstream_stack() as stack:
+        registry = registry_of(stack)
+        with registry.entry(context(), stack.decision(), 0) as request:
+            request.answer = await stack.stream()
+            request.answer.error = EngineBroke("gone")
+            await request.answer.aclose()
+        assert (registry.recent[-1].outcome, registry.recent[-1].error) == (Outcome.ERROR, "EngineBroke")
+        assert ended(registry, stack.decision(), ValueError("x")).error == "ValueError"
+        assert registry.totals["error"] == 2
+
+
+@pytest.mark.parametrize(
+    ("priority", "name"), [(-1000, "interactive"), (-1, "interactive"), (0, "standard"), (1, "batch"), (77, "batch")]
+)
+async def test_any_number_of_vllms_has_a_class(priority: int, name: str) -> None:
+    async with upstream_stack() as stack:
+        with registry_of(stack).entry(context(), stack.decision(), priority) as request:
+            assert request.priority == name
+
+
+LOOSE, TIGHT = Sla(ttft_ms=1e9, tpot_ms=1e9), Sla(ttft_ms=1e-9)
+SLOW_TOKENS = Sla(ttft_ms=1e9, tpot_ms=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("sla", "error", "met"),
+    [
+        (Sla(), None, None),
+        (Sla(max_quality_loss=0.1), None, None),
+        (LOOSE, None, True),
+        (TIGHT, None, False),
+        (SLOW_TOKENS, None, False),
+        (LOOSE, EngineBroke("x"), False),
+        (LOOSE, asyncio.CancelledError(), None),
+        (TIGHT, asyncio.CancelledError(), False),
+    ],
+)
+async def test_bounds_on_times_are_met_or_not_or_nobody_knows(
+    sla: Sla, error: BaseException | None, *, met: bool | None
+) -> None:
+    """An answer that failed met none; of one that its caller left in time nobody knows."""
+    async with upstream_stack() as stack:
+        registry, decision = registry_of(stack), stack.decision()
+        decision = replace(decision, query=replace(decision.query, sla=sla))
+        with (
+            suppress(EngineBroke, asyncio.CancelledError),
+            registry.entry(context(arrived=0.0), decision, 0) as request,
+        ):
+            request.answer = await stack.stream()
+            await text_of(request.answer)
+            await request.answer.aclose()
+            if error is not None:
+                raise error
+        assert registry.recent[-1].sla_met is met
+
+
+async def test_an_observer_that_fails_keeps_nothing_from_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    async with upstream_stack() as stack:
+        registry, seen = registry_of(stack), list[RequestRecord]()
+
+        def fail(_record: RequestRecord) -> None:
+            raise RuntimeError("full disk")
+
+        registry.observers += [fail, seen.append]
+        with registry.entry(context(), stack.decision(), 0):
+            pass
+        assert seen == [registry.recent[-1]]
+        assert "full disk" in caplog.text
+
+
+async def test_only_the_last_records_are_kept() -> None:
+    """All are counted; with none kept, too."""
+    async with upstream_stack() as stack:
+        for kept in (0, 2):
+            registry = registry_of(stack, kept)
+            for number in range(3):
+                with registry.entry(context(request_id=str(number)), stack.decision(), 0):
+                    pass
+            assert [record.request_id for record in registry.recent] == ["1", "2"][:kept]
+            assert (registry.totals["requests"], registry.totals["ok"]) == (3, 3)

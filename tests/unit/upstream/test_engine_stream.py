@@ -1,0 +1,291 @@
+"""One answer of an engine over a real socket: what is read of it, what is known of it, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from pydantic_core import to_json
+
+from router.telemetry.tracing import Telemetry
+from router.upstream.engine_request import RelayRequest
+from router.upstream.engine_stream import BufferedAnswer, EngineStream, continued_on
+from router.upstream.errors import EngineBroke, EngineRefused, EngineStalled, NoEngineAnswered
+from router.upstream.json_object import JsonObject
+from router.upstream.sse import Chunk
+from tests.fakes.engine import FINGERPRINT, PIECE, Behaviour
+from tests.unit.upstream_stack import HI, text_of, until, upstream_stack
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from tests.unit.upstream_stack import UpstreamStack
+
+pytestmark = pytest.mark.anyio
+FAST, BALANCED, PRECISE = TierName
+ANSWER = "The capital of France is Paris."
+LATER = 3600.0  # a deadline, in seconds from now, that no test reaches
+PLAIN = b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
+
+
+def relay(*, streamed: bool = False) -> RelayRequest:
+    """Return a request whose answer no other engine may continue."""
+    document = JsonObject.parse(to_json({"messages": [], "max_tokens": 9, "stream": streamed}))
+    return RelayRequest(document, "/v1/chat/completions", "chat", "w1", streamed, priority=None, wants_usage=False)
+
+
+async def relayed(stack: UpstreamStack) -> EngineStream:
+    """Open a streamed answer that no other engine may continue."""
+    answer = await stack.upstream.open(stack.decision(FAST), relay(streamed=True), elsewhere=False)
+    assert isinstance(answer, EngineStream)
+    return answer
+
+
+async def test_an_answer_is_known_once_it_is_complete() -> None:
+    async with upstream_stack(fast=Behaviour(prompt_tokens=12)) as stack:
+        answer = await stack.stream()
+        assert answer.ttft_ms is not None
+        assert (answer.complete, answer.usage, answer.tpot_ms, answer.finish_reason) == (False, {}, None, None)
+        assert await text_of(answer) == ANSWER
+        assert answer.complete
+        assert answer.usage == {"prompt_tokens": 12, "completion_tokens": 7, "total_tokens": 19}
+        assert (answer.output_tokens, answer.finish_reason, answer.failed_over) == (7, "stop", False)
+        assert answer.tpot_ms is not None
+        assert (answer.media_type or "").startswith("text/event-stream")
+        await answer.aclose()
+        assert (stack.replica(FAST).served, stack.held()) == (1, 0)
+
+
+async def test_an_answer_is_closed_once() -> None:
+    async with upstream_stack() as stack:
+        first, second = await stack.stream(), await stack.stream()
+        for _ in range(3):
+            await first.aclose()
+        assert stack.replica(FAST).in_flight == 1, "the other one's slot is its own"
+        await second.aclose()
+        assert stack.held() == 0
+
+
+async def test_tokens_are_counted_before_the_engine_gives_its_counts() -> None:
+    """By the ids of a chunk, of which one may hold several."""
+    async with upstream_stack(fast=Behaviour(group=3, break_after=6)) as stack:
+        answer = await stack.stream()
+        await answer.read()
+        with pytest.raises(EngineBroke):
+            while await answer.read():
+                pass
+        assert (answer.usage, answer.output_tokens) == ({}, 6)
+        await answer.aclose()
+
+
+async def test_an_answer_that_is_left_ends_at_the_engine() -> None:
+    """An engine computes nothing for nobody, and is not held to have failed."""
+    async with upstream_stack(fast=Behaviour(stall_after=2)) as stack:
+        answer = await stack.stream()
+        reading = asyncio.create_task(text_of(answer))
+        await until(lambda: answer.output_tokens == 2)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await answer.aclose()
+        assert (stack.held(), stack.replica(FAST).failed, stack.replica(FAST).served) == (0, 0, 0)
+        await until(lambda: not stack.engines[FAST].running)
+
+
+@pytest.mark.parametrize("fault", [{"break_after": 3}, {"error_after": 3}, {"error_with": 3}, {"nonsense_with": 3}])
+async def test_what_came_before_a_fault_is_read_before_it(fault: dict[str, Any]) -> None:
+    """Without anybody to go on with it, the fault is the caller's to tell."""
+    async with upstream_stack(fast=Behaviour(**fault)) as stack:
+        answer, found = await stack.stream(), []
+        with pytest.raises(EngineBroke) as broken:
+            while (chunks := await answer.read()) is not None:
+                found += [chunk.text for chunk in chunks]
+        assert "".join(found) == "The capital of"
+        assert not answer.complete
+        await answer.aclose(broken.value)
+        assert (stack.replica(FAST).failed, stack.replica(FAST).served, stack.held()) == (1, 0, 0)
+
+
+@pytest.mark.parametrize(("end", "why"), [(b"", "ended early"), (b"data: [DONE]\n\n", "without a finish reason")])
+async def test_a_stream_without_an_end_is_broken(end: bytes, why: str) -> None:
+    async with upstream_stack(fast=Behaviour(nonsense=PLAIN + end)) as stack:
+        answer = await relayed(stack)
+        assert await answer.read()
+        with pytest.raises(EngineBroke, match=why):
+            await answer.read()
+        await answer.aclose()
+
+
+async def test_a_silent_engine_has_stalled() -> None:
+    async with upstream_stack({"token_timeout_s": 0.1}, fast=Behaviour(stall_after=2)) as stack:
+        answer = await stack.stream()
+        with pytest.raises(EngineStalled, match=r"no token for 0\.1 s"):
+            await text_of(answer)
+        await answer.aclose()
+
+
+async def rest(answer: EngineStream, _broken: EngineBroke) -> AsyncGenerator[Chunk, None]:
+    """Continue any answer by two tokens."""
+    assert answer.progress is not None
+    for chunk in (Chunk(text=" new", token_ids=[1]), Chunk(text=" end", token_ids=[2], finish_reason="stop")):
+        answer.progress.note(chunk)
+        yield chunk
+
+
+async def test_a_broken_answer_goes_on_with_what_others_compute() -> None:
+    """Its counts are those of all engines together."""
+    async with upstream_stack(fast=Behaviour(break_after=3)) as stack:
+        answer = await stack.stream()
+        answer.resume = rest
+        assert await text_of(answer) == "The capital of new end"
+        assert (answer.failed_over, answer.complete, answer.finish_reason) == (True, True, "stop")
+        assert (answer.output_tokens, continued_on(answer)) == (5, [])
+        await answer.aclose()
+        assert stack.held() == 0
+
+
+async def test_an_answer_that_may_not_go_on_elsewhere_does_not() -> None:
+    """A relayed request without what a continuation needs has no progress, though somebody offers to go on."""
+    async with upstream_stack(fast=Behaviour(break_after=3)) as stack:
+        answer = await relayed(stack)
+        answer.resume = rest
+        assert answer.progress is None
+        with pytest.raises(EngineBroke):
+            await text_of(answer)
+        await answer.aclose()
+
+
+async def test_progress_knows_the_tokens_that_came() -> None:
+    async with upstream_stack(fast=Behaviour(break_after=3)) as stack:
+        answer = await stack.stream()
+        with pytest.raises(EngineBroke):
+            await text_of(answer)
+        assert answer.progress is not None
+        assert answer.progress.prompt_ids == [1, 2, 3]
+        assert answer.progress.output_ids == [PIECE, PIECE + 1, PIECE + 2]
+        assert answer.progress.text == "The capital of"
+        await answer.aclose()
+
+
+async def test_looking_ahead_loses_nothing_and_tells_how_sure_the_engine_is() -> None:
+    """The mean over the tokens asked for; what was read ahead is read again by the caller."""
+    async with upstream_stack(fast=Behaviour(certainty=-0.25)) as stack:
+        answer = await stack.stream(wants_logprobs=True)
+        begun_ms = answer.ttft_ms
+        sure = await answer.look_ahead(3, time.monotonic() + LATER)
+        assert sure is not None
+        assert math.isclose(sure, -0.25)
+        assert begun_ms is not None
+        assert answer.ttft_ms is not None
+        assert answer.ttft_ms > begun_ms, "the first token goes out only now"
+        assert await text_of(answer) == ANSWER
+        await answer.aclose()
+
+
+async def test_looking_ahead_ends_with_the_answer() -> None:
+    async with upstream_stack() as stack:
+        answer = await stack.stream(wants_logprobs=True)
+        assert await answer.look_ahead(1000, time.monotonic() + LATER) == pytest.approx(-0.1)
+        assert (await text_of(answer), answer.complete) == (ANSWER, True)
+        await answer.aclose()
+
+
+async def test_what_comes_after_the_deadline_is_left_for_the_reader() -> None:
+    """By what has come until then it is judged; the read that was begun is not lost."""
+    async with upstream_stack() as stack:
+        answer = await stack.stream(wants_logprobs=True)
+        assert await answer.look_ahead(1000, time.monotonic()) == pytest.approx(-0.1)
+        assert await text_of(answer) == ANSWER
+        await answer.aclose()
+
+
+@pytest.mark.parametrize(("tier", "asked"), [(PRECISE, True), (FAST, False)])
+async def test_who_was_not_asked_is_not_looked_at(tier: TierName, *, asked: bool) -> None:
+    """The highest precision has none above it; callers who did not ask are given no log-probabilities."""
+    async with upstream_stack() as stack:
+        answer = await stack.stream(tier, wants_logprobs=asked)
+        assert await answer.look_ahead(3, time.monotonic() + LATER) is None
+        assert "logprobs" not in stack.engines[tier].requests[-1]
+        await answer.aclose()
+
+
+async def test_an_engine_that_breaks_while_it_is_looked_at_is_broken() -> None:
+    async with upstream_stack(fast=Behaviour(error_after=3)) as stack:
+        answer = await stack.stream(wants_logprobs=True)
+        with pytest.raises(EngineBroke):
+            await answer.look_ahead(5, time.monotonic() + LATER)
+        await answer.aclose()
+        assert stack.held() == 0
+
+
+async def test_a_whole_answer_is_read_before_it_is_passed_on() -> None:
+    async with upstream_stack(fast=Behaviour(prompt_tokens=5)) as stack:
+        answer = await stack.upstream.open(stack.decision(FAST), relay())
+        assert isinstance(answer, BufferedAnswer)
+        assert (answer.complete, answer.finish_reason, answer.output_tokens) == (True, "stop", 7)
+        assert answer.usage["prompt_tokens"] == 5
+        assert (answer.ttft_ms, answer.tpot_ms) == (None, None), "no token was seen to come"
+        assert answer.media_type == "application/json"
+        assert FINGERPRINT.encode() in answer.content
+        await answer.aclose()
+        assert stack.held() == 0
+
+
+CHOICE = b'{"index":0,"message":{"role":"assistant","content":"x"},"finish_reason":"stop"}'
+USAGE = b'{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2}'
+NO_COMPLETIONS = {
+    "no JSON": b"x",
+    "no object": b"[]",
+    "no choices": b'{"usage":' + USAGE + b"}",
+    "empty choices": b'{"choices":[],"usage":' + USAGE + b"}",
+    "a choice without text": b'{"choices":[{"index":0}],"usage":' + USAGE + b"}",
+    "an odd finish reason": b'{"choices":[{"text":"x","finish_reason":5}],"usage":' + USAGE + b"}",
+    "no usage": b'{"choices":[' + CHOICE + b"]}",
+    "odd usage": b'{"choices":[' + CHOICE + b'],"usage":{"prompt_tokens":-1}}',
+}
+
+
+@pytest.mark.parametrize("body", NO_COMPLETIONS.values(), ids=NO_COMPLETIONS.keys())
+async def test_a_whole_answer_that_is_no_completion_is_a_failure(body: bytes) -> None:
+    async with upstream_stack(fast=Behaviour(nonsense=body)) as stack:
+        with pytest.raises(NoEngineAnswered, match="not a completion"):
+            await stack.upstream.open(stack.decision(FAST), relay(), elsewhere=False)
+        assert (stack.replica(FAST).failed, stack.held()) == (1, 0)
+
+
+async def test_a_span_tells_how_an_answer_went() -> None:
+    """Times, counts and the reason of its end are on the attempt's span; the prompt is not."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    async with upstream_stack(telemetry=Telemetry(provider)) as stack:
+        with provider.get_tracer("test").start_as_current_span("request"):
+            answer = await stack.stream()
+        await text_of(answer)
+        await answer.aclose()
+    (span,) = (each for each in exporter.get_finished_spans() if each.name.startswith("chat"))
+    found = dict(span.attributes or {})
+    assert found["gen_ai.response.finish_reasons"] == ("stop",)
+    assert (found["gen_ai.usage.input_tokens"], found["gen_ai.usage.output_tokens"]) == (10, 7)
+    assert found["qarr.ttft_ms"] == answer.ttft_ms
+    assert found["qarr.tpot_ms"] == answer.tpot_ms
+    assert [event.name for event in span.events] == ["qarr.first_token"]
+
+
+async def test_a_refusals_words_are_not_on_the_span() -> None:
+    """An engine may quote the prompt in them."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    async with upstream_stack(telemetry=Telemetry(provider), fast=Behaviour(status=400, error="SECRET")) as stack:
+        with provider.get_tracer("test").start_as_current_span("request"), pytest.raises(EngineRefused):
+            await stack.upstream.open(stack.decision(FAST), replace(HI, request_id="r2"))
+    (span,) = (each for each in exporter.get_finished_spans() if each.name.startswith("chat"))
+    assert dict(span.attributes or {})["http.response.status_code"] == 400
+    assert "SECRET" not in span.to_json()

@@ -1,0 +1,126 @@
+"""Upstream over fake engines on real sockets, without the rest of a router."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from classifier import PromptClass, PromptFeatures
+from router.policy.decide import decide
+from router.policy.decision import Query
+from router.policy.table import PolicyStore
+from router.settings import load_settings
+from router.telemetry.tracing import Telemetry
+from router.upstream.client import Upstream
+from router.upstream.engine_request import ChatRequest
+from router.upstream.engine_stream import EngineStream
+from router.upstream.http import make_transport
+from tests.fakes.engine import Behaviour, FakeEngine
+from tiers.fleet import Fleet, Replica
+from tiers.spec import ReplicaState, TierName, TierSpec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from starlette.types import ASGIApp
+
+    from router.policy.decision import Decision
+    from router.settings import Settings
+
+LIMIT = 4  # slots of each replica
+QUERY = Query(PromptFeatures(2, 1, 1, True, False, False, None, PromptClass.CHAT, 0.9, ()), 20, 100)
+HI = ChatRequest(({"role": "user", "content": "hi"},), 100, 0.0, 0, "r1")
+
+
+@dataclass(slots=True)
+class UpstreamStack:
+    """Upstream, its fleet of one replica a tier, and their engines' behaviours."""
+
+    upstream: Upstream
+    fleet: Fleet
+    policy: PolicyStore
+    settings: Settings
+    telemetry: Telemetry
+    engines: dict[TierName, Behaviour]
+
+    def replica(self, tier: TierName) -> Replica:
+        """Return a tier's replica."""
+        return next(r for r in self.fleet.replicas if r.spec.name is tier)
+
+    def decision(self, tier: TierName = TierName.FAST, **query: Any) -> Decision:
+        """Return the decision for a tier by hint."""
+        decision = decide(replace(QUERY, hint=tier, **query), self.fleet.snapshot(), self.policy.table)
+        assert decision.tier is tier
+        return decision
+
+    async def stream(self, tier: TierName = TierName.FAST, **request: Any) -> EngineStream:
+        """Open a streamed answer on a tier."""
+        answer = await self.upstream.open(self.decision(tier), replace(HI, **request), elsewhere=False)
+        assert isinstance(answer, EngineStream)
+        return answer
+
+    def held(self) -> int:
+        """Return what leases hold, in slots and tokens."""
+        return sum(r.in_flight + r.slots + r.prompt_tokens + r.output_tokens for r in self.fleet.replicas)
+
+    def asked(self) -> list[int]:
+        """Return the requests of each engine."""
+        return [len(engine.requests) for engine in self.engines.values()]
+
+
+@asynccontextmanager
+async def upstream_stack(
+    overrides: dict[str, Any] | None = None, telemetry: Telemetry | None = None, **behaviours: Behaviour
+) -> AsyncIterator[UpstreamStack]:
+    """Run an upstream in front of one fake engine a tier; ``overrides`` are settings of ``upstream``."""
+    async with AsyncExitStack() as cleanup:
+        engines = {name: behaviours.get(name.value, Behaviour()) for name in TierName}
+        urls = [await cleanup.enter_async_context(_serving(FakeEngine(b).app)) for b in engines.values()]
+        settings = load_settings(None, {"upstream": overrides or {}})
+        specs = tuple(TierSpec(name, 4096, 16, LIMIT, urls=(url,)) for name, url in zip(TierName, urls, strict=True))
+        fleet = Fleet(specs)
+        for spec in specs:
+            fleet.add(Replica(f"{spec.name}-0", spec, spec.urls[0], "", "fake", state=ReplicaState.READY))
+        policy, telemetry = PolicyStore(settings.policy, fleet), telemetry or Telemetry(None)
+        upstream = Upstream(fleet, make_transport(0), settings.upstream, telemetry, policy)
+        cleanup.push_async_callback(upstream.aclose)
+        yield UpstreamStack(upstream, fleet, policy, settings, telemetry, engines)
+
+
+@asynccontextmanager
+async def _serving(app: ASGIApp) -> AsyncIterator[str]:
+    """Serve an application by uvicorn's protocol alone: its server takes tenths of a second to start and to stop."""
+    config, state = uvicorn.Config(app, log_config=None, ws="none", lifespan="off"), ServerState()
+    config.load()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: config.http_protocol_class(config=config, server_state=state, app_state={}), "127.0.0.1"
+    )
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for connection in state.connections:
+            connection.transport.abort()
+        for task in state.tasks:
+            task.cancel()
+        await asyncio.gather(*state.tasks, return_exceptions=True)
+
+
+async def text_of(answer: EngineStream) -> str:
+    """Read an answer to its end, and return its text."""
+    found = []
+    while (chunks := await answer.read()) is not None:
+        found += [chunk.text for chunk in chunks]
+    return "".join(found)
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    """Wait until something has happened, as soon as the event loop shows it."""
+    async with asyncio.timeout(10):
+        while not happened():
+            await asyncio.sleep(0.001)
