@@ -15,8 +15,8 @@ from router.policy.table import PolicyStore, policy_table
 from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS, load_settings
 from tests.unit.policy.made_profiles import IDENTITIES, certainties, fit, latency, loss, quality
 from tests.unit.policy.test_decide import query
-from tiers.fleet import Fleet
-from tiers.spec import TierName, TierSpec
+from tiers.fleet import Fleet, Replica
+from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -133,14 +133,13 @@ def test_new_speeds_replace_those_of_running_replicas_and_equal_ones_do_not(tmp_
     fleet = made_fleet()
     store = PolicyStore(settings(tmp_path), fleet)
     learned = fit(FAST, 11).model
-    for replica in fleet.replicas:
-        replica.speed = learned
+    replica = fleet.add(Replica("fast-0", fleet.specs[0], "u", "", "m", speed=learned))
     write(tmp_path, latency({FAST: 10}), at=2.0)
     store.take_up()
-    assert all(replica.speed is learned for replica in fleet.replicas)
+    assert replica.speed is learned
     write(tmp_path, latency({FAST: 12}), at=3.0)
     store.take_up()
-    assert all(replica.speed is None for replica in fleet.replicas)
+    assert replica.speed is None
     assert fleet.speeds[FAST].step_base_ms == 12
 
 
@@ -176,6 +175,15 @@ def test_checks_without_a_measurement_are_warned_of(tmp_path: Path, caplog: pyte
 
 
 def test_successors_are_those_of_the_fleet_now() -> None:
-    """A fleet without a ready replica has none; the policy does not remember another state."""
-    store = PolicyStore(settings(), made_fleet())
+    """Replicas that are added, and become ready, count at once; a tier does not follow itself."""
+    fleet = made_fleet()
+    store = PolicyStore(settings(), fleet)
     assert store.successors(FAST, query()) == ()
+    fast, precise = (
+        fleet.add(Replica(f"{spec.name}-0", spec, "u", "", "m", state=ReplicaState.READY))
+        for spec in (fleet.specs[0], fleet.specs[2])
+    )
+    assert store.successors(FAST, query()) == (PRECISE,)
+    precise.state = ReplicaState.FAILED
+    assert store.successors(FAST, query()) == ()
+    assert store.successors(BALANCED, query()) == (fast.spec.name,)
