@@ -1,7 +1,7 @@
 """Callers' keys: made, kept as hashes in one file, looked up, revoked.
 
-A key has 256 random bits, so that one SHA-256 is hash enough: there is nothing to guess. The file is read again when it
-has changed; a running router needs no restart.
+A key has 256 random bits: it cannot be guessed, so one SHA-256 is enough. A running router reads the file again when it has
+changed.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from router.policy.decision import Priority  # noqa: TC001  pydantic reads it
+from router.policy.profiles import first_fault
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 log = logging.getLogger(f"qarr.{__name__}")
 PREFIX = "qarr-"
-RELOAD_S = 1.0  # a change of the file is seen at the latest after this
+RELOAD_S = 1.0  # a change of the file takes effect within this time
 
 
 class KeysError(Exception):
@@ -39,7 +40,15 @@ class KeysError(Exception):
 
 
 class Unauthorized(Exception):
-    """A request without a key, or with one that is not known or was revoked."""
+    """A request has no key, or one that is not known or was revoked."""
+
+
+class BeyondKey(Exception):
+    """A request asks for more than its key allows, and the key refuses such requests."""
+
+    def __init__(self, field: str, asked: str, allowed: str) -> None:
+        super().__init__(f"{field} {asked} is beyond this key: it allows {allowed}")
+        self.field, self.asked, self.allowed = field, asked, allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,15 @@ class Quota:
         """Tell whether there is nothing to count."""
         return self == _UNLIMITED
 
+    @property
+    def limits(self) -> dict[Literal["requests", "tokens", "concurrent"], int | None]:
+        """Return the limits by the names that errors and headers use."""
+        return {
+            "requests": self.requests_per_minute,
+            "tokens": self.tokens_per_minute,
+            "concurrent": self.concurrent_requests,
+        }
+
 
 _UNLIMITED = Quota()
 
@@ -65,11 +83,8 @@ class Caller:
 
     Attributes:
         key_id: Names the key in logs; not secret. Empty for callers without a key.
-        tiers: Tiers that may serve it.
-        over: What happens to a hint or priority beyond what is allowed: taken down and disclosed, or refused.
-        max_priority: Highest priority.
-        quota: Limits by the minute, and at once.
-        admin: May operate on replicas, and look at everybody's requests.
+        over: What happens to a hint or priority beyond what is allowed: lowered and disclosed, or refused.
+        admin: May operate on replicas, and see everybody's requests.
     """
 
     key_id: str
@@ -82,11 +97,11 @@ class Caller:
 
     @property
     def sees_all(self) -> bool:
-        """Tell whether it may see everybody's requests, and where engines are: operators, and all where no key is needed."""
+        """Tell whether the caller may see everybody's requests and engines' addresses: admins, and all without keys."""
         return self.admin or not self.key_id
 
     def sees(self, key_id: str) -> bool:
-        """Tell whether it may look at the requests of a key."""
+        """Tell whether the caller may see the requests of a key."""
         return self.sees_all or key_id == self.key_id
 
 
@@ -119,13 +134,13 @@ class KeyRecord(BaseModel):
         return tiers
 
     def caller(self) -> Caller:
-        """Return whom the key stands for."""
+        """Return the key's caller."""
         quota = Quota(self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
         return Caller(self.id, self.name, frozenset(self.tiers), self.over, self.max_priority, quota, self.admin)
 
 
 class KeyFile(BaseModel):
-    """The file."""
+    """The key file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -134,13 +149,13 @@ class KeyFile(BaseModel):
 
 
 class KeyStore:
-    """The keys of one file. Keys are asked for as soon as the file exists, even when all in it are revoked."""
+    """The keys of one file. Requests need a key as soon as the file exists, even when all its keys are revoked."""
 
     def __init__(self, path: Path) -> None:
         """Read the file.
 
         Raises:
-            KeysError: It is there and cannot be used.
+            KeysError: It exists and cannot be used.
         """
         self.path = path
         self._callers: dict[str, tuple[str, Caller]] = {}
@@ -155,10 +170,10 @@ class KeyStore:
         return self._seen is not None
 
     def find(self, key: str) -> Caller:
-        """Return whom a key stands for.
+        """Return a key's caller.
 
-        How long it takes tells nothing of the keys: only hashes are looked up, which a sender cannot steer, and the last
-        step compares in constant time.
+        The time that it takes tells nothing about the keys: only hashes are looked up, which a sender cannot choose, and
+        the last step compares in constant time.
 
         Raises:
             Unauthorized: The key is not known, or was revoked.
@@ -171,7 +186,7 @@ class KeyStore:
         return caller
 
     def holds(self, caller: Caller) -> bool:
-        """Tell whether a caller would still be let in, with the same rights."""
+        """Tell whether a caller still has access, with the same rights."""
         if not self.required:
             return caller == ANONYMOUS
         return any(known == caller for _, known in self._callers.values())
@@ -186,7 +201,7 @@ class KeyStore:
                 return
             self._load()
         except KeysError as error:
-            log.error("%s; the keys read before stay in force", error)  # noqa: TRY400  the text says it all
+            log.error("%s; the keys read before stay in force", error)  # noqa: TRY400  the text says enough
             return
         log.info("keys read again from %s: %d in force", self.path, len(self._callers))
 
@@ -208,7 +223,7 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
     """Return the keys of a file, revoked ones too; none if there is no file.
 
     Raises:
-        KeysError: The file cannot be read or is not a key file.
+        KeysError: The file cannot be read, or is no key file.
     """
     try:
         return KeyFile.model_validate_json(path.read_bytes()).keys
@@ -217,13 +232,11 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
     except OSError as error:
         raise KeysError(f"the key file {path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise KeysError(f"the key file {path} is not valid: {where}: {first['msg']}") from None
+        raise KeysError(f"the key file {path} is not valid: {first_fault(error)}") from None
 
 
 def add_key(path: Path, name: str, **rights: object) -> tuple[str, KeyRecord]:
-    """Make a key and add it to the file, which is made where there is none.
+    """Make a key and add it to the file; a missing file is made.
 
     Args:
         path: The file.
@@ -231,7 +244,7 @@ def add_key(path: Path, name: str, **rights: object) -> tuple[str, KeyRecord]:
         rights: Fields of ``KeyRecord``.
 
     Returns:
-        The key, which is kept nowhere, and its record.
+        The key, which is stored nowhere, and its record.
 
     Raises:
         KeysError: The name is taken, a right is not valid, or the file cannot be used.
@@ -241,9 +254,7 @@ def add_key(path: Path, name: str, **rights: object) -> tuple[str, KeyRecord]:
     try:
         record = KeyRecord.model_validate({**fields, **rights})
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise KeysError(f"{where}: {first['msg']} (got {first['input']!r})") from None
+        raise KeysError(f"{first_fault(error)} (got {error.errors()[0]['input']!r})") from None
     with _locked(path):
         keys = read_keys(path)
         if any(k.name == name and k.revoked is None for k in keys):
@@ -277,13 +288,13 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, keys: tuple[KeyRecord, ...]) -> None:
-    """Replace the file as a whole: a reader sees the old one or the new one. Only its owner may read it."""
+    """Replace the file atomically: a reader sees the old one or the new one. Only its owner may read it."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     with os.fdopen(handle, "w") as file:
         file.write(KeyFile(keys=keys).model_dump_json(indent=2, exclude_none=True))
         file.flush()
         os.fsync(file.fileno())
-    os.replace(name, path)  # noqa: PTH105  both are plain strings or paths
+    Path(name).replace(path)
 
 
 def _state_of(path: Path) -> tuple[int, int, int] | None:
@@ -291,14 +302,6 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
         stat = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:  # a file that cannot be looked at may hold keys: that must not open the door
+    except OSError as error:  # a file that cannot be looked at may hold keys: requests must not pass without one
         raise KeysError(f"the key file {path} cannot be read: {error.strerror}") from error
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
-
-
-class BeyondKey(Exception):
-    """A key that refuses what it does not allow was asked for more."""
-
-    def __init__(self, field: str, asked: str, allowed: str) -> None:
-        super().__init__(f"{field} {asked} is beyond this key: it allows {allowed}")
-        self.field, self.asked, self.allowed = field, asked, allowed

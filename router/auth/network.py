@@ -1,4 +1,4 @@
-"""Who is on this machine."""
+"""Which addresses are this machine's own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether an address or name is this machine's own."""
+    """Tell whether a host name or address is of the loopback interface. Names other than ``localhost`` are not resolved."""
     if host == "localhost":
         return True
     try:

@@ -16,7 +16,7 @@ from router.deployment.layout import make_deployment, prepare_options
 from router.deployment.run import Told, check_files, listen, open_keys, run
 from router.server.handover import HandoverClient, control_path
 from router.settings import load_settings
-from router.telemetry.logs import start_logging
+from router.telemetry.logs import Logging
 from tiers.checkpoints.prepare import finished
 from tiers.plan import GIB
 from tiers.preparing import about
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from router.auth.api_keys import KeyStore
     from router.deployment.layout import Deployment
-    from router.telemetry.logs import Logging
     from tiers.fleet import Fleet, Replica
     from tiers.plan import Plan
     from tiers.spec import TierSpec
@@ -47,7 +46,7 @@ def up(
         {"server": {"host": host, "port": port}, "model": {"name": model, "calibration": calibration}},
     )
     check_files(settings)
-    logging = start_logging(settings.telemetry)
+    logging = Logging(settings.telemetry)
     keys = open_keys(settings)
     sock = listen(settings)
     needed = any(not t.urls and t.checkpoint is None for t in tier_settings(settings))
@@ -80,7 +79,7 @@ def serve(
         fail("no engine is given: name at least one with --fast, --balanced or --precise URL, or use 'qarr up'")
     check_files(settings)
     deployment = make_deployment(settings, (), start_engines=False, tokenizer=tokenizer)
-    logging = start_logging(settings.telemetry)
+    logging = Logging(settings.telemetry)
     baton = None
     if takeover:
         baton, sock = HandoverClient.ask(control_path(settings.server.runtime_dir, settings.server.port))

@@ -102,10 +102,10 @@ class RequestMetrics:
             self._sla.labels(kind, tier, "met" if record.sla_met else "missed").inc()
         if served_by is None:
             return
-        exemplar = {"trace_id": record.trace_id}
+        exemplar, chosen = {"trace_id": record.trace_id}, record.decision.chosen
         self._prompt_tokens.labels(kind, tier).inc(record.prompt_tokens)
         self._output_tokens.labels(kind, tier).inc(record.output_tokens)
-        self._cost.labels(kind, tier).inc(record.cost or 0.0)
+        self._cost.labels(kind, tier).inc((chosen.cost if chosen else None) or 0.0)
         self._queue.labels(record.priority).observe(record.queue_ms / 1000, exemplar)
         if record.overhead_ms is not None:
             self._overhead.observe(record.overhead_ms / 1000, exemplar)
@@ -130,14 +130,15 @@ class RequestMetrics:
 
     def _observe_predictions(self, record: RequestRecord, tier: str) -> None:
         """Hold predictions against what was seen, where nothing came between them."""
-        if not record.undisturbed:
+        chosen = record.decision.chosen
+        if chosen is None or not record.undisturbed:
             return
         seen_ttft_ms = (
             None if record.ttft_ms is None else record.ttft_ms - record.queue_ms - (record.overhead_ms or 0.0)
         )
         for kind, predicted, seen in (
-            ("ttft", record.predicted_ttft_ms, seen_ttft_ms),
-            ("tpot", record.predicted_tpot_ms, record.tpot_ms),
+            ("ttft", chosen.predicted_ttft_ms, seen_ttft_ms),
+            ("tpot", chosen.predicted_tpot_ms, record.tpot_ms),
         ):
             if predicted is not None and seen is not None and seen > 0:
                 self._off.labels(tier, kind).observe(abs(predicted - seen) / seen)

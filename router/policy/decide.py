@@ -1,8 +1,8 @@
 """Choose a tier. Pure: facts about the request and a fleet snapshot in, a decision with reasons out.
 
-Precedence: what is possible (context, readiness, room), then ``require``, then the SLA's bounds, then the hint, then what
-the prompt's class needs; among the tiers that are left, the cheapest by measured engine
-time. What loses is named in the reason.
+Precedence: what is possible (context, readiness, free slots), then ``require``, then the SLA's bounds, then the hint, then
+the needs of the prompt's class. Of the tiers that remain, the cheapest by measured engine time serves. The reason names
+what was given up.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from router.policy.decision import Bound, ExpectedLoss, PolicyParameters, Query
     from tiers.fleet import Expectation, FleetSnapshot, ReplicaSnapshot, TierSnapshot
+    from tiers.speed import SpeedModel
 
 STARTING_RETRY_S = 10.0  # engines start and warm in tens of seconds
 UNKNOWN_RETRY_S = 1.0  # a slot frees up with the next finished request
@@ -31,13 +32,13 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """What the prompt's class needs, in words and as bounds.
+    """What the prompt's class needs.
 
     Attributes:
-        who: Needs it.
-        floor: The lowest tier to take where loss is not measured.
-        max_loss: Share of tokens, 0..1, where loss is measured: what the request asks for, else what the class bears.
-        at_least: The lowest tier to take in any case, and for whose sake; None: any.
+        who: Subject of the sentences about it.
+        floor: Lowest tier where loss is not measured.
+        max_loss: Share of tokens, 0..1, where loss is measured: the request's own bound, else the class's.
+        at_least: Lowest tier whatever is measured, and the subject that wants it; None: any tier.
     """
 
     who: str
@@ -48,7 +49,14 @@ class _Need:
 
 @dataclass(slots=True)  # never changed; freezing would cost a tenth of a decision
 class _TierEstimate:
-    """One tier, and what can be expected of it. None: not known, or nothing against it."""
+    """What can be expected of one tier. None: not known.
+
+    Attributes:
+        cost: Engine-seconds, times the tier's price.
+        excess: Largest ratio of a predicted time to its bound.
+        obstacle: Why the tier cannot serve now; None: it can. ``slow``, ``lossy`` and ``unfit`` likewise say why it
+            breaks a bound on time, breaks the bound on loss, or is below what the class needs.
+    """
 
     tier: TierSnapshot
     replica: ReplicaSnapshot | None
@@ -66,25 +74,27 @@ class _TierEstimate:
         return self.tier.spec.name
 
     @property
-    def under_load(self) -> bool:
-        return self.replica is not None and self.replica.speed is not None and self.replica.speed.under_load
+    def speed(self) -> SpeedModel | None:
+        return None if self.replica is None else self.replica.speed
 
     @property
-    def learned(self) -> bool:
-        return self.replica is not None and self.replica.speed is not None and self.replica.speed.learned
+    def under_load(self) -> bool:
+        return self.speed is not None and self.speed.under_load
+
+    @property
+    def breaks(self) -> str | None:
+        """Return why the tier cannot serve the request within its bounds, or None."""
+        return self.obstacle[1] if self.obstacle is not None else self.lossy or self.slow
 
 
 def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decision:
     """Choose the cheapest tier that serves the request as asked, or refuse it."""
-    confidence = table.sla_confidence if query.sla.confidence is None else query.sla.confidence
-    z = _NORMAL.inv_cdf(confidence)
-    need = _need(query, table)
-    in_flight = fleet.sequences
-    share, long = fleet.output_share, fleet.long_prompt_tokens
-    estimates = [_look(tier, query, share, in_flight, long, table, z, need) for tier in fleet.tiers]
+    z = _NORMAL.inv_cdf(table.sla_confidence if query.sla.confidence is None else query.sla.confidence)
+    need, in_flight = _need(query, table), fleet.sequences
+    estimates = [_estimate(tier, query, fleet, in_flight, table, z, need) for tier in fleet.tiers]
     asked = [o for o in estimates if not (query.require and query.hint) or o.name is query.hint]
     possible = [o for o in asked if o.obstacle is None]
-    within = [o for o in possible if o.slow is None and o.lossy is None]
+    within = [o for o in possible if o.breaks is None]
     if not possible or (query.require and not within):
         return _refuse(query, fleet, estimates, asked, Refusal.SLA_UNMET if possible else None, z)
     degraded: tuple[Bound, ...]
@@ -95,18 +105,18 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decis
         chosen, degraded = _nearest(query, possible, table)
         basis = Basis.DEGRADED_QUALITY if "quality" in degraded else Basis.DEGRADED_LATENCY
         reason = f"no tier is expected to meet the SLA: {' and '.join(degraded)} given up, {chosen.name} taken"
-    reasons = [reason]
     if query.hint is not None and chosen.name is not query.hint:  # first: what was asked for and is not given
-        reasons.insert(0, f"hint {query.hint} not taken: {_why_not(query, estimates)}")
+        hinted = next(o for o in estimates if o.name is query.hint)
+        reason = f"hint {query.hint} not taken: {hinted.breaks or 'not chosen'}; {reason}"
     if query.sla.max_quality_loss is not None and within and not table.losses:
-        reasons.append("loss is not measured yet, so only the reference precision is sure to keep max_quality_loss")
+        reason += "; loss is not measured yet, so only the reference precision is sure to keep max_quality_loss"
     spare = [] if query.require else [o for o in possible if o is not chosen]
     return Decision(
         tier=chosen.name,
         precision=chosen.tier.spec.precision,
-        reason="; ".join(reasons),
+        reason=reason,
         query=query,
-        fallbacks=_fallback_order(chosen.name, [(o.name, o.replica) for o in spare], table.max_slowdown),
+        fallbacks=_fallback_order(chosen.name, [(o.name, o.speed) for o in spare], table.max_slowdown),
         verdicts=tuple(_verdict(o, chosen) for o in estimates),
         basis=basis,
         degraded=degraded,
@@ -114,7 +124,7 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decis
 
 
 def _need(query: Query, table: PolicyParameters) -> _Need:
-    """Return what the class needs. An unsure class asks for one tier more; a hint that cannot be taken is a floor."""
+    """Return what the class needs. An uncertain class gets a floor one tier higher; a hint that fails is a floor itself."""
     features = query.features
     kind = features.prompt_class
     floor, asked = table.class_floor[kind], query.sla.max_quality_loss
@@ -132,30 +142,29 @@ def _need(query: Query, table: PolicyParameters) -> _Need:
     return _Need(who, floor, max_loss, at_least)
 
 
-def _look(  # noqa: PLR0917  called here alone
+def _estimate(  # noqa: PLR0917  called here alone
     tier: TierSnapshot,
     query: Query,
-    output_share: float,
+    fleet: FleetSnapshot,
     in_flight: int,
-    long_prompt_tokens: int,
     table: PolicyParameters,
     z: float,
     need: _Need,
 ) -> _TierEstimate:
-    """Find out what can be expected of one tier."""
-    spec, expected, prompt_tokens = tier.spec, output_share * query.max_tokens * query.sequences, query.tokens_to_read
-    free = tier.next(prompt_tokens, expected, long_prompt_tokens, query.sequences)
+    """Return what can be expected of one tier."""
+    spec, share, prompt_tokens = tier.spec, fleet.output_share, query.tokens_to_read
+    output = share * query.max_tokens * query.sequences
+    free = tier.next(prompt_tokens, output, fleet.long_prompt_tokens, query.sequences)
     replica = free or next(iter(tier.ready), None)
     times = cost = None
     if replica is not None and replica.speed is not None:
-        times = replica.expect(prompt_tokens, spec.max_num_seqs, output_share, query.sequences)
-        output = max(expected, 1.0)
+        times = replica.expect(prompt_tokens, spec.max_num_seqs, share, query.sequences)
         batch = min(in_flight + query.sequences, spec.max_num_seqs)
-        engine_ms = replica.speed.engine_ms(prompt_tokens, output, batch)
+        engine_ms = replica.speed.engine_ms(prompt_tokens, max(output, 1.0), batch)
         cost = engine_ms / 1000 * table.prices.get(spec.name, 1.0)
     loss = table.loss(spec.name, query.features)
-    sure = query.features.confidence >= table.min_confidence
-    worst = None if loss is None else loss.at(z) if sure else loss.high
+    certain = query.features.confidence >= table.min_confidence
+    worst = None if loss is None else loss.at(z) if certain else loss.high
     slow, excess = _slow(query, times, z)
     return _TierEstimate(
         tier=tier,
@@ -186,15 +195,14 @@ def _obstacle(tier: TierSnapshot, query: Query, *, full: bool) -> tuple[Refusal,
 
 
 def _not_ready(tier: TierSnapshot) -> str:
-    """Return the state of a tier that is not ready, and about when it will be."""
+    """Return the state of a tier that is not ready, and about when it will be ready."""
     preparing = tier.preparing
     if preparing is None:
         return f"is {tier.state.value}"
     if preparing.failed is not None:
         return "has no checkpoint: it could not be made"
-    left = f", ready in {about(preparing.remaining_s)}" if preparing.remaining_s is not None else ""
-    making = tier.state is ReplicaState.PREPARING
-    return f"{'is being prepared' if making else f'is {tier.state.value}'}{left}"
+    state = "being prepared" if tier.state is ReplicaState.PREPARING else tier.state.value
+    return f"is {state}" + ("" if preparing.remaining_s is None else f", ready in {about(preparing.remaining_s)}")
 
 
 def _full(tier: TierSnapshot, sequences: int) -> str:
@@ -202,13 +210,13 @@ def _full(tier: TierSnapshot, sequences: int) -> str:
     admitting = [r for r in tier.ready if r.admits]
     if not admitting:
         wait_s = min(r.admits_in_s for r in tier.ready)
-        return f"failed too often lately, and is tried again in {wait_s:.1f} s"
+        return f"failed too often lately; the next try is in {wait_s:.1f} s"
     limits = [min(r.limit, tier.spec.max_in_flight) for r in admitting]
     free = [r for r, limit in zip(admitting, limits, strict=True) if r.taken < limit]
     if not free:
-        return f"has all of its {sum(limits)} places taken"
+        return f"has all of its {sum(limits)} slots taken"
     if not any(has_slots(sequences, r.taken, limit) for r, limit in zip(admitting, limits, strict=True)):
-        return f"has too few of its {sum(limits)} places free for {sequences} answers at the same time"
+        return f"has too few of its {sum(limits)} slots free for {sequences} answers at the same time"
     if all(r.kv_pressure for r in free):
         usage = max(r.gauges.kv_cache_usage if r.gauges else 0.0 for r in free)
         return f"has {usage:.0%} of its KV cache in use, too much for a long prompt"
@@ -216,9 +224,10 @@ def _full(tier: TierSnapshot, sequences: int) -> str:
 
 
 def _slow(query: Query, times: Expectation | None, z: float) -> tuple[str | None, float]:
-    """Return the latency bound that a tier is not sure enough to keep, if any, and the largest ratio of time to bound.
+    """Return which bound a tier's times break with the confidence asked for, and the largest ratio of time to bound.
 
-    An unknown latency breaks no bound. Times scatter about the prediction as a log-normal distribution.
+    An unknown time breaks no bound. Times are log-normally distributed about the prediction; ``z`` is the confidence as a
+    quantile of the normal distribution.
     """
     if times is None:
         return None, 0.0
@@ -238,7 +247,7 @@ def _slow(query: Query, times: Expectation | None, z: float) -> tuple[str | None
 
 
 def _lossy(query: Query, loss: ExpectedLoss | None, worst: float | None) -> str | None:
-    """Return how a tier is not sure enough to keep the loss asked for, or None."""
+    """Return how a tier breaks the bound on loss with the confidence asked for, or None."""
     bound = query.sla.max_quality_loss
     if bound is None:
         return None
@@ -263,7 +272,7 @@ def _unfit(tier: TierName, worst: float | None, need: _Need) -> str | None:
 def _choose(
     query: Query, within: Sequence[_TierEstimate], asked: Sequence[_TierEstimate], table: PolicyParameters, need: _Need
 ) -> tuple[_TierEstimate, str, Basis]:
-    """Choose among tiers that meet the SLA, and say why. ``within`` is not empty and rises in precision."""
+    """Choose among the tiers that meet the SLA, and say why. ``within`` is not empty, and sorted by rising precision."""
     for estimate in within:
         if estimate.name is query.hint:
             return estimate, f"hint {query.hint}", Basis.HINT
@@ -288,7 +297,7 @@ def _cheapest(fit: Sequence[_TierEstimate], need: _Need) -> tuple[_TierEstimate,
     chosen = min(fit, key=_cost)
     others = ", ".join(f"{o.name} {_cost(o):.2g}" for o in fit if o is not chosen)
     compared = f"{_cost(chosen):.2g} engine-seconds, {others}" if others else "no other does"
-    learned = "; speed learned from live requests" if any(o.learned for o in fit) else ""
+    learned = "; speed learned from live requests" if any(o.speed is not None and o.speed.learned for o in fit) else ""
     return chosen, f"{need.who}: cheapest tier that meets its needs is {chosen.name} ({compared}{learned})"
 
 
@@ -297,38 +306,32 @@ def _cost(estimate: _TierEstimate) -> float:
 
 
 def _lowest(fit: Sequence[_TierEstimate], table: PolicyParameters, need: _Need) -> tuple[_TierEstimate, str]:
-    """Choose the lowest precision, unless a higher one is so much faster that it has nothing to offer.
-
-    For as long as no speed was measured under load.
-    """
-    chosen = fit[0]
+    """Choose the lowest precision while no speed is measured under load, unless a higher one is far faster even so."""
+    lowest = chosen = fit[0]
     for higher in fit[1:]:
-        if _dominated(chosen.replica, higher.replica, table.max_slowdown):
+        if _dominated(chosen.speed, higher.speed, table.max_slowdown):
             chosen = higher
-    if chosen is fit[0]:
+    if chosen is lowest:
         missing = "speed is" if table.losses else "loss and speed are"
-        return chosen, (
-            f"{need.who}: lowest precision that serves is {chosen.name} (default table: {missing} not profiled yet)"
-        )
-    return chosen, (
-        f"{need.who}: {fit[0].name} would do, but {chosen.name} was measured over {table.max_slowdown:g} times faster "
-        f"here at a higher precision"
-    )
+        reason = f"lowest precision that serves is {chosen.name} (default table: {missing} not profiled yet)"
+    else:
+        faster = f"was measured over {table.max_slowdown:g} times faster here at a higher precision"
+        reason = f"{lowest.name} would do, but {chosen.name} {faster}"
+    return chosen, f"{need.who}: {reason}"
 
 
-def _dominated(lower: ReplicaSnapshot | None, higher: ReplicaSnapshot | None, max_slowdown: float) -> bool:
-    if lower is None or higher is None or lower.speed is None or higher.speed is None:
-        return False
-    return lower.speed.step_ms(1) > max_slowdown * higher.speed.step_ms(1)
+def _dominated(lower: SpeedModel | None, higher: SpeedModel | None, max_slowdown: float) -> bool:
+    """Tell whether a lower precision is so much slower than a higher one that it has nothing to offer."""
+    return lower is not None and higher is not None and lower.step_ms(1) > max_slowdown * higher.step_ms(1)
 
 
 def _nearest(
     query: Query, possible: Sequence[_TierEstimate], table: PolicyParameters
 ) -> tuple[_TierEstimate, tuple[Bound, ...]]:
-    """Choose where no tier meets every bound: keep the one that the settings keep if a tier does.
+    """Choose where no tier meets every bound, and say what is given up: what ``give_up`` names, if a tier keeps the rest.
 
-    A hinted tier that keeps it is taken. Of those that keep the loss, the cheapest is taken: what cannot be in time should
-    not hold up others as well. Of those that keep the latency, the one that loses least.
+    A hinted tier that keeps it is taken. Else the cheapest of those that keep the loss: a request that is late anyway
+    should not hold up others. Of those that keep the latency, the one that loses least.
     """
     lossless = [o for o in possible if o.lossy is None]
     prompt = [o for o in possible if o.slow is None]
@@ -339,27 +342,22 @@ def _nearest(
     elif lossless and (table.give_up == "latency" or not prompt):
         fit = [o for o in lossless if o.unfit is None] or lossless
         chosen = min(fit, key=lambda o: (_cost(o), o.excess))
-    else:
-        chosen = min(prompt or possible, key=_worst_loss)
+    else:  # what is not measured counts as the worst, and is ordered by precision
+        chosen = min(prompt or possible, key=lambda o: (1.0 if o.loss is None else o.loss.high, -o.name.rank))
     quality: tuple[Bound, ...] = ("quality",) if chosen.lossy or chosen.unfit else ()
     latency: tuple[Bound, ...] = ("latency",) if chosen.slow else ()
     return chosen, quality + latency
 
 
-def _worst_loss(estimate: _TierEstimate) -> tuple[float, int]:
-    """Order by measured loss; what is not measured, by precision."""
-    return (1.0 if estimate.loss is None else estimate.loss.high), -estimate.name.rank
-
-
 def successors(tier: TierName, query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> tuple[TierName, ...]:
-    """Return the tiers that may take over now what a tier has failed, in the order of a decision's fallbacks.
+    """Return the tiers that may take over now from one that failed, in the order of a decision's fallbacks.
 
-    Full ones are among them: a request that was let in may take a slot beyond those that a replica is to have.
+    Full tiers are among them: an admitted request may take a slot beyond a replica's limit.
     """
     if query.require:
         return ()
     spare = [
-        (other.spec.name, next(iter(other.ready), None))
+        (other.spec.name, next((replica.speed for replica in other.ready), None))
         for other in fleet.tiers
         if other.spec.name is not tier and _obstacle(other, query, full=False) is None
     ]
@@ -367,11 +365,11 @@ def successors(tier: TierName, query: Query, fleet: FleetSnapshot, table: Policy
 
 
 def _fallback_order(
-    chosen: TierName, spare: Sequence[tuple[TierName, ReplicaSnapshot | None]], max_slowdown: float
+    chosen: TierName, spare: Sequence[tuple[TierName, SpeedModel | None]], max_slowdown: float
 ) -> tuple[TierName, ...]:
     """Order other tiers for a retry: higher precisions first, then lower ones from the top.
 
-    Last comes what a still higher one beats in speed as well.
+    The lowest comes last where the highest is far faster than it.
     """
     higher = [name for name, _ in spare if name.rank > chosen.rank]
     lower = [name for name, _ in spare if name.rank < chosen.rank]
@@ -390,22 +388,23 @@ def _refuse(  # noqa: PLR0917  called here alone
     refusal: Refusal | None,
     z: float,
 ) -> Decision:
-    """Refuse: by the kindest cause among the tiers asked for, since that is the one that may pass."""
+    """Refuse, by the cause among the tiers asked for that is likeliest to pass."""
     causes = [o.obstacle[0] for o in asked if o.obstacle is not None]
-    kindest = (Refusal.AT_CAPACITY, Refusal.NOT_READY, Refusal.TOO_LONG, Refusal.NOT_ALLOWED)
-    cause = refusal or next(c for c in kindest if c in causes)
-    waits = [wait for wait in (_possible_in_s(o, query, fleet.output_share, z) for o in asked) if wait is not None]
+    likeliest_to_pass = (Refusal.AT_CAPACITY, Refusal.NOT_READY, Refusal.TOO_LONG, Refusal.NOT_ALLOWED)
+    cause = refusal or next(c for c in likeliest_to_pass if c in causes)
+    waits = [wait for o in asked if (wait := _possible_in_s(o, query, fleet.output_share, z)) is not None]
     verdicts = tuple(_verdict(o, None) for o in estimates)
-    reason = "; ".join(f"{v.tier} {v.verdict}" for v in verdicts if any(v.tier is o.name for o in asked))
-    wait_s = min(waits) if waits else None
+    names = {o.name for o in asked}
+    reason = "; ".join(f"{v.tier} {v.verdict}" for v in verdicts if v.tier in names)
+    wait_s = min(waits, default=None)
     return Decision(None, None, reason, query, (), verdicts, Basis.REFUSED, refusal=cause, retry_after_s=wait_s)
 
 
 def _possible_in_s(estimate: _TierEstimate, query: Query, output_share: float, z: float) -> float | None:
-    """Predict when a tier could serve the request as asked, in seconds; None: never, as far as is known.
+    """Predict in how many seconds a tier could serve the request as asked; None: never, as far as is known.
 
-    So many of its requests must end that the rest leave a slot, and meet the bounds where they are required. A replica
-    that would meet them but for what was seen of it lately gets its measured speed back in time.
+    Enough of its requests must end to leave free slots, and to meet the bounds where they are required. Where only recent
+    observations keep a replica from meeting them, they fade with their half-life.
     """
     if estimate.obstacle is not None and estimate.obstacle[0] is not Refusal.AT_CAPACITY:
         return _ready_in_s(estimate.tier) if estimate.obstacle[0] is Refusal.NOT_READY else None
@@ -442,18 +441,11 @@ def _ready_in_s(tier: TierSnapshot) -> float | None:
     return tier.preparing.remaining_s
 
 
-def _why_not(query: Query, estimates: Sequence[_TierEstimate]) -> str:
-    estimate = next(o for o in estimates if o.name is query.hint)
-    return (estimate.obstacle[1] if estimate.obstacle else None) or estimate.lossy or estimate.slow or "not chosen"
-
-
 def _verdict(estimate: _TierEstimate, chosen: _TierEstimate | None) -> TierReport:
-    """Return what is told of one tier."""
+    """Return what a decision reports of one tier."""
     if estimate is chosen:
         text = CHOSEN
-    elif estimate.obstacle is not None:
-        text = estimate.obstacle[1]
-    elif against := estimate.lossy or estimate.slow or estimate.unfit:
+    elif against := estimate.breaks or estimate.unfit:
         text = against
     elif chosen is None:
         text = "not asked for"
@@ -470,5 +462,5 @@ def _verdict(estimate: _TierEstimate, chosen: _TierEstimate | None) -> TierRepor
         expected_loss=loss,
         cost=round(cost, 4) if cost is not None else None,
         verdict=text,
-        meets=estimate.obstacle is None and estimate.slow is None and estimate.lossy is None,
+        meets=estimate.breaks is None,
     )

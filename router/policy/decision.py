@@ -1,4 +1,4 @@
-"""The values that a routing decision is made of: what is asked, what is known, and what was decided."""
+"""The values of a routing decision: the request, the policy's parameters, and what was decided."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ExpectedLoss:
     high: float
 
     def at(self, z: float) -> float:
-        """Return what the loss stays under with a one-sided confidence, given as a quantile of the normal distribution."""
+        """Return the upper bound of the loss at a one-sided confidence, given as a quantile of the normal distribution."""
         return min(self.mean + (self.high - self.mean) * z / _INTERVAL_Z, 1.0)
 
 
@@ -38,7 +38,7 @@ class PolicyParameters:
 
     Attributes:
         losses: By tier and class, from the quality profile; empty: not measured.
-        promoted: Classes that lose more in live answers than they may, with the lowest tier that they get meanwhile.
+        promoted: Classes that lose more than they may in live answers, with the lowest tier that they get until they do not.
     """
 
     class_floor: Mapping[PromptClass, TierName]
@@ -52,7 +52,7 @@ class PolicyParameters:
     promoted: Mapping[PromptClass, TierName] = field(default_factory=dict)
 
     def loss(self, tier: TierName, features: PromptFeatures) -> ExpectedLoss | None:
-        """Return what a tier is measured to lose on a prompt; of a class in doubt, the upper end of the worst class."""
+        """Return the measured loss of a tier on a prompt; of an uncertain class, the worst class's. None: not measured."""
         if tier is TierName.PRECISE:
             return NO_LOSS
         measured = self.losses.get(tier)
@@ -60,16 +60,15 @@ class PolicyParameters:
             return None
         if features.confidence >= self.min_confidence:
             return measured.get(features.prompt_class)
-        worst = max(measured.values(), key=lambda loss: loss.high)
-        return ExpectedLoss(worst.mean, worst.low, worst.high)
+        return max(measured.values(), key=lambda loss: loss.high)
 
 
 @dataclass(frozen=True, slots=True)
 class Sla:
-    """What the caller asks for; None: no bound. Times in milliseconds, loss and confidence 0..1.
+    """The caller's bounds; None: no bound. Times in milliseconds, loss and confidence 0..1.
 
     Attributes:
-        confidence: With which the bounds are to be met; None: as the settings say.
+        confidence: Probability with which the bounds are to be met; None: as the settings say.
     """
 
     ttft_ms: float | None = None
@@ -83,15 +82,13 @@ class Query:
     """One request as the policy sees it.
 
     Attributes:
-        features: Of the prompt.
-        prompt_tokens: With system prompt and chat template; of several prompts, of the longest.
+        prompt_tokens: Of the longest prompt, with system prompt and chat template.
         max_tokens: Output tokens of each answer at most.
         hint: The tier asked for; None: any.
         require: Hint and SLA are conditions, not preferences.
-        sla: Bounds.
         allowed: The tiers that the caller's key may use.
-        sequences: Answers that are computed at the same time: prompts times choices.
-        all_prompt_tokens: Of all prompts together; 0: there is one.
+        sequences: Answers computed at the same time: prompts times choices.
+        all_prompt_tokens: Of all prompts together; 0: there is one prompt.
     """
 
     features: PromptFeatures
@@ -111,7 +108,7 @@ class Query:
 
     @property
     def tokens_in_all(self) -> int:
-        """Return the tokens of all prompts, and of all answers at most."""
+        """Return the tokens of all prompts, and of all answers at their longest."""
         return self.tokens_to_read + self.max_tokens * self.sequences
 
 
@@ -138,13 +135,10 @@ class Refusal(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """What the policy knows and thinks of one tier. None: not known yet.
+    """What the policy predicts of one tier for this request at the present load. None: not known yet.
 
     Attributes:
-        predicted_ttft_ms: Expected for this request at the present load.
-        predicted_tpot_ms: The same.
-        expected_loss: Of this class of prompts on this tier.
-        cost: Engine-seconds of this request at the present load, times the tier's price.
+        cost: Engine-seconds, times the tier's price.
         verdict: ``chosen``, or why not.
         meets: It can serve the request within the bounds asked for.
     """
@@ -164,14 +158,13 @@ class Decision:
     """Where a request goes and why. Made once, then only reported.
 
     Attributes:
-        tier: The tier to serve it; None: refused.
+        tier: The tier that is to serve it; None: refused.
         reason: For a person; without any of the prompt's text.
-        fallbacks: Tiers that could take over, in order, as things stood; when this one fails, it is asked anew.
-        verdicts: One a tier, by rising precision.
+        fallbacks: Tiers that could take over when the decision was made, in order; after a failure they are chosen anew.
+        verdicts: One for each tier, by rising precision.
         degraded: What the request asks for or its class needs, and is not expected to get.
-        basis: What the choice rests on.
         refusal: Why there is no tier; None where there is one.
-        retry_after_s: Of a refusal: when it could be served, by prediction; None: never, as far as is known.
+        retry_after_s: Of a refusal: predicted seconds until it could be served; None: never, as far as is known.
     """
 
     tier: TierName | None
@@ -186,7 +179,7 @@ class Decision:
     retry_after_s: float | None = None
 
     def verdict(self, tier: TierName) -> TierReport:
-        """Return what was found of one tier.
+        """Return the report on one tier.
 
         Raises:
             KeyError: The fleet has no such tier.
@@ -195,6 +188,11 @@ class Decision:
             if verdict.tier is tier:
                 return verdict
         raise KeyError(tier)
+
+    @property
+    def chosen(self) -> TierReport | None:
+        """Return the report on the tier that is to serve the request, or None."""
+        return None if self.tier is None else self.verdict(self.tier)
 
 
 class Refused(Exception):

@@ -1,8 +1,8 @@
-"""The decision log: everything that a decision was made from, so that it can be made again. No text of any prompt.
+"""The decision log: everything that a decision was made from, so that it can be made again. It holds no prompts.
 
-JSON lines of three kinds. ``policy``: a table, under the digest that decisions name it by; at the start of every file, and
-whenever it changes. ``decision``: the request as the policy saw it, the fleet's snapshot, and what was decided. ``outcome``:
-how the request ended.
+JSON lines of three kinds. ``policy``: the policy's parameters, under the digest that decisions name them by; at the start
+of every file, and whenever they change. ``decision``: the request as the policy saw it, the fleet's snapshot, and what was
+decided. ``outcome``: how the request ended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from router.line_file import LineFile, LineWriter
 from router.policy.decision import PolicyParameters, Query, Refusal
-from router.policy.profiles import ProfileError
+from router.policy.profiles import ProfileError, first_fault
 from tiers.fleet import FleetSnapshot  # noqa: TC001  pydantic reads these
 from tiers.spec import TierName  # noqa: TC001
 
@@ -31,7 +31,7 @@ KEPT_FILES = 3
 
 @dataclass(frozen=True, slots=True)
 class PolicyRecord:
-    """A table that decisions were made by, named by its digest."""
+    """The parameters that decisions were made by, named by their digest."""
 
     id: str
     table: PolicyParameters
@@ -40,11 +40,11 @@ class PolicyRecord:
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecord:
-    """One decision, with all that it was made from.
+    """One decision, with everything that it was made from.
 
     Attributes:
         at: Seconds since 1970.
-        policy: Digest of the table.
+        policy: Digest of the parameters.
         tier: What was decided; None: refused.
     """
 
@@ -63,11 +63,11 @@ class DecisionRecord:
 
 @dataclass(frozen=True, slots=True)
 class OutcomeRecord:
-    """How a request ended. Times in milliseconds; None where there were none.
+    """How a request ended. Times in milliseconds; None: not measured.
 
     Attributes:
-        ttft_ms: From the request's arrival, the queue included.
-        tier: That served it; not always the one that was decided on.
+        tier: The tier that served it, not always the one that was decided on.
+        ttft_ms: From the request's arrival, queue included.
         error: The kind of error that it ended with.
     """
 
@@ -81,13 +81,13 @@ class OutcomeRecord:
     kind: Literal["outcome"] = "outcome"
 
 
-Record = Annotated[PolicyRecord | DecisionRecord | OutcomeRecord, Field(discriminator="kind")]
-_RECORD: TypeAdapter[PolicyRecord | DecisionRecord | OutcomeRecord] = TypeAdapter(Record)
-_TABLE = TypeAdapter(PolicyParameters)
+Record = PolicyRecord | DecisionRecord | OutcomeRecord
+_RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")])
+_PARAMETERS = TypeAdapter(PolicyParameters)
 
 
 class DecisionLog:
-    """Writes records to a file that is rotated by size, beside the event loop."""
+    """Writes records to a file that is rotated by size, in a thread."""
 
     def __init__(self, path: Path, max_bytes: int = 0) -> None:
         self._writer = LineWriter(LineFile(path, max_bytes, KEPT_FILES), "the decision log")
@@ -99,7 +99,7 @@ class DecisionLog:
         if table is not self._table:
             self._table, self._policy = table, digest_of(table)
             self._head = _line(PolicyRecord(self._policy, table))
-        chosen = decision.verdict(decision.tier) if decision.tier is not None else None
+        chosen = decision.chosen
         record = DecisionRecord(
             at=round(time.time(), 4),
             request_id=request_id,
@@ -119,17 +119,17 @@ class DecisionLog:
         self._writer.put(_line(outcome), self._head)
 
     def close(self) -> None:
-        """Write what is still to be written, and close the file. Waits for seconds at most."""
+        """Write what is queued, and close the file. Waits for seconds at most."""
         self._writer.close()
 
 
 def digest_of(table: PolicyParameters) -> str:
-    """Return the digest that a table is named by."""
-    return hashlib.sha256(_TABLE.dump_json(table)).hexdigest()[:16]
+    """Return the digest that names a policy's parameters."""
+    return hashlib.sha256(_PARAMETERS.dump_json(table)).hexdigest()[:16]
 
 
-def read_log(path: Path) -> Iterator[PolicyRecord | DecisionRecord | OutcomeRecord]:
-    """Yield a log's records; a line that was cut off is left out.
+def read_log(path: Path) -> Iterator[Record]:
+    """Yield a log's records. Lines that are no JSON are skipped: the last one is cut off when a router is killed.
 
     Raises:
         ProfileError: The file cannot be read, or a line is no record.
@@ -144,12 +144,9 @@ def read_log(path: Path) -> Iterator[PolicyRecord | DecisionRecord | OutcomeReco
         try:
             yield _RECORD.validate_json(line)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            if first["type"] == "json_invalid":  # cut off when a router was killed
-                continue
-            where = ".".join(map(str, first["loc"]))
-            raise ProfileError(f"{path} line {number} is no record of decisions: {where}: {first['msg']}") from None
+            if error.errors()[0]["type"] != "json_invalid":
+                raise ProfileError(f"{path} line {number} is no record of decisions: {first_fault(error)}") from None
 
 
-def _line(record: PolicyRecord | DecisionRecord | OutcomeRecord) -> bytes:
+def _line(record: Record) -> bytes:
     return _RECORD.dump_json(record)

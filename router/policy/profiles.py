@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
@@ -14,24 +14,25 @@ from tiers.speed import SpeedModel
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+    from typing import Self
 
 
 class ProfileError(Exception):
-    """A profile cannot be made or used; says why and what to do."""
+    """A profile or decision log cannot be made or used; says why and what to do."""
 
 
 REFERENCE = TierName.PRECISE
 
-TOP_K = 10  # vLLM gives 20 at most, unless told otherwise
+TOP_K = 10  # logprobs a token; vLLM's own maximum is 20 by default
 
-MIN_SPREAD = 0.05  # of log(seen / predicted): what live requests scatter by even where the fit is perfect
+MIN_SPREAD = 0.05  # of log(seen / predicted): live requests scatter by this much even where the fit is perfect
 MIN_CERTAINTIES = 20  # answers that a threshold is taken from
-MIN_PROMPTS = 5  # of a class; resampling fewer says nothing of those that were not asked
-CHECK_TOKENS = 8  # of an answer's beginning, that tell how sure a tier is of it
+MIN_PROMPTS = 5  # of a class; resampling fewer tells nothing about other prompts
+CHECK_TOKENS = 8  # first tokens of an answer that show how certain a tier is of it
 
 
 class Frozen(BaseModel):
-    """A value."""
+    """An immutable value that accepts no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -60,15 +61,15 @@ class Loss(Frozen):
 
     @property
     def certain(self) -> bool:
-        """Tell whether there were prompts enough for the intervals to mean anything."""
+        """Tell whether there were enough prompts for the intervals to mean anything."""
         return self.prompts >= MIN_PROMPTS
 
 
 class Certainty(Frozen):
-    """How sure a tier was of one answer's beginning, and what the answer lost.
+    """How certain a tier was of one answer's beginning, and what the answer lost.
 
     Attributes:
-        logprob: Mean log-probability of its first choice over the first ``CHECK_TOKENS`` places.
+        logprob: Mean log-probability of its first choice over the first ``CHECK_TOKENS`` tokens.
         disagreement: Share of the answer's tokens that are not the reference's first choice.
     """
 
@@ -77,19 +78,41 @@ class Certainty(Frozen):
     disagreement: float
 
 
-class QualityProfile(Frozen):
-    """The measured loss of every class and tier.
+class _Profile(Frozen):
+    """What was measured of one model's tiers.
 
     Attributes:
         checkpoints: Digest of each tier's weights; None for engines given by URL, whose checkpoint is not known.
-        answer_tokens: Longest answer.
-        prompts: Digest of the prompts.
     """
 
+    kind: ClassVar[str]
     version: Literal[1] = 1
     created: AwareDatetime
     model: str
     checkpoints: dict[TierName, str | None]
+
+    def _check_checkpoints(self, served: Mapping[TierName, str | None], path: Path) -> None:
+        for tier, digest in served.items():
+            if (measured := self.checkpoints.get(tier)) != digest:
+                raise ProfileError(
+                    f"the {self.kind} profile {path} was measured on another checkpoint of {tier}: {_short(measured)}, "
+                    f"here is {_short(digest)}; run 'qarr profile {self.kind}' again"
+                )
+
+
+def _short(digest: str | None) -> str:
+    return "unknown" if digest is None else digest[:16]
+
+
+class QualityProfile(_Profile):
+    """The measured loss of every class and tier.
+
+    Attributes:
+        answer_tokens: Length of the longest answer.
+        prompts: Digest of the prompts.
+    """
+
+    kind = "quality"
     answer_tokens: int
     top_k: int
     prompts: str
@@ -97,7 +120,7 @@ class QualityProfile(Frozen):
     certainties: tuple[Certainty, ...] = ()
 
     def threshold(self, tier: TierName, share: float) -> float | None:
-        """Return the certainty that so large a share of a tier's answers stays under; None where it is not known."""
+        """Return the certainty that a share (0..1) of a tier's answers stays under; None: too few answers were measured."""
         found = [c.logprob for c in self.certainties if c.tier is tier]
         return percentile(found, share) if len(found) >= MIN_CERTAINTIES else None
 
@@ -105,37 +128,14 @@ class QualityProfile(Frozen):
         """Return what was measured for a class and tier."""
         return next((x for x in self.losses if x.prompt_class is prompt_class and x.tier is tier), None)
 
-    def check(self, checkpoints: Mapping[TierName, str | None], path: Path) -> None:
-        """Check that the profile is of these checkpoints.
+    def check(self, checkpoints: Mapping[TierName, str | None], path: Path) -> Self:
+        """Return the profile if it is of these checkpoints.
 
         Raises:
             ProfileError: It is of others.
         """
-        check_identities(
-            self.checkpoints, checkpoints, f"the quality profile {path}", "run 'qarr profile quality' again"
-        )
-
-
-def check_identities(
-    measured: Mapping[TierName, str | None], served: Mapping[TierName, str | None], what: str, again: str
-) -> None:
-    """Check that what was measured is what is served.
-
-    Args:
-        measured: What tells each tier's weights from others', when it was measured.
-        served: The same, now.
-        what: Names the profile in the error.
-        again: Says what to do, in the error.
-
-    Raises:
-        ProfileError: A tier serves something else.
-    """
-    for tier, identity in served.items():
-        if measured.get(tier) != identity:
-            raise ProfileError(
-                f"{what} was measured on another checkpoint of {tier}: {_short(measured.get(tier))}, here is "
-                f"{_short(identity)}; {again}"
-            )
+        self._check_checkpoints(checkpoints, path)
+        return self
 
 
 def profile_name(checkpoints: Mapping[TierName, str | None]) -> str:
@@ -144,30 +144,38 @@ def profile_name(checkpoints: Mapping[TierName, str | None]) -> str:
     return f"quality-{hashlib.sha256(repr(digests).encode()).hexdigest()[:16]}.json"
 
 
-def _short(digest: Any) -> str:
-    return "unknown" if digest is None else str(digest)[:16]
+_P = TypeVar("_P", bound=_Profile)
 
 
 def load_profile(path: Path) -> QualityProfile:
-    """Read a profile.
+    """Read a quality profile.
 
     Raises:
-        ProfileError: There is none, or it is not one.
+        ProfileError: The file cannot be read, or is no quality profile.
     """
+    return _load(QualityProfile, path)
+
+
+def _load(profile: type[_P], path: Path) -> _P:
+    kind = profile.kind
     try:
-        return QualityProfile.model_validate_json(path.read_bytes())
+        return profile.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise ProfileError(f"the quality profile {path} cannot be read: {error.strerror}") from error
+        raise ProfileError(f"the {kind} profile {path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
         raise ProfileError(
-            f"{path} is no quality profile of this release: {where}: {first['msg']}; run 'qarr profile quality' again"
+            f"{path} is no {kind} profile of this release: {first_fault(error)}; run 'qarr profile {kind}' again"
         ) from None
 
 
+def first_fault(error: ValidationError) -> str:
+    """Return where a value is not valid for the first time, and why."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+
+
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return a percentile by linear interpolation; 0 of nothing."""
+    """Return a percentile (``share`` 0..1) by linear interpolation; 0 of no values."""
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -178,14 +186,13 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 class Sample(Frozen):
-    """One timed request, and what its tier had to do when it was sent. Times in milliseconds.
+    """One timed request, and its tier's load when it was sent. Times in milliseconds.
 
     Attributes:
-        prompt_tokens: Of its prompt.
-        sequences: Requests that its tier had already.
-        waiting_tokens: Prompt tokens of those that were not computed yet.
-        batch: Sequences decoded together with it, itself included; 0 where it was not decoded.
-        neighbours: Share of the other tiers that were computing as well, 0..1.
+        sequences: Requests that the tier already had.
+        waiting_tokens: Their prompt tokens that were not computed yet.
+        batch: Sequences decoded together with it, itself included; 0: it was not decoded.
+        neighbours: Share of the other tiers that were computing too, 0..1.
     """
 
     tier: TierName
@@ -241,39 +248,34 @@ class Fit(Frozen):
         )
 
 
-class LatencyProfile(Frozen):
-    """The measured speed of every tier on one machine.
+class LatencyProfile(_Profile):
+    """The measured speed of every tier on one machine, and the samples that it was fitted to."""
 
-    Attributes:
-        machine: What it was measured on.
-        checkpoints: What tells each tier's weights from others'.
-    """
-
-    version: Literal[1] = 1
-    created: AwareDatetime
-    model: str
+    kind = "latency"
     machine: str
-    checkpoints: dict[TierName, str | None]
     fits: tuple[Fit, ...]
     samples: tuple[Sample, ...]
 
     def with_others(self, earlier: LatencyProfile) -> LatencyProfile:
-        """Return it with what was measured earlier of the tiers that it leaves out."""
+        """Return the profile with an earlier one's measurements of the tiers that it leaves out."""
         own = {fit.tier for fit in self.fits}
         fits = (*self.fits, *(fit for fit in earlier.fits if fit.tier not in own))
         samples = (*self.samples, *(sample for sample in earlier.samples if sample.tier not in own))
         return self.model_copy(update={"fits": fits, "samples": samples})
 
-    def check(self, checkpoints: Mapping[TierName, str | None], machine: str, path: Path) -> None:
-        """Check that the profile is of these checkpoints on this machine.
+    def check(self, checkpoints: Mapping[TierName, str | None], machine: str, path: Path) -> Self:
+        """Return the profile if it is of these checkpoints on this machine.
 
         Raises:
             ProfileError: It is of others.
         """
-        again = "run 'qarr profile latency' again"
-        check_identities(self.checkpoints, checkpoints, f"the latency profile {path}", again)
+        self._check_checkpoints(checkpoints, path)
         if self.machine != machine:
-            raise ProfileError(f"the latency profile {path} was measured on {self.machine}, this is {machine}; {again}")
+            raise ProfileError(
+                f"the latency profile {path} was measured on {self.machine}, this is {machine}; "
+                "run 'qarr profile latency' again"
+            )
+        return self
 
 
 def latency_name(checkpoints: Mapping[TierName, str | None], machine: str) -> str:
@@ -283,18 +285,9 @@ def latency_name(checkpoints: Mapping[TierName, str | None], machine: str) -> st
 
 
 def load_latency(path: Path) -> LatencyProfile:
-    """Read a profile.
+    """Read a latency profile.
 
     Raises:
-        ProfileError: There is none, or it is not one.
+        ProfileError: The file cannot be read, or is no latency profile.
     """
-    try:
-        return LatencyProfile.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise ProfileError(f"the latency profile {path} cannot be read: {error.strerror}") from error
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ProfileError(
-            f"{path} is no latency profile of this release: {where}: {first['msg']}; run 'qarr profile latency' again"
-        ) from None
+    return _load(LatencyProfile, path)

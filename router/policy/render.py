@@ -1,4 +1,4 @@
-"""Decisions as JSON values."""
+"""Decisions, reports and features as JSON values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def render_verdict(verdict: TierReport) -> dict[str, Any]:
-    """Return what was found of one tier as JSON values."""
+    """Return the report on one tier."""
     loss = verdict.expected_loss
     return {
         "tier": verdict.tier,
@@ -25,7 +25,7 @@ def render_verdict(verdict: TierReport) -> dict[str, Any]:
 
 
 def render_decision(decision: Decision) -> dict[str, Any]:
-    """Return a decision as the answer of ``POST /route``."""
+    """Return a decision as ``POST /route`` answers it."""
     query = decision.query
     return {
         "tier": decision.tier,
@@ -44,7 +44,7 @@ def render_decision(decision: Decision) -> dict[str, Any]:
 
 
 def render_features(features: PromptFeatures) -> dict[str, Any]:
-    """Return the classifier's findings as JSON values."""
+    """Return the classifier's findings."""
     return {
         "class": features.prompt_class.value,
         "confidence": round(features.confidence, 3),

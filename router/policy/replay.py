@@ -1,8 +1,8 @@
 """Make recorded decisions again, and run recorded arrivals through another policy.
 
-Decisions are made again from what the log holds alone; a difference means that the log or the policy is not what it was.
-Another policy changes the load that later decisions see, so its effects are simulated: an event simulation of every replica
-by the speed model (``tiers.speed``), in which a prompt is computed alone, then decoded in a batch with the others.
+Decisions are made again from the log alone; a difference means that the log or the code has changed. Another policy changes
+the load that later decisions see, so its effects are simulated: a discrete-event simulation of every replica by the speed
+model (``tiers.speed``), in which a prompt is computed alone, then decoded in a batch with the others.
 """
 
 from __future__ import annotations
@@ -28,13 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A decision log, by what it holds.
-
-    Attributes:
-        tables: By digest.
-        decisions: In the order in which they were made.
-        outcomes: By request id.
-    """
+    """A decision log: parameters by digest, decisions in the order in which they were made, outcomes by request id."""
 
     tables: Mapping[str, PolicyParameters]
     decisions: tuple[DecisionRecord, ...]
@@ -43,7 +37,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of one request. Times in milliseconds; None where it was refused, or not known.
+    """How one request ended. Times in milliseconds; None: it was refused, or it is not known.
 
     Attributes:
         loss: Expected share of tokens that differ from the highest precision's, 0..1.
@@ -59,9 +53,12 @@ class Result:
     met: bool
 
 
+_NOT_SERVED = Result(None, None, None, None, None, met=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What became of all requests together."""
+    """How all requests ended. Shares and ``met`` 0..1; times in milliseconds, ``engine_s`` in seconds; None: not known."""
 
     requests: int
     refused: int
@@ -76,7 +73,7 @@ class Summary:
 
 
 def read_recording(path: Path) -> Recording:
-    """Read a log.
+    """Read a decision log.
 
     Raises:
         ProfileError: It cannot be read, or holds no decisions.
@@ -98,7 +95,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def differing(recording: Recording) -> list[DecisionRecord]:
-    """Make every decision again from what was recorded, and return those that come out otherwise.
+    """Make every decision again from the log, and return those that differ.
 
     Raises:
         ProfileError: A decision's policy is not in the log.
@@ -115,30 +112,26 @@ def differing(recording: Recording) -> list[DecisionRecord]:
 
 
 def seen(recording: Recording) -> list[Result]:
-    """Return what became of the recorded requests, as far as the log tells."""
+    """Return how the recorded requests ended, as far as the log tells."""
     results = []
     for record in recording.decisions:
         outcome = recording.outcomes.get(record.request_id)
-        if outcome is None or outcome.error is not None:  # one without a tier may have waited for a slot, and got it
-            results.append(Result(None, None, None, None, None, met=False))
+        if outcome is None or outcome.error is not None:  # a decision without a tier may be of a request that waited
+            results.append(_NOT_SERVED)
             continue
-        table = recording.tables[record.policy]
-        loss = table.loss(outcome.tier, record.query.features)
-        results.append(
-            Result(
-                tier=outcome.tier,
-                ttft_ms=outcome.ttft_ms,
-                tpot_ms=outcome.tpot_ms,
-                loss=loss.mean if loss else None,
-                engine_ms=None,
-                met=_met(record.query, outcome.ttft_ms, outcome.tpot_ms),
-            )
-        )
+        loss = _mean_loss(recording.tables[record.policy], outcome.tier, record.query)
+        ttft_ms, tpot_ms = outcome.ttft_ms, outcome.tpot_ms
+        results.append(Result(outcome.tier, ttft_ms, tpot_ms, loss, None, met=_met(record.query, ttft_ms, tpot_ms)))
     return results
 
 
+def _mean_loss(table: PolicyParameters, tier: TierName, query: Query) -> float | None:
+    loss = table.loss(tier, query.features)
+    return None if loss is None else loss.mean
+
+
 def summarise(results: Sequence[Result]) -> Summary:
-    """Sum up."""
+    """Return shares, means and percentiles of all requests."""
     served = [r for r in results if r.tier is not None]
     ttfts = [r.ttft_ms for r in served if r.ttft_ms is not None]
     tpots = [r.tpot_ms for r in served if r.tpot_ms is not None]
@@ -171,9 +164,9 @@ def simulate(
     """Run the recorded arrivals through a policy, on replicas that behave as the speed model says.
 
     Args:
-        recording: Whose arrivals, fleet and answer lengths.
-        table: The policy; None: the one that each decision was made by.
-        speeds: By tier; None: those that were recorded.
+        recording: Gives arrivals, fleet and answer lengths.
+        table: The policy's parameters; None: those that each decision was made by.
+        speeds: By tier; a tier without one keeps the speed that was recorded.
 
     Raises:
         ProfileError: No speed is known of a tier that was ready.
@@ -185,22 +178,16 @@ def simulate(
         policy = table or recording.tables[record.policy]
         decision = decide(record.query, world.snapshot(record.fleet), policy)
         if decision.tier is None:
-            results.append(Result(None, None, None, None, None, met=False))
+            results.append(_NOT_SERVED)
         else:
-            loss = policy.loss(decision.tier, record.query.features)
-            results.append(world.take(decision.tier, record, loss.mean if loss else None))
+            results.append(world.take(decision.tier, record, _mean_loss(policy, decision.tier, record.query)))
     world.run_until(math.inf)
     return [r if isinstance(r, Result) else r.result() for r in results]
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One request in the simulation.
-
-    Attributes:
-        output_tokens: Of each of its sequences.
-        tokens_left: The same.
-    """
+    """One request in the simulation. Times in milliseconds; ``output_tokens`` and ``tokens_left`` are of each sequence."""
 
     query: Query
     tier: TierName
@@ -214,16 +201,16 @@ class _Job:
     engine_ms: float = 0.0
 
     def result(self) -> Result:
-        ttft = self.first - self.came if self.first is not None else None
-        tpot = None
-        if self.first is not None and self.last is not None and self.output_tokens > 1:
-            tpot = (self.last - self.first) / (self.output_tokens - 1)
+        ttft = tpot = None
+        if self.first is not None and self.last is not None:
+            ttft = self.first - self.came
+            tpot = (self.last - self.first) / (self.output_tokens - 1) if self.output_tokens > 1 else None
         return Result(self.tier, ttft, tpot, self.loss, self.engine_ms, met=_met(self.query, ttft, tpot))
 
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """One replica in the simulation: computes prompts one after the other, and decodes while there is none to compute."""
+    """One replica in the simulation: computes prompts one after the other, and decodes while none is left."""
 
     spec: TierSpec
     id: str
@@ -235,41 +222,40 @@ class _Replica:
     prefill_at: float = 0.0
 
     def rate(self, now: float) -> float:
-        """Return the prompt tokens a millisecond that have come lately."""
+        """Return the recent arrival rate, in prompt tokens a millisecond."""
         return self.prefill_rate * math.exp((self.prefill_at - now) / PREFILL_MEMORY_MS)
 
     @property
-    def jobs(self) -> list[_Job]:
-        return [*self.waiting, *self.decoding, *([self.prefilling] if self.prefilling else [])]
+    def unread(self) -> list[_Job]:
+        """Return the jobs whose prompt is not computed yet."""
+        return [*self.waiting, *([self.prefilling] if self.prefilling else [])]
 
     @property
     def sequences(self) -> int:
-        """Return the sequences that it has."""
-        return sum(job.query.sequences for job in self.jobs)
+        return sum(job.query.sequences for job in self.unread) + self.batch
 
     @property
     def batch(self) -> int:
-        """Return the sequences that are to be decoded."""
+        """Return the sequences that are being decoded."""
         return sum(job.query.sequences for job in self.decoding)
 
     @property
     def step_ms(self) -> float:
-        """Return the time in which each sequence gets a token; those beyond the largest batch take their turns."""
+        """Return the time in which each sequence gets a token; those beyond the largest batch take turns."""
         batch, most = self.batch, self.spec.max_num_seqs
         return self.speed.step_ms(min(batch, most)) * max(batch / most, 1.0)
 
     def begin(self) -> None:
         """Begin with the next prompt, if a sequence is free."""
-        if self.prefilling is None and self.waiting and self.batch < self.spec.max_num_seqs:
-            job = self.waiting.pop(0)
-            speed, others = self.speed, self.batch
+        speed, others = self.speed, self.batch
+        if self.prefilling is None and self.waiting and others < self.spec.max_num_seqs:
+            job = self.prefilling = self.waiting.pop(0)
             job.prefill_left = speed.ttft_base_ms + speed.prefill_ms_per_token * job.query.tokens_to_read
             if others:
                 job.prefill_left += speed.ttft_steps * speed.step_ms(others)
-            self.prefilling = job
 
     def next_event(self) -> float:
-        """Return the time to the next event, in its own milliseconds."""
+        """Return the milliseconds of computing to the next event."""
         if self.prefilling is not None:
             return self.prefilling.prefill_left
         if self.decoding:
@@ -277,7 +263,7 @@ class _Replica:
         return math.inf
 
     def advance(self, own_ms: float, now: float) -> None:
-        """Compute for so long; ``now`` is the time at the end."""
+        """Compute for ``own_ms``; ``now`` is the time at the end."""
         if self.prefilling is not None:
             job = self.prefilling
             job.prefill_left -= own_ms
@@ -299,7 +285,7 @@ class _Replica:
 
 
 class _World:
-    """All replicas that were ever ready, with their last known speeds, and the time."""
+    """All replicas that were ever ready, with their last known speeds, and the simulated time."""
 
     def __init__(self, recording: Recording, speeds: Mapping[TierName, SpeedModel] | None) -> None:
         self._now = recording.decisions[0].at * 1000
@@ -318,7 +304,7 @@ class _World:
             self.replicas.append(_Replica(spec, name, speed))
 
     def run_until(self, end: float) -> None:
-        """Let all replicas compute up to a time, in milliseconds."""
+        """Let all replicas compute up to a time in milliseconds; those of one machine slow one another."""
         while True:
             slowed = {id(r): 1 + r.speed.contention * self._neighbours(r) for r in self.replicas}
             step = min((r.next_event() * slowed[id(r)] for r in self.replicas), default=math.inf)
@@ -333,11 +319,12 @@ class _World:
 
     def take(self, tier: TierName, record: DecisionRecord, loss: float | None) -> _Job:
         """Give a request to the tier's least loaded replica."""
-        outcome = self._outcomes.get(record.request_id)
-        output = outcome.output_tokens if outcome is not None and outcome.output_tokens else None
-        query = record.query
-        expected = max(round(query.max_tokens * record.fleet.output_share), 1)
-        job = _Job(query, tier, output / query.sequences if output else expected, loss, self._now)
+        outcome, query = self._outcomes.get(record.request_id), record.query
+        if outcome is not None and outcome.output_tokens:
+            output = outcome.output_tokens / query.sequences
+        else:
+            output = max(round(query.max_tokens * record.fleet.output_share), 1)
+        job = _Job(query, tier, output, loss, self._now)
         replica = min((r for r in self.replicas if r.spec.name is tier), key=lambda r: r.sequences)
         replica.prefill_rate = replica.rate(self._now) + query.tokens_to_read / PREFILL_MEMORY_MS
         replica.prefill_at = self._now
@@ -354,22 +341,17 @@ class _World:
         return FleetSnapshot(tiers, recorded.template, recorded.output_share)
 
     def _replica(self, replica: _Replica) -> ReplicaSnapshot:
-        queued = [*replica.waiting, *([replica.prefilling] if replica.prefilling else [])]
-        prompts = sum(job.query.tokens_to_read for job in queued)
-        output = sum(job.query.max_tokens * job.query.sequences for job in queued) + int(
-            sum(
-                (job.query.max_tokens - job.output_tokens + job.tokens_left) * job.query.sequences
-                for job in replica.decoding
-            )
-        )
-        speed = replica.speed
+        speed, decoding, unread = replica.speed, replica.decoding, replica.unread
+        prompts = sum(job.query.tokens_to_read for job in unread)
+        output = sum(job.query.max_tokens * job.query.sequences for job in unread)
+        output += int(sum((j.query.max_tokens - j.output_tokens + j.tokens_left) * j.query.sequences for j in decoding))
         return ReplicaSnapshot(
             id=replica.id,
             url="",
             pid=None,
             state=ReplicaState.READY,
             detail=None,
-            in_flight=len(replica.jobs),
+            in_flight=len(unread) + len(decoding),
             prompt_tokens_outstanding=prompts,
             output_tokens_outstanding=output,
             served=0,

@@ -1,6 +1,6 @@
-"""The policy's table as it is now: from the settings, the profiles of what is served, and what live answers showed.
+"""The policy's present parameters: from the settings, the profiles of what is served, and shadow evaluation.
 
-A profile that is made while the router runs is taken up within seconds.
+The router loads a profile that is made while it runs within seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from router.policy.decide import successors
 from router.policy.decision import ExpectedLoss, PolicyParameters
 from router.policy.profiles import (
-    LatencyProfile,
     ProfileError,
     QualityProfile,
     latency_name,
@@ -32,13 +31,14 @@ if TYPE_CHECKING:
     from router.policy.decision import Query
     from router.settings import PolicySettings
     from tiers.fleet import Fleet
+    from tiers.speed import SpeedModel
 
 log = logging.getLogger(f"qarr.{__name__}")
 LOOK_S = 2.0
 
 
 class PolicyStore:
-    """Holds the table that decisions are made by; each table is a value, and replaced as a whole."""
+    """Holds the parameters that decisions are made by; they are a value, and replaced as a whole."""
 
     def __init__(self, settings: PolicySettings, fleet: Fleet) -> None:
         """Read the profiles of what the fleet serves."""
@@ -52,7 +52,7 @@ class PolicyStore:
 
     @property
     def _identities(self) -> dict[TierName, str | None]:
-        """Return what tells the tiers' weights from others'; a checkpoint may be made while the router serves."""
+        """Return the digests of the tiers' weights; a checkpoint may be made while the router serves."""
         return {spec.name: spec.identity for spec in self._fleet.specs}
 
     @property
@@ -63,24 +63,24 @@ class PolicyStore:
 
     @property
     def check_enabled(self) -> bool:
-        """Tell whether answers' first tokens are checked."""
+        """Tell whether the cascade checks answers' first tokens."""
         return self._settings.check_share > 0
 
     @property
     def check_wait_s(self) -> float:
-        """Return the longest time that a first token is held for the check, in seconds."""
+        """Return the longest time that first tokens are held for the check, in seconds."""
         return self._settings.check_wait_s
 
     def check_threshold(self, tier: TierName) -> float | None:
-        """Return the certainty under which a tier's answer is begun again; None where it was not measured."""
+        """Return the certainty under which a higher tier begins the answer again; None: not measured."""
         return self._thresholds.get(tier)
 
     def successors(self, tier: TierName, query: Query) -> tuple[TierName, ...]:
-        """Return the tiers that may take over now what a tier has failed, in order."""
+        """Return the tiers that may take over now from one that failed, in order."""
         return successors(tier, query, self._fleet.snapshot(), self.table)
 
     def promote(self, promoted: Mapping[PromptClass, TierName]) -> None:
-        """Raise the lowest tier of some classes, as live answers demand."""
+        """Set the lowest tier of classes that lose too much in live answers; classes left out have none."""
         self._promoted = promoted
         self.table = replace(self.table, promoted=promoted)
 
@@ -90,27 +90,30 @@ class PolicyStore:
         return frozenset(loss.tier for loss in self.quality.losses) if self.quality is not None else frozenset()
 
     async def watch(self) -> None:
-        """Take up profiles that are made or changed, until cancelled."""
+        """Load profiles that are made or changed, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.take_up()
 
     def take_up(self) -> None:
-        """Take up profiles that were made or changed."""
+        """Load the profiles again if one was made, changed or removed."""
         if [_changed(path) for path in self._files] != self._seen:
             self._load()
-            log.info("profiles taken up from %s", self._settings.profiles)
+            log.info("profiles loaded from %s", self._settings.profiles)
 
     def _load(self) -> None:
-        """Take up the profiles that are there; one that cannot be used counts as not measured, and the router serves on."""
-        self._seen = [_changed(path) for path in self._files]
+        """Load the profiles that are there; one that cannot be used counts as not measured, and the router serves on."""
+        quality_file, latency_file = self._files
+        self._seen = [_changed(quality_file), _changed(latency_file)]
         quality, latency = None, None
         try:
-            quality = self._read_quality()
+            if self._seen[0] is not None:
+                quality = load_profile(quality_file).check(self._identities, quality_file)
         except ProfileError as error:
             log.warning("%s; loss counts as not measured", error)
         try:
-            latency = self._read_latency()
+            if self._seen[1] is not None:
+                latency = load_latency(latency_file).check(self._identities, self._fleet.machine, latency_file)
         except ProfileError as error:
             log.warning("%s; speed counts as not measured under load", error)
         self.quality = quality
@@ -119,30 +122,13 @@ class PolicyStore:
         self._thresholds = {tier: value for tier, value in found.items() if value is not None}
         if share and not self._thresholds:
             log.warning(
-                "policy.check_share is set, but no quality profile says how sure the tiers are: nothing is checked"
+                "policy.check_share is set, but no quality profile has the tiers' certainty: nothing is checked"
             )
         self.table = replace(policy_table(self._settings, quality), promoted=self._promoted)
-        self._take_speeds(latency)
+        self._set_speeds({fit.tier: fit.model for fit in latency.fits} if latency is not None else {})
 
-    def _read_quality(self) -> QualityProfile | None:
-        path = self._files[0]
-        if self._seen[0] is None:
-            return None
-        profile = load_profile(path)
-        profile.check(self._identities, path)
-        return profile
-
-    def _read_latency(self) -> LatencyProfile | None:
-        path = self._files[1]
-        if self._seen[1] is None:
-            return None
-        profile = load_latency(path)
-        profile.check(self._identities, self._fleet.machine, path)
-        return profile
-
-    def _take_speeds(self, latency: LatencyProfile | None) -> None:
-        """Give the fleet the measured speeds; the supervisor hands them on, or measures idle replicas without."""
-        speeds = {fit.tier: fit.model for fit in latency.fits} if latency is not None else {}
+    def _set_speeds(self, speeds: dict[TierName, SpeedModel]) -> None:
+        """Give the fleet the measured speeds. The supervisor passes them to replicas, and measures idle ones without."""
         if speeds != self._fleet.speeds:
             self._fleet.speeds = speeds
             for replica in self._fleet.replicas:
@@ -154,12 +140,13 @@ def policy_table(policy: PolicySettings, profile: QualityProfile | None = None) 
 
     Args:
         policy: The settings.
-        profile: What was measured of the checkpoints served; None: nothing yet.
+        profile: Of the checkpoints served; None: their loss is not measured.
     """
     losses: dict[TierName, dict[PromptClass, ExpectedLoss]] = {}
-    for loss in (loss for loss in (profile.losses if profile else ()) if loss.certain):
-        share = loss.top1_disagreement
-        losses.setdefault(loss.tier, {})[loss.prompt_class] = ExpectedLoss(share.mean, share.low, share.high)
+    for loss in profile.losses if profile else ():
+        if loss.certain:
+            share = loss.top1_disagreement
+            losses.setdefault(loss.tier, {})[loss.prompt_class] = ExpectedLoss(share.mean, share.low, share.high)
     return PolicyParameters(
         class_floor={**CLASS_FLOOR, **policy.class_floor},
         max_loss={**CLASS_MAX_LOSS, **policy.max_loss},
@@ -173,7 +160,7 @@ def policy_table(policy: PolicySettings, profile: QualityProfile | None = None) 
 
 
 def _changed(path: Path) -> float | None:
-    """Return when a file was last changed; None where there is none."""
+    """Return when a file was last changed; None: there is no file."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -1,8 +1,8 @@
 """The router's own log: lines for a person on standard error, and JSON lines in a file that ``qarr logs`` reads.
 
-Every line that belongs to a request carries its ids. Prompts, keys, headers and query strings are in none. Lines are
-written by a thread, so that a stopped terminal or a slow disk holds no request up; where more come than can be written,
-some are left out, and the log says how many.
+Every line of a request carries its ids. No line has prompts, keys, headers or query strings. A thread writes the lines, so
+that a stopped terminal or a slow disk delays no request; where more come than can be written, some are left out, and the
+log says how many.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from queue import Full, Queue
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from router.line_file import GATHERED_S, LAST_LINES_S, LineFile, Losses
+from router.line_file import GATHERED_S, LAST_LINES_S, LineFile, LostLines
 from router.telemetry.record import Outcome, render_summary
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 ROUTER_FILE = "router-{port}.log"
 QUEUED_LINES = 10_000
-MAX_CHARS = 4_000  # of one message: an engine's error may be of any length
+MAX_CHARS = 4_000  # of one message: an engine's error may have any length
 PATH_CHARS = 120
-NOT_LOGGED = {"/healthz", "/readyz"}  # 503 is what the latter is for, and load balancers ask every second
-_PLAIN = "/:@{}+,;=~"  # of a path, beside letters and digits
-SHOWN_BY_THE_COMMAND = "qarr.tiers.lifecycle"  # states of replicas: `qarr up` has lines of its own for them
+NOT_LOGGED = {"/healthz", "/readyz"}  # their 503 is no failure, and load balancers ask every second
+_PLAIN = "/:@{}+,;=~"  # characters of a path that are not quoted, beside letters and digits
+SHOWN_BY_THE_COMMAND = "qarr.tiers.lifecycle"  # states of replicas: `qarr up` has its own lines for them
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_SECONDS = 10_000.0  # from how many milliseconds on times are shown in seconds
+_SECONDS = 10_000.0  # times from this many milliseconds on are shown in seconds
 _SERVER_ERROR = 500
 _CLIENT_ERROR = 400
 
@@ -54,8 +54,8 @@ class RequestIds:
     """The request that is being served.
 
     Attributes:
-        began: When it came, by the monotonic clock.
-        recorded: Whether a line about the whole request was written.
+        began: When it arrived, by the monotonic clock.
+        recorded: Whether the line about the whole request was written.
     """
 
     request_id: str
@@ -68,12 +68,12 @@ _REQUEST: ContextVar[RequestIds | None] = ContextVar("qarr_request", default=Non
 
 
 def begin_request(request_id: str, trace_id: str) -> None:
-    """Put a request's ids on every line that is logged from here on, in this task and those that it begins."""
+    """Put a request's ids on every line that this task, and the tasks that it starts, log from now on."""
     _REQUEST.set(RequestIds(request_id, trace_id, time.monotonic()))
 
 
 def log_request(record: RequestRecord) -> None:
-    """Write the line of an inference request that has ended."""
+    """Log an inference request that has ended."""
     if (ids := _REQUEST.get()) is not None and ids.request_id == record.request_id:
         ids.recorded = True
     level = logging.WARNING if record.outcome in {Outcome.REFUSED, Outcome.ERROR} else logging.INFO
@@ -84,11 +84,11 @@ def log_request(record: RequestRecord) -> None:
 
 
 def log_failure(scope: Scope, status: int) -> None:
-    """Write the line of a request that has failed, unless it has a line already.
+    """Log a request that has failed, unless it has a line already.
 
     Args:
         scope: The request's.
-        status: Of its answer; 0 where it got none.
+        status: Of its answer; 0: there was no answer.
     """
     ids = _REQUEST.get()
     if status < _CLIENT_ERROR or ids is None or ids.recorded or scope["path"] in NOT_LOGGED:
@@ -101,16 +101,15 @@ def log_failure(scope: Scope, status: int) -> None:
 
 
 def request_line(record: Mapping[str, Any]) -> str:
-    """Return a request, as ``render_summary`` gives it, in one line without its ids; what is not known is left out."""
+    """Return a request, as ``render_summary`` gives it, in one line without its ids; unknown values are left out."""
     parts = [f"POST {record['route']} {record['outcome']}"]
     if record["error"]:
         parts.append(f"({record['error']})")
     parts.append(f"class={record['class']}")
     served, decided = record["served_by"], record["tier"]
     if served or decided:
-        parts.append(
-            f"tier={served or decided}" + (f"(for {decided})" if served and decided not in {served, None} else "")
-        )
+        instead_of = f"(for {decided})" if served and decided not in {served, None} else ""
+        parts.append(f"tier={served or decided}{instead_of}")
     parts.extend(
         f"{name}={shown_ms(record[key])}"
         for name, key in (("queue", "queue_ms"), ("ttft", "ttft_ms"), ("tpot", "tpot_ms"))
@@ -146,60 +145,49 @@ def shown_ms(milliseconds: float | None) -> str:
 
 
 class Logging:
-    """The process's logging, from ``start_logging`` to its end."""
+    """The process's logging, to standard error and perhaps a file, until ``stop``."""
 
     def __init__(self, telemetry: TelemetrySettings) -> None:
+        """Take over the process's log."""
         self._telemetry = telemetry
         self._queue: Queue[Any] = Queue(QUEUED_LINES)
         self._writer = _Writer(self._queue, _stderr_handler(telemetry))
-        self._hand = _Hand(self._queue)
-
-    def start(self) -> None:
-        """Take over the process's log."""
-        level = _level(self._telemetry)
-        logging.basicConfig(level=logging.WARNING, handlers=[self._hand], force=True)
-        logging.getLogger("qarr").setLevel(min(level, logging.INFO))
+        self._handler = _RequestHandler(self._queue)
+        logging.basicConfig(level=logging.WARNING, handlers=[self._handler], force=True)
+        logging.getLogger("qarr").setLevel(min(_level(telemetry), logging.INFO))
         self._writer.start()
         atexit.register(self.stop)
 
-    def also_to_file(self, folder: Path, port: int) -> Path | None:
-        """Write what follows to the router's file as well; without a file where there is to be none, or cannot be.
+    def also_to_file(self, folder: Path, port: int) -> None:
+        """Write to the router's file as well, unless the settings want none or it cannot be opened.
 
         Args:
             folder: ``engine.log_dir``.
             port: That the router listens on.
         """
         if not self._telemetry.log_file_mb:
-            return None
+            return
         path = folder / ROUTER_FILE.format(port=port)
         try:
             handler = _File(path, self._telemetry.log_file_mb << 20, self._telemetry.log_files)
         except OSError as error:
             logging.getLogger("qarr.router").warning("no log is kept in %s: %s", path, error.strerror)
-            return None
+            return
         handler.setLevel(min(_level(self._telemetry), logging.INFO))
         handler.setFormatter(JsonFormatter())
         self._writer.handlers = (*self._writer.handlers, handler)
-        return path
 
     def say(self, write: Callable[[], None]) -> None:
-        """Let the thread write something else to standard error, in its turn."""
+        """Have the thread write something else to standard error, in order."""
         with suppress(Full):
             self._queue.put_nowait(write)
 
     def stop(self) -> bool:
-        """Write what is queued, and give the log back; tell False where that is not taken, as by a stopped terminal."""
-        logging.getLogger().removeHandler(self._hand)
+        """Write what is queued, and release the log; return False if it cannot be written, as to a stopped terminal."""
+        logging.getLogger().removeHandler(self._handler)
         atexit.unregister(self.stop)
         self._writer.stop()
         return not self._writer.stuck
-
-
-def start_logging(telemetry: TelemetrySettings) -> Logging:
-    """Log to standard error from here on, as the settings say."""
-    started = Logging(telemetry)
-    started.start()
-    return started
 
 
 def _level(telemetry: TelemetrySettings) -> int:
@@ -218,15 +206,15 @@ def _stderr_handler(telemetry: TelemetrySettings) -> logging.Handler:
     return handler
 
 
-class _Hand(QueueHandler):
-    """Hands lines to the thread that writes them, with the ids of the request that they belong to."""
+class _RequestHandler(QueueHandler):
+    """Queues lines for the thread that writes them, with the ids of their request."""
 
     def __init__(self, queue: Queue[Any]) -> None:
         super().__init__(queue)
         self._left_out = 0
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Make the message now: its arguments may change. The record is not copied: no other handler gets it."""
+        """Format the message now: its arguments may change. The record is not copied: no other handler gets it."""
         text = record.getMessage()
         record.msg = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... ({len(text)} characters)"
         record.args = None
@@ -235,7 +223,7 @@ class _Hand(QueueHandler):
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Queue a line; where there is no room for it, count it."""
+        """Queue a line; if the queue is full, count it."""
         try:
             if self._left_out:
                 text = f"{self._left_out} lines are left out here: they came faster than they could be written"
@@ -258,24 +246,21 @@ class _Writer(QueueListener):
         self._lines = lines
 
     def dequeue(self, block: bool) -> Any:  # noqa: FBT001  the library's
-        """Wait for a line; of many that come one after another take some at once.
-
-        Each waking of the thread takes the interpreter from the event loop.
-        """
+        """Wait for a line, then for others that may follow: each waking takes the interpreter from the event loop."""
         if self._lines.empty():
             time.sleep(GATHERED_S)
         return super().dequeue(block)
 
     def handle(self, record: Any) -> None:
-        """Write a line, or do what else is to be written."""
+        """Write a line, or call the function that writes something else."""
         if isinstance(record, logging.LogRecord):
             super().handle(record)
         else:
-            with suppress(Exception):  # nobody reads it any more
+            with suppress(Exception):  # nobody reads standard error any longer
                 record()
 
     def stop(self) -> None:
-        """Write what is queued, but wait for no terminal that is stopped."""
+        """Write what is queued, waiting ``LAST_LINES_S`` at most: a terminal may be stopped."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -291,7 +276,7 @@ class _Writer(QueueListener):
 
 
 class _File(logging.Handler):
-    """A file rotated by size, which another router on the same port may rotate as well while one takes over."""
+    """A file rotated by size; during a handover another router on the same port may rotate it too."""
 
     def __init__(self, path: Path, max_bytes: int, kept: int) -> None:
         """Open the file.
@@ -302,14 +287,14 @@ class _File(logging.Handler):
         super().__init__()
         self._file = LineFile(path, max_bytes, kept)
         self._file.open()
-        self._losses = Losses(f"the log {path}")
+        self._losses = LostLines(f"the log {path}")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line; whatever goes wrong, the thread goes on."""
+        """Write a line; no error stops the thread."""
         try:
             self._file.write(self.format(record).encode("utf-8", "backslashreplace"))
-        except Exception as error:  # noqa: BLE001  a log must not end with one of its lines
-            self._losses.lost(f"cannot be written ({getattr(error, 'strerror', None) or error})")
+        except Exception as error:  # noqa: BLE001  one line must not end the log
+            self._losses.failed(error)
         else:
             self._losses.written()
 
@@ -320,11 +305,11 @@ class _File(logging.Handler):
 
 
 class _Stream(logging.StreamHandler[Any]):
-    """Standard error, of which a full disk may keep lines, or whoever read it may have gone."""
+    """Standard error, which may be a file on a full disk, or a pipe that nobody reads any longer."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
-        self._losses, self._broken = Losses("standard error"), False
+        self._losses, self._broken = LostLines("standard error"), False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
@@ -334,9 +319,9 @@ class _Stream(logging.StreamHandler[Any]):
             self._losses.written()
 
     def handleError(self, _record: logging.LogRecord) -> None:  # noqa: N802  the library's name
-        """Count the line instead of writing a traceback for each: the file's log says how many are lost."""
-        self._broken, error = True, sys.exc_info()[1]
-        self._losses.lost(f"cannot be written ({getattr(error, 'strerror', None) or error})")
+        """Count the line instead of writing a traceback for each; the log file says how many are lost."""
+        self._broken = True
+        self._losses.failed(sys.exc_info()[1])
 
 
 class JsonFormatter(logging.Formatter):
@@ -368,15 +353,15 @@ class TextFormatter(logging.Formatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; control characters in it cannot reach the terminal."""
+        """Return the line, with control characters escaped."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", record.msg)
         ids = getattr(record, "ids", None)
         fields = getattr(record, "fields", {})
         request_id, trace_id = ids or (fields.get("request_id"), fields.get("trace_id"))
-        tail = ""
-        if trace_id:
-            tail = f" trace={trace_id}" + ("" if str(request_id) in text else f" request={request_id}")
+        tail = f" trace={trace_id}" if trace_id else ""
+        if trace_id and str(request_id) not in text:
+            tail += f" request={request_id}"
         level = record.levelname
         if self._colour:
             tail = f"\x1b[2m{tail}\x1b[0m" if tail else ""

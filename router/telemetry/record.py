@@ -1,4 +1,4 @@
-"""One record of each request that has ended: what metrics, logs and pages are made of."""
+"""The record of a request that has ended: metrics, logs and pages are made from it."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One inference request, from its arrival to its end. Times in milliseconds; None where there were none.
+    """One inference request, from its arrival to its end. Times in milliseconds; None: not measured.
 
     Attributes:
-        at: When it had arrived, in seconds since 1970.
+        at: When it arrived, in seconds since 1970.
         route: The endpoint's path.
         key_id: Of the caller's key; empty without keys.
-        decision: By which it was let in, or refused.
+        decision: The one that admitted or refused it.
+        error: Code of a refusal, or the kind of error.
         served_by: The tier that began its answer.
         precision: Of that tier.
-        checkpoint: Digest of what that tier serves, its first digits.
-        error: Code of a refusal, or the kind of error.
-        queue_ms: Its wait for a slot.
-        overhead_ms: From its arrival until it was sent to an engine, but for the queue.
-        ttft_ms: From its arrival to its first token, the queue included.
+        checkpoint: First digits of the digest of that tier's weights.
+        queue_ms: Wait for a slot.
+        overhead_ms: From its arrival until it was sent to an engine, without the queue.
+        ttft_ms: From its arrival to its first token, queue included.
         tpot_ms: Mean time between tokens.
         duration_ms: From its arrival to its last byte.
-        sla_met: Whether the bounds on times that it gave were kept; None: it gave none, or its caller went away before.
-        continued_on: Tiers that went on with its answer after failures, in order.
+        sla_met: Whether its own bounds on times were met; None: it had none, or its caller left before.
+        continued_on: Tiers that continued its answer after failures, in order.
     """
 
     at: float
@@ -73,39 +73,21 @@ class RequestRecord:
     continued_on: tuple[TierName, ...]
 
     @property
-    def predicted_ttft_ms(self) -> float | None:
-        """Return what was predicted when it was let in, the queue not included."""
-        tier = self.decision.tier
-        return self.decision.verdict(tier).predicted_ttft_ms if tier is not None else None
-
-    @property
-    def predicted_tpot_ms(self) -> float | None:
-        """Return what was predicted when it was let in."""
-        tier = self.decision.tier
-        return self.decision.verdict(tier).predicted_tpot_ms if tier is not None else None
-
-    @property
-    def cost(self) -> float | None:
-        """Return the engine-seconds, by price, that were predicted for it."""
-        tier = self.decision.tier
-        return self.decision.verdict(tier).cost if tier is not None else None
-
-    @property
     def undisturbed(self) -> bool:
-        """Tell whether the tier that was decided on served it by itself, so that predictions can be held against it."""
+        """Tell whether the chosen tier served it alone, so that predictions can be compared with measurements."""
         as_decided = self.served_by is not None and self.served_by is self.decision.tier
         return as_decided and not (self.attempts_failed or self.continued_on or self.escalated or self.hedged)
 
 
 def render_record(record: RequestRecord) -> dict[str, Any]:
-    """Return a record as JSON values, with what was found of every tier."""
+    """Return a record as JSON values, with the report on every tier."""
     return {**render_summary(record), "tiers": [render_verdict(verdict) for verdict in record.decision.verdicts]}
 
 
 def render_summary(record: RequestRecord) -> dict[str, Any]:
-    """Return a record as JSON values, without what was found of every tier."""
+    """Return a record as JSON values, without the reports on tiers. Predictions do not include the queue."""
     decision = record.decision
-    query, sla = decision.query, decision.query.sla
+    query, sla, chosen = decision.query, decision.query.sla, decision.chosen
     return {
         "at": round(record.at, 3),
         "request_id": record.request_id,
@@ -132,24 +114,24 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
         "ttft_ms": _rounded(record.ttft_ms),
         "tpot_ms": _rounded(record.tpot_ms),
         "duration_ms": _rounded(record.duration_ms),
-        "predicted_ttft_ms": _rounded(record.predicted_ttft_ms),
-        "predicted_tpot_ms": _rounded(record.predicted_tpot_ms),
+        "predicted_ttft_ms": chosen.predicted_ttft_ms if chosen else None,
+        "predicted_tpot_ms": chosen.predicted_tpot_ms if chosen else None,
         "sla": {"ttft_ms": sla.ttft_ms, "tpot_ms": sla.tpot_ms, "max_quality_loss": sla.max_quality_loss},
         "sla_met": record.sla_met,
         "attempts_failed": record.attempts_failed,
         "escalated": record.escalated,
         "hedged": record.hedged,
         "continued_on": list(record.continued_on),
-        "cost": record.cost,
+        "cost": chosen.cost if chosen else None,
     }
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 2)
+def _rounded(value: float | None, digits: int = 2) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 def log_outcome(decisions: DecisionLog, record: RequestRecord) -> None:
-    """Write to the decision log how a request ended that an engine had begun to answer."""
+    """Write to the decision log how a request ended, if an engine began to answer it."""
     if record.served_by is None:
         return
     gone = "CancelledError" if record.outcome is Outcome.CLIENT_GONE else None
@@ -159,8 +141,8 @@ def log_outcome(decisions: DecisionLog, record: RequestRecord) -> None:
             tier=record.served_by,
             prompt_tokens=record.prompt_tokens,
             output_tokens=record.output_tokens,
-            ttft_ms=round(record.ttft_ms, 2) if record.ttft_ms is not None else None,
-            tpot_ms=round(record.tpot_ms, 3) if record.tpot_ms is not None else None,
+            ttft_ms=_rounded(record.ttft_ms),
+            tpot_ms=_rounded(record.tpot_ms, 3),
             error=record.error or gone,
         )
     )

@@ -1,8 +1,8 @@
-"""The last traces, in memory; and those that are exported although the sampler left them out.
+"""The last traces, in memory; and tail sampling of those that the sampler left out.
 
-Every span is recorded. What the sampler chose is exported as it ends. Of the rest, a trace is exported as a whole once its
-server span has ended and the request failed or missed its SLA: whether it is worth keeping is known only then. Spans of
-engines are not among those: the engine was told, when it was asked, that the trace is not sampled.
+Every span is recorded. Spans that the sampler chose are exported as they end. Of the rest, a trace is exported as a whole
+once its server span has ended and the request failed or missed its SLA. It has no spans of engines: they were told that the
+trace is not sampled.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Link, TraceState
     from opentelemetry.util.types import Attributes, AttributeValue
 
-MOST_OPEN = 20_000  # traces whose server span has not ended; beyond, the oldest is forgotten
+MOST_OPEN = 20_000  # traces whose server span has not ended; beyond this the oldest is forgotten
 MOST_SPANS = 64  # of one trace
-KEY_ID = "qarr.key.id"  # on a server span: whose request it is
-# Where engines are and what the router's files are called is for operators.
+KEY_ID = "qarr.key.id"  # on a server span: the caller's key
+# Engines' addresses and the router's file names are for operators.
 INSIDE = {"server.address", "server.port", "exception.stacktrace"}
 
 
 class UnknownTrace(Exception):
-    """A trace that is not kept here."""
+    """No such trace is kept."""
 
 
 class KeptFor(StrEnum):
@@ -54,20 +54,20 @@ class KeptFor(StrEnum):
 
 @dataclass(slots=True)
 class Trace:
-    """The spans of one trace, in the order of their ends. Its server span is the last, but for what goes on after it."""
+    """The spans of one trace, in the order of their ends. Only spans that outlive the server span come after it."""
 
     spans: list[ReadableSpan] = field(default_factory=list)
     kept_for: KeptFor = KeptFor.RECENT
 
     @property
     def root(self) -> ReadableSpan:
-        """Return the span that all others lie below."""
+        """Return the span that all others are below."""
         return next((span for span in self.spans if _is_root(span)), self.spans[0])
 
     def seen_by(self, key_id: str) -> Trace | None:
-        """Return what a key may see of it: its own requests' spans. None: it has no request in it.
+        """Return what a key may see of the trace: its own requests' spans. None: it has no request in it.
 
-        Several requests may share a trace, for callers choose its id; so it is each span's own request that counts.
+        Callers choose trace ids, so requests of several keys may share a trace.
         """
         below: dict[int, list[ReadableSpan]] = {}
         for span in self.spans:
@@ -80,14 +80,14 @@ class Trace:
 
 
 class TokenBucket:
-    """So many a second, and so many at once."""
+    """A rate limit: ``per_s`` a second, ``burst`` at once."""
 
     def __init__(self, per_s: float, burst: int) -> None:
         self._per_s, self._burst = per_s, burst
         self._left, self._at = float(burst), time.monotonic()
 
     def take(self) -> bool:
-        """Take one; False: there is none left for now."""
+        """Take one; return False if none is left for now."""
         now = time.monotonic()
         self._left = min(self._left + (now - self._at) * self._per_s, float(self._burst))
         self._at = now
@@ -98,11 +98,11 @@ class TokenBucket:
 
 
 class RecordAll(Sampler):
-    """Records what another sampler drops, so that it can be kept in memory and judged by its end.
+    """Records what another sampler drops, so that it can be kept in memory, and exported if it ends badly.
 
     Args:
-        root: The other sampler, whose choice of what is exported stands.
-        allowance: Of traces that are recorded of what it drops; None: all of them.
+        root: The other sampler; it still chooses what is exported.
+        allowance: Bounds the traces recorded of those that it drops; None: all of them are.
     """
 
     def __init__(self, root: Sampler, allowance: TokenBucket | None = None) -> None:
@@ -118,7 +118,7 @@ class RecordAll(Sampler):
         links: Sequence[Link] | None = None,
         trace_state: TraceState | None = None,
     ) -> SamplingResult:
-        """Ask the other sampler. The SDK's own ``AlwaysRecordSampler`` loses the attributes of what is dropped."""
+        """Ask the other sampler. The SDK's own ``AlwaysRecordSampler`` loses the attributes of dropped spans."""
         found = self._root.should_sample(parent_context, trace_id, name, kind, attributes, links, trace_state)
         if found.decision is not Decision.DROP:
             return found
@@ -130,16 +130,16 @@ class RecordAll(Sampler):
         return SamplingResult(Decision.RECORD_ONLY, attributes, found.trace_state)
 
     def get_description(self) -> str:
-        """Return its name and the other's."""
+        """Return both samplers' names."""
         return f"RecordAll{{{self._root.get_description()}}}"
 
 
 class TraceStore(SpanProcessor):
-    """Keeps traces, and hands spans on.
+    """Keeps the last traces in memory, and passes spans to an exporter.
 
     Args:
-        kept: Traces that are kept in memory, the last ones; at most half of them, rounded up, for their failure alone.
-        exporting: Takes what is exported; None: nothing is.
+        kept: Number of traces kept; at most half of them, rounded up, are kept as failures.
+        exporting: Gets the spans to export; None: none are.
         tail: Export failures and missed SLAs that the sampler left out.
     """
 
@@ -164,7 +164,7 @@ class TraceStore(SpanProcessor):
                 self._open.popitem(last=False)
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Take a span that has ended."""
+        """Keep a span that has ended, and export it if the sampler chose it or its trace ended badly."""
         context = span.context
         assert context is not None
         if self._exporting is not None and context.trace_flags.sampled:
@@ -183,13 +183,10 @@ class TraceStore(SpanProcessor):
                 self._export_tail([span])
 
     def judge(self, trace_id: int, worth: KeptFor) -> None:
-        """Note that a trace is worth more than most, also where its server span has ended already."""
-        trace = self._open.get(trace_id)
-        if trace is not None:
+        """Note why a trace is worth keeping, also after its server span has ended."""
+        if (trace := self._open.get(trace_id)) is not None:
             trace.kept_for = worth
-            return
-        trace = self._recent.pop(trace_id, None)
-        if trace is not None:
+        elif (trace := self._recent.pop(trace_id, None)) is not None:
             trace.kept_for = worth
             self._keep(trace_id, trace)
 
@@ -203,12 +200,12 @@ class TraceStore(SpanProcessor):
         return self._exporting is None or self._exporting.force_flush(timeout_millis)
 
     def recent(self) -> list[Trace]:
-        """Return what is kept, the newest first."""
+        """Return the kept traces, newest first."""
         both = {**self._failed, **self._recent}
         return sorted(both.values(), key=lambda trace: trace.root.start_time or 0, reverse=True)
 
     def find(self, trace_id: str) -> Trace | None:
-        """Return a trace by its id in hexadecimal; None where it is not kept."""
+        """Return a trace by its id in hexadecimal; None: it is not kept."""
         try:
             return self._find(int(trace_id, 16))
         except ValueError:
@@ -218,12 +215,15 @@ class TraceStore(SpanProcessor):
         return self._recent.get(trace_id) or self._failed.get(trace_id)
 
     def _keep(self, trace_id: int, trace: Trace) -> None:
-        """Keep a trace that has ended: failures apart, so that a flood of good ones does not wash them out."""
-        if trace.kept_for is not KeptFor.RECENT:
+        """Keep a trace that has ended: failures apart, so that many good ones do not displace them."""
+        if trace.kept_for is KeptFor.RECENT:
+            kept, most = self._recent, self._kept - len(self._failed)
+        else:
             self._export_tail(trace.spans)
-            _push(self._failed, trace_id, trace, (self._kept + 1) // 2)
-            return
-        _push(self._recent, trace_id, trace, self._kept - len(self._failed))
+            kept, most = self._failed, (self._kept + 1) // 2
+        kept[trace_id] = trace
+        while len(kept) > most:
+            kept.popitem(last=False)
 
     def _export_tail(self, spans: list[ReadableSpan]) -> None:
         if self._exporting is None or not self._tail:
@@ -233,18 +233,12 @@ class TraceStore(SpanProcessor):
                 self._exporting.on_end(_as_sampled(span, span.context))
 
 
-def _push(kept: OrderedDict[int, Trace], trace_id: int, trace: Trace, most: int) -> None:
-    kept[trace_id] = trace
-    while len(kept) > max(most, 0):
-        kept.popitem(last=False)
-
-
 def _is_root(span: ReadableSpan) -> bool:
     return span.parent is None or span.parent.is_remote
 
 
 def _as_sampled(span: ReadableSpan, context: SpanContext) -> ReadableSpan:
-    """Return a copy that exporters take."""
+    """Return a copy that is marked as sampled: exporters drop others."""
     flags = TraceFlags(context.trace_flags | TraceFlags.SAMPLED)
     return ReadableSpan(
         name=span.name,
@@ -281,8 +275,8 @@ def render_trace(trace: Trace, *, inside: bool) -> dict[str, Any]:
     """Return a trace with its spans in the order of their starts, as JSON values; times in milliseconds from its start.
 
     Args:
-        trace: Which.
-        inside: With where engines are.
+        trace: The trace.
+        inside: With the attributes that are for operators alone.
     """
     root = trace.root
     assert root.context is not None

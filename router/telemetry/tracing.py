@@ -3,14 +3,14 @@
 Exporting is configured by the standard variables: ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or ``…_TRACES_ENDPOINT``),
 ``OTEL_EXPORTER_OTLP_PROTOCOL`` (or ``…_TRACES_PROTOCOL``: ``http/protobuf`` or ``grpc``), ``OTEL_TRACES_EXPORTER``
 (``otlp``, ``console``, ``none``), ``OTEL_SERVICE_NAME``, ``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_SDK_DISABLED``,
-``OTEL_TRACES_SAMPLER``. Names are those of OpenTelemetry's semantic conventions where they have one, else ``qarr.*``.
+``OTEL_TRACES_SAMPLER``. Names are those of OpenTelemetry's semantic conventions where it has one, else ``qarr.*``.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from contextlib import contextmanager
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -31,7 +31,8 @@ from router.telemetry.trace_store import KEY_ID, KeptFor, RecordAll, TokenBucket
 from tiers.spec import OtlpTarget
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, MutableMapping
+    from collections.abc import Mapping, MutableMapping
+    from contextlib import AbstractContextManager
 
     from opentelemetry.trace import Span, Tracer
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -45,33 +46,27 @@ if TYPE_CHECKING:
 
 SERVICE = "qarr-router"
 HTTP, GRPC = "http/protobuf", "grpc"
-RECENT_PER_S = (
-    10  # traces that are recorded for memory alone: it costs a third of a request, benchmarks/observing_cost.py
-)
-MOST_OPEN_FOR_MEMORY = (
-    50  # such traces at once: spans take much of what an open stream holds (benchmarks/open_streams.py)
-)
-UNTRACED = {"/route"}  # nothing follows from it, and the page asks it while somebody types
-SEND = "qarr.send"  # the server's own, for bodies
+# Traces recorded for memory alone. Recording costs a third of a request (benchmarks/observing_cost.py), and spans take
+# much of the memory of an open stream (benchmarks/open_streams.py).
+RECENT_PER_S = 10
+MOST_OPEN_FOR_MEMORY = 50
+UNTRACED = {"/route"}  # it serves nothing, and the page asks it while somebody types
+SEND = "qarr.send"  # in a scope: the server's own ``send``, for bodies
 _PARENT = ContextVar("qarr_parent", default="")  # traceparent for the engines of a request that has no spans
+_NO_SPAN = nullcontext(trace.INVALID_SPAN)
 DEFAULT_ENDPOINTS = {HTTP: "http://localhost:4318", GRPC: "http://localhost:4317"}
 
 
 class TracedRequest(Protocol):
-    """What is told of a request to an engine in its span.
-
-    Attributes:
-        operation: GenAI's name of what is asked for.
-        parameters: Attributes of the span.
-    """
+    """What a span says of a request to an engine."""
 
     @property
     def operation(self) -> str:
-        """Return it."""
+        """Return GenAI's name of the operation."""
 
     @property
     def parameters(self) -> Mapping[str, float]:
-        """Return them."""
+        """Return attributes of the span."""
 
 
 class TelemetryError(Exception):
@@ -83,12 +78,9 @@ class Telemetry:
 
     Args:
         provider: Makes spans; None: there are none.
-        traces: See there.
+        traces: The last traces; None: they are not kept.
         record_prompts: Put prompts on spans.
-        allowance: Of requests that have spans at all; None: every one has.
-
-    Attributes:
-        traces: The last ones; None: they are not kept.
+        allowance: Bounds the requests that have spans at all; None: every request has.
     """
 
     def __init__(
@@ -104,52 +96,46 @@ class Telemetry:
         self._tracer: Tracer = (provider or trace.NoOpTracerProvider()).get_tracer("qarr")
 
     def instrument(self, app: ASGIApp) -> ASGIApp:
-        """Wrap an application so that each POST request has a server span; without traces, return it as it is.
+        """Wrap an application so that each POST request has a server span; without a provider, return it unchanged.
 
-        Others ask how things stand, again and again. Spans for each receive and send are left out (a stream would make
-        one a chunk), and so are the middleware's metrics: it keeps their per-request state on itself, where concurrent
-        requests overwrite it. Bodies pass it by: it would end the span with the last byte, before it is known how the
-        request ended, and would look at every chunk.
+        Other methods only poll. Spans of receive and send are excluded, because a stream would make one for each chunk,
+        and so are the middleware's metrics: it keeps their per-request state on itself, where concurrent requests
+        overwrite it. Bodies bypass the middleware, which would look at every chunk, and end the span with the last byte,
+        before it is known how the request ended.
         """
         if self._provider is None:
             return app
-
         wrapped = OpenTelemetryMiddleware(
-            app,
-            tracer_provider=self._provider,
-            meter_provider=NoOpMeterProvider(),
-            exclude_spans=["receive", "send"],
+            app, tracer_provider=self._provider, meter_provider=NoOpMeterProvider(), exclude_spans=["receive", "send"]
         )
 
         async def traced(scope: Scope, receive: Receive, send: Send) -> None:
             if scope.get("method") != "POST" or scope["path"] in UNTRACED:
                 await app(scope, receive, send)
-                return
-            if not self._has_spans():
+            elif self._has_spans():
+                _PARENT.set("")  # the request before on this connection may have left one
+                scope[SEND] = send
+                await wrapped(scope, receive, send)
+            else:
                 _PARENT.set(_parent_of(scope))
                 await app(scope, receive, send)
-                return
-            _PARENT.set("")  # the request before on this connection may have left one
-            scope[SEND] = send
-            await wrapped(scope, receive, send)
 
         return traced
 
     def _has_spans(self) -> bool:
-        """Tell whether the request that comes now has spans: not where nothing is exported and enough is recorded."""
+        """Tell whether the present request has spans: not where nothing is exported and enough is recorded."""
         if self._allowance is None:
             return True
         return (self.traces is None or self.traces.open < MOST_OPEN_FOR_MEMORY) and self._allowance.take()
 
     def name_server_span(self, scope: Scope, route: str) -> None:
         """Give the server span its route, which the middleware cannot know under Starlette."""
-        span = trace.get_current_span()
-        if span.is_recording():
+        if span := _recording():
             span.update_name(f"{scope['method']} {route}")
             span.set_attribute("http.route", route)
 
     def request_ids(self, headers: Mapping[str, str]) -> tuple[str, str]:
-        """Return the request's id and its trace's: the caller's where valid, else new ones."""
+        """Return the request's id and its trace id: the caller's where valid, else new ones."""
         context = trace.get_current_span().get_span_context()
         if context.is_valid:
             trace_id = trace.format_trace_id(context.trace_id)
@@ -164,35 +150,25 @@ class Telemetry:
         if key_id:
             trace.get_current_span().set_attribute(KEY_ID, key_id)
 
-    @contextmanager
-    def classify(self) -> Iterator[Span]:
+    def classify(self) -> AbstractContextManager[Span]:
         """Span over classification."""
-        with self._part("classify") as span:
-            yield span
+        return self._step("classify")
 
-    @contextmanager
-    def route(self) -> Iterator[Span]:
+    def route(self) -> AbstractContextManager[Span]:
         """Span over the policy."""
-        with self._part("route") as span:
-            yield span
+        return self._step("route")
 
-    @contextmanager
-    def admission(self) -> Iterator[Span]:
-        """Span over the wait for a place."""
-        with self._part("admission wait") as span:
-            yield span
+    def admission(self) -> AbstractContextManager[Span]:
+        """Span over the wait for a slot."""
+        return self._step("admission wait")
 
-    @contextmanager
-    def _part(self, name: str) -> Iterator[Span]:
-        """Span over a part of a request; of one that is not traced, none."""
-        if not trace.get_current_span().get_span_context().is_valid:
-            yield trace.INVALID_SPAN
-            return
-        with self._tracer.start_as_current_span(name) as span:
-            yield span
+    def _step(self, name: str) -> AbstractContextManager[Span]:
+        """Span over a step of a request; of one that the sampler left out, none."""
+        left_out = isinstance(trace.get_current_span(), trace.NonRecordingSpan)
+        return _NO_SPAN if left_out else self._tracer.start_as_current_span(name)
 
     def record_features(self, span: Span, features: PromptFeatures, prompt: str) -> None:
-        """Put the classifier's findings on its span; the prompt only when that is switched on."""
+        """Put the classifier's features on its span; the prompt only where that is switched on."""
         if not span.is_recording():
             return
         span.set_attributes(
@@ -213,14 +189,12 @@ class Telemetry:
 
     def record_decision(self, decision: Decision) -> None:
         """Put the decision on the current span."""
-        span = trace.get_current_span()
-        if span.is_recording():
+        if span := _recording():
             span.set_attributes(_decision_attributes(decision))
 
     def record_verdicts(self, decision: Decision) -> None:
-        """Put what was found of each tier on the current span."""
-        span = trace.get_current_span()
-        if span.is_recording():
+        """Put the report on each tier on the current span."""
+        if span := _recording():
             for verdict in decision.verdicts:
                 span.set_attributes(_verdict_attributes(verdict))
 
@@ -253,8 +227,7 @@ class Telemetry:
 
     def record_served(self, tier: TierName, replica_id: str, attempts_failed: int) -> None:
         """Put who served the request on the server span."""
-        span = trace.get_current_span()
-        if span.is_recording():
+        if span := _recording():
             span.set_attributes(
                 {
                     "qarr.served.tier": tier.value,
@@ -264,15 +237,13 @@ class Telemetry:
             )
 
     def record_failed_attempt(self, replica_id: str, error: Exception) -> None:
-        """Put an attempt that failed before its first byte on the server span; another one follows where one may."""
-        trace.get_current_span().add_event(
-            "qarr.attempt_failed", {"qarr.replica": replica_id, "error.type": type(error).__name__}
-        )
+        """Put an attempt that failed before its first byte on the server span; it may be retried."""
+        if span := _recording():
+            span.add_event("qarr.attempt_failed", {"qarr.replica": replica_id, "error.type": type(error).__name__})
 
     def record_escalation(self, tier: TierName, higher: TierName, sure: float, threshold: float) -> None:
-        """Put an escalation on the server span."""
-        span = trace.get_current_span()
-        if span.is_recording():
+        """Put on the server span that the cascade replaced an answer's beginning, and why."""
+        if span := _recording():
             span.add_event(
                 "qarr.escalation",
                 {
@@ -285,14 +256,12 @@ class Telemetry:
 
     def record_hedge(self, tier: TierName | None, quicker: TierName) -> None:
         """Put on the server span that a second tier was asked, and was quicker."""
-        span = trace.get_current_span()
-        if span.is_recording():
+        if span := _recording():
             span.add_event("qarr.hedge", {"qarr.tier": str(tier), "qarr.hedged_to": quicker.value})
 
     def record_continuation(self, broken: str, replica_id: str, tokens: int, error: Exception) -> None:
-        """Put on the server span that another engine goes on with the answer, and from where."""
-        span = trace.get_current_span()
-        if span.is_recording():
+        """Put on the server span that another engine continues the answer, and after how many tokens."""
+        if span := _recording():
             span.add_event(
                 "qarr.continuation",
                 {
@@ -303,28 +272,29 @@ class Telemetry:
                 },
             )
 
-    @contextmanager
-    def live_check(self, kind: PromptClass, tier: TierName) -> Iterator[Span]:
+    def live_check(self, kind: PromptClass, tier: TierName) -> AbstractContextManager[Span]:
         """Span over the scoring of one live prompt; a trace of its own."""
         attributes = {"qarr.class": kind.value, "qarr.tier": tier.value}
-        with self._tracer.start_as_current_span("live check", Context(), attributes=attributes) as span:
-            yield span
+        return self._tracer.start_as_current_span("live check", Context(), attributes=attributes)
 
     def record_live_loss(self, span: Span, loss: float, rolling: float) -> None:
-        """Put what a live prompt lost on its check's span."""
-        if span.is_recording():
-            span.set_attributes({"qarr.loss": loss, "qarr.loss.rolling": rolling})
+        """Put the loss of a live prompt on its check's span."""
+        span.set_attributes({"qarr.loss": loss, "qarr.loss.rolling": rolling})
 
     def record_promotion(self, event: str, kind: PromptClass, tier: TierName, loss: float) -> None:
-        """Put a change of a class's tier on the check's span."""
-        span = trace.get_current_span()
-        if span.is_recording():
+        """Put a change of a class's lowest tier on the check's span."""
+        if span := _recording():
             span.add_event(event, {"qarr.class": kind.value, "qarr.tier": tier.value, "qarr.loss.rolling": loss})
 
     def start_attempt(self, tier: TierName, replica: Replica, request: TracedRequest, number: int) -> Span:
-        """Start the span of one upstream attempt (GenAI semantic conventions); the caller ends it."""
-        if self._provider is None or not trace.get_current_span().get_span_context().is_valid:
-            return trace.INVALID_SPAN
+        """Start the span of one upstream attempt (GenAI semantic conventions); the caller ends it.
+
+        Of a request that the sampler left out, return the server span, whose end has no effect. A server span that has
+        ended is another matter: a resumable stream may go on after it.
+        """
+        current = trace.get_current_span()
+        if isinstance(current, trace.NonRecordingSpan):
+            return current
         where = urlsplit(replica.url)
         return self._tracer.start_span(
             f"{request.operation} {replica.model}",
@@ -346,7 +316,7 @@ class Telemetry:
         )
 
     def inject(self, span: Span, headers: MutableMapping[str, str]) -> None:
-        """Add the W3C trace context to an upstream request's headers: a span's, or of a request without, its caller's."""
+        """Add the W3C trace context to an upstream request's headers: the span's, or without one the caller's."""
         if span.get_span_context().is_valid:
             propagate.inject(headers, trace.set_span_in_context(span))
         elif parent := _PARENT.get():
@@ -370,7 +340,7 @@ def make_telemetry(version: str, settings: TelemetrySettings) -> Telemetry:
         return Telemetry(None)
     os.environ.setdefault("OTEL_SEMCONV_STABILITY_OPT_IN", "http")  # the middleware's stable names
     resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", SERVICE), SERVICE_VERSION: version})
-    # Where nothing is exported, engines that trace on their own are told what the caller said, and else not to.
+    # Where nothing is exported, engines that trace by themselves get the caller's choice, else "not sampled".
     provider = TracerProvider(resource=resource, sampler=None if exporter is not None else ParentBased(ALWAYS_OFF))
     few = TokenBucket(RECENT_PER_S, max(settings.recent_traces, 1))
     if everything:
@@ -384,7 +354,11 @@ def make_telemetry(version: str, settings: TelemetrySettings) -> Telemetry:
 
 
 def engine_target() -> OtlpTarget | None:
-    """Return where engines are to send their own spans: to where the router's go."""
+    """Return where engines are to send their own spans: where the router's go.
+
+    Raises:
+        TelemetryError: A variable has a value that is not supported.
+    """
     if _exporter_name() != "otlp":
         return None
     protocol, endpoint = _protocol(), _endpoint()
@@ -394,7 +368,7 @@ def engine_target() -> OtlpTarget | None:
 
 
 def exporter_address() -> tuple[str, int] | None:
-    """Return the host and port that spans are exported to; None where they are not.
+    """Return the host and port that spans are exported to; None: they are not exported over a network.
 
     Raises:
         TelemetryError: A variable has a value that is not supported.
@@ -428,10 +402,8 @@ def _disabled() -> bool:
 
 def _exporter() -> SpanExporter | None:
     name = _exporter_name()
-    if name == "none":
-        return None
-    if name == "console":
-        return ConsoleSpanExporter()
+    if name != "otlp":
+        return ConsoleSpanExporter() if name == "console" else None
     # Imported here: the exporters cost 200 ms of start-up, and most runs export nothing.
     if _protocol() == GRPC:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc  # noqa: PLC0415
@@ -459,6 +431,12 @@ def _endpoint() -> str:
     )
 
 
+def _recording() -> Span | None:
+    """Return the current span if it records; attributes for others are not computed."""
+    span = trace.get_current_span()
+    return span if span.is_recording() else None
+
+
 def _worth(record: RequestRecord) -> KeptFor:
     if record.outcome in {Outcome.ERROR, Outcome.REFUSED}:
         return KeptFor.ERROR
@@ -466,7 +444,7 @@ def _worth(record: RequestRecord) -> KeptFor:
 
 
 def _trace_id_of(parent: str) -> str:
-    """Return the trace id of a ``traceparent`` header; empty where it is none."""
+    """Return the trace id of a ``traceparent`` header; empty where the header is not valid."""
     parts = parent.split("-")  # version, trace, span, flags
     given = parts[1] if len(parts) == 4 else ""  # noqa: PLR2004
     usable = len(given) == 32 and given != "0" * 32 and all(c in "0123456789abcdef" for c in given)  # noqa: PLR2004
@@ -474,7 +452,7 @@ def _trace_id_of(parent: str) -> str:
 
 
 def _parent_of(scope: Scope) -> str:
-    """Return the ``traceparent`` that a request came with; where it had none, one of a trace that is not sampled."""
+    """Return the ``traceparent`` of a request; of a request without, one of a new trace that is not sampled."""
     given = Headers(scope=scope).get("traceparent", "")
     return given if _trace_id_of(given) else f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"
 

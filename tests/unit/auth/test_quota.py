@@ -7,13 +7,14 @@ import random
 import time
 from collections import Counter
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from redis.asyncio import Redis
 
 from router.auth.api_keys import Caller, Quota
-from router.auth.quota import WINDOW_S, Grant, LocalLedger, OverQuota, Quotas, _names
+from router.auth.quota import WINDOW_S, Grant, LocalLedger, OverQuota, Quotas, Refund, _names
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -210,11 +211,11 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def held(operator: Any, who: Caller) -> tuple[int, int, int]:
-    """Return what Redis has of a key: places, requests, tokens."""
-    counts, places = _names(who.key_id)
+    """Return what Redis has of a key: slots, requests, tokens."""
+    counts, slots = _names(who.key_id)
     found = await operator.hgetall(counts)
     amounts = [sum(int(n) for field, n in found.items() if field.endswith(kind)) for kind in "rt"]
-    return await operator.zcard(places), amounts[0], amounts[1]
+    return await operator.zcard(slots), amounts[0], amounts[1]
 
 
 async def test_a_router_without_redis_counts_alone(redis_server: RedisServer) -> None:
@@ -251,7 +252,7 @@ async def test_an_error_reply_is_an_outage_and_no_more(redis_server: RedisServer
                 await grant.settle(None)
         finally:
             await operator.execute_command(*right)
-        await until(lambda: not quotas._lost and not quotas._debts)
+        await until(lambda: not quotas._lost and not quotas._refunds)
         assert await held(operator, who) == (0, 0, 0)
         assert await quotas.enter(who, 10, {})
         assert await held(operator, who) == (1, 1, 10)
@@ -274,7 +275,7 @@ async def test_what_redis_did_not_answer_never_counts(redis_server: RedisServer)
 
 
 async def test_what_redis_did_in_time_but_could_not_say_is_given_back(redis_server: RedisServer) -> None:
-    """A place that Redis gave, and whose answer came too late, is free again once Redis answers."""
+    """A slot that Redis gave, and whose answer came too late, is free again once Redis answers."""
     who = caller("unheard", requests=100, tokens=1000, at_once=1)
     async with sharing(redis_server) as (quotas, operator):
         entering = asyncio.create_task(quotas.enter(who, 50, {}))
@@ -283,8 +284,8 @@ async def test_what_redis_did_in_time_but_could_not_say_is_given_back(redis_serv
                 await asyncio.sleep(0)
         await entering
         assert quotas._shared is not None
-        (place,) = await operator.zrange(_names(who.key_id)[1], 0, -1)
-        await quotas._shared.give_back(who.key_id, None, 1, 50, place)
+        (slot,) = await operator.zrange(_names(who.key_id)[1], 0, -1)
+        await quotas._shared.give_back(Refund(who.key_id, None, 1, 50, slot))
         assert await held(operator, who) == (0, 0, 0)
 
 
@@ -307,7 +308,7 @@ async def test_nobody_waits_for_a_redis_that_hangs(redis_server: RedisServer, mo
 
 
 async def test_what_was_taken_before_an_outage_is_given_back_after_it(redis_server: RedisServer) -> None:
-    """Requests that end while Redis hangs do not wait for it, and their places and tokens are there once it is back."""
+    """Requests that end while Redis hangs do not wait for it, and their slots and tokens are there once it is back."""
     who = caller("spanning", tokens=1000, at_once=3)
     async with sharing(redis_server) as (quotas, operator):
         grants = [await quotas.enter(who, 100, {}) for _ in range(3)]
@@ -316,7 +317,7 @@ async def test_what_was_taken_before_an_outage_is_given_back_after_it(redis_serv
             assert grant is not None
             await grant.settle(20)
         redis_server.resume()
-        await until(lambda: not quotas._debts)
+        await until(lambda: not quotas._refunds)
         assert await held(operator, who) == (0, 3, 60)
 
 
@@ -328,7 +329,7 @@ async def test_giving_back_twice_counts_once(redis_server: RedisServer) -> None:
         assert grant is not None
         assert quotas._shared is not None
         for _ in range(2):
-            await quotas._shared.give_back(who.key_id, grant._second, 0, 30, grant._place)
+            await quotas._shared.give_back(replace(grant._taken, requests=0, tokens=30))
         assert await held(operator, who) == (0, 1, 70)
 
 
@@ -348,22 +349,22 @@ async def test_a_clock_that_is_set_back_keeps_nobody_out(redis_server: RedisServ
     who, now = caller("back", requests=3, at_once=3), time.time()
     clock = Clock()
     ledger = LocalLedger(clock)
-    for place in range(3):
-        await ledger.take("k", who.quota, 1, str(place))
-        await ledger.give_back("k", int(clock.now), 0, 0, str(place))
+    for slot in range(3):
+        await ledger.take("k", who.quota, 1, str(slot))
+        await ledger.give_back(Refund("k", int(clock.now), 0, 0, str(slot)))
     clock.now -= 3600
     usage = await ledger.take("k", who.quota, 1, "x")
     assert (usage.denied, usage.wait_s <= WINDOW_S + 1) == ("requests", True)
     async with sharing(redis_server) as (quotas, operator):
-        counts, places = _names(who.key_id)
+        counts, slots = _names(who.key_id)
         await operator.hset(counts, mapping={f"{int(now) + 3600}r": 2, f"{int(now) + 3600}t": 2})
-        await operator.zadd(places, {"dead": now + 3600})
+        await operator.zadd(slots, {"dead": now + 3600})
         assert await enters(quotas, who)
         with pytest.raises(OverQuota) as over:
             await quotas.enter(who, 1, {})
         assert over.value.resource == "requests"
         assert (over.value.retry_after_s or 0) <= WINDOW_S + 1
-        assert await operator.zscore(places, "dead") < now + 600
+        assert await operator.zscore(slots, "dead") < now + 600
 
 
 async def test_the_local_clock_is_one_that_nobody_sets() -> None:
@@ -372,8 +373,8 @@ async def test_the_local_clock_is_one_that_nobody_sets() -> None:
     assert usage.second <= time.monotonic() < usage.second + WINDOW_S
 
 
-async def test_places_of_a_dead_router_come_back(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router that dies keeps no place for long; one that lives keeps those of its long requests."""
+async def test_slots_of_a_dead_router_come_back(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that dies keeps no slot for long; one that lives keeps those of its long requests."""
     monkeypatch.setattr("router.auth.quota.LEASE_S", 3)
     monkeypatch.setattr("router.auth.quota.RENEW_S", 0.3)
     who = caller("dead", at_once=1)
@@ -409,8 +410,8 @@ async def test_what_is_used_beyond_counts_when_it_is_used(redis_server: RedisSer
         await quotas.aclose()
 
 
-async def test_a_client_that_leaves_at_the_door_leaves_no_place(redis_server: RedisServer) -> None:
-    """Whenever a request is cancelled, its place and its counts are there for the next one."""
+async def test_a_client_that_leaves_at_the_door_leaves_no_slot(redis_server: RedisServer) -> None:
+    """Whenever a request is cancelled, its slot and its counts are there for the next one."""
     quotas = Quotas(redis_server.url)
     who = caller("leaver", requests=1000, at_once=1)
     try:
@@ -430,8 +431,8 @@ async def test_a_client_that_leaves_at_the_door_leaves_no_place(redis_server: Re
         await quotas.aclose()
 
 
-async def test_a_client_that_is_cancelled_twice_leaves_no_place(redis_server: RedisServer) -> None:
-    """A request that is cancelled again while its place is given back leaves nothing either."""
+async def test_a_client_that_is_cancelled_twice_leaves_no_slot(redis_server: RedisServer) -> None:
+    """A request that is cancelled again while its slot is given back leaves nothing either."""
     who = caller("twice cancelled", requests=1000, at_once=1)
     async with sharing(redis_server) as (quotas, operator):
         for turn in range(100):

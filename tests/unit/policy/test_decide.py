@@ -314,7 +314,7 @@ def test_a_hint_counts_where_the_sla_cannot_be_kept() -> None:
 
 
 def test_preferences_do_not_make_a_refusal_last() -> None:
-    """All places taken: a request that would be served in any way is told when one is expected, not that it never will be."""
+    """All slots taken: a request that would be served in any way is told when one is expected, not that it never will be."""
     full = {name: Load(sequences=32, output_tokens=320) for name in TierName}
     decision = decide(query(sla=Sla(ttft_ms=1, max_quality_loss=0.0)), fleet(speeds=MEASURED, loads=full), PROFILED)
     assert decision.refusal is Refusal.AT_CAPACITY
@@ -343,5 +343,5 @@ def test_several_answers_cost_and_take_as_much() -> None:
     assert decide(query(sequences=2), fleet(loads=nearly), TABLE).tier is not None
     refused = decide(query(sequences=3), fleet(loads=nearly), TABLE)
     assert refused.refusal is Refusal.AT_CAPACITY
-    assert "too few of its 32 places free for 3 answers at the same time" in refused.reason
+    assert "too few of its 32 slots free for 3 answers at the same time" in refused.reason
     assert decide(query(sequences=300), fleet(), TABLE).tier is not None  # alone on a replica

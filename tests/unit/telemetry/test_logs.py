@@ -19,7 +19,7 @@ import pytest
 
 from router.auth.api_keys import add_key
 from router.cli.log_reader import LEVELS, NEW_FILE, Filter, Logs, find_files
-from router.telemetry.logs import JsonFormatter, TextFormatter, _File, _Hand, begin_request
+from router.telemetry.logs import JsonFormatter, TextFormatter, _File, _RequestHandler, begin_request
 from tests.unit.own_engines import until
 from tests.unit.own_router import QARR, own_router
 
@@ -179,7 +179,7 @@ def made(message: str, *args: object, level: int = logging.INFO, **extra: object
     """Return a line as it is handed to the thread that writes."""
     queue: Queue[Any] = Queue()
     record = logging.getLogger("qarr.router").makeRecord("qarr.router", level, "f", 1, message, args, None, extra=extra)
-    return _Hand(queue).prepare(record)
+    return _RequestHandler(queue).prepare(record)
 
 
 async def test_lines_of_a_request_carry_its_ids() -> None:

@@ -1,0 +1,82 @@
+"""The values of a decision: losses at a confidence, tokens of a request, and reports by tier."""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+
+import pytest
+
+from classifier import PromptClass
+from router.policy.decide import decide
+from router.policy.decision import CHOSEN, NO_LOSS, PRIORITIES, ExpectedLoss, PolicyParameters, Refused
+from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
+from tests.unit.policy.test_decide import TABLE, features, fleet, query
+from tiers.spec import ReplicaState, TierName
+
+FAST, BALANCED, PRECISE = TierName
+LOSS = ExpectedLoss(0.2, 0.1, 0.3)
+WORSE = ExpectedLoss(0.15, 0.1, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("confidence", "expected"), [(0.5, 0.2), (0.975, 0.3), (0.025, 0.1), (0.9, 0.2 + 0.1 * 1.2816 / 1.96)]
+)
+def test_a_loss_rises_with_the_confidence_asked_for(confidence: float, expected: float) -> None:
+    """From the mean at even odds to the interval's end; no more than all tokens can differ."""
+    z = NormalDist().inv_cdf(confidence)
+    assert LOSS.at(z) == pytest.approx(expected, abs=1e-4)
+
+
+def test_no_more_than_every_token_differs() -> None:
+    """However wide the interval is."""
+    assert ExpectedLoss(0.6, 0.1, 0.99).at(NormalDist().inv_cdf(0.9999)) == 1.0
+
+
+def parameters(**losses: dict[PromptClass, ExpectedLoss]) -> PolicyParameters:
+    return PolicyParameters(CLASS_FLOOR, CLASS_MAX_LOSS, losses={TierName(name): of for name, of in losses.items()})
+
+
+def test_a_loss_is_that_of_the_class_and_an_uncertain_class_gets_the_worst() -> None:
+    """By its upper end, not its mean; a certain class that was not measured has none."""
+    table = parameters(fast={PromptClass.CHAT: LOSS, PromptClass.CODE: WORSE})
+    assert table.loss(FAST, features(PromptClass.CHAT, 0.9)) == LOSS
+    assert table.loss(FAST, features(PromptClass.CHAT, 0.59)) == WORSE
+    assert table.loss(FAST, features(PromptClass.CHAT, 0.6)) == LOSS
+    assert table.loss(FAST, features(PromptClass.MATH, 0.9)) is None
+
+
+def test_the_reference_loses_nothing_and_an_unmeasured_tier_is_unknown() -> None:
+    """Measured or not, certain or not."""
+    assert parameters().loss(PRECISE, features(confidence=0.1)) == NO_LOSS
+    assert parameters(fast={PromptClass.CHAT: LOSS}).loss(BALANCED, features(confidence=0.1)) is None
+
+
+def test_tokens_of_several_prompts_and_answers() -> None:
+    """All prompts are read, and every answer may reach its bound; one prompt counts once."""
+    one = query(max_tokens=10)
+    assert (one.tokens_to_read, one.tokens_in_all) == (20, 30)
+    several = query(max_tokens=10, all_prompt_tokens=50, sequences=6)
+    assert (several.tokens_to_read, several.tokens_in_all) == (50, 110)
+
+
+def test_reports_are_found_by_tier() -> None:
+    """The chosen one by itself; a tier that the fleet does not have is an error."""
+    decision = decide(query(), fleet(), TABLE)
+    assert decision.chosen is decision.verdict(FAST)
+    assert decision.verdict(FAST).verdict == CHOSEN
+    with pytest.raises(KeyError):
+        decide(query(), fleet().__class__(fleet().tiers[1:], fleet().template), TABLE).verdict(FAST)
+
+
+def test_a_refusal_has_reports_and_no_chosen_one() -> None:
+    """It can be raised, and says why."""
+    decision = decide(query(), fleet(dict.fromkeys(TierName, ReplicaState.FAILED)), TABLE)
+    assert decision.chosen is None
+    assert [report.meets for report in decision.verdicts] == [False] * 3
+    assert str(Refused(decision)) == "fast is failed; balanced is failed; precise is failed"
+
+
+def test_higher_priorities_are_scheduled_first() -> None:
+    """By vLLM's rule, in which lower numbers go first, and 0 is what a request without one has."""
+    assert sorted(PRIORITIES, key=lambda name: PRIORITIES[name]) == ["interactive", "standard", "batch"]
+    assert PRIORITIES["standard"] == 0

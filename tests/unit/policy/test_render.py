@@ -1,0 +1,59 @@
+"""Decisions as JSON values: what `/route`, problems and the page show."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from classifier import PromptClass
+from router.policy.decide import decide
+from router.policy.render import render_decision, render_features, render_verdict
+from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, fleet, query
+from tiers.spec import ReplicaState, TierName
+
+FAST, BALANCED, PRECISE = TierName
+
+
+def test_a_decision_is_json_with_every_tier() -> None:
+    """Names are plain strings, tiers rise in precision, and nothing needs an encoder of its own."""
+    decision = decide(query(PromptClass.CODE), fleet(speeds=MEASURED), PROFILED)
+    rendered = json.loads(json.dumps(render_decision(decision)))
+    assert (rendered["tier"], rendered["precision"], rendered["class"]) == ("precise", "bf16", "code")
+    assert (rendered["prompt_tokens"], rendered["max_tokens"]) == (20, 100)
+    assert [report["tier"] for report in rendered["tiers"]] == ["fast", "balanced", "precise"]
+    assert rendered["tiers"][2]["verdict"] == "chosen"
+    assert rendered["fallbacks"] == ["balanced", "fast"]
+    assert rendered["reason"] == decision.reason
+    assert rendered["retry_after_s"] is None
+
+
+def test_a_refusal_has_no_tier_and_says_when() -> None:
+    """A fleet that starts is worth another try, after the time that starting takes."""
+    rendered = render_decision(decide(query(), fleet(dict.fromkeys(TierName, ReplicaState.WARMING)), TABLE))
+    assert (rendered["tier"], rendered["precision"], rendered["fallbacks"]) == (None, None, [])
+    assert rendered["retry_after_s"] == 10
+    assert {report["state"] for report in rendered["tiers"]} == {"warming"}
+
+
+def test_losses_have_their_interval_where_they_are_measured() -> None:
+    """And null where they are not: 0 would be a claim."""
+    measured = decide(query(PromptClass.CODE), fleet(speeds=MEASURED), PROFILED)
+    loss = measured.verdict(FAST).expected_loss
+    assert loss is not None
+    shown = render_verdict(measured.verdict(FAST))
+    assert (shown["expected_loss"], shown["expected_loss_interval"]) == (loss.mean, [loss.low, loss.high])
+    unknown = render_verdict(decide(query(), fleet(), TABLE).verdict(FAST))
+    assert [unknown[name] for name in ("expected_loss", "expected_loss_interval", "predicted_ttft_ms", "cost")] == [
+        None
+    ] * 4
+    assert render_verdict(measured.verdict(PRECISE))["expected_loss"] == 0
+
+
+def test_confidence_is_rounded_and_signals_are_a_list() -> None:
+    """Of the features as of the decision."""
+    asked = query(confidence=0.123456)
+    asked = replace(asked, features=replace(asked.features, signals=("a", "b"), language="de"))
+    rendered = render_decision(decide(asked, fleet(), TABLE))
+    assert rendered["confidence"] == rendered["features"]["confidence"] == 0.123
+    assert rendered["features"] == render_features(asked.features)
+    assert (rendered["features"]["signals"], rendered["features"]["language"]) == (["a", "b"], "de")

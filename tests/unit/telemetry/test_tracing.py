@@ -1,0 +1,357 @@
+"""Spans of a request and where they go: what the environment says, and what an unsampled request does not cost."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
+
+from classifier import PromptClass
+from router.policy.decide import decide
+from router.policy.decision import Sla
+from router.settings import TelemetrySettings
+from router.telemetry.trace_store import TraceStore
+from router.telemetry.tracing import (
+    Telemetry,
+    TelemetryError,
+    engine_target,
+    exporter_address,
+    make_telemetry,
+)
+from tests.unit.policy.test_decide import TABLE, features, fleet, query
+from tiers.fleet import Replica
+from tiers.spec import OtlpTarget, ReplicaState, TierName, TierSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.trace import Span
+
+FAST, BALANCED, PRECISE = TierName
+ENDPOINT, PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"
+TRACES_ENDPOINT, TRACES_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+EXPORTER, DISABLED = "OTEL_TRACES_EXPORTER", "OTEL_SDK_DISABLED"
+
+
+class Untouchable:
+    """Any use of it fails: what is passed to a request that is not traced must not be looked at."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was computed for a span that records nothing")
+
+
+class Asked:
+    """A request to an engine."""
+
+    operation = "chat"
+    parameters: Mapping[str, float] = {"gen_ai.request.temperature": 0.5}
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (ENDPOINT, PROTOCOL, TRACES_ENDPOINT, TRACES_PROTOCOL, EXPORTER, DISABLED):
+        monkeypatch.delenv(name, raising=False)
+
+
+def telemetry(*, sampled: bool = True, prompts: bool = False) -> tuple[Telemetry, InMemorySpanExporter, TracerProvider]:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(sampler=ParentBased(ALWAYS_ON if sampled else ALWAYS_OFF))
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return Telemetry(provider, record_prompts=prompts), exporter, provider
+
+
+@contextmanager
+def server_span(provider: TracerProvider) -> Iterator[Span]:
+    with provider.get_tracer("server").start_as_current_span("POST") as span:
+        yield span
+
+
+def attributes(exporter: InMemorySpanExporter, name: str) -> dict[str, Any]:
+    return dict(span_named(exporter, name).attributes or {})
+
+
+def span_named(exporter: InMemorySpanExporter, name: str) -> ReadableSpan:
+    (found,) = [span for span in exporter.get_finished_spans() if span.name == name]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("variables", "target", "address"),
+    [
+        ({}, None, None),
+        ({EXPORTER: "console"}, None, None),
+        ({EXPORTER: "none", ENDPOINT: "http://c:1"}, None, None),
+        ({ENDPOINT: "http://c:1", DISABLED: " TRUE "}, None, None),
+        ({EXPORTER: "otlp"}, "http://localhost:4318/v1/traces", ("localhost", 4318)),
+        ({EXPORTER: "otlp", PROTOCOL: "grpc"}, "http://localhost:4317", ("localhost", 4317)),
+        ({ENDPOINT: "http://c:1/"}, "http://c:1/v1/traces", ("c", 1)),
+        ({ENDPOINT: "https://c"}, "https://c/v1/traces", ("c", 443)),
+        ({ENDPOINT: "http://c:1", TRACES_ENDPOINT: "http://d/own"}, "http://d/own", ("d", 80)),
+        ({ENDPOINT: "c:1", TRACES_PROTOCOL: "grpc", PROTOCOL: "http/protobuf"}, "c:1", ("c", 1)),
+        ({ENDPOINT: "http://[::1]:5", PROTOCOL: "grpc"}, "http://[::1]:5", ("::1", 5)),
+    ],
+)
+def test_the_standard_variables_say_where_spans_go(
+    variables: dict[str, str], target: str | None, address: tuple[str, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the router and its engines alike; a variable for traces goes before the general one."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = engine_target()
+    assert (found and found.endpoint) == target
+    assert exporter_address() == address
+    if found is not None:
+        expected = variables.get(TRACES_PROTOCOL) or variables.get(PROTOCOL) or "http/protobuf"
+        assert found == OtlpTarget(found.endpoint, expected)
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({EXPORTER: "zipkin"}, "OTEL_TRACES_EXPORTER is 'zipkin': allowed are otlp, console and none"),
+        ({ENDPOINT: "http://c", PROTOCOL: "http/json"}, "OTEL_EXPORTER_OTLP_PROTOCOL is 'http/json': allowed are"),
+        ({ENDPOINT: "http://c:port"}, "the OTLP endpoint is no address"),
+    ],
+)
+def test_values_that_are_not_supported_are_named(
+    variables: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the variable and what is allowed."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TelemetryError) as caught:
+        exporter_address()
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("recent", "exporter", "keeps"), [(5, "none", True), (0, "none", False), (0, "console", True), (5, "console", True)]
+)
+def test_spans_are_made_where_somebody_gets_them(
+    recent: int,
+    exporter: str,
+    *,
+    keeps: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The page or an exporter; where neither does, the application is not even wrapped."""
+    monkeypatch.setenv(EXPORTER, exporter)
+    made = make_telemetry("1", TelemetrySettings(recent_traces=recent))
+
+    async def app(*_: Any) -> None: ...
+
+    assert (made.traces is not None) is keeps
+    assert (made.instrument(app) is not app) is keeps
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [
+        ("a", True), ("A-b_9", True), ("x" * 128, True), ("x" * 129, False), ("", False), ("-_", False),
+        ("with space", False), ("line\nbreak", False), ("\u00e9", False),
+    ],
+)  # fmt: skip
+def test_a_callers_request_id_is_kept_where_it_is_harmless(asked: str, *, kept: bool) -> None:
+    """Else it gets a new one: ids are written to logs, headers and Redis."""
+    own, _ = Telemetry(None).request_ids({"x-request-id": asked})
+    assert (own == asked) is kept
+    assert own
+
+
+@pytest.mark.parametrize(
+    ("parent", "kept"),
+    [
+        (f"00-{'a' * 32}-{'b' * 16}-01", True),
+        (f"00-{'0' * 32}-{'b' * 16}-01", False),
+        (f"00-{'A' * 32}-{'b' * 16}-01", False),
+        (f"00-{'a' * 31}-{'b' * 16}-01", False),
+        (f"00-{'a' * 32}-01", False),
+        ("", False),
+    ],
+)
+def test_a_callers_trace_is_continued_where_it_is_one(parent: str, *, kept: bool) -> None:
+    """By W3C's rules; else a new trace id is given, which is never all zeros."""
+    _, trace_id = Telemetry(None).request_ids({"traceparent": parent})
+    assert (trace_id == "a" * 32) is kept
+    assert len(trace_id) == 32
+    assert trace_id != "0" * 32
+
+
+def test_the_servers_trace_goes_before_the_headers() -> None:
+    """Its span has read them already."""
+    made, _, provider = telemetry()
+    with server_span(provider) as span:
+        _, trace_id = made.request_ids({"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"})
+    assert trace_id == f"{span.get_span_context().trace_id:032x}"
+
+
+def test_steps_are_below_the_server_span_and_fail_with_their_error() -> None:
+    """Classification, policy and the wait each have their span; none outlives its block."""
+    made, exporter, provider = telemetry()
+    with server_span(provider) as root:
+        for step in (made.classify, made.route):
+            with step() as span:
+                assert trace.get_current_span() is span
+        with pytest.raises(ValueError, match="no"), made.admission():
+            raise ValueError("no")
+        assert trace.get_current_span() is root
+    assert [span.name for span in exporter.get_finished_spans()] == ["classify", "route", "admission wait", "POST"]
+    assert {s.parent.span_id for s in exporter.get_finished_spans() if s.parent} == {root.get_span_context().span_id}
+    assert not span_named(exporter, "admission wait").status.is_ok
+
+
+@pytest.mark.parametrize("made_of", ["nothing", "a sampler that says no"])
+def test_no_attribute_is_computed_for_a_request_that_is_not_traced(made_of: str) -> None:
+    """Neither without tracing nor where the sampler said no, and steps are then the same empty span."""
+    made, exporter, provider = (Telemetry(None), InMemorySpanExporter(), TracerProvider(sampler=ALWAYS_OFF))
+    if made_of != "nothing":
+        made, exporter, provider = telemetry(sampled=False)
+    never: Any = Untouchable()
+    with server_span(provider) as root:
+        assert not root.is_recording()
+        with made.classify() as span:
+            made.record_features(span, never, never)
+        with made.route(), made.admission():
+            assert trace.get_current_span() is root
+            made.record_decision(never)
+            made.record_verdicts(never)
+        made.name_server_span(never, never)
+        made.record_served(never, never, 0)
+        made.record_failed_attempt("r", never)
+        made.record_escalation(never, never, 0.0, 0.0)
+        made.record_hedge(never, never)
+        made.record_continuation("a", "b", 0, never)
+        made.record_promotion("event", never, never, 0.0)
+        assert made.start_attempt(never, never, never, 1) is root
+    assert exporter.get_finished_spans() == ()
+
+
+def test_engines_are_told_of_a_trace_that_is_not_sampled() -> None:
+    """By the server span's own context, marked as not sampled, so that they keep to the sampler's choice."""
+    made, _, provider = telemetry(sampled=False)
+    never: Any = Untouchable()
+    with server_span(provider) as root:
+        headers: dict[str, str] = {}
+        made.inject(made.start_attempt(never, never, never, 1), headers)
+    context = root.get_span_context()
+    assert not context.trace_flags.sampled
+    flags = f"{context.trace_flags:02x}"
+    assert headers["traceparent"] == f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags}"
+
+
+def replica() -> Replica:
+    """Return a replica with an address."""
+    spec = TierSpec(FAST, 2048, 16, 32, urls=("https://engine.example",), digest="d")
+    return Replica("fast-0", spec, "https://engine.example", "", "m")
+
+
+def test_an_attempt_has_its_own_span_and_engines_continue_it() -> None:
+    """Under GenAI's names, with the default port of its address."""
+    made, exporter, provider = telemetry()
+    headers: dict[str, str] = {}
+    with server_span(provider):
+        span = made.start_attempt(FAST, replica(), Asked(), 2)
+        made.inject(span, headers)
+        span.end()
+    (name,) = [s.name for s in exporter.get_finished_spans() if s.name.startswith("chat")]
+    found = attributes(exporter, name)
+    assert (found["gen_ai.operation.name"], found["gen_ai.request.temperature"]) == ("chat", 0.5)
+    assert (found["server.address"], found["qarr.tier"], found["qarr.attempt"]) == ("engine.example", "fast", 2)
+    context = span.get_span_context()
+    assert context.trace_flags.sampled
+    flags = f"{context.trace_flags:02x}"
+    assert headers["traceparent"] == f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags}"
+
+
+def test_an_attempt_after_the_server_span_has_ended_is_still_traced() -> None:
+    """A resumable stream goes on without its caller, and another engine may continue it then."""
+    made, exporter, provider = telemetry()
+    with server_span(provider) as root:
+        root.end()
+        made.start_attempt(FAST, replica(), Asked(), 1).end()
+    assert exporter.get_finished_spans()[0].name == "POST"
+    assert len(exporter.get_finished_spans()) == 2
+
+
+def test_prompts_are_on_spans_only_where_that_is_switched_on() -> None:
+    """A lone surrogate, which JSON can hold and OTLP cannot, is replaced."""
+    for prompts, expected in ((False, None), (True, "a?b")):
+        made, exporter, provider = telemetry(prompts=prompts)
+        with server_span(provider), made.classify() as span:
+            made.record_features(span, features(PromptClass.CODE), "a\udc80b")
+        found = attributes(exporter, "classify")
+        assert found.get("gen_ai.input.messages") == expected
+        assert (found["qarr.class"], found["qarr.prompt.tokens"]) == ("code", 1)
+        assert "qarr.language" not in found
+
+
+def test_a_decision_is_told_with_its_bounds_and_every_tiers_report() -> None:
+    """What is not known is left out: a span has no null."""
+    made, exporter, provider = telemetry()
+    decision = decide(query(hint=FAST, sla=Sla(tpot_ms=1000)), fleet(), TABLE)
+    with server_span(provider):
+        made.record_decision(decision)
+        made.record_verdicts(decision)
+    found = attributes(exporter, "POST")
+    assert (found["qarr.tier"], found["qarr.hint"], found["qarr.sla.tpot_ms"]) == ("fast", "fast", 1000)
+    assert found["qarr.fallbacks"] == ("balanced", "precise")
+    assert found["qarr.fast.verdict"] == "chosen"
+    assert {"qarr.sla.ttft_ms", "qarr.refusal"}.isdisjoint(found)
+    assert {f"qarr.{tier.value}.state" for tier in TierName} < found.keys()
+
+
+def test_a_refusal_has_no_tier() -> None:
+    """It has the reason's code instead."""
+    made, exporter, provider = telemetry()
+    with server_span(provider):
+        made.record_decision(decide(query(), fleet(dict.fromkeys(TierName, ReplicaState.FAILED)), TABLE))
+    found = attributes(exporter, "POST")
+    assert found["qarr.refusal"] == "not_ready"
+    assert {"qarr.tier", "qarr.precision", "qarr.hint"}.isdisjoint(found)
+
+
+def test_a_live_check_is_a_trace_of_its_own() -> None:
+    """Not a part of whatever request happens to be current."""
+    made, exporter, provider = telemetry()
+    with server_span(provider) as root:
+        with made.live_check(PromptClass.CHAT, FAST) as span:
+            made.record_live_loss(span, 0.5, 0.25)
+            made.record_promotion("promoted", PromptClass.CHAT, BALANCED, 0.25)
+        assert trace.get_current_span() is root
+    check = span_named(exporter, "live check")
+    assert check.parent is None
+    assert dict(check.attributes or {}) == {
+        "qarr.class": "chat", "qarr.tier": "fast", "qarr.loss": 0.5, "qarr.loss.rolling": 0.25,
+    }  # fmt: skip
+    assert [(event.name, dict(event.attributes or {})["qarr.tier"]) for event in check.events] == [
+        ("promoted", "balanced")
+    ]
+
+
+def test_the_callers_key_is_on_the_server_span() -> None:
+    """Callers without one leave it out."""
+    for key in ("k1", ""):
+        made, exporter, provider = telemetry()
+        with server_span(provider):
+            made.record_caller(key)
+        assert attributes(exporter, "POST").get("qarr.key.id") == (key or None)
+
+
+def test_shutting_down_exports_what_is_left() -> None:
+    """And is nothing where there are no spans."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(TraceStore(1, SimpleSpanProcessor(exporter)))
+    made = Telemetry(provider)
+    with server_span(provider):
+        pass
+    made.shutdown()
+    assert [span.name for span in exporter.get_finished_spans()] == ["POST"]
+    Telemetry(None).shutdown()
