@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
-from router.cli.client import URL, KeyOption, NotKept, RouterApiClient, UrlOption
+from router.cli.client import URL, KeyOption, NotFound, RouterApiClient, UrlOption
+from router.cli.common import SHORTEST_ID, output, printable
 from router.cli.top.screen import OUTCOMES, OWN_ONLY, TIERS
 from router.telemetry.logs import shown_ms
 from tiers.errors import OperationError
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 PIPED_WIDTH = 120
 LISTED = 30
-SHORTEST_ID = 6
 TRACE_DIGITS = 32
 MOST_REQUESTS = 1000
 NAME_WIDTH = 34
@@ -60,11 +58,11 @@ def trace(
 ) -> None:
     """Show where a request's time went, and how its tier was chosen; without an id, list the last traces."""
     router = RouterApiClient(url, key)
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
-    found = _find(router, trace_id) if trace_id else router.get("/traces")
+    found = _find(router, trace_id) if trace_id else router.ask("/traces")
     if as_json:
         typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
         return
+    console = output(PIPED_WIDTH)
     lines = waterfall(found, console.width, everything=everything) if trace_id else listed(found, everything=everything)
     for line in lines:
         line.rstrip()
@@ -79,14 +77,14 @@ def _find(router: RouterApiClient, given: str) -> dict[str, Any]:
     """
     if len(given) == TRACE_DIGITS:
         try:
-            return router.get(f"/traces/{given}")
-        except NotKept:
+            return router.ask(f"/traces/{given}")
+        except NotFound:
             pass  # a request's id may look the same
     if len(given) < SHORTEST_ID:
         raise OperationError(f"{given!r}: give at least the first {SHORTEST_ID} characters of the id")
-    answered = router.get("/traces")
+    answered = router.ask("/traces")
     kept = [t["trace_id"] for t in answered["traces"]]
-    records = router.get(f"/requests?limit={MOST_REQUESTS}")["requests"]
+    records = router.ask(f"/requests?limit={MOST_REQUESTS}")["requests"]
     meant = {t for t in kept if t.startswith(given)}
     meant |= {r["trace_id"] for r in records if given in {r["request_id"][: len(given)], r["trace_id"][: len(given)]}}
     if len(meant) > 1:
@@ -98,8 +96,8 @@ def _find(router: RouterApiClient, given: str) -> dict[str, Any]:
         )
     (one,) = meant
     try:
-        return router.get(f"/traces/{one}")
-    except NotKept as error:
+        return router.ask(f"/traces/{one}")
+    except NotFound as error:
         record = next(r for r in records if r["trace_id"] == one)
         raise OperationError(
             f"the trace {one} is not kept any more, only what became of its request: {record['outcome']} on "
@@ -170,7 +168,7 @@ def _summary(root: Mapping[str, Any]) -> Iterator[Text]:
             (tier, f"bold {TIERS.get(tier, 'red')}"),
             f", by {basis}" if basis not in {"", tier} else "",
         )
-        yield Text(f"  {_plain(attributes['qarr.reason'])}")
+        yield Text(f"  {printable(attributes['qarr.reason'])}")
     parts = []
     for name, shown in WHOLE.items():
         value = attributes.get(name)
@@ -206,7 +204,7 @@ def _span_lines(
     span: Mapping[str, Any], lead: str, below: str, whole_ms: float, width: int, *, everything: bool
 ) -> Iterator[Text]:
     room = max(width - NAME_WIDTH - TIME_WIDTH - 3, 10)
-    name = Text.assemble((lead, "dim"), (_plain(span["name"]), "bold" if span["kind"] != "internal" else ""))
+    name = Text.assemble((lead, "dim"), (printable(span["name"]), "bold" if span["kind"] != "internal" else ""))
     if replica := span["attributes"].get("qarr.replica"):
         name.append(f" {replica}", style=TIERS.get(str(replica).rpartition("-")[0], ""))
     name.truncate(NAME_WIDTH, overflow="ellipsis", pad=True)
@@ -220,16 +218,16 @@ def _span_lines(
         drawn.append("\u25c6" if place in marks else block, style="bold yellow" if place in marks else shade)
     yield Text.assemble(name, " ", drawn, f" {shown_ms(span['duration_ms']):>{TIME_WIDTH}}")
     if span["error"]:
-        yield Text.assemble((below, "dim"), (f"  error: {_plain(str(span['error']))}", "bold red"))
+        yield Text.assemble((below, "dim"), (f"  error: {printable(str(span['error']))}", "bold red"))
     for event in span["events"]:
         facts = ", ".join(
             f"{k.removeprefix('qarr.')}={v}" for k, v in event["attributes"].items() if k != "exception.stacktrace"
         )
         text = f"  \u25c6 {event['name'].removeprefix('qarr.').replace('_', ' ')} at {shown_ms(event['at_ms'])}"
-        yield Text.assemble((below, "dim"), (text, "yellow"), (f"  {_plain(facts)}" if facts else "", "dim"))
+        yield Text.assemble((below, "dim"), (text, "yellow"), (f"  {printable(facts)}" if facts else "", "dim"))
     if everything:
         for key, value in span["attributes"].items():
-            yield Text.assemble((below, "dim"), (f"    {key} = {_plain(str(value))}", "dim"))
+            yield Text.assemble((below, "dim"), (f"    {key} = {printable(str(value))}", "dim"))
 
 
 def _verdicts(attributes: Mapping[str, Any], width: int) -> Iterator[Text]:
@@ -244,12 +242,7 @@ def _verdicts(attributes: Mapping[str, Any], width: int) -> Iterator[Text]:
             f"{of.get('state', '-'):11} {shown_ms(of.get('predicted_ttft_ms')):>8} ",
             f"{shown_ms(of.get('predicted_tpot_ms')):>8} ",
             f"{'-' if loss is None else f'{loss:.1%}':>6} {'-' if cost is None else f'{cost:.3f}':>7}  ",
-            (_plain(str(of.get("verdict", ""))), "bold" if of.get("verdict") == "chosen" else ""),
+            (printable(str(of.get("verdict", ""))), "bold" if of.get("verdict") == "chosen" else ""),
         )
         line.truncate(max(width, 60), overflow="ellipsis")
         yield line
-
-
-def _plain(text: str) -> str:
-    """Leave control characters out: they would act on the terminal."""
-    return "".join(c if c.isprintable() else " " for c in text)

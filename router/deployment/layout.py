@@ -97,7 +97,7 @@ def make_deployment(
         TokenizerError: The tokenizer's folder has none.
     """
     prepared = {c.tier: c for c in checkpoints}
-    specs = tuple(_spec(name, getattr(settings.tiers, name.value), prepared) for name in TierName)
+    specs = tuple(tier_spec(name, getattr(settings.tiers, name.value), prepared) for name in TierName)
     local = tuple(spec for spec in specs if not spec.urls and start_engines)
     missing = tuple(spec.name for spec in local if spec.checkpoint is None)
     if missing:
@@ -139,7 +139,8 @@ def prepare_options(settings: Settings) -> PrepareOptions:
     )
 
 
-def _spec(name: TierName, tier: TierSettings, prepared: Mapping[TierName, Checkpoint]) -> TierSpec:
+def tier_spec(name: TierName, tier: TierSettings, prepared: Mapping[TierName, Checkpoint]) -> TierSpec:
+    """Return a tier's layout: its engines' URLs, else the checkpoint of the settings, else the prepared one."""
     found = None if tier.urls or tier.checkpoint is not None else prepared.get(name)
     return TierSpec(
         name=name,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from router.cli.common import printable
 from router.cli.top.state import Snapshot, ViewState
 from router.telemetry.logs import shown_ms
 from tiers.preparing import Preparing
@@ -216,7 +217,7 @@ def _preparing(tier: Mapping[str, Any]) -> list[Text]:
     if not tier.get("preparing"):
         return []
     said = tier["detail"] or Preparing(**tier["preparing"]).text
-    return [Text(f"   {tier['tier']}: {_plain(said.splitlines()[0])}", style=STATES.get(tier["state"], ""))]
+    return [Text(f"   {tier['tier']}: {printable(said.splitlines()[0])}", style=STATES.get(tier["state"], ""))]
 
 
 def _notes(replica: Mapping[str, Any]) -> list[Text]:
@@ -228,7 +229,7 @@ def _notes(replica: Mapping[str, Any]) -> list[Text]:
         notes.append((f"breaker {replica['breaker']}: it failed too often, and gets few requests or none", "yellow"))
     if replica.get("kv_pressure"):
         notes.append(("its KV cache is nearly full: no more long prompts for now", "yellow"))
-    return [Text(f"   {replica['id']}: {_plain(text)}", style=style) for text, style in notes]
+    return [Text(f"   {replica['id']}: {printable(text)}", style=style) for text, style in notes]
 
 
 def _requests(picture: Snapshot, view: ViewState, width: int, height: int) -> list[Text]:
@@ -314,7 +315,7 @@ def _record_cells(record: Mapping[str, Any]) -> list[Text]:
         Text(shown_ms(record["duration_ms"])),
         Text(f"{record['prompt_tokens']}+{record['output_tokens']}"),
         Text(record["trace_id"][:8], style="dim"),
-        Text(_plain(reason)),
+        Text(printable(reason)),
     ]
 
 
@@ -334,7 +335,7 @@ def _opened(request: Mapping[str, Any], width: int) -> list[Text]:
         "request": request["request_id"],
         "class": f"{request['class']} (confidence {request['confidence']:.2f}), priority {request['priority']}",
         "decided": f"{request['tier'] or 'refused'}, by {request['basis']}",
-        "reason": _plain(request["reason"]),
+        "reason": printable(request["reason"]),
         "error": request["error"],
         "served by": " ".join(
             str(request[n]) for n in ("served_by", "replica", "precision", "checkpoint") if request[n]
@@ -370,7 +371,7 @@ def _verdict_cells(verdict: Mapping[str, Any]) -> list[Text]:
         Text(shown_ms(verdict["predicted_tpot_ms"])),
         Text("-" if loss is None else f"{loss:.1%}"),
         Text("-" if cost is None else f"{cost:.2f}"),
-        Text(_plain(verdict["verdict"])),
+        Text(printable(verdict["verdict"])),
     ]
 
 
@@ -468,8 +469,3 @@ def shown_age(milliseconds: float) -> str:
     if seconds < HOUR_S:
         return f"{int(seconds // MINUTE_S)}m{int(seconds % MINUTE_S):02}s"
     return f"{int(seconds // HOUR_S)}h{int(seconds % HOUR_S // MINUTE_S):02}m"
-
-
-def _plain(text: str) -> str:
-    """Leave control characters out: they would act on the terminal."""
-    return "".join(c if c.isprintable() else " " for c in text)
