@@ -212,13 +212,10 @@ def profiles(context: CheckContext) -> Iterator[Finding]:
                 others = len(list(folder.glob(f"{kind}-*.json")))
                 of = f"; {others} of other checkpoints or machines are there" if others else ""
                 itself = context.settings.profile.auto and len(local_tiers(context)) == len(TierName)
-                by = (
-                    f"'qarr up' measures {what} while it is idle"
-                    if itself
-                    else f"'qarr profile {kind}' measures {what}"
-                )
-                then = f"decisions use the default table: {by} on the running fleet"
-                yield warning(f"none of what is served{of}", then, check)
+                by = f"'qarr profile {kind}' measures {what} on the running fleet"
+                if itself:
+                    by = f"'qarr up' measures {what} while it is idle"
+                yield warning(f"none of what is served{of}", f"decisions use the default table: {by}", check)
             elif kind == "quality":
                 load_profile(path).check(identities, path)
                 yield ok(f"of these checkpoints ({path.name})", check)
