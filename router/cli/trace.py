@@ -1,9 +1,10 @@
-"""``qarr trace``: one request's trace as a waterfall, and the list of those that the router keeps."""
+"""``qarr trace``: one request's trace as a waterfall, or the list of the router's recent traces."""
 
 from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,7 +28,7 @@ NAME_WIDTH = 34
 TIME_WIDTH = 10
 SHADES = {"server": "green", "client": "cyan", "internal": "blue"}
 WORTH = {"error": "bold red", "sla_miss": "yellow", "recent": "dim"}
-# What the server span says of the whole request, in the order in which it is shown.
+# Attributes of the server span about the whole request, in the order shown.
 WHOLE = {
     "qarr.served.replica": "served by",
     "qarr.queue_ms": "queue",
@@ -70,25 +71,23 @@ def trace(
 
 
 def _find(router: RouterApiClient, given: str) -> dict[str, Any]:
-    """Return the trace that an id, or how it begins, stands for.
+    """Return the trace of a trace or request id, or of the beginning of one.
 
     Raises:
         OperationError: There is none, or more than one.
     """
     if len(given) == TRACE_DIGITS:
-        try:
+        with suppress(NotFound):  # a request's id may look the same
             return router.ask(f"/traces/{given}")
-        except NotFound:
-            pass  # a request's id may look the same
     if len(given) < SHORTEST_ID:
         raise OperationError(f"{given!r}: give at least the first {SHORTEST_ID} characters of the id")
     answered = router.ask("/traces")
     kept = [t["trace_id"] for t in answered["traces"]]
     records = router.ask(f"/requests?limit={MOST_REQUESTS}")["requests"]
     meant = {t for t in kept if t.startswith(given)}
-    meant |= {r["trace_id"] for r in records if given in {r["request_id"][: len(given)], r["trace_id"][: len(given)]}}
+    meant |= {r["trace_id"] for r in records if any(r[id_].startswith(given) for id_ in ("request_id", "trace_id"))}
     if len(meant) > 1:
-        raise OperationError(f"{given!r} is how {len(meant)} ids begin: give more of it")
+        raise OperationError(f"{len(meant)} ids begin with {given!r}: give more of it")
     if not meant:
         raise OperationError(
             f"no trace or request {given!r} is kept any more (telemetry.recent_traces); 'qarr trace' lists those that are"
@@ -98,9 +97,11 @@ def _find(router: RouterApiClient, given: str) -> dict[str, Any]:
     try:
         return router.ask(f"/traces/{one}")
     except NotFound as error:
-        record = next(r for r in records if r["trace_id"] == one)
+        record = next((r for r in records if r["trace_id"] == one), None)
+        if record is None:
+            raise
         raise OperationError(
-            f"the trace {one} is not kept any more, only what became of its request: {record['outcome']} on "
+            f"the trace {one} is not kept any more, only the record of its request: {record['outcome']} on "
             f"{record['served_by'] or 'no tier'} in {shown_ms(record['duration_ms'])}; {record['reason']}"
         ) from error
 
@@ -110,7 +111,7 @@ def listed(found: Mapping[str, Any], *, everything: bool) -> Iterator[Text]:
 
     Args:
         found: As ``GET /traces`` gives it.
-        everything: All of them.
+        everything: List all of them.
     """
     traces = found["traces"]
     if found.get("scope") == "own":
@@ -133,7 +134,7 @@ def waterfall(found: Mapping[str, Any], width: int, *, everything: bool = False)
 
     Args:
         found: As ``GET /traces/{id}`` gives it.
-        width: Of the terminal, in characters.
+        width: Width of the terminal, in characters.
         everything: With all attributes of every span.
     """
     spans = found["spans"]
@@ -169,18 +170,14 @@ def _summary(root: Mapping[str, Any]) -> Iterator[Text]:
             f", by {basis}" if basis not in {"", tier} else "",
         )
         yield Text(f"  {printable(attributes['qarr.reason'])}")
-    parts = []
-    for name, shown in WHOLE.items():
-        value = attributes.get(name)
-        if value in {None, 0, ""}:
-            continue
-        parts.append(f"{shown} {shown_ms(value) if name.endswith('_ms') else value}")
+    known = ((name, shown, attributes.get(name)) for name, shown in WHOLE.items())
+    parts = [f"{shown} {shown_ms(v) if name.endswith('_ms') else v}" for name, shown, v in known if v]
     if parts:
         yield Text("  " + ", ".join(parts), style="dim")
 
 
 def _tree(spans: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], str, str]]:
-    """Return each span below its parent, with what leads to its name and what is put before lines below it."""
+    """Return each span below its parent, with the lines drawn before its name and before the lines below it."""
     known = {s["span_id"] for s in spans}
     below: dict[str | None, list[Mapping[str, Any]]] = {}
     for span in sorted(spans, key=lambda s: s["start_ms"]):
@@ -203,19 +200,19 @@ def _tree(spans: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], s
 def _span_lines(
     span: Mapping[str, Any], lead: str, below: str, whole_ms: float, width: int, *, everything: bool
 ) -> Iterator[Text]:
-    room = max(width - NAME_WIDTH - TIME_WIDTH - 3, 10)
+    cells = max(width - NAME_WIDTH - TIME_WIDTH - 3, 10)
     name = Text.assemble((lead, "dim"), (printable(span["name"]), "bold" if span["kind"] != "internal" else ""))
     if replica := span["attributes"].get("qarr.replica"):
         name.append(f" {replica}", style=TIERS.get(str(replica).rpartition("-")[0], ""))
     name.truncate(NAME_WIDTH, overflow="ellipsis", pad=True)
-    begin = min(int(span["start_ms"] / whole_ms * room), room - 1)
-    end = min(max(round((span["start_ms"] + span["duration_ms"]) / whole_ms * room), begin + 1), room)
+    begin = min(int(span["start_ms"] / whole_ms * cells), cells - 1)
+    end = min(max(round((span["start_ms"] + span["duration_ms"]) / whole_ms * cells), begin + 1), cells)
     shade = "red" if span["error"] else SHADES.get(span["kind"], "blue")
-    bar = [" "] * begin + ["\u2588" if end - begin > 1 else "\u258f"] * (end - begin) + [" "] * (room - end)
-    marks = {min(int(e["at_ms"] / whole_ms * room), room - 1) for e in span["events"]}
+    bar = " " * begin + ("\u2588" if end - begin > 1 else "\u258f") * (end - begin) + " " * (cells - end)
+    marks = {min(int(e["at_ms"] / whole_ms * cells), cells - 1) for e in span["events"]}
     drawn = Text()
-    for place, block in enumerate(bar):
-        drawn.append("\u25c6" if place in marks else block, style="bold yellow" if place in marks else shade)
+    for index, block in enumerate(bar):
+        drawn.append("\u25c6" if index in marks else block, style="bold yellow" if index in marks else shade)
     yield Text.assemble(name, " ", drawn, f" {shown_ms(span['duration_ms']):>{TIME_WIDTH}}")
     if span["error"]:
         yield Text.assemble((below, "dim"), (f"  error: {printable(str(span['error']))}", "bold red"))
