@@ -27,7 +27,7 @@ class RouterApiClient:
 
     def __init__(self, url: str, key: str) -> None:
         self.url = url.rstrip("/")
-        self._client = httpx.Client(base_url=self.url, headers=authorization(key), timeout=TIMEOUT_S, trust_env=False)
+        self._client = httpx.Client(headers=authorization(key), timeout=TIMEOUT_S, trust_env=False)
 
     def ask(self, path: str, method: str = "GET") -> dict[str, Any]:
         """Return the JSON object with which the router answers a request without a body.
@@ -37,7 +37,7 @@ class RouterApiClient:
             NotFound: It answers HTTP 404.
         """
         try:
-            response = self._client.request(method, path)
+            response = self._client.request(method, self.url + path)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise OperationError(no_answer(self.url, error)) from error
         if response.status_code == httpx.codes.UNAUTHORIZED:
