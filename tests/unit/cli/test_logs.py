@@ -66,6 +66,7 @@ def test_since_a_time_of_day_is_the_last_such_time(folder: Path) -> None:
     ago = time.strftime("%H:%M:%S", time.localtime(time.time() - 120)).removeprefix("0")
     assert len(shown("--since", later)) == 2
     assert len(shown("--since", ago)) == 1
+    assert shown("--since", "0:00") == shown("--since", "00:00:00")
 
 
 @pytest.mark.parametrize("since", ["soon", "10", "10w", "25:00", "12:61", "2026-13-01", "m"])
