@@ -1,4 +1,4 @@
-"""The application: every route, every error, every service, wired in one place."""
+"""The application: routes, error handlers and services, wired in one place."""
 
 from __future__ import annotations
 
@@ -85,27 +85,31 @@ def create_app(
 
     Args:
         settings: All settings.
-        fleet: Kept by a supervisor; read and leased from here.
-        counter: Counts tokens with the tiers' own tokenizer.
-        telemetry: Where spans go.
+        fleet: Updated by a supervisor; read and leased here.
+        counter: Counts tokens with the tiers' tokenizer.
+        telemetry: Gets the spans.
         model: The served model's name, for people.
-        keys: Of those who may use it.
-        server_state: Tell whether it takes requests; None: always.
+        keys: Keys of those who may use the router.
+        server_state: Whether requests are taken; None: always.
         operations: What operators may do; None: nothing.
     """
     server_state = server_state or ServerState()
-    wired = _wire(settings, fleet, counter, telemetry, model, server_state=server_state)
+    wired = _wire(settings, fleet, counter, telemetry, model, state=server_state)
     pipeline, about = wired.pipeline, wired.about
     live = Live(pipeline, wired.profiling, server_state, keys, about)
     metrics = Metrics(pipeline, wired.evaluation, wired.upstream.retries, about)
     admin = Admin(operations, keys).routes() if operations is not None else []
     status, streams = Status(wired, settings, server_state), ResumableStreams(settings.server)
     handlers = dict.fromkeys((*PROBLEMS, ClientGone, Exception), status.problem)  # by type; Exception: all others
-    shown = LiveEndpoints(pipeline, wired.evaluation, live, settings.telemetry).routes()
-    page = Endpoint(PAGE, Page(settings.server, keys).answer)
-    routes = [page, *_routes(wired, settings, status, streams), *shown, Endpoint("/metrics", metrics.answer), *admin]
+    routes = [
+        Endpoint(PAGE, Page(settings.server, keys).answer),
+        *_routes(wired, settings, status, streams),
+        *LiveEndpoints(pipeline, wired.evaluation, live, settings.telemetry).routes(),
+        Endpoint("/metrics", metrics.answer),
+        *admin,
+    ]
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(wired, streams, live))
-    app.router.redirect_slashes = False  # it would send callers to wherever their Host header says
+    app.router.redirect_slashes = False  # a redirect would go to the host of the caller's Host header
     local_names = settings.server.allowed_hosts if is_loopback(settings.server.host) else None
     return telemetry.instrument(
         Gate(app, keys, telemetry, server_state, answered=metrics.answered, local_names=local_names)
@@ -117,7 +121,7 @@ class _Wired:
     """The pipeline, what it works with, and what observes it.
 
     Attributes:
-        about: Version, model and trace viewer, as the page and the metrics tell them.
+        about: Version, model and trace viewer, for the page and the metrics.
     """
 
     pipeline: Pipeline
@@ -136,30 +140,30 @@ def _wire(
     telemetry: Telemetry,
     model: str,
     *,
-    server_state: ServerState,
+    state: ServerState,
 ) -> _Wired:
     """Wire the pipeline."""
-    registry = RequestRegistry(fleet, server_state, settings.telemetry.recent_requests)
+    kept = settings.telemetry
+    registry = RequestRegistry(fleet, state, kept.recent_requests)
     registry.observers.extend((telemetry.record_outcome, log_request))
-    told, decisions = settings.telemetry, None
-    if told.decision_log is not None:
-        decisions = DecisionLog(told.decision_log, told.decision_log_mb << 20)
+    decisions = DecisionLog(kept.decision_log, kept.decision_log_mb << 20) if kept.decision_log is not None else None
+    if decisions is not None:
         registry.observers.append(partial(log_outcome, decisions))
     policy = PolicyStore(settings.policy, fleet)
-    upstream = Upstream(fleet, EngineTransport(2 * _places(fleet)), settings.upstream, telemetry, policy)
+    # The most requests that replicas have at once; an engine started here may have a successor beside it for a while.
+    slots = sum(spec.max_in_flight * (len(spec.urls) or 2) for spec in fleet.specs)
+    upstream = Upstream(fleet, EngineTransport(2 * slots), settings.upstream, telemetry, policy)
     redis_url = settings.state.redis_url.get_secret_value()
     profiling = AutoProfile(settings, fleet, policy, model, lambda: bool(registry.open))
     evaluation = ShadowEvaluation(settings.policy.live_check_share, fleet, upstream, policy, telemetry)
     admission = Admission(fleet, policy, settings.admission, telemetry)
     samples = None
-    if told.sampled_prompts is not None and told.prompt_share:
-        samples = PromptSamples(told.sampled_prompts, told.prompt_share)
+    if kept.sampled_prompts is not None and kept.prompt_share:
+        samples = PromptSamples(kept.sampled_prompts, kept.prompt_share)
     opener = Hedging(upstream, telemetry) if settings.upstream.hedge else Direct(upstream)
     cascade = Cascade(opener, policy, upstream, telemetry)
-    limits = settings.limits
-    failover = Failover(
-        cascade, fleet, policy, upstream, telemetry, settings.upstream.attempts, limits.default_max_tokens
-    )
+    attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
+    failover = Failover(cascade, fleet, policy, upstream, telemetry, attempts, max_tokens)
     pipeline = Pipeline(
         fleet=fleet,
         counter=counter,
@@ -176,31 +180,26 @@ def _wire(
         on_request=profiling.give_way,
     )
     shared = SharedLoad(redis_url, fleet, admission.waiting_for)
-    about = {"version": version("qarr"), "model": model, "trace_url": settings.telemetry.trace_url}
+    about = {"version": version("qarr"), "model": model, "trace_url": kept.trace_url}
     return _Wired(pipeline, upstream, shared, evaluation, profiling, samples, about)
-
-
-def _places(fleet: Fleet) -> int:
-    """Return the requests at once that replicas are to have. An engine started here may for a while have one beside it."""
-    return sum(spec.max_in_flight * (len(spec.urls) or 2) for spec in fleet.specs)
 
 
 def _lifespan(
     wired: _Wired, streams: ResumableStreams, live: Live
 ) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
-    """Return what runs while the router serves, and what is closed after it."""
+    """Return what runs while the router serves, and is closed afterwards."""
     pipeline = wired.pipeline
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         work = {
-            "taking up profiles": pipeline.policy.watch,
-            "the check of live answers": wired.evaluation.run,
-            "measuring itself": wired.profiling.run,
+            "loading profiles": pipeline.policy.watch,
+            "shadow evaluation": wired.evaluation.run,
+            "measuring": wired.profiling.run,
             "the queue": pipeline.admission.run,
-            "what routers share": wired.shared.run,
-            "the live picture": live.run,
-            "handing memory back": keep_handing_back,
+            "sharing load": wired.shared.run,
+            "the live stream": live.run,
+            "returning memory": keep_handing_back,
         }
         tasks = [asyncio.create_task(lasting(each, name), name=name) for name, each in work.items()]
         yield
@@ -240,7 +239,7 @@ def _routes(wired: _Wired, settings: Settings, status: Status, streams: Resumabl
 
 
 class Status:
-    """The endpoints that tell how things stand, and the rendering of errors."""
+    """The endpoints on the router's state, and the rendering of errors."""
 
     def __init__(self, wired: _Wired, settings: Settings, server_state: ServerState) -> None:
         self._fleet, self._profiling, self._about = wired.pipeline.fleet, wired.profiling, wired.about
@@ -251,9 +250,9 @@ class Status:
         return _json({"status": "alive"})
 
     async def readyz(self, _request: Request) -> Response:
-        """Answer 200 once a tier is ready, 503 before and when the router leaves; the body names every tier's state.
+        """Answer 200 while a tier is ready, else 503, also when the router shuts down.
 
-        It also says what tiers that have not served yet still need.
+        The body has every tier's state, and what tiers that have not served yet still need.
         """
         tiers = self._fleet.snapshot().tiers
         ready = self._server_state.open and any(tier.state is ReplicaState.READY for tier in tiers)
@@ -269,13 +268,13 @@ class Status:
         return _json(body, 200 if ready else 503)
 
     async def tiers(self, request: Request) -> Response:
-        """Answer with the whole fleet as it is now; where its engines are, to operators only."""
+        """Answer with the present fleet; only operators see the engines' addresses."""
         inside = context_of(request.scope).caller.sees_all
         fleet = render_fleet(self._fleet.snapshot(), self._about["model"], self._fleet.machine, inside=inside)
         return _json({**fleet, "profiling": self._profiling.render(inside=inside)})
 
     async def openapi(self, _request: Request) -> Response:
-        """Answer with the document of everything that is served."""
+        """Answer with the OpenAPI document."""
         return _json(document(self._about["version"], self._limits))
 
     async def problem(self, request: Request, error: Exception) -> Response:
@@ -283,7 +282,7 @@ class Status:
         if isinstance(error, ClientGone):
             return Response(status_code=499)
         openai = speaks_openai(request.scope["path"])
-        if openai and isinstance(error, EngineRefused) and error.body:  # in OpenAI's form already, by the engine itself
+        if openai and isinstance(error, EngineRefused) and error.body:  # the engine's own, in OpenAI's form
             headers = context_of(request.scope).headers
             return Response(error.body, error.status, headers, "application/json")
         return describe(error).response(context_of(request.scope), openai=openai)

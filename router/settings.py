@@ -19,6 +19,9 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
     SecretStr,
     ValidationError,
     model_validator,
@@ -36,9 +39,9 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 PREFIX = "QARR_"
-PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR", "QARR_KEY"}  # read here or by commands, but not keys of the tree
-TRACE_ID = "{trace_id}"  # its place in the address of a trace viewer
-SECRETS = {"state.redis_url", "engine.api_key"}  # never shown, also not where they are wrong
+PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR", "QARR_KEY"}  # variables with the prefix that are not settings
+TRACE_ID = "{trace_id}"  # placeholder in the address of a trace viewer
+SECRETS = {"state.redis_url", "engine.api_key"}  # never shown, not even in an error
 _PASSWORD = re.compile(r"//[^/\s]*@")
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -48,15 +51,14 @@ class SettingsError(Exception):
 
 
 def cache_dir() -> Path:
-    """Return the folder for what is expensive to make: ``QARR_CACHE_DIR``, else under the user's cache folder."""
-    named = os.environ.get("QARR_CACHE_DIR")
-    if named:
+    """Return the folder for checkpoints, profiles and logs: ``QARR_CACHE_DIR``, else in the user's cache folder."""
+    if named := os.environ.get("QARR_CACHE_DIR"):
         return Path(named).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qarr"
 
 
 def runtime_dir() -> Path:
-    """Return the folder for sockets by which routers on this machine find one another."""
+    """Return the folder for the sockets over which a router hands over to another on this machine."""
     given = os.environ.get("XDG_RUNTIME_DIR")
     return Path(given) / "qarr" if given else cache_dir() / "run"
 
@@ -64,6 +66,9 @@ def runtime_dir() -> Path:
 def config_dir() -> Path:
     """Return the folder for what a user configures."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "qarr"
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
@@ -78,48 +83,38 @@ class ServerSettings(Section):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
     page: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="The page at `/`: `auto` serves it on loopback, and wherever requests need keys.",
+        "auto", description="The page at `/`: `auto` serves it on loopback, and wherever requests need keys."
     )
     allowed_hosts: tuple[str, ...] = Field(
-        (),
-        description="Host names that a router without keys on a loopback address answers to, besides addresses and "
-        "localhost.",
+        (), description="Host names besides addresses and localhost to which a keyless router on loopback answers."
     )
     max_body_bytes: int = Field(1 << 20, ge=1024, description="Request bodies over this are refused unread.")
-    max_header_bytes: int = Field(
-        32768, ge=1024, description="Requests whose path and headers are over this are refused."
-    )
+    max_header_bytes: int = Field(32768, ge=1024, description="Requests with a longer path and headers are refused.")
     max_headers: int = Field(100, ge=8, description="Most headers of a request.")
     max_connections: int = Field(4096, ge=1, description="Most open connections; further ones get 503.")
-    header_timeout_s: float = Field(10, gt=0, description="Time for a request's headers to arrive.")
+    header_timeout_s: PositiveFloat = Field(10, description="Time for a request's headers to arrive.")
     keep_alive_s: int = Field(
         75,
         ge=1,
         description="Idle connections are kept this long: longer than proxies and clients keep them, so that none "
         "sends a request while the router closes.",
     )
-    body_timeout_s: float = Field(60, gt=0, description="Time for a request's body to arrive.")
-    write_timeout_s: float = Field(
-        30,
-        gt=0,
-        description="A client that reads nothing of its answer for this long is cut off, and its request aborted.",
+    body_timeout_s: PositiveFloat = Field(60, description="Time for a request's body to arrive.")
+    write_timeout_s: PositiveFloat = Field(
+        30, description="A client that reads none of its answer for this long is disconnected, its request aborted."
     )
-    resume_s: float = Field(
-        30, gt=0, description="A resumable stream is kept for this long after its connection was lost, or it ended."
+    resume_s: PositiveFloat = Field(
+        30, description="A resumable stream is kept this long after its end or after its connection is lost."
     )
-    resume_streams: int = Field(
-        256, ge=0, description="Resumable streams at once; further ones are served, but cannot be resumed."
+    resume_streams: NonNegativeInt = Field(
+        256, description="Resumable streams at once; further ones are served, but cannot be resumed."
     )
     resume_bytes: int = Field(1 << 18, ge=4096, description="Events kept of each resumable stream, in bytes.")
-    drain_s: float = Field(
-        30,
-        ge=0,
-        description="Time for open answers to finish after a signal, or after another router has taken over.",
+    drain_s: NonNegativeFloat = Field(
+        30, description="Time for open answers to finish after a signal, or after another router has taken over."
     )
     runtime_dir: Path = Field(
-        default_factory=runtime_dir,
-        description="Where `qarr serve` listens for another router that takes over.",
+        default_factory=runtime_dir, description="Where `qarr serve` listens for another router that takes over."
     )
 
 
@@ -131,16 +126,14 @@ class LimitSettings(Section):
     max_tokens: int = Field(4_096, ge=1, description="Highest `max_tokens` of a request.")
     default_max_tokens: int = Field(256, ge=1, description="`max_tokens` of a request that gives none.")
     default_temperature: float = Field(0.7, ge=0, le=2, description="Temperature of a request that gives none.")
-    max_sequences: int = Field(
-        1024, ge=1, description="Most answers of one request: its prompts times `n`, on OpenAI's endpoints."
-    )
+    max_sequences: int = Field(1024, ge=1, description="Most answers of one OpenAI request: its prompts times `n`.")
 
 
 def _engine_address(url: str) -> str:
     """Check the address of an engine that runs elsewhere.
 
     Raises:
-        ValueError: Nothing can be asked there.
+        ValueError: The address cannot be used.
     """
     if wrong := _wrong_with(url):
         raise ValueError(f"{wrong}; an address like http://10.0.0.5:8000 is allowed")
@@ -148,7 +141,7 @@ def _engine_address(url: str) -> str:
 
 
 def _wrong_with(url: str) -> str | None:
-    """Return why paths of vLLM's API cannot be put behind an address; None where they can."""
+    """Return why paths of vLLM's API cannot be appended to an address; None if they can."""
     try:
         httpx.URL(url)
         parts = urlsplit(url)
@@ -169,24 +162,25 @@ def _wrong_with(url: str) -> str | None:
 
 
 def _once(urls: tuple[str, ...]) -> tuple[str, ...]:
-    """Check that no engine is named twice: what it has to do would be counted twice.
+    """Check that no engine is named twice: its load would be counted twice.
 
     Raises:
-        ValueError: One is.
+        ValueError: An engine is.
     """
-    known = [_same(url) for url in urls]
-    if twice := [url for url, same in zip(urls, known, strict=True) if known.count(same) > 1]:
-        raise ValueError(f"{twice[0]} is named more than once")
+    known = [_normalised(url) for url in urls]
+    for url, same in zip(urls, known, strict=True):
+        if known.count(same) > 1:
+            raise ValueError(f"{url} is named more than once")
     return urls
 
 
-def _same(url: str) -> str:
-    """Return what is equal for addresses of the same engine."""
+def _normalised(url: str) -> str:
+    """Return a text that is equal for equal addresses."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.lower()}{parts.path.rstrip('/')}"
 
 
-EngineAddress = Annotated[str, AfterValidator(_engine_address)]  # as it is given: profiles of a tier are named by it
+EngineAddress = Annotated[str, AfterValidator(_engine_address)]  # unchanged: profiles of a tier are named by it
 BaseAddress = Annotated[EngineAddress, AfterValidator(lambda url: url.rstrip("/"))]
 
 
@@ -198,8 +192,8 @@ class TierSettings(Section):
     max_in_flight: int = Field(
         32,
         ge=1,
-        description="Requests admitted to one replica; further ones go elsewhere, wait, or get 503. One that asks for"
-        " several answers counts as that many.",
+        description="Requests admitted to one replica; further ones go elsewhere, wait, or get 503. A request with "
+        "`n` choices counts as `n`.",
     )
     urls: Annotated[tuple[EngineAddress, ...], AfterValidator(_once)] = Field(
         (), description="Engines that run elsewhere; empty: one is started here."
@@ -207,22 +201,21 @@ class TierSettings(Section):
     checkpoint: Path | None = Field(None, description="Model folder for this tier instead of the prepared one.")
 
 
-def _tier_defaults(**lengths: int) -> dict[str, Any]:
-    return {name: {"max_model_len": length} for name, length in lengths.items()}
-
-
-DEFAULT_LENGTHS = _tier_defaults(fast=2048, balanced=4096, precise=8192)
+DEFAULT_LENGTHS: dict[str, dict[str, Any]] = {
+    "fast": {"max_model_len": 2048},
+    "balanced": {"max_model_len": 4096},
+    "precise": {"max_model_len": 8192},
+}
 
 
 def _merge_lengths(given: Any) -> Any:
     """Let a file or variable set one key of one tier without repeating the rest."""
     if not isinstance(given, dict):
         return given
-    merged: dict[str, Any] = {}
-    for name in [*DEFAULT_LENGTHS, *(n for n in given if n not in DEFAULT_LENGTHS)]:
-        own = given.get(name, {})
-        merged[name] = {**DEFAULT_LENGTHS.get(name, {}), **own} if isinstance(own, dict) else own
-    return merged
+    return {
+        name: {**DEFAULT_LENGTHS.get(name, {}), **own} if isinstance(own, dict) else own
+        for name, own in {**{name: {} for name in DEFAULT_LENGTHS}, **given}.items()
+    }
 
 
 class TiersSettings(Section):
@@ -238,7 +231,7 @@ class TiersSettings(Section):
         found: dict[str, str] = {}
         for name in TierName:
             for url in getattr(self, name.value).urls:
-                other = found.setdefault(_same(url), name.value)
+                other = found.setdefault(_normalised(url), name.value)
                 if other != name.value:
                     raise ValueError(
                         f"tiers.{other}.urls and tiers.{name}.urls both name {url}: an engine serves at one precision"
@@ -252,12 +245,10 @@ class ModelSettings(Section):
     name: str = Field(DEFAULT_MODEL, description="The default model, a model folder, or a Hugging Face id.")
     store: Path = Field(default_factory=lambda: cache_dir() / "models", description="Where checkpoints are kept.")
     calibration: Path = Field(DEFAULT_CALIBRATION, description='JSON lines with a "text" field, for AWQ.')
-    calibration_samples: int = Field(
-        CALIBRATION_SAMPLES, ge=0, description="Prompts of that file used, at even distances; 0 uses all."
+    calibration_samples: NonNegativeInt = Field(
+        CALIBRATION_SAMPLES, description="Prompts of that file used, at even distances; 0 uses all."
     )
-    calibration_tokens: int = Field(
-        CALIBRATION_TOKENS, ge=16, le=8192, description="Most tokens used of each of these prompts."
-    )
+    calibration_tokens: int = Field(CALIBRATION_TOKENS, ge=16, le=8192, description="Most tokens used of each prompt.")
     group_size: Literal[0, 32, 64, 128] = Field(0, description="AWQ weights per scale; 0 chooses.")
 
 
@@ -265,7 +256,7 @@ def _header_value(key: str) -> str:
     """Check a key that is sent in a header.
 
     Raises:
-        ValueError: It cannot be.
+        ValueError: It has characters that a header cannot have.
     """
     if key and not (key.isascii() and key.isprintable() and " " not in key):
         raise ValueError("a key of printable ASCII characters without spaces is allowed")
@@ -284,67 +275,55 @@ class EngineSettings(Section):
     )
     extra_args: tuple[str, ...] = Field((), description="More vLLM arguments for every engine started here.")
     log_dir: Path = Field(default_factory=lambda: cache_dir() / "logs", description="Where engines log.")
-    start_timeout_s: float = Field(600, gt=0, description="From engine start to its first healthy answer.")
-    stop_grace_s: float = Field(10, ge=0, description="From SIGTERM to kill.")
+    start_timeout_s: PositiveFloat = Field(600, description="From engine start to its first healthy answer.")
+    stop_grace_s: NonNegativeFloat = Field(10, description="From SIGTERM to kill.")
     cpu_kv_cache_gib: int = Field(1, ge=1, description="KV cache of each CPU engine.")
-    max_restarts: int = Field(
+    max_restarts: NonNegativeInt = Field(
         5,
-        ge=0,
         description="Restarts within `engine.restart_window_s` of an engine started here that exits, hangs or does "
         "not answer; then it stays down until `qarr tiers restart`. 0: never restarted.",
     )
-    restart_window_s: float = Field(900, gt=0, description="Window in which restarts are counted.")
-    hang_s: float = Field(
+    restart_window_s: PositiveFloat = Field(900, description="Window in which restarts are counted.")
+    hang_s: PositiveFloat = Field(
         120,
-        gt=0,
         description="An engine that has requests and makes no progress for this long must answer a request of one "
         "token within 30 s, or it is restarted.",
     )
-    unreachable_s: float = Field(
-        60, gt=0, description="An engine that does not answer health checks for this long is restarted."
+    unreachable_s: PositiveFloat = Field(
+        60, description="An engine that does not answer health checks for this long is restarted."
     )
-    slow_factor: float = Field(
+    slow_factor: NonNegativeFloat = Field(
         4,
-        ge=0,
-        description="An engine over this many times slower than predicted, or than it was itself, for "
-        "`engine.slow_s`, while the others are not, is recycled. 0: not checked.",
+        description="An engine this many times slower than predicted, or than before, for `engine.slow_s` is recycled "
+        "unless the others are slow too. 0: not checked.",
     )
-    slow_s: float = Field(600, gt=0, description="How long an engine may be too slow before it is recycled.")
-    min_prefix_hit_rate: float = Field(
+    slow_s: PositiveFloat = Field(600, description="How long an engine may be too slow before it is recycled.")
+    min_prefix_hit_rate: Share = Field(
         0,
-        ge=0,
-        le=1,
-        description="An engine whose prefix cache hit rate was above this and is below it for `engine.slow_s` is "
+        description="An engine whose prefix cache hit rate falls below this, and stays there for `engine.slow_s`, is "
         "recycled. 0: not checked.",
     )
-    drain_s: float = Field(
+    drain_s: NonNegativeFloat = Field(
         120,
-        ge=0,
-        description="Time for open requests to finish before an engine is restarted or recycled; then they are broken"
-        " off.",
+        description="Time for open requests to finish before an engine is restarted or recycled; then they are aborted.",
     )
     recycle: Literal["beside", "in place"] = Field(
         "beside",
-        description="`beside`: a new engine is started beside the old one and takes its place when it is ready. `in "
-        "place`: the old one is stopped first, if another replica is ready; so it is too where there is "
-        "no memory for both.",
+        description="`beside`: a new engine starts beside the old one and replaces it when it is ready. `in place`: the "
+        "old one stops first, if another replica is ready; also used if there is no memory for both.",
     )
-    recycle_every_s: float = Field(
-        0, ge=0, description="Each engine is recycled at this interval, one at a time and spread out. 0: never."
+    recycle_every_s: NonNegativeFloat = Field(
+        0, description="Each engine is recycled at this interval, one at a time and spread out. 0: never."
     )
-    canary_min_agreement: float = Field(
+    canary_min_agreement: Share = Field(
         0.5,
-        ge=0,
-        le=1,
-        description="Share of greedy tokens, up to the first that differs, that must equal those recorded when the "
-        "checkpoint was first started on this machine (`canary.json` in `policy.profiles`). 0: not "
-        "compared.",
+        description="Share of greedy tokens, up to the first difference, that must equal those recorded at the "
+        "checkpoint's first start on this machine (`canary.json` in `policy.profiles`). 0: not compared.",
     )
-    canary_max_slowdown: float = Field(
+    canary_max_slowdown: NonNegativeFloat = Field(
         8,
-        ge=0,
-        description="An engine that takes this many times longer for a token than its latency profile says, alone on the "
-        "machine, gets no traffic. 0: not compared.",
+        description="An engine this many times slower per token than its latency profile, alone on the machine, gets "
+        "no traffic. 0: not compared.",
     )
     warmup_question: str = Field("What is the capital of France?", description="Asked before an engine is ready.")
     warmup_expected: str = Field("Paris", description="Must occur in the answer; empty: any sane text.")
@@ -359,7 +338,7 @@ class QuantizerSettings(Section):
     )
 
 
-# What each class of prompt needs until it is measured. FP8 is close to lossless in every task that was published, int4
+# What each class of prompt needs until its loss is measured. FP8 is close to lossless in every published task, int4
 # weights lose most on code and mathematics (arXiv 2411.02355), and small models lose more than those measured there.
 CLASS_FLOOR: dict[PromptClass, TierName] = {
     PromptClass.CHAT: TierName.FAST,
@@ -373,8 +352,8 @@ CLASS_FLOOR: dict[PromptClass, TierName] = {
 }
 
 
-# Share of tokens that may differ from the highest precision's first choice: where published losses say that 4 bits should
-# do for conversation and 8 for the rest (arXiv 2411.02355). A model that loses more is served at a higher precision.
+# Share of tokens that may differ from the highest precision's first choice: by published losses, 4 bits are enough for
+# conversation and 8 for the rest (arXiv 2411.02355). A model that loses more is served at a higher precision.
 CLASS_MAX_LOSS: dict[PromptClass, float] = {
     PromptClass.CHAT: 0.12,
     PromptClass.WRITING: 0.12,
@@ -392,40 +371,38 @@ class PolicySettings(Section):
 
     class_floor: dict[PromptClass, TierName] = Field(
         CLASS_FLOOR,
-        description="Lowest tier for each class of prompt, while its loss is not measured.",
+        description="Lowest tier for each class of prompt while its loss is not measured.",
         validate_default=True,
     )
-    max_loss: dict[PromptClass, Annotated[float, Field(ge=0, le=1)]] = Field(
+    max_loss: dict[PromptClass, Share] = Field(
         CLASS_MAX_LOSS,
-        description="Share of tokens of each class that may differ from the highest precision's first choice, once it is "
-        "measured.",
+        description="Most quality loss allowed for each class, once it is measured: the share of tokens that differ "
+        "from the highest precision's first choice.",
         validate_default=True,
     )
     sla_confidence: float = Field(
-        0.9, ge=0.5, lt=1, description="Confidence with which bounds are to be met, if a request gives none."
+        0.9, ge=0.5, lt=1, description="Confidence with which bounds must be met, if a request gives none."
     )
     give_up: Literal["quality", "latency"] = Field(
-        "latency", description="The bound that is given up first if no tier meets all that a request asks for."
+        "latency", description="The bound that is given up first if no tier meets all bounds of a request."
     )
-    prices: dict[TierName, Annotated[float, Field(gt=0)]] = Field(
-        {}, description="Weight of an engine-second of each tier; 1 where not given."
+    prices: dict[TierName, PositiveFloat] = Field(
+        {}, description="Weight of an engine-second of each tier; 1 if not given."
     )
-    min_confidence: float = Field(
+    min_confidence: Share = Field(
         0.6,
-        ge=0,
-        le=1,
         description="Below this confidence in the class, each tier counts with its highest loss of any class; while "
-        "loss is not measured, one tier higher is taken.",
+        "loss is not measured, the next higher tier is used.",
     )
     profiles: Path = Field(
         default_factory=lambda: cache_dir() / "profiles",
-        description="Where `qarr profile` keeps its results. The profile of the served checkpoints is used.",
+        description="Where `qarr profile` keeps its results. The served checkpoints' profile is used.",
     )
     max_slowdown: float = Field(
         4.0,
         gt=1,
-        description="While speed is not measured under load, a tier this many times slower per token than a higher "
-        "precision is passed over.",
+        description="While speed under load is not measured, a tier this many times slower per token than a higher "
+        "precision is not used.",
     )
 
     check_share: float = Field(
@@ -435,14 +412,12 @@ class PolicySettings(Section):
         description="Cascade: share of a cheap tier's streamed answers, the least certain ones, that a higher "
         "precision answers instead, before the first byte. Needs a quality profile. 0: off.",
     )
-    check_wait_s: float = Field(2, gt=0, description="Longest time that first tokens are held for the cascade.")
-    live_check_share: float = Field(
+    check_wait_s: PositiveFloat = Field(2, description="Longest time that first tokens are held for the cascade.")
+    live_check_share: Share = Field(
         0,
-        ge=0,
-        le=1,
         description="Shadow evaluation: share of prompts served by a cheap tier that are answered again and scored "
-        "while the engines are idle. A class that loses more than `policy.max_loss` gets the next "
-        "precision until it recovers. 0: off.",
+        "while the engines are idle. A class that loses more than `policy.max_loss` gets the next precision until it "
+        "recovers. 0: off.",
     )
 
 
@@ -451,38 +426,36 @@ class ProfileSettings(Section):
 
     auto: bool = Field(
         True,
-        description="Measure the speed and the loss of tiers that have no profile in `policy.profiles`, as `qarr "
-        "profile` does, while no request is served. Only if this router started every engine: engines "
-        "that others use too are left to `qarr profile`.",
+        description="Measure the speed and the loss of tiers without a profile in `policy.profiles`, as `qarr profile` "
+        "does, while there are no requests. Only if this router started every engine: engines that others use too are "
+        "left to `qarr profile`.",
     )
-    live: bool = Field(True, description="Learn the speed of replicas from live requests while no profile has it.")
-    latency_s: float = Field(
+    live: bool = Field(True, description="Learn the speed of replicas from live requests until a profile has it.")
+    latency_s: PositiveFloat = Field(
         150,
-        gt=0,
         description="About how long measuring the speed of all tiers may take, in seconds of work. With less time, "
         "long prompts and large batches are left out.",
     )
-    idle_s: float = Field(
+    idle_s: NonNegativeFloat = Field(
         5,
-        ge=0,
-        description="Time without requests before measuring starts, or continues after giving way to one; doubled "
-        "after each attempt without a result, up to a minute.",
+        description="Time without requests before measuring starts or continues; doubled after each attempt without a "
+        "result, up to a minute.",
     )
 
 
 class WaitSettings(Section):
     """Longest waits in the queue, by priority."""
 
-    interactive: float = Field(10, ge=0, description="Longest wait for a slot, in seconds.")
-    standard: float = Field(30, ge=0, description="Longest wait for a slot, in seconds.")
-    batch: float = Field(120, ge=0, description="Longest wait for a slot, in seconds.")
+    interactive: NonNegativeFloat = Field(10, description="Longest wait for a slot, in seconds.")
+    standard: NonNegativeFloat = Field(30, description="Longest wait for a slot, in seconds.")
+    batch: NonNegativeFloat = Field(120, description="Longest wait for a slot, in seconds.")
 
 
 class AdmissionSettings(Section):
-    """Who gets the next free place."""
+    """Who gets the next free slot."""
 
-    max_waiting: int = Field(
-        256, ge=0, description="Most requests that wait for a slot; beyond, the least urgent is refused. 0: none waits."
+    max_waiting: NonNegativeInt = Field(
+        256, description="Most requests that wait for a slot; beyond, the least urgent is refused. 0: none waits."
     )
     max_wait_s: WaitSettings = WaitSettings()
     oldest_every: int = Field(
@@ -490,49 +463,41 @@ class AdmissionSettings(Section):
     )
     adaptive_limit: bool = Field(
         True,
-        description="Admit to a replica only as many requests as it takes up without delay, judged by their times to "
-        "the first token, once its speed is profiled; at most `tiers.*.max_in_flight`.",
+        description="Admit to a profiled replica only as many requests as it starts without delay, judged by their "
+        "TTFT; at most `tiers.*.max_in_flight`.",
     )
-    kv_open: float = Field(
-        0.88, gt=0, le=1, description="Usage of the KV cache from which a replica gets no more long prompts."
-    )
-    kv_close: float = Field(0.792, gt=0, le=1, description="Usage below which it gets them again.")
+    kv_open: float = Field(0.88, gt=0, le=1, description="KV cache usage from which a replica gets no long prompts.")
+    kv_close: float = Field(0.792, gt=0, le=1, description="KV cache usage below which it gets them again.")
     long_prompt_tokens: int = Field(512, ge=1, description="A prompt of more tokens than this is long.")
 
 
 class UpstreamSettings(Section):
     """How the router talks to engines."""
 
-    connect_timeout_s: float = Field(5, gt=0, description="Time to open a connection.")
-    first_token_timeout_s: float = Field(120, gt=0, description="From sending a request to its first token.")
-    token_timeout_s: float = Field(60, gt=0, description="Longest time between two tokens.")
-    answer_timeout_s: float = Field(
-        600, gt=0, description="Time to the whole answer of a request that is not streamed."
-    )
+    connect_timeout_s: PositiveFloat = Field(5, description="Time to open a connection.")
+    first_token_timeout_s: PositiveFloat = Field(120, description="From sending a request to its first token.")
+    token_timeout_s: PositiveFloat = Field(60, description="Longest time between two tokens.")
+    answer_timeout_s: PositiveFloat = Field(600, description="Time to the whole answer of an unstreamed request.")
     attempts: int = Field(
-        3,
-        ge=1,
-        description="Replicas tried before the first byte, and the most failovers of one answer.",
+        3, ge=1, description="Replicas tried before the first byte, and the most failovers of one answer."
     )
-    retry_share: float = Field(
-        0.2,
-        ge=0,
-        description="Retries before the first byte that each request adds to a budget shared by all requests.",
+    retry_share: NonNegativeFloat = Field(
+        0.2, description="Retries before the first byte that each request adds to a budget shared by all requests."
     )
-    retry_reserve: int = Field(50, ge=0, description="Retries in that budget at the start, and at most.")
+    retry_reserve: NonNegativeInt = Field(50, description="Retries in that budget at the start, and at most.")
     hedge: bool = Field(
         False,
-        description="If the first token of a streamed request with an SLA on TTFT is later than 95 % are by the "
-        "prediction, ask a second tier too, and take the answer that begins first.",
+        description="If the first token of a streamed request with an SLA on TTFT is later than its predicted 95th "
+        "percentile, ask a second tier too, and use the answer that begins first.",
     )
     breaker_failures: int = Field(3, ge=1, description="Failures in a row after which a replica gets no requests.")
     breaker_failure_share: float = Field(
         0.5, gt=0, le=1, description="Share of failures among its last attempts with the same effect."
     )
-    breaker_pause_s: float = Field(
-        1, gt=0, description="Pause before it gets one request as a probe; doubled with each probe that fails."
+    breaker_pause_s: PositiveFloat = Field(
+        1, description="Pause before it gets one request as a probe; doubled after each probe that fails."
     )
-    breaker_longest_pause_s: float = Field(30, gt=0, description="Longest such pause.")
+    breaker_longest_pause_s: PositiveFloat = Field(30, description="Longest such pause.")
 
 
 class OpenAISettings(Section):
@@ -562,11 +527,10 @@ def _redis_address(url: SecretStr) -> SecretStr:
     """Check the address of Redis.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not one.
     """
-    text = url.get_secret_value()
     try:
-        if text:
+        if text := url.get_secret_value():
             parse_url(text)
     except ValueError:
         raise ValueError("an address that begins with redis://, rediss:// or unix:// is allowed") from None
@@ -578,8 +542,7 @@ class StateSettings(Section):
 
     redis_url: Annotated[SecretStr, AfterValidator(_redis_address)] = Field(
         SecretStr(""),
-        description="Redis, for routers that share quotas and the load of their engines; empty: each router counts "
-        "for itself.",
+        description="Redis, for routers that share quotas and load; empty: each router counts for itself.",
     )
 
 
@@ -587,7 +550,7 @@ def _viewer_address(url: str) -> str:
     """Check the address of a trace viewer's page.
 
     Raises:
-        ValueError: It is none, or has no place for a trace's id.
+        ValueError: It is not one, or has no placeholder for a trace's id.
     """
     if url and not (url.startswith(("http://", "https://")) and TRACE_ID in url):
         raise ValueError(f"an address that begins with http:// or https:// and has {TRACE_ID} in it is allowed")
@@ -598,47 +561,43 @@ class TelemetrySettings(Section):
     """What goes into logs and traces. Exporters are set by the standard `OTEL_*` variables."""
 
     record_prompts: bool = Field(False, description="Put prompts on spans.")
-    recent_requests: int = Field(500, ge=0, description="Ended requests kept in memory, for the page and `qarr top`.")
-    recent_traces: int = Field(
+    recent_requests: NonNegativeInt = Field(
+        500, description="Ended requests kept in memory, for the page and `qarr top`."
+    )
+    recent_traces: NonNegativeInt = Field(
         200,
-        ge=0,
-        description="Traces kept in memory, for the page and `qarr trace`. Without an exporter ten a second are "
+        description="Traces kept in memory, for the page and `qarr trace`. Without an exporter, ten a second are "
         "recorded, with bursts of up to this number. 0: none.",
     )
     keep_failures: bool = Field(
         True,
-        description="Export traces of requests that failed or missed their SLA even if the sampler left them out; without "
+        description="Export traces of requests that failed or missed their SLA even if the sampler drops them; without "
         "the engines' own spans. If a collector samples complete traces, leave the sampler at its default.",
     )
     trace_url: Annotated[str, AfterValidator(_viewer_address)] = Field(
         "", description="Address of a trace in a trace viewer, with `{trace_id}` in it; answers then carry it."
     )
     sampled_prompts: Path | None = Field(
-        None,
-        description="File to which prompts are sampled for `qarr profile quality --prompts`; none: no prompt is kept.",
+        None, description="File of sampled prompts for `qarr profile quality --prompts`; none: no prompt is kept."
     )
-    prompt_share: float = Field(0.01, ge=0, le=1, description="Share of prompts that are sampled to that file.")
+    prompt_share: Share = Field(0.01, description="Share of prompts that are sampled to that file.")
     decision_log: Path | None = Field(
-        None,
-        description="File for every decision with all its inputs except the prompt; `qarr replay` reads it.",
+        None, description="File for every decision with all its inputs except the prompt; `qarr replay` reads it."
     )
     decision_log_mb: int = Field(100, ge=1, description="Size at which that file is rotated; three old ones are kept.")
     log_format: Literal["text", "json"] = Field("text", description="Format of the router's log on standard error.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info",
-        description="Level of that log: `info` has one line for each inference request, and one for every other "
-        "failure.",
+        "info", description="Level of that log: `info` has one line for each inference request and each other failure."
     )
-    log_file_mb: int = Field(
+    log_file_mb: NonNegativeInt = Field(
         20,
-        ge=0,
-        description="The same log, `info` and up, goes as JSON to `router-PORT.log` in `engine.log_dir`, which is "
+        description="The same log, `info` and up, is written as JSON to `router-PORT.log` in `engine.log_dir`, which is "
         "rotated at this size. 0: no such file.",
     )
     log_files: int = Field(3, ge=1, description="Old files of that log that are kept.")
 
     def trace_address(self, trace_id: str) -> str | None:
-        """Return where a trace viewer shows a trace; None: no viewer is known."""
+        """Return the address of a trace in the viewer; None: no viewer is known."""
         return self.trace_url.replace(TRACE_ID, trace_id) or None
 
 
@@ -671,50 +630,34 @@ class Settings(BaseSettings):
     telemetry: TelemetrySettings = TelemetrySettings()
 
     @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read the environment, then what the caller passed (the file): no .env and no secrets folder."""
-        del settings_cls, dotenv_settings, file_secret_settings
-        return env_settings, init_settings
+    def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read the environment, then the caller's values (the file): no .env and no secrets folder."""
+        return sources["env_settings"], sources["init_settings"]
 
 
 class _Overlaid(Settings):
-    """Settings with the command line on top: made without reading the environment once more, which would win."""
+    """Settings with the command line on top; they do not read the environment again, which would take precedence."""
 
     @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Take only what is passed."""
-        del settings_cls, env_settings, dotenv_settings, file_secret_settings
-        return (init_settings,)
+    def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read only the caller's values."""
+        return (sources["init_settings"],)
 
 
 def load_settings(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Settings:
     """Read the settings.
 
     Args:
-        path: TOML file; None: the one that ``QARR_CONFIG`` names, or none at all.
+        path: TOML file; None: that of ``QARR_CONFIG``, if set.
         overrides: Values from the command line, as a nested dictionary; ``None`` values are not set.
 
     Raises:
         SettingsError: A key is unknown, a value is not allowed, or the file cannot be read.
     """
     _check_variables()
-    named = path or (Path(os.environ["QARR_CONFIG"]) if os.environ.get("QARR_CONFIG") else None)
+    named = path or os.environ.get("QARR_CONFIG")
     try:
-        settings = Settings(**(_read_toml(named) if named else {}))
+        settings = Settings(**(_read_toml(Path(named)) if named else {}))
         if overrides:
             settings = _Overlaid(**_overlay(settings.model_dump(), overrides))
     except ValidationError as error:
@@ -752,10 +695,10 @@ def _explain(error: Any) -> str:
 
 
 def _check_variables() -> None:
-    """Refuse environment variables with our prefix that set nothing: a typo must not be silent.
+    """Check that every environment variable with our prefix sets something: a typo must not be silent.
 
     Raises:
-        SettingsError: There is one.
+        SettingsError: A variable sets nothing.
     """
     for name in os.environ:
         if not name.startswith(PREFIX) or name in PLAIN_VARIABLES:
@@ -767,12 +710,14 @@ def _check_variables() -> None:
 
 def _known(model: type[BaseModel], parts: list[str]) -> bool:
     field = model.model_fields.get(parts[0])
-    if field is None:
-        return False
+    inner = _section(field) if field else None
+    return field is not None and (inner is None or len(parts) == 1 or _known(inner, parts[1:]))
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the section that a field holds; None: it holds a value."""
     inner = field.annotation
-    if isinstance(inner, type) and issubclass(inner, BaseModel):
-        return len(parts) == 1 or _known(inner, parts[1:])
-    return True
+    return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
 
 
 def schema() -> dict[str, Any]:
@@ -782,17 +727,16 @@ def schema() -> dict[str, Any]:
 
 def table() -> str:
     """Return every setting with its default and meaning, as a Markdown table."""
-    rows = ["| setting | default | meaning |", "| --- | --- | --- |"]
-    for key, field in _leaves(Settings, ()):
-        default = _shown_default(key, field)
-        rows.append(f"| `{'.'.join(key)}` | {default} | {field.description} |")
-    return "\n".join(rows)
+    rows = [
+        f"| `{'.'.join(key)}` | {_shown_default(key, field)} | {field.description} |"
+        for key, field in _leaves(Settings)
+    ]
+    return "\n".join(("| setting | default | meaning |", "| --- | --- | --- |", *rows))
 
 
-def _leaves(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+def _leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
     for name, field in model.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
+        if inner := _section(field):
             yield from _leaves(inner, (*path, name))
         else:
             yield (*path, name), field
@@ -808,12 +752,10 @@ def _shown_default(key: tuple[str, ...], field: FieldInfo) -> str:
         for folder, shown in ((cache_dir(), "<cache>"), (config_dir(), "<config>"), (PROJECT, "<project>")):
             if value.is_relative_to(folder):
                 return f"`{shown}/{value.relative_to(folder)}`"
-    if value == {}:
+    if isinstance(value, SecretStr):
+        value = value.get_secret_value()
+    if value in ({}, (), "", None):
         return "none"
     if isinstance(value, dict):
         return ", ".join(f"{k}: {v}" for k, v in value.items())
-    if isinstance(value, SecretStr):
-        value = value.get_secret_value()
-    if value in ((), "", None):
-        return "none"
     return f"`{value}`"

@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from classifier import extract
 from router.cli.common import ConfigOption, err, fail, tier_settings
 from router.deployment.counters import make_counter, named_counter
-from router.deployment.layout import prepare_options
+from router.deployment.layout import prepare_options, tier_spec
 from router.policy.decide import decide
 from router.policy.decision import Query
 from router.policy.render import render_features
@@ -21,12 +21,11 @@ from router.policy.table import policy_table
 from router.settings import load_settings
 from tiers.checkpoints.prepare import finished
 from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from router.policy.decision import PolicyParameters
     from router.settings import Settings
 
 
@@ -44,31 +43,27 @@ def classify(
     if not counter.exact:
         err.print("no tokenizer yet ('qarr model prepare' makes one): tokens are estimated")
     fleet, policy = idle_fleet(settings), policy_table(settings.policy)
+
+    def classified(prompt: str) -> dict[str, Any]:
+        features = extract(prompt, counter)
+        decision = decide(Query(features, features.tokens, settings.limits.default_max_tokens), fleet, policy)
+        return {**render_features(features), "tier": decision.tier, "reason": decision.reason}
+
     if jsonl:
         for prompt in _jsonl_prompts(sys.stdin.buffer):
-            typer.echo(to_json(_classified(prompt, counter, fleet, policy, settings)))
-        return
-    prompt = text if text is not None else sys.stdin.read()
-    typer.echo(json.dumps(_classified(prompt, counter, fleet, policy, settings), indent=2, ensure_ascii=False))
+            typer.echo(to_json(classified(prompt)))
+    else:
+        found = classified(text if text is not None else sys.stdin.read())
+        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
 
 
 def idle_fleet(settings: Settings) -> FleetSnapshot:
-    """Return a fleet with one idle, ready replica a tier and no measurements."""
+    """Return a fleet with one idle, ready replica in each tier and no measurements."""
     replica = ReplicaSnapshot("", "", None, ReplicaState.READY, None, 0, 0, 0, 0, 0)
-    specs = [
-        TierSpec(name, t.max_model_len, t.max_num_seqs, t.max_in_flight)
-        for name, t in zip(TierName, tier_settings(settings), strict=True)
-    ]
-    return FleetSnapshot(tuple(TierSnapshot(spec, (replica,)) for spec in specs), TemplateTokens())
-
-
-def _classified(
-    prompt: str, counter: Any, fleet: FleetSnapshot, policy: PolicyParameters, settings: Settings
-) -> dict[str, Any]:
-    features = extract(prompt, counter)
-    query = Query(features, features.tokens, settings.limits.default_max_tokens)
-    decision = decide(query, fleet, policy)
-    return {**render_features(features), "tier": decision.tier, "reason": decision.reason}
+    tiers = zip(TierName, tier_settings(settings), strict=True)
+    return FleetSnapshot(
+        tuple(TierSnapshot(tier_spec(name, tier, {}), (replica,)) for name, tier in tiers), TemplateTokens()
+    )
 
 
 def _jsonl_prompts(stream: Any) -> Iterator[str]:

@@ -1,7 +1,8 @@
-"""What several commands share: options, how errors are told, and how times and texts are shown."""
+"""What several commands share: options, error output, and how times, tables and texts are shown."""
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -12,6 +13,8 @@ from rich.console import Console
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from router.settings import Settings
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -26,10 +29,11 @@ CalibrationOption = Annotated[
     Path | None,
     typer.Option("--calibration", help='Your own prompts for AWQ: JSON lines with a "text" field.', metavar="FILE"),
 ]
+SHORTEST_ID = 6  # characters of a trace or request id that find it
 
 
 def fail(text: str) -> NoReturn:
-    """End the command with an error text."""
+    """End the command with an error text and status 2."""
     err.print(f"[bold red]error:[/] {plain(text)}")
     raise SystemExit(2)
 
@@ -40,10 +44,30 @@ def tier_settings(settings: Settings) -> list[Any]:
 
 
 def clock(started: float) -> str:
-    """Return the time since a command began, for the head of a line."""
+    """Return the time since a command began (monotonic seconds), for the head of a line."""
     return f"{time.monotonic() - started:6.1f} s"
 
 
 def plain(text: str) -> str:
     """Keep rich from reading brackets as markup."""
     return text.replace("[", "\\[")
+
+
+def printable(text: str) -> str:
+    """Replace control characters by spaces: they would act on the terminal."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def output(piped_width: int) -> Console:
+    """Return a console for standard output without markup; it has a fixed width if that is not a terminal."""
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else piped_width)
+
+
+def print_table(table: Table, piped_width: int = 140) -> None:
+    """Print a table to standard output."""
+    output(piped_width).print(table)
+
+
+def http_url(host: str, port: int) -> str:
+    """Return the URL of a host and port; an IPv6 address gets brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from router.auth.api_keys import add_key, read_keys, revoke_key
+from router.cli.common import ConfigOption, err, plain, print_table
 from router.settings import load_settings
 from tiers.spec import TierName
 
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
     from router.auth.api_keys import KeyRecord
 
 keys_app = typer.Typer(help="Make, list and revoke the keys that requests carry.", no_args_is_help=True)
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE")
-]
 LimitOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="By default no limit.")]
 
 
@@ -42,7 +38,7 @@ def keys_add(
     ] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Make a key and print it: it is shown this once and kept nowhere."""
+    """Make a key and print it. It is shown only this once: the file has its hash, not the key."""
     path = load_settings(config).auth.keys_file
     rights: dict[str, Any] = {
         "over": over,
@@ -57,10 +53,9 @@ def keys_add(
     first = not path.exists()
     key, record = add_key(path, name, **rights)
     typer.echo(key)
-    out = Console(stderr=True, highlight=False, soft_wrap=True)
-    out.print(f"key {record.id} for {name}, in {path}; this is the only time that it is shown")
+    err.print(plain(f"key {record.id} for {name}, in {path}; this is the only time that it is shown"))
     if first:
-        out.print("it is the first one: from now on every request needs a key")
+        err.print("it is the first one: from now on every request needs a key")
 
 
 @keys_app.command("list")
@@ -68,7 +63,7 @@ def keys_list(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Show all keys, revoked ones too; never the keys themselves."""
+    """List all keys by id and name, revoked ones too. The keys themselves are not kept."""
     keys = read_keys(load_settings(config).auth.keys_file)
     if as_json:
         typer.echo("[" + ",\n".join(k.model_dump_json(exclude={"sha256"}) for k in keys) + "]")
@@ -76,12 +71,11 @@ def keys_list(
     if not keys:
         typer.echo("no keys: make one with 'qarr keys add NAME'")
         return
-    table = Table(
-        "id", "name", "made", "state", "tiers", "priority", "requests/min", "tokens/min", "at once", "admin", box=None
-    )
+    limits = ("requests/min", "tokens/min", "at once")
+    table = Table("id", "name", "made", "state", "tiers", "priority", *limits, "admin", box=None)
     for key in keys:
         table.add_row(*_row(key))
-    Console(highlight=False, width=None if Console().is_terminal else 160).print(table)
+    print_table(table, 160)
 
 
 @keys_app.command("revoke")
@@ -89,23 +83,21 @@ def keys_revoke(
     id_or_name: Annotated[str, typer.Argument(metavar="ID|NAME", help="As 'qarr keys list' shows it.")],
     config: ConfigOption = None,
 ) -> None:
-    """Revoke a key. Running routers refuse it within a second; requests that are being served end as usual."""
+    """Revoke a key. Running routers refuse it within a second; requests in progress finish."""
     gone = revoke_key(load_settings(config).auth.keys_file, id_or_name)
     typer.echo(f"revoked key {gone.id} of {gone.name}")
 
 
 def _row(key: KeyRecord) -> list[str]:
     state = f"revoked {key.revoked:%Y-%m-%d}" if key.revoked else "in force"
-    tiers = "all" if len(key.tiers) == len(TierName) else " ".join(key.tiers)
     limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrent_requests)
-    priority = f"{key.max_priority} ({key.over})"
     return [
         key.id,
         key.name,
         f"{key.created:%Y-%m-%d}",
         state,
-        tiers,
-        priority,
+        "all" if len(key.tiers) == len(TierName) else " ".join(key.tiers),
+        f"{key.max_priority} ({key.over})",
         *("-" if limit is None else str(limit) for limit in limits),
         "yes" if key.admin else "-",
     ]

@@ -1,8 +1,8 @@
-"""Read the log files of engines and routers as one: parsed, merged by time, filtered, and followed while they grow.
+"""Read the log files of engines and routers as one log: parsed, merged by time, filtered and followed.
 
-Engines write ``REPLICA.log`` (vLLM's lines: local time to the second, without a year), and the start before is
-``REPLICA.log.1``. Routers write ``router-PORT.log``, JSON lines, with older ones numbered. A line without a time belongs
-to the one above it.
+Engines write ``REPLICA.log`` (vLLM's lines: local time to the second, without a year); ``REPLICA.log.1`` is of the
+start before. Routers write JSON lines to ``router-PORT.log``; rotated files are numbered. A line without a time belongs
+to the line above it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ class Entry:
     """One line.
 
     Attributes:
-        at: Unix seconds; of the line above where it has none itself.
+        at: Unix seconds; a line without a time has that of the line above.
         source: ``fast-0``, ``router-8080``.
         level: One of ``LEVELS``.
-        begins: Whether it has a level of its own; others belong to the line above.
-        fields: Of a router's line, all that it holds.
+        begins: Whether the line has a level of its own; other lines belong to the line above.
+        fields: All fields of a router's line.
     """
 
     at: float
@@ -59,7 +59,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class LogFile:
-    """A file, and how many newer ones its source has."""
+    """A log file; ``age`` is the number of newer files of its source."""
 
     source: str
     age: int
@@ -68,13 +68,13 @@ class LogFile:
 
 @dataclass(slots=True)
 class Filter:
-    """What is shown. Made for one pass: it remembers what the lines above were, and which requests a trace has.
+    """Which lines are shown. For one pass: it remembers the lines above, and the requests of the trace.
 
     Attributes:
         since: Unix seconds.
-        level: The lowest that is shown.
-        trace: Trace id, or how it begins.
-        request: Request id, or how it begins.
+        level: The lowest level shown.
+        trace: Trace id, or its beginning.
+        request: Request id, or its beginning.
     """
 
     since: float = 0.0
@@ -86,17 +86,17 @@ class Filter:
 
     @property
     def everything(self) -> bool:
-        """Tell whether no line is left out."""
+        """Return whether no line is left out."""
         return not (self.since or self.trace or self.request or self.level != LEVELS[0])
 
     def shows(self, entry: Entry) -> bool:
-        """Tell whether a line is shown."""
+        """Return whether a line is shown."""
         if entry.begins:
             self._above[entry.source] = _rank(entry.level) >= _rank(self.level) and self._meant(entry)
         return entry.at >= self.since and self._above.get(entry.source, False)
 
     def learn(self, entry: Entry) -> None:
-        """Note the requests of the trace that is looked for: engines know those, not the trace."""
+        """Note the requests of the wanted trace: engines log request ids, not trace ids."""
         if self.trace and str(entry.fields.get("trace_id", "")).startswith(self.trace):
             self._requests.add(str(entry.fields["request_id"]))
 
@@ -118,37 +118,33 @@ def find_files(folder: Path, target: str = "") -> tuple[LogFile, ...]:
         folder: ``engine.log_dir``.
         target: A replica, a tier, or ``router``; empty: all.
     """
+    meant = re.compile(rf"{re.escape(target)}(-\d+)?" if target else ".+")
     try:
         named = [(path, _FILE.match(path.name)) for path in folder.iterdir()]
     except OSError:
         return ()
     found = [LogFile(match["source"], int(match["age"] or 0), path) for path, match in named if match]
-    return tuple(sorted((f for f in found if _is_meant(f.source, target)), key=lambda f: (f.source, -f.age)))
-
-
-def _is_meant(source: str, target: str) -> bool:
-    return target in {"", source} or (source.startswith(f"{target}-") and source[len(target) + 1 :].isdigit())
+    return tuple(sorted((f for f in found if meant.fullmatch(f.source)), key=lambda f: (f.source, -f.age)))
 
 
 class Parser:
-    """Reads one source's lines, in order."""
+    """Parses one source's lines, in order.
+
+    Args of the constructor:
+        source: Whose lines they are.
+        at: Unix seconds of lines before the first that has a time.
+    """
 
     def __init__(self, source: str, at: float) -> None:
-        """Begin.
-
-        Args:
-            source: Whose lines they are.
-            at: Of lines before the first that has a time; the year of all is reckoned from ``now``.
-        """
         self._source, self._at, self._level = source, at, "info"
         self._day, self._midnight = "", 0.0
 
     def entries(self, lines: Iterable[bytes], written: float) -> Iterator[Entry]:
-        """Yield what each line says.
+        """Yield an entry for each line, and for each line of an exception.
 
         Args:
-            lines: Of the file.
-            written: When the file was last written, in Unix seconds: its lines are older.
+            lines: Lines of the file.
+            written: When the file was last written, in Unix seconds: its lines are not newer.
         """
         is_router = self._source.startswith(f"{ROUTER}-")
         for raw in lines:
@@ -161,7 +157,7 @@ class Parser:
             self._at = max(self._at, float(fields["at"]))
             self._level = str(fields["level"])
             entry = Entry(self._at, self._source, self._level, str(fields["message"]), fields=fields)
-        except (ValueError, KeyError, TypeError):  # cut off, when a router was killed
+        except (ValueError, KeyError, TypeError):  # incomplete: the router was killed
             entry = Entry(self._at, self._source, self._level, line, begins=False)
         yield entry
         for more in str(entry.fields.get("exception", "")).splitlines():
@@ -182,7 +178,7 @@ class Parser:
         yield Entry(self._at, self._source, self._level, process + match["text"], begins=begins)
 
     def _time(self, day: str, clock: str, written: float) -> float:
-        """Return Unix seconds of a local time without a year: the latest that is not after the file's last change."""
+        """Return the Unix seconds of a local time without a year: the last such time before the file's last change."""
         if day != self._day:
             self._day, year = day, time.localtime(written).tm_year
             month, date = int(day[:2]), int(day[3:])
@@ -193,36 +189,35 @@ class Parser:
 
 
 class Tail:
-    """One source's log: what is in it, then what is added, also when the file is rotated or the engine started again."""
+    """One source's log: its lines, then those added, across rotation and restarts of the engine.
+
+    Args of the constructor:
+        source: Whose log it is.
+        files: Its files, the oldest first; the newest is followed.
+    """
 
     def __init__(self, source: str, files: Sequence[LogFile]) -> None:
-        """Open a source's newest file.
-
-        Args:
-            source: Whose log it is.
-            files: Its files, the oldest first; the newest is followed.
-        """
         self.source, self._older, self._path = source, files[:-1], files[-1].path
         self._file: IO[bytes] | None = self._path.open("rb")
         self._rest = b""
         self._parser: Parser | None = None
 
     def entries(self, count: int | None) -> Iterator[Entry]:
-        """Yield what is in the files now.
+        """Yield the entries that the files have now.
 
         Args:
-            count: Begin at least so many lines before the end; None: at the beginning.
+            count: Begin at least this many lines before the end; None: at the beginning.
         """
         assert self._file is not None
         if count is not None:
-            count += ABOVE_LINES  # so that the first that are shown have their time from a line above
+            count += ABOVE_LINES  # the first lines shown may have their time from a line above
         begin = _go_back(self._file, count)
         older: list[IO[bytes]] = []
-        for path in (f.path for f in reversed(self._older)):
+        for log_file in reversed(self._older):
             if count is not None and begin >= count:
                 break
             with suppress(OSError):
-                older.insert(0, path.open("rb"))
+                older.insert(0, log_file.path.open("rb"))
                 begin += _go_back(older[0], None if count is None else count - begin)
         for file in older:
             with file:
@@ -230,7 +225,7 @@ class Tail:
         yield from self._parsed(self._complete_lines(), self._file.fileno())
 
     def more(self) -> Iterator[Entry]:
-        """Yield what was added since."""
+        """Yield the entries added since."""
         if self._file is not None:
             yield from self._parsed(self._complete_lines(), self._file.fileno())
         try:
@@ -269,7 +264,7 @@ class Tail:
 
 
 def _go_back(file: IO[bytes], count: int | None) -> int:
-    """Move a file's position to the beginning of its last lines; return how many there are, at most."""
+    """Move a file's position to the beginning of its last ``count`` lines (None: of all); return how many there are."""
     if count is None:
         file.seek(0)
         return 0
@@ -282,10 +277,7 @@ def _go_back(file: IO[bytes], count: int | None) -> int:
         here = block.count(b"\n")
         if found + here > count:
             surplus = found + here - count
-            index = -1
-            for _ in range(surplus):
-                index = block.index(b"\n", index + 1)
-            file.seek(position + index + 1)
+            file.seek(position + size - len(block.split(b"\n", surplus)[-1]))
             return count
         found += here
     file.seek(0)
@@ -293,7 +285,7 @@ def _go_back(file: IO[bytes], count: int | None) -> int:
 
 
 def _first_time(number: int, source: str, written: float) -> float:
-    """Return the time of a file's first line that has one; without any, when the file was written."""
+    """Return the time of a file's first line that has one; without any, the time of its last change."""
     parser = Parser(source, 0.0)
     for entry in parser.entries(os.pread(number, _BLOCK, 0).split(b"\n")[:-1], written):
         if entry.at:
@@ -307,7 +299,7 @@ class Logs:
     Args of the constructor:
         folder: ``engine.log_dir``.
         target: As for ``find_files``.
-        wanted: What is shown.
+        wanted: Which lines are shown.
     """
 
     def __init__(self, folder: Path, target: str, wanted: Filter) -> None:
@@ -316,10 +308,10 @@ class Logs:
         self._look()
 
     def last(self, count: int | None) -> list[Entry]:
-        """Return the last lines that are shown, in the order of time; None: all."""
+        """Return the last ``count`` lines shown, by time; None: all."""
         if self._wanted.trace:
-            for path in (f.path for f in find_files(self._folder, ROUTER)):
-                with path.open("rb") as file:
+            for log_file in find_files(self._folder, ROUTER):
+                with log_file.path.open("rb") as file:
                     for entry in Parser(f"{ROUTER}-0", 0.0).entries(file, 0.0):
                         self._wanted.learn(entry)
         each = [tail.entries(count if self._wanted.everything else None) for tail in self._tails.values()]
@@ -327,7 +319,7 @@ class Logs:
         return list(deque((e for e in merged if self._wanted.shows(e)), maxlen=count))
 
     def more(self) -> list[Entry]:
-        """Return what was added since, in the order of time, from new files as well."""
+        """Return the lines added since, by time, also from new files."""
         begun = self._look()
         found = [*(tail.entries(None) for tail in begun), *(t.more() for t in self._tails.values() if t not in begun)]
         return [e for e in sorted(chain(*found), key=lambda entry: entry.at) if self._wanted.shows(e)]
@@ -338,11 +330,10 @@ class Logs:
             tail.close()
 
     def _look(self) -> list[Tail]:
-        """Open the files of sources that are not open yet; return those."""
+        """Open the logs of new sources; return those."""
         begun = []
-        files = find_files(self._folder, self._target)
-        for source in dict.fromkeys(f.source for f in files):
-            mine = [f for f in files if f.source == source]
+        for source, files in groupby(find_files(self._folder, self._target), key=lambda file: file.source):
+            mine = tuple(files)
             if source not in self._tails and not mine[-1].age:
                 with suppress(OSError):
                     begun.append(Tail(source, mine))
@@ -351,4 +342,4 @@ class Logs:
 
 
 def _rank(level: str) -> int:
-    return LEVELS.index(level) if level in LEVELS else LEVELS.index("info")
+    return LEVELS.index(level if level in LEVELS else "info")

@@ -1,4 +1,4 @@
-"""``qarr logs``: what engines and routers have written, merged by time."""
+"""``qarr logs``: the logs of engines and routers, merged by time."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import os
 import re
 import time
 from datetime import datetime
-from pathlib import Path  # noqa: TC003  typer reads it
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from router.cli.common import SHORTEST_ID, ConfigOption
 from router.cli.log_reader import ROUTER, Filter, Logs, find_files
 from router.settings import load_settings
 from tiers.errors import OperationError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from router.cli.log_reader import Entry
 
 Level = Literal["debug", "info", "warning", "error", "critical"]
@@ -25,7 +27,6 @@ DAY_S = 86_400
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": DAY_S}
 SHADES = {"fast": "cyan", "balanced": "blue", "precise": "magenta", ROUTER: "green"}
 LEVEL_SHADES = {"warning": "yellow", "error": "red", "critical": "red"}
-SHORTEST_ID = 6
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -38,13 +39,7 @@ def logs(
     ] = False,
     lines: Annotated[
         int | None,
-        typer.Option(
-            "--lines",
-            "-n",
-            min=0,
-            help=f"Last lines to show; by default {LINES}, with --since all.",
-            show_default=False,
-        ),
+        typer.Option("--lines", "-n", min=0, help=f"Last lines to show; by default {LINES}, with --since all."),
     ] = None,
     since: Annotated[
         str, typer.Option(help="Only later lines: 90s, 10m, 2h, 1d ago, or a time as in 14:30 or 2026-05-01T14:30.")
@@ -52,19 +47,16 @@ def logs(
     trace: Annotated[str, typer.Option(help="Only lines of traces whose id is this or begins with it.")] = "",
     request: Annotated[str, typer.Option(help="Only lines of requests whose id is this or begins with it.")] = "",
     level: Annotated[Level, typer.Option(help="Only lines of this level and above.")] = "debug",
-    config: Annotated[
-        Path | None, typer.Option("--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE")
-    ] = None,
+    config: ConfigOption = None,
 ) -> None:
-    """Show the logs of the engines started here and of the router, merged by time. Needs no running router."""
+    """Show the logs of the router and of engines started here, merged by time. Needs no running router."""
     folder = load_settings(config).engine.log_dir
     _check_target(folder, target, follow=follow)
     for name, value in (("--trace", trace), ("--request", request)):
         if 0 < len(value) < SHORTEST_ID:
             raise OperationError(f"{name} {value!r}: give at least the first {SHORTEST_ID} characters of the id")
     after = _moment(since, time.time()) if since else 0.0
-    wanted = Filter(after, level, trace.lower() if trace else "", request)
-    found = Logs(folder, target, wanted)
+    found = Logs(folder, target, Filter(after, level, trace.lower(), request))
     width = max((len(f.source) for f in find_files(folder, target)), default=10)
     try:
         for entry in found.last(lines if lines is not None or since else LINES):
@@ -80,41 +72,36 @@ def logs(
 
 
 def _check_target(folder: Path, target: str, *, follow: bool) -> None:
-    """Say what there is where nothing is found; one who follows may wait for it.
+    """Check that there are logs to show; who follows all of them may wait for the first.
 
     Raises:
-        OperationError: There is no such log.
+        OperationError: There is no such log; the text names those that there are.
     """
     if find_files(folder, target) or (follow and not target):
         return
-    known = sorted({f.source for f in find_files(folder)})
-    if not known:
-        raise OperationError(
-            f"there are no logs in {folder}: engines and routers started here write them (engine.log_dir)"
-        )
-    raise OperationError(f"there is no log of {target!r} in {folder}: {', '.join(known)}")
+    if known := sorted({f.source for f in find_files(folder)}):
+        raise OperationError(f"there is no log of {target!r} in {folder}: {', '.join(known)}")
+    raise OperationError(f"there are no logs in {folder}: engines and routers started here write them (engine.log_dir)")
 
 
 def _moment(text: str, now: float) -> float:
-    """Return Unix seconds of a time given as an age, a time of day or a date.
+    """Return the Unix seconds of an age, a time of day or a date.
 
     Raises:
-        OperationError: It is none.
+        OperationError: The text is none of them.
     """
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
         return now - float(match[1]) * UNITS_S[match[2]]
     try:
         if re.fullmatch(r"\d\d?:\d\d(:\d\d)?", text):
             today = datetime.fromtimestamp(now).astimezone().date()
-            moment = datetime.fromisoformat(
-                f"{today}T{text.zfill(5) if text.count(':') == 1 else text.zfill(8)}"
-            ).timestamp()
+            hour, _, rest = text.partition(":")
+            moment = datetime.fromisoformat(f"{today}T{hour.zfill(2)}:{rest}").timestamp()
             return moment if moment <= now else moment - DAY_S
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
-        raise OperationError(
-            f"--since {text!r}: give an age (90s, 10m, 2h, 1d) or a time (14:30, 2026-05-01T14:30)"
-        ) from None
+        allowed = "give an age (90s, 10m, 2h, 1d) or a time (14:30, 2026-05-01T14:30)"
+        raise OperationError(f"--since {text!r}: {allowed}") from None
 
 
 def _print(entry: Entry, width: int, *, ids: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,10 +13,6 @@ from router.deployment.first_start import Steps
 from router.deployment.layout import prepare_options
 from router.settings import load_settings
 from tiers.checkpoints.prepare import find, prepare
-
-if TYPE_CHECKING:
-    from router.settings import Settings
-    from tiers.checkpoints.checkpoint import Checkpoint
 
 model_app = typer.Typer(help="Make and inspect the model's three checkpoints.", no_args_is_help=True)
 
@@ -36,7 +32,7 @@ def model_prepare(
         int | None, typer.Option(help="AWQ weights a scale: 32, 64 or 128; 0 chooses.", metavar="N")
     ] = None,
 ) -> None:
-    """Make the BF16, FP8 and AWQ int4 checkpoints of a model; what is finished is kept."""
+    """Make the BF16, FP8 and AWQ int4 checkpoints of a model; finished ones are kept."""
     started = time.monotonic()
     asked = {
         "name": model,
@@ -45,7 +41,9 @@ def model_prepare(
         "calibration_tokens": calibration_tokens,
         "group_size": group_size,
     }
-    for checkpoint in _prepare(load_settings(config, {"model": asked}), started):
+    options = prepare_options(load_settings(config, {"model": asked}))
+    steps = Steps(lambda line: err.print(f"{clock(started)} {plain(line)}"))
+    for checkpoint in find(options) or prepare(options, steps):
         typer.echo(f"{checkpoint.tier:9} {checkpoint.path}")
 
 
@@ -55,12 +53,3 @@ def model_list(config: ConfigOption = None, model: ModelOption = None) -> None:
     found = find(prepare_options(load_settings(config, {"model": {"name": model}}))) or ()
     rows = [{"tier": c.tier, "path": str(c.path), **c.manifest.model_dump(mode="json")} for c in found]
     typer.echo(json.dumps(rows, indent=2))
-
-
-def _prepare(settings: Settings, started: float) -> tuple[Checkpoint, ...]:
-    """Make what is missing, with progress on standard error."""
-    options = prepare_options(settings)
-    found = find(options)
-    if found is not None:
-        return found
-    return prepare(options, Steps(lambda line: err.print(f"{clock(started)} {plain(line)}")))

@@ -1,4 +1,4 @@
-"""``qarr profile``: measure what the tiers of a running fleet are worth."""
+"""``qarr profile``: measure the loss and the speed of a running fleet's tiers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import asyncio
 import os
 import time
 from contextlib import asynccontextmanager
-from pathlib import Path
+from pathlib import Path  # noqa: TC003  typer reads it
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from router.cli.client import URL, UrlOption
+from router.cli.common import ConfigOption, clock, err, plain, print_table
 from router.policy.profiles import ProfileError, load_latency
 from router.profiling.client import connect
 from router.profiling.measure_latency import LatencyPlan, measure_latency
@@ -28,17 +29,11 @@ if TYPE_CHECKING:
     from router.profiling.client import RouterClient
 
 profile_app = typer.Typer(help="Measure the loss and the speed of a running fleet's tiers.", no_args_is_help=True)
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE")
-]
-
-
-UrlOption = Annotated[str, typer.Option(help="The running router.")]
 
 
 @profile_app.command("quality")
 def profile_quality(
-    url: UrlOption = "http://127.0.0.1:8080",
+    url: UrlOption = URL,
     prompts: Annotated[
         Path,
         typer.Option(
@@ -57,8 +52,7 @@ def profile_quality(
 ) -> None:
     """Measure the loss of each precision on each kind of prompt, against the highest one.
 
-    Other requests go first: it waits while there are any, and continues where it stopped. QARR_KEY is the key, if the
-    router needs one.
+    It waits while there are other requests, and continues where it stopped. If the router needs a key, set QARR_KEY.
     """
     folder = load_settings(config).policy.profiles
     log = _Log()
@@ -82,17 +76,17 @@ def profile_quality(
 
 @profile_app.command("latency")
 def profile_latency(
-    url: UrlOption = "http://127.0.0.1:8080",
+    url: UrlOption = URL,
     step: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="About how long one step may take.")] = 8.0,
     tier: Annotated[
         list[TierName] | None, typer.Option(help="Only this tier (repeat for more); by default all that are ready.")
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Measure how fast each tier is, alone and beside the others: TTFT by prompt length, TPOT by batch.
+    """Measure how fast each tier is, alone and while the others work: TTFT by prompt length, TPOT by batch.
 
-    It waits while there are other requests, and repeats a step during which one arrived. QARR_KEY is the key, if the
-    router needs one.
+    It waits while there are other requests, and repeats a step during which one arrived. If the router needs a key, set
+    QARR_KEY.
     """
     folder = load_settings(config).policy.profiles
     log = _Log()
@@ -110,31 +104,30 @@ def profile_latency(
 
 
 class _Log:
-    """Progress on standard error, with the seconds since the start; a line that says nothing new is left out."""
+    """Progress on standard error, with the seconds since the start; repeated lines are left out."""
 
     def __init__(self) -> None:
-        self._out = Console(stderr=True, highlight=False, soft_wrap=True)
         self._started, self._last = time.monotonic(), ""
 
     def __call__(self, line: str) -> None:
         if line != self._last:
-            self._out.print(f"{time.monotonic() - self._started:6.1f} s {line}")
+            err.print(f"{clock(self._started)} {plain(line)}")
             self._last = line
 
 
 @asynccontextmanager
 async def _connected(url: str) -> AsyncIterator[RouterClient]:
-    """Open a client of a router that does not measure itself.
+    """Open a client of a router that does not measure itself at the moment.
 
     Raises:
-        ProfileError: It does.
+        ProfileError: The router measures itself.
     """
     async with connect(url.rstrip("/"), os.environ.get("QARR_KEY", "")) as client:
         measuring = (await client.fleet()).measuring
         if measuring is not None:
             raise ProfileError(
-                f"the router at {url} measures its {measuring} itself: wait until it is done ('qarr doctor' says how far it "
-                f"is), or start it with profile.auto = false"
+                f"the router at {url} measures its {measuring} itself: wait until it is done ('qarr doctor' shows its "
+                f"progress), or start it with profile.auto = false"
             )
         yield client
 
@@ -152,7 +145,7 @@ def _show_latency(profile: LatencyProfile) -> None:
             f"{fit.tpot_error.median * 100:.0f} (p95 {fit.tpot_error.p95 * 100:.0f})",
             f"x {1 + fit.contention:.1f}",
         )
-    Console(highlight=False, width=None if Console().is_terminal else 140).print(table)
+    print_table(table)
 
 
 def _knee(fit: Fit) -> str:
@@ -173,7 +166,7 @@ def _show(profile: QualityProfile) -> None:
             _shown(loss, loss.kl_p95),
             _shown(loss, loss.perplexity_ratio),
         )
-    Console(highlight=False, width=None if Console().is_terminal else 140).print(table)
+    print_table(table)
 
 
 def _shown(loss: Loss, value: Interval, factor: float = 1, digits: int = 3) -> str:

@@ -1,4 +1,4 @@
-"""``qarr replay``: recorded decisions, made again or otherwise."""
+"""``qarr replay``: recorded decisions made again, or simulated under another policy."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path  # noqa: TC003  typer reads it
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from router.cli.common import print_table
 from router.policy.profiles import load_latency, load_profile
 from router.policy.replay import differing, read_recording, seen, simulate, summarise
 from router.policy.table import policy_table
@@ -30,8 +30,8 @@ def replay(
 ) -> None:
     """Make recorded decisions again, and run the recorded arrivals through another policy or profile.
 
-    First every decision is made again from the log alone; one that comes out otherwise is an error. With a policy or a
-    profile the arrivals are simulated under it, beside the recorded policy simulated in the same way.
+    First every decision is made again from the log alone; one that differs is an error. With a policy or a profile, the
+    recorded arrivals are simulated under it, and under the recorded policy for comparison.
     """
     recording = read_recording(log)
     others = differing(recording)
@@ -53,12 +53,13 @@ def _compare(recording: Recording, policy: Path | None, quality: Path | None, la
     if quality is not None:
         table = replace(table, losses=policy_table(load_settings(policy).policy, load_profile(quality)).losses)
     speeds = {fit.tier: fit.model for fit in load_latency(latency).fits} if latency is not None else None
-    rows = {
-        "recorded, as seen": summarise(seen(recording)),
-        "recorded, simulated": summarise(simulate(recording)),
-        "other, simulated": summarise(simulate(recording, table, speeds)),
-    }
-    _show(rows)
+    _show(
+        {
+            "recorded, as seen": summarise(seen(recording)),
+            "recorded, simulated": summarise(simulate(recording)),
+            "other, simulated": summarise(simulate(recording, table, speeds)),
+        }
+    )
 
 
 def _show(rows: dict[str, Summary]) -> None:
@@ -77,7 +78,7 @@ def _show(rows: dict[str, Summary]) -> None:
             _number(summary.tpot_p95, 1),
             _number(summary.engine_s, 1),
         )
-    Console(highlight=False, width=None if Console().is_terminal else 140).print(table)
+    print_table(table)
 
 
 def _number(value: float | None, digits: int = 0) -> str:

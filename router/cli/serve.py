@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import os
 import time
-from importlib.metadata import version
 from pathlib import Path  # noqa: TC003  typer reads it
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import uvloop
 
-from router.cli.common import CalibrationOption, ConfigOption, ModelOption, clock, err, fail, plain, tier_settings
+from router.cli.common import (
+    CalibrationOption,
+    ConfigOption,
+    ModelOption,
+    clock,
+    err,
+    fail,
+    http_url,
+    plain,
+    tier_settings,
+)
 from router.deployment.layout import make_deployment, prepare_options
-from router.deployment.run import Told, check_files, listen, open_keys, run
+from router.deployment.run import StartObserver, check_files, listen, open_keys, run
 from router.server.handover import HandoverClient, control_path
 from router.settings import load_settings
 from router.telemetry.logs import Logging
@@ -31,24 +40,24 @@ if TYPE_CHECKING:
     from tiers.plan import Plan
     from tiers.spec import TierSpec
 
+HostOption = Annotated[str | None, typer.Option(help="Address to listen on.")]
+PortOption = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one, which is printed.")]
+
 
 def up(
     config: ConfigOption = None,
     model: ModelOption = None,
     calibration: CalibrationOption = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one, which is printed.")] = None,
+    host: HostOption = None,
+    port: PortOption = None,
 ) -> None:
-    """Make missing checkpoints, start and warm the engines, serve once one tier is ready. Ctrl-C stops everything."""
+    """Make missing checkpoints, start the engines, and serve as soon as one tier is ready. Ctrl-C stops everything."""
     started = time.monotonic()
-    settings = load_settings(
-        config,
-        {"server": {"host": host, "port": port}, "model": {"name": model, "calibration": calibration}},
-    )
+    asked = {"server": {"host": host, "port": port}, "model": {"name": model, "calibration": calibration}}
+    settings = load_settings(config, asked)
     check_files(settings)
     logging = Logging(settings.telemetry)
-    keys = open_keys(settings)
-    sock = listen(settings)
+    keys, sock = open_keys(settings), listen(settings)
     needed = any(not t.urls and t.checkpoint is None for t in tier_settings(settings))
     deployment = make_deployment(settings, finished(prepare_options(settings)) if needed else ())
     if not deployment.missing:
@@ -64,40 +73,38 @@ def serve(
     tokenizer: Annotated[
         Path | None, typer.Option(help="The model's folder, for exact token counts.", metavar="DIR")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one, which is printed.")] = None,
+    host: HostOption = None,
+    port: PortOption = None,
     takeover: Annotated[
         bool, typer.Option("--takeover", help="Replace the router that listens on the port; no connection is refused.")
     ] = False,
 ) -> None:
-    """Serve the router alone, in front of engines that run already. Needs no engine environment."""
+    """Serve only the router, in front of running engines. Needs no engine environment."""
     started = time.monotonic()
     urls = {"fast": fast, "balanced": balanced, "precise": precise}
-    overrides: dict[str, Any] = {name: {"urls": tuple(u) if u else None} for name, u in urls.items()}
-    settings = load_settings(config, {"server": {"host": host, "port": port}, "tiers": overrides})
+    tiers = {name: {"urls": tuple(given) if given else None} for name, given in urls.items()}
+    settings = load_settings(config, {"server": {"host": host, "port": port}, "tiers": tiers})
     if not any(t.urls for t in tier_settings(settings)):
         fail("no engine is given: name at least one with --fast, --balanced or --precise URL, or use 'qarr up'")
     check_files(settings)
     deployment = make_deployment(settings, (), start_engines=False, tokenizer=tokenizer)
     logging = Logging(settings.telemetry)
-    baton = None
+    predecessor = None
     if takeover:
-        baton, sock = HandoverClient.ask(control_path(settings.server.runtime_dir, settings.server.port))
+        predecessor, sock = HandoverClient.ask(control_path(settings.server.runtime_dir, settings.server.port))
         keys = open_keys(settings, sock.getsockname()[0])
     else:
-        keys = open_keys(settings)
-        sock = listen(settings)
+        keys, sock = open_keys(settings), listen(settings)
     if not deployment.counter.exact:
         err.print("no tokenizer folder is given (--tokenizer DIR): prompt tokens are estimated")
-    _run(deployment, sock, keys, started, logging, baton)
+    _run(deployment, sock, keys, started, logging, predecessor)
 
 
 def _show_plan(model: str, plan: Plan, specs: Sequence[TierSpec]) -> None:
     err.print(f"model {model} on {plan.device}")
     for share in plan.shares:
         spec = next(s for s in specs if s.name is share.tier)
-        roughly = " " if spec.checkpoint is not None else "~"
-        weights = f"{roughly}{share.weights / GIB:4.2f} GiB"
+        weights = f"{'~' if spec.checkpoint is None else ' '}{share.weights / GIB:4.2f} GiB"
         if share.weights != share.on_disk:
             weights += f" ({share.on_disk / GIB:.2f} on disk: this CPU has no AMX)"
         err.print(
@@ -112,15 +119,15 @@ def _run(
     keys: KeyStore,
     started: float,
     logging: Logging,
-    baton: HandoverClient | None = None,
+    predecessor: HandoverClient | None = None,
 ) -> None:
     host, port = sock.getsockname()[:2]
     logging.also_to_file(deployment.settings.engine.log_dir, port)
-    shown = f"[{host}]" if ":" in host else host
+    url = http_url(host, port)
 
     def say(text: str) -> None:
         line = f"{clock(started)} {text}"
-        logging.say(lambda: err.print(line))  # not here: a stopped terminal would hold the router up
+        logging.say(lambda: err.print(line))  # in its thread: a stopped terminal must not block the router
 
     def changed(replica: Replica) -> None:
         detail = f": {replica.detail}" if replica.detail else ""
@@ -128,26 +135,28 @@ def _run(
 
     def serving(fleet: Fleet) -> None:
         ready = " and ".join(t.spec.name for t in fleet.snapshot().tiers if t.state is ReplicaState.READY)
-        say(f"[bold green]serving[/] on http://{shown}:{port} with {ready}; {_to_follow(fleet)}")
+        say(f"[bold green]serving[/] on {url} with {ready}; {_to_follow(fleet)}")
 
     def is_up(fleet: Fleet) -> None:
         failed = [tier.spec.name for tier in fleet.snapshot().tiers if tier.state is ReplicaState.FAILED]
         how = f"all tiers ready but {' and '.join(failed)}" if failed else "all tiers ready"
-        say(f"[bold green]up[/]: listening on http://{shown}:{port}, {how}. Ctrl-C stops.")
+        say(f"[bold green]up[/]: listening on {url}, {how}. Ctrl-C stops.")
 
     def planned(plan: Plan, specs: Sequence[TierSpec]) -> None:
         logging.say(lambda: _show_plan(deployment.model, plan, specs))
 
-    told = Told(changed, is_up, serving, planned, lambda line: say(plain(line)))
-    say(f"listening on http://{shown}:{port}; requests are served as soon as a tier is ready")
-    uvloop.run(run(deployment, sock, version("qarr"), told, keys=keys, baton=baton))
+    observer = StartObserver(changed, is_up, serving, planned, lambda line: say(plain(line)))
+    say(f"listening on {url}; requests are served as soon as a tier is ready")
+    uvloop.run(run(deployment, sock, observer, keys=keys, predecessor=predecessor))
     say("stopped")
     if not logging.stop():
-        os._exit(0)  # all is ended, but Python would wait for standard error to be taken
+        os._exit(0)  # everything has ended, but Python would wait for a reader of standard error
 
 
 def _to_follow(fleet: Fleet) -> str:
     """Return which tiers are not ready yet, and about when they are."""
-    coming = [(tier, fleet.preparations.of(tier)) for tier in fleet.preparations.coming]
-    times = (f" in {about(p.remaining_s)}" if p is not None and p.remaining_s is not None else "" for _, p in coming)
-    return "to follow: " + ", ".join(f"{tier}{time}" for (tier, _), time in zip(coming, times, strict=True))
+    parts = []
+    for tier in fleet.preparations.coming:
+        left = fleet.preparations.of(tier)
+        parts.append(f"{tier} in {about(left.remaining_s)}" if left and left.remaining_s is not None else str(tier))
+    return f"to follow: {', '.join(parts)}"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from router.cli.client import URL, KeyOption, RouterApiClient, UrlOption
+from router.cli.common import ConfigOption, clock, err, plain, print_table
 from router.deployment.options import make_canary
 from router.settings import load_settings
 from tiers.errors import OperationError
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 tiers_app = typer.Typer(help="Show the running fleet; drain, resume, restart and recycle its replicas.")
 POLL_S = 0.5
 DETAIL_CHARS = 100
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE")
-]
 TargetArgument = Annotated[
     str, typer.Argument(metavar="TIER|REPLICA", help="One replica, or all of a tier, one after another.")
 ]
@@ -36,12 +32,12 @@ TargetArgument = Annotated[
 def tiers_list(context: typer.Context, url: UrlOption = URL, key: KeyOption = "") -> None:
     """Show the running fleet; drain, resume, restart and recycle its replicas."""
     if context.invoked_subcommand is None:
-        _print_fleet(_Router(url, key).fleet())
+        _print_fleet(RouterApiClient(url, key).ask("/tiers"))
 
 
 @tiers_app.command("drain")
 def tiers_drain(target: TargetArgument, url: UrlOption = URL, key: KeyOption = "") -> None:
-    """Give a replica no new requests; open ones finish. It stays up and can be resumed."""
+    """Give a replica no new requests; open ones finish. It keeps running and can be resumed."""
     _operate("drain", target, url, key)
 
 
@@ -59,55 +55,42 @@ def tiers_restart(target: TargetArgument, url: UrlOption = URL, key: KeyOption =
 
 @tiers_app.command("recycle")
 def tiers_recycle(target: TargetArgument, url: UrlOption = URL, key: KeyOption = "") -> None:
-    """Replace an engine by a new one that is started beside it, so that capacity never falls."""
+    """Replace an engine by a new one, started beside it so that capacity never falls."""
     _operate("recycle", target, url, key)
 
 
 @tiers_app.command("record")
 def tiers_record(tier: TierName, config: ConfigOption = None) -> None:
-    """Forget the recorded answers of a tier's engines (the canary); the next start records new ones."""
-    settings = load_settings(config)
-    canary = make_canary(settings, machine_name())
+    """Delete the recorded answers of a tier's engines (the canary); the next start records new ones."""
+    canary = make_canary(load_settings(config), machine_name())
     count = canary.forget(tier)
     typer.echo(f"{count} records of {tier} forgotten in {canary.path}; its next start records new ones")
 
 
-class _Router(RouterApiClient):
-    """The running router's fleet and operations."""
-
-    def fleet(self) -> dict[str, Any]:
-        return self.get("/tiers")
-
-    def begin(self, kind: Kind, replica: str) -> dict[str, Any]:
-        return self.ask("POST", f"/admin/replicas/{replica}/{kind}")
-
-    def operation(self, operation_id: str) -> dict[str, Any]:
-        return self.get(f"/admin/operations/{operation_id}")
-
-
 def _operate(kind: Kind, target: str, url: str, key: str) -> None:
-    """Run an operation on each replica that is meant, with its progress on standard error.
+    """Run an operation on each of the target's replicas, with its progress on standard error.
 
     Raises:
-        OperationError: There is none, or one failed.
+        OperationError: There is no such replica, or an operation failed.
     """
-    router = _Router(url, key)
-    out = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
-    for replica in _replicas(router.fleet(), target):
-        operation, last, started = router.begin(kind, replica), "", time.monotonic()
+    router = RouterApiClient(url, key)
+    for replica in _replicas(router.ask("/tiers"), target):
+        operation = router.ask(f"/admin/replicas/{replica}/{kind}", "POST")
+        last, started = "", time.monotonic()
         while True:
-            state = _state_of(router.fleet(), operation["successor"] or replica)
-            line = f"{replica}: {operation['detail']}" + (f" ({state})" if operation["successor"] else f" (is {state})")
+            successor, detail = operation["successor"], operation["detail"]
+            state = _state_of(router.ask("/tiers"), successor or replica)
+            line = f"{replica}: {detail} ({state})" if successor else f"{replica}: {detail} (is {state})"
             if line != last:
-                out.print(f"{time.monotonic() - started:6.1f} s {line}")
+                err.print(f"{clock(started)} {plain(line)}")
                 last = line
             if operation["state"] != "running":
                 break
             time.sleep(POLL_S)
-            operation = router.operation(operation["id"])
+            operation = router.ask(f"/admin/operations/{operation['id']}")
         if operation["state"] == "failed":
-            raise OperationError(f"{kind} of {replica} failed: {operation['detail']}")
-        typer.echo(f"{replica}: {kind} done, {operation['detail']}")
+            raise OperationError(f"{kind} of {replica} failed: {detail}")
+        typer.echo(f"{replica}: {kind} done, {detail}")
 
 
 def _replicas(fleet: dict[str, Any], target: str) -> list[str]:
@@ -131,33 +114,21 @@ def _state_of(fleet: dict[str, Any], replica_id: str) -> str:
 def _print_fleet(fleet: dict[str, Any]) -> None:
     typer.echo(f"{fleet['model']} on {fleet['machine']}")
     if fleet.get("scope") == "own":
-        typer.echo("where engines are and why one is not ready is shown to operators' keys only")
-    columns = (
-        "tier",
-        "replica",
-        "state",
-        "in flight",
-        "served",
-        "failed",
-        "KV cache",
-        "ms/token",
-        "pid",
-        "url",
-        "detail",
-    )
-    table = Table(*columns, box=None)
+        typer.echo("only operators' keys see where engines are, and why one is not ready")
+    loads = ("in flight", "served", "failed", "KV cache", "ms/token")
+    table = Table("tier", "replica", "state", *loads, "pid", "url", "detail", box=None)
     for tier in fleet["tiers"]:
         for replica in tier["replicas"]:
             table.add_row(tier["tier"], *_row(replica, tier))
         if not tier["replicas"]:
-            table.add_row(tier["tier"], "-", tier["state"], *"------", "-", _detail(tier.get("detail"), tier))
-    Console(highlight=False, markup=False, width=None if Console().is_terminal else 200).print(table)
+            table.add_row(tier["tier"], "-", tier["state"], *"-------", _detail(tier.get("detail"), tier))
+    print_table(table, 200)
 
 
 def _detail(said: str | None, tier: dict[str, Any]) -> str:
-    """Return why something is not ready, else what its tier needs before it serves for the first time."""
+    """Return why something is not ready, or what its tier needs before it serves for the first time."""
     text = said or (Preparing(**tier["preparing"]).text if tier.get("preparing") else "")
-    return text.splitlines()[0][:DETAIL_CHARS] if text else ""
+    return text.partition("\n")[0][:DETAIL_CHARS]
 
 
 def _row(replica: dict[str, Any], tier: dict[str, Any]) -> list[str]:

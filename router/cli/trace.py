@@ -1,17 +1,17 @@
-"""``qarr trace``: one request's trace as a waterfall, and the list of those that the router keeps."""
+"""``qarr trace``: one request's trace as a waterfall, or the list of the router's recent traces."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
-from router.cli.client import URL, KeyOption, NotKept, RouterApiClient, UrlOption
+from router.cli.client import URL, KeyOption, NotFound, RouterApiClient, UrlOption
+from router.cli.common import SHORTEST_ID, output, printable
 from router.cli.top.screen import OUTCOMES, OWN_ONLY, TIERS
 from router.telemetry.logs import shown_ms
 from tiers.errors import OperationError
@@ -22,14 +22,13 @@ if TYPE_CHECKING:
 
 PIPED_WIDTH = 120
 LISTED = 30
-SHORTEST_ID = 6
 TRACE_DIGITS = 32
 MOST_REQUESTS = 1000
 NAME_WIDTH = 34
 TIME_WIDTH = 10
 SHADES = {"server": "green", "client": "cyan", "internal": "blue"}
 WORTH = {"error": "bold red", "sla_miss": "yellow", "recent": "dim"}
-# What the server span says of the whole request, in the order in which it is shown.
+# Attributes of the server span about the whole request, in the order shown.
 WHOLE = {
     "qarr.served.replica": "served by",
     "qarr.queue_ms": "queue",
@@ -60,11 +59,11 @@ def trace(
 ) -> None:
     """Show where a request's time went, and how its tier was chosen; without an id, list the last traces."""
     router = RouterApiClient(url, key)
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
-    found = _find(router, trace_id) if trace_id else router.get("/traces")
+    found = _find(router, trace_id) if trace_id else router.ask("/traces")
     if as_json:
         typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
         return
+    console = output(PIPED_WIDTH)
     lines = waterfall(found, console.width, everything=everything) if trace_id else listed(found, everything=everything)
     for line in lines:
         line.rstrip()
@@ -72,25 +71,23 @@ def trace(
 
 
 def _find(router: RouterApiClient, given: str) -> dict[str, Any]:
-    """Return the trace that an id, or how it begins, stands for.
+    """Return the trace of a trace or request id, or of the beginning of one.
 
     Raises:
         OperationError: There is none, or more than one.
     """
     if len(given) == TRACE_DIGITS:
-        try:
-            return router.get(f"/traces/{given}")
-        except NotKept:
-            pass  # a request's id may look the same
+        with suppress(NotFound):  # a request's id may look the same
+            return router.ask(f"/traces/{given}")
     if len(given) < SHORTEST_ID:
         raise OperationError(f"{given!r}: give at least the first {SHORTEST_ID} characters of the id")
-    answered = router.get("/traces")
+    answered = router.ask("/traces")
     kept = [t["trace_id"] for t in answered["traces"]]
-    records = router.get(f"/requests?limit={MOST_REQUESTS}")["requests"]
+    records = router.ask(f"/requests?limit={MOST_REQUESTS}")["requests"]
     meant = {t for t in kept if t.startswith(given)}
-    meant |= {r["trace_id"] for r in records if given in {r["request_id"][: len(given)], r["trace_id"][: len(given)]}}
+    meant |= {r["trace_id"] for r in records if any(r[id_].startswith(given) for id_ in ("request_id", "trace_id"))}
     if len(meant) > 1:
-        raise OperationError(f"{given!r} is how {len(meant)} ids begin: give more of it")
+        raise OperationError(f"{len(meant)} ids begin with {given!r}: give more of it")
     if not meant:
         raise OperationError(
             f"no trace or request {given!r} is kept any more (telemetry.recent_traces); 'qarr trace' lists those that are"
@@ -98,11 +95,13 @@ def _find(router: RouterApiClient, given: str) -> dict[str, Any]:
         )
     (one,) = meant
     try:
-        return router.get(f"/traces/{one}")
-    except NotKept as error:
-        record = next(r for r in records if r["trace_id"] == one)
+        return router.ask(f"/traces/{one}")
+    except NotFound as error:
+        record = next((r for r in records if r["trace_id"] == one), None)
+        if record is None:
+            raise
         raise OperationError(
-            f"the trace {one} is not kept any more, only what became of its request: {record['outcome']} on "
+            f"the trace {one} is not kept any more, only the record of its request: {record['outcome']} on "
             f"{record['served_by'] or 'no tier'} in {shown_ms(record['duration_ms'])}; {record['reason']}"
         ) from error
 
@@ -112,7 +111,7 @@ def listed(found: Mapping[str, Any], *, everything: bool) -> Iterator[Text]:
 
     Args:
         found: As ``GET /traces`` gives it.
-        everything: All of them.
+        everything: List all of them.
     """
     traces = found["traces"]
     if found.get("scope") == "own":
@@ -135,7 +134,7 @@ def waterfall(found: Mapping[str, Any], width: int, *, everything: bool = False)
 
     Args:
         found: As ``GET /traces/{id}`` gives it.
-        width: Of the terminal, in characters.
+        width: Width of the terminal, in characters.
         everything: With all attributes of every span.
     """
     spans = found["spans"]
@@ -170,19 +169,15 @@ def _summary(root: Mapping[str, Any]) -> Iterator[Text]:
             (tier, f"bold {TIERS.get(tier, 'red')}"),
             f", by {basis}" if basis not in {"", tier} else "",
         )
-        yield Text(f"  {_plain(attributes['qarr.reason'])}")
-    parts = []
-    for name, shown in WHOLE.items():
-        value = attributes.get(name)
-        if value in {None, 0, ""}:
-            continue
-        parts.append(f"{shown} {shown_ms(value) if name.endswith('_ms') else value}")
+        yield Text(f"  {printable(attributes['qarr.reason'])}")
+    known = ((name, shown, attributes.get(name)) for name, shown in WHOLE.items())
+    parts = [f"{shown} {shown_ms(v) if name.endswith('_ms') else v}" for name, shown, v in known if v]
     if parts:
         yield Text("  " + ", ".join(parts), style="dim")
 
 
 def _tree(spans: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], str, str]]:
-    """Return each span below its parent, with what leads to its name and what is put before lines below it."""
+    """Return each span below its parent, with the lines drawn before its name and before the lines below it."""
     known = {s["span_id"] for s in spans}
     below: dict[str | None, list[Mapping[str, Any]]] = {}
     for span in sorted(spans, key=lambda s: s["start_ms"]):
@@ -205,31 +200,31 @@ def _tree(spans: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], s
 def _span_lines(
     span: Mapping[str, Any], lead: str, below: str, whole_ms: float, width: int, *, everything: bool
 ) -> Iterator[Text]:
-    room = max(width - NAME_WIDTH - TIME_WIDTH - 3, 10)
-    name = Text.assemble((lead, "dim"), (_plain(span["name"]), "bold" if span["kind"] != "internal" else ""))
+    cells = max(width - NAME_WIDTH - TIME_WIDTH - 3, 10)
+    name = Text.assemble((lead, "dim"), (printable(span["name"]), "bold" if span["kind"] != "internal" else ""))
     if replica := span["attributes"].get("qarr.replica"):
         name.append(f" {replica}", style=TIERS.get(str(replica).rpartition("-")[0], ""))
     name.truncate(NAME_WIDTH, overflow="ellipsis", pad=True)
-    begin = min(int(span["start_ms"] / whole_ms * room), room - 1)
-    end = min(max(round((span["start_ms"] + span["duration_ms"]) / whole_ms * room), begin + 1), room)
+    begin = min(int(span["start_ms"] / whole_ms * cells), cells - 1)
+    end = min(max(round((span["start_ms"] + span["duration_ms"]) / whole_ms * cells), begin + 1), cells)
     shade = "red" if span["error"] else SHADES.get(span["kind"], "blue")
-    bar = [" "] * begin + ["\u2588" if end - begin > 1 else "\u258f"] * (end - begin) + [" "] * (room - end)
-    marks = {min(int(e["at_ms"] / whole_ms * room), room - 1) for e in span["events"]}
+    bar = " " * begin + ("\u2588" if end - begin > 1 else "\u258f") * (end - begin) + " " * (cells - end)
+    marks = {min(int(e["at_ms"] / whole_ms * cells), cells - 1) for e in span["events"]}
     drawn = Text()
-    for place, block in enumerate(bar):
-        drawn.append("\u25c6" if place in marks else block, style="bold yellow" if place in marks else shade)
+    for index, block in enumerate(bar):
+        drawn.append("\u25c6" if index in marks else block, style="bold yellow" if index in marks else shade)
     yield Text.assemble(name, " ", drawn, f" {shown_ms(span['duration_ms']):>{TIME_WIDTH}}")
     if span["error"]:
-        yield Text.assemble((below, "dim"), (f"  error: {_plain(str(span['error']))}", "bold red"))
+        yield Text.assemble((below, "dim"), (f"  error: {printable(str(span['error']))}", "bold red"))
     for event in span["events"]:
         facts = ", ".join(
             f"{k.removeprefix('qarr.')}={v}" for k, v in event["attributes"].items() if k != "exception.stacktrace"
         )
         text = f"  \u25c6 {event['name'].removeprefix('qarr.').replace('_', ' ')} at {shown_ms(event['at_ms'])}"
-        yield Text.assemble((below, "dim"), (text, "yellow"), (f"  {_plain(facts)}" if facts else "", "dim"))
+        yield Text.assemble((below, "dim"), (text, "yellow"), (f"  {printable(facts)}" if facts else "", "dim"))
     if everything:
         for key, value in span["attributes"].items():
-            yield Text.assemble((below, "dim"), (f"    {key} = {_plain(str(value))}", "dim"))
+            yield Text.assemble((below, "dim"), (f"    {key} = {printable(str(value))}", "dim"))
 
 
 def _verdicts(attributes: Mapping[str, Any], width: int) -> Iterator[Text]:
@@ -244,12 +239,7 @@ def _verdicts(attributes: Mapping[str, Any], width: int) -> Iterator[Text]:
             f"{of.get('state', '-'):11} {shown_ms(of.get('predicted_ttft_ms')):>8} ",
             f"{shown_ms(of.get('predicted_tpot_ms')):>8} ",
             f"{'-' if loss is None else f'{loss:.1%}':>6} {'-' if cost is None else f'{cost:.3f}':>7}  ",
-            (_plain(str(of.get("verdict", ""))), "bold" if of.get("verdict") == "chosen" else ""),
+            (printable(str(of.get("verdict", ""))), "bold" if of.get("verdict") == "chosen" else ""),
         )
         line.truncate(max(width, 60), overflow="ellipsis")
         yield line
-
-
-def _plain(text: str) -> str:
-    """Leave control characters out: they would act on the terminal."""
-    return "".join(c if c.isprintable() else " " for c in text)

@@ -1,4 +1,4 @@
-"""Which token counter the router uses."""
+"""The router's token counters."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def named_counter(folder: Path) -> TokenCounter:
-    """Return a counter with the tokenizer of a model folder that a person has named.
+    """Return a counter with the tokenizer of a model folder that the user has named.
 
     Raises:
-        TokenizerError: There is none.
+        TokenizerError: The folder has no tokenizer.
     """
     if not (folder / "tokenizer.json").is_file():
         what = "has no tokenizer.json" if folder.is_dir() else "is no folder"
@@ -32,20 +32,20 @@ def make_counter(folder: Path | None) -> TokenCounter:
 
 
 class LateCounter(TokenCounter):
-    """Estimates until the model's tokenizer is there, and then counts with it."""
+    """Counts with a counter that is replaced when the model's tokenizer is there."""
 
     __slots__ = ("_counter",)
 
-    def __init__(self) -> None:
-        self._counter: TokenCounter = EstimatingCounter()
+    def __init__(self, counter: TokenCounter) -> None:
+        self._counter = counter
 
-    def take(self, counter: TokenCounter) -> None:
-        """Count with another one from now on."""
+    def replace(self, counter: TokenCounter) -> None:
+        """Count with another counter from now on."""
         self._counter = counter
 
     @property
     def exact(self) -> bool:
-        """Tell whether counts are the model's own."""
+        """Return whether counts are the model's own."""
         return self._counter.exact
 
     def count(self, text: str) -> int:

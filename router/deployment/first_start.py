@@ -1,8 +1,8 @@
 """The first start with a model: checkpoints are made while the router serves, and each engine starts as soon as it can.
 
-How the machine is shared is planned once, when the BF16 checkpoint is there, from which the sizes of the others follow:
-engines that run keep their cores. On a GPU the engines start when all checkpoints are made: vLLM takes its share of the
-memory that is free as it starts, and the quantizer needs the same memory.
+The machine is divided once, when the BF16 checkpoint is made: the sizes of the others follow from it, and running
+engines keep their cores. On a GPU the engines start when all checkpoints are made: vLLM takes its share of the memory
+that is free as it starts, and the quantizer needs the same memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from router.deployment.counters import LateCounter, make_counter
-from router.deployment.layout import HOST, make_launch
+from router.deployment.layout import HOST, make_launch, prepare_options
 from tiers.checkpoints.checkpoint import check_alike
 from tiers.checkpoints.prepare import DEFAULT_MODEL, DEFAULT_WEIGHTS, prepare
 from tiers.errors import CheckpointError, TierError
@@ -28,29 +28,28 @@ if TYPE_CHECKING:
 
     from router.deployment.layout import Deployment
     from tiers.checkpoints.checkpoint import Checkpoint
-    from tiers.checkpoints.prepare import PrepareOptions
     from tiers.lifecycle.supervisor import Supervisor
     from tiers.plan import Plan
     from tiers.spec import TierSpec
 
 log = logging.getLogger(f"qarr.{__name__}")
-NICENESS = 15  # of the quantizer beside engines, which go first; cores that are idle anyway it gets whole
-REPORTS = 4  # of a step whose parts are counted
+NICENESS = 15  # of the quantizer beside engines, which take precedence; it gets all of idle cores
+REPORTS = 4  # lines for a step whose parts are counted
 HOW_TO_MEND = "mend the cause, run 'qarr model prepare', and start 'qarr up' again"
 
 
 class _Enough(Exception):
-    """Every checkpoint that is wanted has been made."""
+    """Every wanted checkpoint is made."""
 
 
 class Steps:
-    """Turns progress into a few lines: one when a step begins, and some more while its parts are done."""
+    """Turns progress into a few lines: one when a step begins, and ``REPORTS`` while its parts are done."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._last = say, ("", 0)
 
     def __call__(self, message: str, done: int, total: int, left: str = "") -> None:
-        """Note how far a step is; ``left`` is said after it."""
+        """Report how many parts of a step are done; ``left`` is appended to the line."""
         now = (message, done * REPORTS // total if total else 0)
         if now != self._last:
             self._last = now
@@ -58,11 +57,10 @@ class Steps:
 
 
 class FirstStart:
-    """Makes what is missing in a thread, and starts engines in the event loop as they can be.
+    """Makes missing checkpoints in a thread, and starts each engine in the event loop as soon as it can.
 
     Args:
         deployment: With tiers whose checkpoints are missing.
-        options: How they are made.
         supervisor: Gets the engines.
         on_plan: Called once, with the plan and the tiers.
         say: Gets a line for each step.
@@ -71,13 +69,12 @@ class FirstStart:
     def __init__(
         self,
         deployment: Deployment,
-        options: PrepareOptions,
         supervisor: Supervisor,
         on_plan: Callable[[Plan, tuple[TierSpec, ...]], None],
         say: Callable[[str], None],
     ) -> None:
         self._deployment, self._supervisor = deployment, supervisor
-        self._options = options
+        self._options = prepare_options(deployment.settings)
         self._on_plan, self._say, self._steps = on_plan, say, Steps(say)
         self._specs = {spec.name: spec for spec in deployment.specs if not spec.urls}
         self._missing = set(deployment.missing)
@@ -87,7 +84,7 @@ class FirstStart:
         self._over = False
 
     async def run(self) -> None:
-        """Make what is missing; return when all is made, or when no more can be and something serves or is going to.
+        """Make what is missing; return when all is made, or when a checkpoint fails while engines run or start.
 
         Raises:
             TierError: No engine could be started.
@@ -113,7 +110,7 @@ class FirstStart:
             await asyncio.shield(making)
         except _Enough:
             return
-        except Exception as error:  # noqa: BLE001  what serves goes on, whatever it is
+        except Exception as error:  # noqa: BLE001  tiers that serve continue, whatever fails
             self._failed(error)
         finally:
             self._over = True
@@ -121,7 +118,7 @@ class FirstStart:
             await asyncio.gather(making, return_exceptions=True)
 
     def _launches(self, made: Checkpoint) -> tuple[list[EngineLaunch], Plan | None]:
-        """Return the engines that can be started now that a checkpoint is made, and the plan if it is new. In the thread.
+        """Return the engines that can start now that a checkpoint is made, and the plan if it is new. In the thread.
 
         Raises:
             TierError: The tiers differ in tokenizer, or the machine is too small.
@@ -135,7 +132,7 @@ class FirstStart:
         known = self._plan
         if known is None:
             if isinstance(self._deployment.counter, LateCounter):
-                self._deployment.counter.take(make_counter(made.path))
+                self._deployment.counter.replace(make_counter(made.path))
             machine = read_machine()
             if machine.gpus and self._missing:
                 return [], None
@@ -178,15 +175,15 @@ class FirstStart:
         if tier is None or self._over:
             return
         preparations.step(message, done, total)
-        remaining_s = now.remaining_s if (now := preparations.of(tier)) is not None else None
-        left = f"; ready in {about(remaining_s)}" if remaining_s is not None else ""
+        now = preparations.of(tier)
+        left = f"; ready in {about(now.remaining_s)}" if now and now.remaining_s is not None else ""
         self._steps(f"{tier}: {message}", done, total, left)
 
     def _failed(self, error: Exception) -> None:
-        """Note that nothing more can be made; what is there goes on.
+        """Note that no more checkpoints can be made; engines that were started continue.
 
         Raises:
-            TierError: Nothing is there.
+            TierError: No engine was started.
         """
         if not isinstance(error, TierError):
             log.error("making checkpoints failed", exc_info=error)

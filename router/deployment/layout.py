@@ -1,4 +1,4 @@
-"""What is started together: the fleet, checked before anything starts."""
+"""The layout of the fleet, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_launch(spec: TierSpec, plan: Plan, settings: Settings, model: str, numb
         plan: How the engines share the machine.
         settings: All settings.
         model: The model's name.
-        number: The tier's place among those that run here; its port follows from it.
+        number: Index of the tier among those that run here; it gives the port.
     """
     return EngineLaunch(
         tier=spec,
@@ -53,11 +53,11 @@ class Deployment:
 
     Attributes:
         specs: The tiers, by rising precision.
-        launches: Engines to start here at once; none where checkpoints are missing.
+        launches: Engines to start here at once; none if checkpoints are missing.
         plan: How they share the machine.
-        counter: Counts tokens as the engines do, from when there is a checkpoint.
+        counter: Counts tokens as the engines do, once there is a checkpoint.
         model: The model's name.
-        missing: Tiers to run here whose checkpoints are to be made first.
+        missing: Tiers to run here whose checkpoints must be made first.
     """
 
     settings: Settings
@@ -87,43 +87,37 @@ def make_deployment(
 
     Args:
         settings: All settings.
-        checkpoints: Prepared checkpoints; not needed for tiers that have URLs or a folder of their own. Where one is
-            missing, no engine is to be started before it is known how large the model is.
+        checkpoints: Prepared checkpoints, for tiers without URLs or a folder of their own. If one is missing, engines
+            start only when the model's size is known.
         start_engines: Start an engine here for each tier without URLs; False leaves such tiers out.
-        tokenizer: Model folder to count tokens with; None takes a checkpoint's.
+        tokenizer: Model folder to count tokens with; None: a checkpoint's.
 
     Raises:
         TierError: There is no such model, tiers differ in tokenizer, or the machine is too small.
         TokenizerError: The tokenizer's folder has none.
     """
     prepared = {c.tier: c for c in checkpoints}
-    specs = tuple(_spec(name, getattr(settings.tiers, name.value), prepared) for name in TierName)
+    specs = tuple(tier_spec(name, getattr(settings.tiers, name.value), prepared) for name in TierName)
     local = tuple(spec for spec in specs if not spec.urls and start_engines)
     missing = tuple(spec.name for spec in local if spec.checkpoint is None)
     if missing:
         check_model(prepare_options(settings))
-    if local:
-        _check_engine_environment(settings)
-    folders = {spec.name: spec.checkpoint for spec in specs if spec.checkpoint is not None}
-    check_alike(folders)
-    if missing:
-        counter = LateCounter()
-        counter.take(make_counter(next(iter(folders.values()), None)))
-        return Deployment(settings, specs, (), Plan("", ()), counter, slug(settings.model.name), missing)
-    plan = make_plan(read_machine(), local, kv_cache_gib=settings.engine.cpu_kv_cache_gib) if local else Plan("", ())
-    precise = prepared.get(TierName.PRECISE)
-    model = precise.manifest.model if precise else settings.model.name
-    launches = tuple(make_launch(spec, plan, settings, model, number) for number, spec in enumerate(local))
-    counted = named_counter(tokenizer) if tokenizer is not None else make_counter(next(iter(folders.values()), None))
-    return Deployment(settings, specs, launches, plan, counted, model)
-
-
-def _check_engine_environment(settings: Settings) -> None:
-    if not settings.engine.python.is_file():
+    if local and not settings.engine.python.is_file():
         raise EngineError(
             f"there is no engine environment at {settings.engine.python}: run 'make engine-env', or set engine.python to "
             f"an interpreter that has vLLM"
         )
+    folders = {spec.name: spec.checkpoint for spec in specs if spec.checkpoint is not None}
+    check_alike(folders)
+    counter = make_counter(next(iter(folders.values()), None)) if tokenizer is None else named_counter(tokenizer)
+    if missing:
+        model = slug(settings.model.name)
+        return Deployment(settings, specs, (), Plan("", ()), LateCounter(counter), model, missing)
+    plan = make_plan(read_machine(), local, kv_cache_gib=settings.engine.cpu_kv_cache_gib) if local else Plan("", ())
+    precise = prepared.get(TierName.PRECISE)
+    model = precise.manifest.model if precise else settings.model.name
+    launches = tuple(make_launch(spec, plan, settings, model, number) for number, spec in enumerate(local))
+    return Deployment(settings, specs, launches, plan, counter, model)
 
 
 def prepare_options(settings: Settings) -> PrepareOptions:
@@ -139,7 +133,8 @@ def prepare_options(settings: Settings) -> PrepareOptions:
     )
 
 
-def _spec(name: TierName, tier: TierSettings, prepared: Mapping[TierName, Checkpoint]) -> TierSpec:
+def tier_spec(name: TierName, tier: TierSettings, prepared: Mapping[TierName, Checkpoint]) -> TierSpec:
+    """Return a tier's layout: its engines' URLs, else the checkpoint of the settings, else the prepared one."""
     found = None if tier.urls or tier.checkpoint is not None else prepared.get(name)
     return TierSpec(
         name=name,

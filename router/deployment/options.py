@@ -19,7 +19,7 @@ CANARY_FILE = "canary.json"
 
 
 def fleet_options(settings: Settings) -> FleetOptions:
-    """Return when replicas are spared."""
+    """Return when replicas get fewer requests or none."""
     admission, upstream = settings.admission, settings.upstream
     return FleetOptions(
         breaker=BreakerOptions(
@@ -36,12 +36,7 @@ def fleet_options(settings: Settings) -> FleetOptions:
 
 
 def supervisor_options(settings: Settings, machine: str) -> SupervisorOptions:
-    """Return how engines are supervised.
-
-    Args:
-        settings: All settings.
-        machine: The machine's name.
-    """
+    """Return how engines are supervised on the machine of this name."""
     engine = settings.engine
     return SupervisorOptions(
         log_dir=engine.log_dir,
@@ -70,6 +65,5 @@ def supervisor_options(settings: Settings, machine: str) -> SupervisorOptions:
 
 def make_canary(settings: Settings, machine: str) -> Canary:
     """Return what engines started here are compared with."""
-    engine = settings.engine
-    path = settings.policy.profiles / CANARY_FILE
+    engine, path = settings.engine, settings.policy.profiles / CANARY_FILE
     return Canary(path, machine, engine.canary_min_agreement, engine.canary_max_slowdown)

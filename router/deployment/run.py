@@ -7,13 +7,13 @@ import logging
 import socket
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from router.app import create_app
 from router.auth.api_keys import KeyStore
 from router.auth.network import is_loopback
 from router.deployment.first_start import FirstStart
-from router.deployment.layout import Deployment, prepare_options
 from router.deployment.options import fleet_options, supervisor_options
 from router.lifecycle import ServerState
 from router.line_file import LineFile
@@ -31,12 +31,13 @@ from tiers.spec import ReplicaState, TierSpec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from router.deployment.layout import Deployment
     from router.server.handover import HandoverClient
     from router.settings import Settings
-    from router.telemetry.tracing import Telemetry
     from tiers.fleet import Replica
 
 log = logging.getLogger(f"qarr.{__name__}")
+POLL_S = 0.1
 SETTLED = {ReplicaState.READY, ReplicaState.FAILED, ReplicaState.UNREACHABLE}
 
 
@@ -49,11 +50,11 @@ class StartError(Exception):
 
 
 def open_keys(settings: Settings, host: str | None = None) -> KeyStore:
-    """Return the keys, after checking that nobody but this machine is served without them.
+    """Return the keys, after checking that without keys only this machine is served.
 
     Args:
         settings: All settings.
-        host: Address of a socket that listens already; None: the settings' own.
+        host: Address of a socket that listens already; None: that of the settings.
 
     Raises:
         KeysError: The key file cannot be used.
@@ -70,7 +71,7 @@ def open_keys(settings: Settings, host: str | None = None) -> KeyStore:
 
 
 def check_files(settings: Settings) -> None:
-    """Check paths that would otherwise fail only when the first request needs them.
+    """Check paths that would otherwise fail only at the first request.
 
     Raises:
         SettingsError: One cannot be used; the text names the setting.
@@ -96,7 +97,7 @@ def listen(settings: Settings) -> socket.socket:
     """Open the router's listening socket before anything slow starts.
 
     Raises:
-        ListenError: The address is taken or not ours.
+        ListenError: The address is taken, or is not this machine's.
     """
     host, port = settings.server.host, settings.server.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -106,7 +107,7 @@ def listen(settings: Settings) -> socket.socket:
         raise ListenError(
             f"cannot listen on {host}:{port} ({error.strerror}): end what listens there, or set server.port"
         ) from error
-    # Inherited by every connection: without it the first token waits for the acknowledgement of the headers, 40 ms and more.
+    # Connections inherit it: without it the first token waits 40 ms and more for the acknowledgement of the headers.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     bound_unsent(sock)
     allow_files(settings.server.max_connections)
@@ -115,14 +116,14 @@ def listen(settings: Settings) -> socket.socket:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """Who is told how a start goes.
+class StartObserver:
+    """Callbacks for the progress of a start.
 
     Attributes:
         changed: Called when a replica changes state.
-        up: Called once, when no tier is on its way any more.
-        serving: Called once, when one tier is ready while others are on their way.
-        planned: Called once, where checkpoints are made first: with the plan, and the tiers.
+        up: Called once, when no tier is starting any more.
+        serving: Called once, when one tier is ready while others are starting.
+        planned: Called once with the plan and the tiers, if checkpoints are made first.
         step: Called with a line for each step of making checkpoints.
     """
 
@@ -136,48 +137,48 @@ class Told:
 async def run(
     deployment: Deployment,
     sock: socket.socket,
-    version: str,
-    told: Told,
+    observer: StartObserver,
     *,
     keys: KeyStore,
-    baton: HandoverClient | None = None,
+    predecessor: HandoverClient | None = None,
 ) -> None:
-    """Start the engines and the router; return after a signal, or another router that took over, has ended both.
+    """Start the engines and the router; return when a signal or a successor router has ended both.
 
     Args:
         deployment: What to run.
         sock: The router's listening socket.
-        version: For the trace resource.
-        told: Who is told how it goes.
+        observer: Gets the progress.
         keys: Of those who may use the router.
-        baton: From the router that is taken over; it serves until one of the engines is ready here.
+        predecessor: The router that is taken over; it serves until one of the engines is ready here.
 
     Raises:
         StartError: An engine that was started here failed before it was ever ready.
         TierError: An engine could not be started.
     """
     settings = deployment.settings
-    telemetry = make_telemetry(version, settings.telemetry)
+    telemetry = make_telemetry(version("qarr"), settings.telemetry)
     fleet = Fleet(deployment.specs, machine=machine_name(), options=fleet_options(settings))
-    supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), told.changed)
-    server = _server(deployment, supervisor, telemetry, keys)
+    supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), observer.changed)
+    state = ServerState()
+    app = create_app(
+        settings,
+        fleet,
+        deployment.counter,
+        telemetry,
+        deployment.model,
+        keys=keys,
+        server_state=state,
+        operations=supervisor.operations,
+    )
+    server = Server(app, state, settings.server, protocol_for(settings.server))
     server.end_on_signals()
     starting: asyncio.Task[None] | None = None
     try:
         supervisor.start(deployment.launches, [spec for spec in deployment.specs if spec.urls])
-        starting = asyncio.create_task(_started(deployment, supervisor, told))
-        if baton is not None and not await _one_ready(fleet, server):
+        starting = asyncio.create_task(_started(deployment, supervisor, observer))
+        if predecessor is not None and not await _one_ready(fleet, server):
             return
-        await _serve(
-            server,
-            sock,
-            settings=settings,
-            version=version,
-            starting=starting,
-            on_up=lambda: told.up(fleet),
-            baton=baton,
-            alone=not deployment.local,
-        )
+        await _serve(server, sock, deployment, starting, lambda: observer.up(fleet), predecessor=predecessor)
     finally:
         if starting is not None:
             starting.cancel()
@@ -186,89 +187,64 @@ async def run(
         telemetry.shutdown()
 
 
-def _server(deployment: Deployment, supervisor: Supervisor, telemetry: Telemetry, keys: KeyStore) -> Server:
-    server_state, settings = ServerState(), deployment.settings
-    app = create_app(
-        settings,
-        supervisor.fleet,
-        deployment.counter,
-        telemetry,
-        deployment.model,
-        keys=keys,
-        server_state=server_state,
-        operations=supervisor.operations,
-    )
-    return Server(app, server_state, settings.server, protocol_for(settings.server))
-
-
 async def _serve(
     server: Server,
     sock: socket.socket,
-    *,
-    settings: Settings,
-    version: str,
+    deployment: Deployment,
     starting: asyncio.Task[None],
     on_up: Callable[[], None],
-    baton: HandoverClient | None,
-    alone: bool,
+    *,
+    predecessor: HandoverClient | None,
 ) -> None:
-    """Serve until the router leaves; one without engines of its own can be taken over."""
-    async with AsyncExitStack() as stack:
-        serving = asyncio.create_task(server.serve(sockets=[sock]))
-        stack.push_async_callback(_ended, serving, server)
-        await server.accepting(serving)
-        set_aside()
-        heir = baton is None or await _taken_over(baton, server)
-        if alone and heir:
-            path = control_path(settings.server.runtime_dir, sock.getsockname()[1])
-            try:
-                await stack.enter_async_context(handing_over(path, sock, version, server.hand_over))
-            except OSError as error:
-                log.warning(
-                    "this router cannot be taken over, since %s cannot be made (%s): set server.runtime_dir to a folder "
-                    "that can be written",
-                    path,
-                    error.strerror,
-                )
-        await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            starting.result()
-            on_up()
-        starting.cancel()
+    """Serve until the router leaves; a router without engines of its own can be taken over."""
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        async with AsyncExitStack() as stack:
+            await server.accepting(serving)
+            set_aside()
+            successor = predecessor is None or await _taken_over(predecessor, server)
+            if successor and not deployment.local:
+                path = control_path(deployment.settings.server.runtime_dir, sock.getsockname()[1])
+                try:
+                    await stack.enter_async_context(handing_over(path, sock, version("qarr"), server.hand_over))
+                except OSError as error:
+                    advice = "set server.runtime_dir to a writable folder"
+                    log.warning("this router cannot be taken over: no %s (%s); %s", path, error.strerror, advice)
+            await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                on_up()
+            starting.cancel()
+            await serving
+    finally:  # after an error the server still runs
+        server.should_exit = True
         await serving
 
 
-async def _ended(serving: asyncio.Task[None], server: Server) -> None:
-    """End a server that an error leaves behind."""
-    server.should_exit = True
-    await serving
-
-
-async def _taken_over(baton: HandoverClient, server: Server) -> bool:
-    """Say that this router serves; tell whether it is to go on: of several that take over, only the first one is."""
+async def _taken_over(predecessor: HandoverClient, server: Server) -> bool:
+    """Report that this router serves; return whether it continues: of several successors only the first one does."""
     try:
-        await asyncio.to_thread(baton.ready)
+        await asyncio.to_thread(predecessor.ready)
     except TakenError as error:
         log.warning("%s", error)
         server.hand_over()
         return False
-    except TakeoverError as error:  # this router serves; the other one may have ended meanwhile
+    except TakeoverError as error:  # this router serves; the predecessor may have ended meanwhile
         log.warning("%s", error)
     return True
 
 
 async def _one_ready(fleet: Fleet, server: Server) -> bool:
-    """Wait until each replica is ready or cannot be reached, and one is ready; tell False where a signal came first."""
+    """Wait until no replica is starting and one is ready; return False if a signal comes first."""
     while not server.should_exit:
-        states = {r.state for r in fleet.replicas}
-        if states <= SETTLED and ReplicaState.READY in states:
+        if _any_ready(fleet) and all(replica.state in SETTLED for replica in fleet.replicas):
             return True
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(POLL_S)
     return False
 
 
-async def _started(deployment: Deployment, supervisor: Supervisor, told: Told) -> None:
-    """Make what is missing, and wait until no tier is on its way any more.
+async def _started(deployment: Deployment, supervisor: Supervisor, observer: StartObserver) -> None:
+    """Make missing checkpoints, and wait until no tier is starting any more.
 
     Raises:
         StartError: An engine that was started here failed; while checkpoints are made, only if no other tier is ready.
@@ -276,16 +252,15 @@ async def _started(deployment: Deployment, supervisor: Supervisor, told: Told) -
     """
     fleet, making = supervisor.fleet, None
     if deployment.missing:
-        options = prepare_options(deployment.settings)
-        first = FirstStart(deployment, options, supervisor, told.planned, told.step)
+        first = FirstStart(deployment, supervisor, observer.planned, observer.step)
         making = asyncio.create_task(first.run(), name="first start")
     try:
-        said = False
+        reported = False
         while not await _settled(deployment, fleet, making):
-            if not said and any(r.state is ReplicaState.READY for r in fleet.replicas) and fleet.preparations.coming:
-                told.serving(fleet)
-                said = True
-            await asyncio.sleep(0.1)
+            if not reported and _any_ready(fleet) and fleet.preparations.coming:
+                observer.serving(fleet)
+                reported = True
+            await asyncio.sleep(POLL_S)
     finally:
         if making is not None:
             making.cancel()
@@ -293,7 +268,7 @@ async def _started(deployment: Deployment, supervisor: Supervisor, told: Told) -
 
 
 async def _settled(deployment: Deployment, fleet: Fleet, making: asyncio.Task[None] | None) -> bool:
-    """Tell whether no tier is on its way any more.
+    """Return whether no tier is starting any more.
 
     Raises:
         StartError: As above.
@@ -301,9 +276,12 @@ async def _settled(deployment: Deployment, fleet: Fleet, making: asyncio.Task[No
     """
     if making is not None and making.done():
         await making
-    one_ready = any(r.state is ReplicaState.READY for r in fleet.replicas)
     failed = [r for r in fleet.replicas if r.state is ReplicaState.FAILED and r.spec.name in deployment.local]
-    if failed and not (making is not None and one_ready):
+    if failed and (making is None or not _any_ready(fleet)):
         raise StartError(f"{failed[0].id} did not start: {failed[0].detail}")
     all_there = all(r.state is ReplicaState.READY or r in failed for r in fleet.replicas)
     return all_there and not fleet.preparations.coming and (making is None or making.done())
+
+
+def _any_ready(fleet: Fleet) -> bool:
+    return any(replica.state is ReplicaState.READY for replica in fleet.replicas)

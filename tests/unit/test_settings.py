@@ -6,10 +6,21 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
+from pydantic import ValidationError
 
 from classifier import PromptClass
 from router.policy.table import policy_table
-from router.settings import SettingsError, load_settings
+from router.settings import (
+    PROJECT,
+    SettingsError,
+    TelemetrySettings,
+    cache_dir,
+    config_dir,
+    load_settings,
+    runtime_dir,
+    schema,
+    table,
+)
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -140,3 +151,101 @@ def test_the_command_line_goes_before_the_environment(monkeypatch: pytest.Monkey
     monkeypatch.setenv("QARR_SERVER__MAX_BODY_BYTES", "6000")
     settings = load_settings(file, {"server": {"port": 3}})
     assert (settings.server.port, settings.server.max_body_bytes, settings.limits.max_tokens) == (3, 6000, 7)
+
+
+def test_the_file_may_come_from_a_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file that is named on the command line is read in its place, and an empty variable names none."""
+    (tmp_path / "a.toml").write_text("[server]\nport = 1\n")
+    (tmp_path / "b.toml").write_text("[server]\nport = 2\n")
+    monkeypatch.setenv("QARR_CONFIG", str(tmp_path / "a.toml"))
+    assert load_settings().server.port == 1
+    assert load_settings(tmp_path / "b.toml").server.port == 2
+    monkeypatch.setenv("QARR_CONFIG", "")
+    assert load_settings().server.port == 8080
+
+
+def test_every_mistake_is_named_at_once(tmp_path: Path) -> None:
+    """One line for each, with what was given."""
+    file = tmp_path / "qarr.toml"
+    file.write_text("[server]\nport = -1\nprot = 2\n[policy]\nmin_confidence = 'high'\n")
+    with pytest.raises(SettingsError) as caught:
+        load_settings(file)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    assert any(line.startswith("server.port: ") and line.endswith("(got -1)") for line in lines)
+    assert any("(got 'high')" in line for line in lines)
+
+
+def test_variables_hold_lists_and_tables_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside them a variable may set one key of a table."""
+    monkeypatch.setenv("QARR_TIERS__FAST__URLS", '["http://h:1", "http://h:2"]')
+    monkeypatch.setenv("QARR_OPENAI__ALIASES", '{"gpt-4o": "auto"}')
+    settings = load_settings()
+    assert settings.tiers.fast.urls == ("http://h:1", "http://h:2")
+    assert settings.openai.aliases == {"gpt-4o": "auto"}
+
+
+@pytest.mark.parametrize("value", [{"fast": 5}, 5, [], {"fast": {"max_model_len": 0}}])
+def test_tiers_of_another_form_are_errors(value: object) -> None:
+    """Whatever stands there, it is told as a mistake, not as a crash."""
+    with pytest.raises(SettingsError, match="tiers"):
+        load_settings(None, {"tiers": value})
+
+
+def test_settings_do_not_change_after_the_start() -> None:
+    settings = load_settings()
+    with pytest.raises(ValidationError):
+        settings.server.port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("variables", "folders"),
+    [
+        ({}, ("home/.cache/qarr", "home/.cache/qarr/run", "home/.config/qarr")),
+        ({"XDG_CACHE_HOME": "x", "XDG_RUNTIME_DIR": "r", "XDG_CONFIG_HOME": "c"}, ("x/qarr", "r/qarr", "c/qarr")),
+        ({"XDG_CACHE_HOME": "x", "QARR_CACHE_DIR": "q"}, ("q", "q/run", "home/.config/qarr")),
+    ],
+)
+def test_folders_follow_the_environment(
+    variables: dict[str, str], folders: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """QARR's own variable, then the desktop's, then the home folder."""
+    for name in ("XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "QARR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(tmp_path / value))
+    assert [cache_dir(), runtime_dir(), config_dir()] == [tmp_path / folder for folder in folders]
+    monkeypatch.setenv("QARR_CACHE_DIR", "~/own")
+    assert cache_dir() == tmp_path / "home/own"
+
+
+def test_the_address_of_a_trace() -> None:
+    """None while no viewer is known; an address without a placeholder is refused by the settings."""
+    with_viewer = TelemetrySettings(trace_url="http://viewer/{trace_id}/x")
+    assert with_viewer.trace_address("ab") == "http://viewer/ab/x"
+    assert TelemetrySettings().trace_address("ab") is None
+
+
+def test_the_table_names_folders_and_no_paths() -> None:
+    """One row a setting; what is empty is none; nothing of this machine is in it."""
+    rows = table().splitlines()[2:]
+    defaults = {row.split(" | ")[0].strip("| `"): row.split(" | ")[1] for row in rows}
+    assert defaults["tiers.fast.max_model_len"] == "`2048`"
+    assert defaults["engine.log_dir"] == "`<cache>/logs`"
+    assert defaults["server.runtime_dir"] == "`<runtime>`"
+    assert defaults["engine.python"] == "`<project>/.venv-engine/bin/python`"
+    assert {
+        defaults[key] for key in ("tiers.fast.urls", "state.redis_url", "policy.prices", "telemetry.decision_log")
+    } == {"none"}
+    assert defaults["policy.class_floor"].startswith("chat: fast, writing: fast, extraction: balanced")
+    assert not [row for row in rows if str(PROJECT) in row or "SecretStr" in row]
+
+
+def test_the_schema_allows_what_the_settings_allow() -> None:
+    """Sections are closed, and bounds are in it."""
+    found = schema()
+    server = found["$defs"]["ServerSettings"]
+    assert server["additionalProperties"] is False
+    assert (server["properties"]["port"]["minimum"], server["properties"]["port"]["maximum"]) == (0, 65535)
+    assert found["$defs"]["PolicySettings"]["properties"]["min_confidence"]["maximum"] == 1

@@ -19,7 +19,7 @@ from router.telemetry.tracing import Telemetry
 from router.upstream.client import Upstream
 from router.upstream.engine_request import ChatRequest
 from router.upstream.engine_stream import EngineStream
-from router.upstream.http import make_transport
+from router.upstream.transport import EngineTransport
 from tests.fakes.engine import Behaviour, FakeEngine
 from tiers.fleet import Fleet, Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
@@ -87,7 +87,7 @@ async def upstream_stack(
         for spec in specs:
             fleet.add(Replica(f"{spec.name}-0", spec, spec.urls[0], "", "fake", state=ReplicaState.READY))
         policy, telemetry = PolicyStore(settings.policy, fleet), telemetry or Telemetry(None)
-        upstream = Upstream(fleet, make_transport(0), settings.upstream, telemetry, policy)
+        upstream = Upstream(fleet, EngineTransport(), settings.upstream, telemetry, policy)
         cleanup.push_async_callback(upstream.aclose)
         yield UpstreamStack(upstream, fleet, policy, settings, telemetry, engines)
 

@@ -1,4 +1,4 @@
-"""Checks of what lies on disk: environments, checkpoints, profiles, keys."""
+"""Checks of files: environments, checkpoints, profiles, keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from router.auth.api_keys import KeysError, read_keys
 from router.auth.network import is_loopback
-from router.cli.doctor.findings import Check, Finding, _prepared, local_specs, local_tiers, ok, problem, warning
+from router.cli.doctor.findings import Check, Finding, local_specs, local_tiers, ok, prepared, problem, warning
+from router.deployment.layout import tier_spec
 from router.policy.profiles import ProfileError, latency_name, load_latency, load_profile, profile_name
 from router.settings import PROJECT
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike, check_whole, identity, weights_digest
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from router.cli.doctor.findings import Question
+    from router.cli.doctor.findings import CheckContext
 
 GROUP = "files"
 VERSION_TIMEOUT_S = 60
@@ -31,6 +32,7 @@ LOG_START = 1 << 20  # bytes; an engine names its kernels as it loads the model
 KERNEL = re.compile(r"\] (?:Selected|Using) (\w+LinearKernel) for \w+")  # vllm/model_executor/kernels/linear
 OUR_KERNELS = {"AtenInt4LinearKernel", "EmulatedFP8LinearKernel"}  # of tiers/engine_plugin
 OPEN_TO_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+MAKE_KEY = "make one with 'qarr keys add NAME'"
 _VERSIONS = (
     "import importlib.metadata as m, sys\n"
     "for name in sys.argv[1:]:\n"
@@ -39,97 +41,58 @@ _VERSIONS = (
 )
 
 
-def keys(question: Question) -> Iterator[Finding]:
-    """Check that the key file can be used, is for its owner only, and is there where it has to be."""
-    path, server = question.settings.auth.keys_file, question.settings.server
+def keys(context: CheckContext) -> Iterator[Finding]:
+    """Check that the key file exists if it must, can be read, and is open to its owner only."""
+    path, host = context.settings.auth.keys_file, context.settings.server.host
     try:
         mode = path.stat().st_mode
         found = [record for record in read_keys(path) if record.revoked is None]
     except FileNotFoundError:
-        if is_loopback(server.host) or question.settings.auth.allow_keyless:
-            yield ok(GROUP, "keys", f"none needed: no key file, and server.host is {server.host}")
+        if is_loopback(host) or context.settings.auth.allow_keyless:
+            yield ok(f"none needed: no key file, and server.host is {host}")
         else:
-            yield problem(
-                GROUP,
-                "keys",
-                f"none, but server.host is {server.host}",
-                "make one with 'qarr keys add NAME', or set auth.allow_keyless",
-            )
+            yield problem(f"none, but server.host is {host}", f"{MAKE_KEY}, or set auth.allow_keyless")
         return
     except (OSError, KeysError) as error:
-        yield problem(
-            GROUP, "keys", f"{path}: {error}", "mend or remove the file; until then the router does not start"
-        )
+        yield problem(f"{path}: {error}", "repair or remove the file; until then the router does not start")
         return
     counted = f"{len(found)} in force, {sum(record.admin for record in found)} of them for operators"
     if mode & OPEN_TO_OTHERS:
-        yield warning(
-            GROUP,
-            "keys",
-            f"{counted}; {path} is open to other users (mode {stat.S_IMODE(mode):o})",
-            f"chmod 600 {path}",
-        )
+        text = f"{counted}; {path} is open to other users (mode {stat.S_IMODE(mode):o})"
+        yield warning(text, f"chmod 600 {path}")
     elif not found:
-        yield warning(
-            GROUP, "keys", f"{path} has no key in force: nobody is served", "make one with 'qarr keys add NAME'"
-        )
+        yield warning(f"{path} has no key in force: nobody is served", MAKE_KEY)
     else:
-        yield ok(GROUP, "keys", f"{counted} ({path})")
+        yield ok(f"{counted} ({path})")
 
 
-def engine_environment(question: Question) -> Iterator[Finding]:
-    """Check vLLM's version against the one that is tested."""
-    needed = bool(local_tiers(question))
-    kind = "cuda" if read_machine().gpus else "cpu"
-    requirements = PROJECT / f"requirements/engine-{kind}.txt"
-    yield _environment(
-        "engine environment", question.settings.engine.python, VLLM, requirements, "make engine-env", needed=needed
-    )
+def engine_environment(context: CheckContext) -> Iterator[Finding]:
+    """Check vLLM's version against the tested one."""
+    yield _environment("engine", context.settings.engine.python, VLLM, needed=bool(local_tiers(context)))
 
 
-def quantizer_environment(question: Question) -> Iterator[Finding]:
-    """Check the environment that makes checkpoints, where there are checkpoints to make."""
-    needed = len(local_specs(question)) < len(local_tiers(question))
-    kind = "cuda" if read_machine().gpus else "cpu"
-    requirements = PROJECT / f"requirements/quantizer-{kind}.txt"
-    yield _environment(
-        "quantizer environment",
-        question.settings.quantizer.python,
-        QUANTIZER,
-        requirements,
-        "make quantizer-env",
-        needed=needed,
-    )
+def quantizer_environment(context: CheckContext) -> Iterator[Finding]:
+    """Check the environment that makes checkpoints; it is needed while some are missing."""
+    needed = len(local_specs(context)) < len(local_tiers(context))
+    yield _environment("quantizer", context.settings.quantizer.python, QUANTIZER, needed=needed)
 
 
-def _environment(
-    name: str, interpreter: Path, packages: tuple[str, ...], requirements: Path, command: str, *, needed: bool
-) -> Finding:
+def _environment(name: str, interpreter: Path, packages: tuple[str, ...], *, needed: bool) -> Finding:
+    command = f"run 'make {name}-env'"
     if not interpreter.is_file():
-        if needed:
-            return problem(GROUP, name, f"there is none at {interpreter}", f"run '{command}'")
-        return ok(GROUP, name, "none, and none needed")
-    done = subprocess.run(
-        [interpreter, "-c", _VERSIONS, *packages],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=VERSION_TIMEOUT_S,
-    )
+        return problem(f"there is none at {interpreter}", command) if needed else ok("none, and none needed")
+    argv = [str(interpreter), "-c", _VERSIONS, *packages]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=VERSION_TIMEOUT_S)
     there = done.stdout.split()
     if done.returncode or not there:
-        why = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"it has no {packages[0]}"
-        return problem(GROUP, name, f"{interpreter}: {why}", f"run '{command}' again")
+        why = next(reversed(done.stderr.strip().splitlines()), f"it has no {packages[0]}")
+        return problem(f"{interpreter}: {why}", f"{command} again")
     package, version = there[0], there[1]
-    pinned = _pinned(requirements, package)
+    kind = "cuda" if read_machine().gpus else "cpu"
+    pinned = _pinned(PROJECT / f"requirements/{name}-{kind}.txt", package)
     if pinned is not None and pinned != version:
-        return warning(
-            GROUP,
-            name,
-            f"{package} {version}, tested with {pinned}",
-            f"run '{command}' again, or go on at your own risk",
-        )
-    return ok(GROUP, name, f"{package} {version}{', as pinned' if pinned else ''}")
+        return warning(f"{package} {version}, tested with {pinned}", f"{command} again, or use it at your own risk")
+    return ok(f"{package} {version}{', as pinned' if pinned else ''}")
 
 
 def _pinned(requirements: Path, package: str) -> str | None:
@@ -141,152 +104,127 @@ def _pinned(requirements: Path, package: str) -> str | None:
     return match[1] if match else None
 
 
-def checkpoints(question: Question) -> Iterator[Finding]:
-    """Check that each tier started here has its checkpoint, whole and alike the others."""
-    wanted = local_tiers(question)
+def checkpoints(context: CheckContext) -> Iterator[Finding]:
+    """Check that each tier started here has a complete checkpoint, and that all have one tokenizer."""
+    wanted = local_tiers(context)
     if not wanted:
-        yield ok(GROUP, "checkpoints", "none needed: every tier runs elsewhere")
+        yield ok("none needed: every tier runs elsewhere")
         return
-    specs = {spec.name: spec for spec in local_specs(question)}
-    prepared = {c.tier: c for c in _prepared(question)}
-    missing = [name for name in wanted if name not in specs]
-    if missing:
+    folders = {spec.name: spec.checkpoint for spec in local_specs(context) if spec.checkpoint is not None}
+    made = prepared(context)
+    if missing := [name for name in wanted if name not in folders]:
         yield warning(
-            GROUP,
-            "checkpoints",
-            f"{', '.join(missing)} of {question.settings.model.name} not made yet",
+            f"{', '.join(missing)} of {context.settings.model.name} not made yet",
             "'qarr model prepare' makes them, 'qarr up' as well (some minutes)",
         )
-    for name, spec in specs.items():
-        assert spec.checkpoint is not None
-        own = prepared.get(name)
-        yield judge_checkpoint(
-            name, spec.checkpoint, own if own and own.path == spec.checkpoint else None, deep=question.deep
-        )
+    for name, folder in folders.items():
+        own = made.get(name)
+        yield judge_checkpoint(name, folder, own if own and own.path == folder else None, deep=context.deep)
     try:
-        check_alike({name: spec.checkpoint for name, spec in specs.items() if spec.checkpoint is not None})
+        check_alike(folders)
     except (CheckpointError, OSError, ValueError) as error:
-        yield problem(GROUP, "tokenizers", str(error), "make all tiers from one model: 'qarr model prepare'")
+        yield problem(str(error), "make all tiers from one model: 'qarr model prepare'", "tokenizers")
 
 
 def judge_checkpoint(name: TierName, folder: Path, made: Checkpoint | None, *, deep: bool) -> Finding:
-    """Return whether a checkpoint is whole.
+    """Return whether a checkpoint is complete and equals its manifest.
 
     Args:
         name: Its tier.
-        folder: Where it is.
-        made: With its manifest, where it was made here.
+        folder: Its folder.
+        made: With its manifest, if it was made here.
         deep: Also read every weight file.
     """
-    again = (
-        f"remove {folder} and run 'qarr model prepare'"
-        if made
-        else f"correct tiers.{name}.checkpoint, or copy the folder anew"
-    )
     check = f"checkpoint {name}"
+    again = f"correct tiers.{name}.checkpoint, or copy the folder anew"
+    if made is not None:
+        again = f"remove {folder} and run 'qarr model prepare'"
     try:
         check_whole(folder)
         ours = identity(folder)
-        if made is not None and ours.tokenizer_digest != made.manifest.tokenizer_digest:
-            return problem(GROUP, check, f"{folder}: its tokenizer is not the one of its manifest", again)
-        if made is not None and ours.chat_template_digest != made.manifest.chat_template_digest:
-            return problem(GROUP, check, f"{folder}: its chat template is not the one of its manifest", again)
-        if deep and made is not None and weights_digest(folder) != made.manifest.weights_digest:
-            return problem(GROUP, check, f"{folder}: its weights are not those of its manifest", again)
+        if made is None:
+            return ok(f"{folder.name}: files complete, no manifest", check)
+        changed = ""
+        if ours.tokenizer_digest != made.manifest.tokenizer_digest:
+            changed = "tokenizer"
+        elif ours.chat_template_digest != made.manifest.chat_template_digest:
+            changed = "chat template"
+        elif deep and weights_digest(folder) != made.manifest.weights_digest:
+            changed = "weights"
     except (CheckpointError, OSError, ValueError) as error:
-        return problem(GROUP, check, str(error), again)
-    depth = (
-        "digests right"
-        if deep and made
-        else "files whole" + ("" if made else ", no manifest") + (" (--deep reads the weights)" if made else "")
-    )
-    digest = f" {made.manifest.weights_digest[:16]}" if made else ""
-    return ok(GROUP, check, f"{made.manifest.method if made else folder.name}{digest}: {depth}")
+        return problem(str(error), again, check)
+    if changed:
+        return problem(f"{folder} does not match its manifest: {changed} changed", again, check)
+    depth = "digests right" if deep else "files complete (--deep reads the weights)"
+    return ok(f"{made.manifest.method} {made.manifest.weights_digest[:16]}: {depth}", check)
 
 
-def kernels(question: Question) -> Iterator[Finding]:
-    """Say which kernels compute the quantized layers of each engine here, by the engines' logs."""
-    folder, machine = question.settings.engine.log_dir, read_machine()
-    chosen = {name: found for name in local_tiers(question) if (found := _kernels_of(folder, name))}
-    if local_tiers(question):
+def kernels(context: CheckContext) -> Iterator[Finding]:
+    """Report which kernels compute the quantized layers of each engine here, from the engines' logs."""
+    folder, machine = context.settings.engine.log_dir, read_machine()
+    chosen = {name: found for name in local_tiers(context) if (found := _kernel_of(folder, name))}
+    if local_tiers(context):
         yield judge_kernels(chosen, plugin=not machine.gpus and not machine.amx)
 
 
 def judge_kernels(chosen: dict[TierName, str], *, plugin: bool) -> Finding:
-    """Return whether quantized layers are computed as they should be.
+    """Return whether the expected kernels compute the quantized layers.
 
     Args:
         chosen: The kernel that each engine named in its log.
-        plugin: Whether this machine needs the engine plugin's: a CPU without AMX.
+        plugin: Whether this machine needs the engine plugin's kernels: a CPU without AMX.
     """
-    check = "kernels"
     if not chosen:
         whose = "QARR's, as this CPU has no AMX" if plugin else "vLLM's own"
-        return ok(GROUP, check, f"of 4-bit and FP8 layers: {whose} (no engine's log here names any yet)")
+        return ok(f"of 4-bit and FP8 layers: {whose} (no engine's log here names any yet)")
     named = ", ".join(
         f"{tier} {kernel} ({'QARR' if kernel in OUR_KERNELS else 'vLLM'})" for tier, kernel in chosen.items()
     )
-    slow = [tier for tier, kernel in chosen.items() if kernel not in OUR_KERNELS]
-    if plugin and slow:
+    if plugin and not OUR_KERNELS.issuperset(chosen.values()):
         return warning(
-            GROUP,
-            check,
             f"{named}: vLLM's are slow without AMX",
-            "unset VLLM_PLUGINS where it is set, run 'make engine-env' and start the engines again",
+            "unset VLLM_PLUGINS if it is set, run 'make engine-env' and start the engines again",
         )
-    return ok(GROUP, check, named)
+    return ok(named)
 
 
-def _kernels_of(folder: Path, tier: TierName) -> str:
-    """Return the kernel that a tier's last engine named when it loaded its layers; empty where there is none."""
-    logs = sorted(folder.glob(f"{tier}-*.log"), key=lambda path: path.stat().st_mtime)
-    for path in reversed(logs):
+def _kernel_of(folder: Path, tier: TierName) -> str:
+    """Return the kernel that a tier's last engine named when it loaded its layers; empty if there is none."""
+    for path in sorted(folder.glob(f"{tier}-*.log"), key=lambda path: path.stat().st_mtime, reverse=True):
         with path.open("rb") as file:
-            found = KERNEL.search(file.read(LOG_START).decode("utf-8", "replace"))
-        if found:
-            return found[1]
+            if found := KERNEL.search(file.read(LOG_START).decode("utf-8", "replace")):
+                return found[1]
     return ""
 
 
-def profiles(question: Question) -> Iterator[Finding]:
-    """Check that what is served was measured."""
-    identities = _identities(question)
-    folder, machine = question.settings.policy.profiles, machine_name()
+def profiles(context: CheckContext) -> Iterator[Finding]:
+    """Check that the served checkpoints are measured."""
+    made, tiers = prepared(context), context.settings.tiers
+    identities = {name: tier_spec(name, getattr(tiers, name.value), made).identity for name in TierName}
+    folder, machine = context.settings.policy.profiles, machine_name()
     for kind, path, what in (
         ("quality", folder / profile_name(identities), "loss"),
         ("latency", folder / latency_name(identities, machine), "speed"),
     ):
-        others = len(list(folder.glob(f"{kind}-*.json"))) if folder.is_dir() else 0
+        check = f"{kind} profile"
         try:
             if not path.exists():
+                others = len(list(folder.glob(f"{kind}-*.json")))
                 of = f"; {others} of other checkpoints or machines are there" if others else ""
-                itself = question.settings.profile.auto and len(local_tiers(question)) == len(TierName)
-                by = "'qarr up' measures {} while it is idle" if itself else f"'qarr profile {kind}' measures {{}}"
-                yield warning(
-                    GROUP,
-                    f"{kind} profile",
-                    f"none of what is served{of}",
-                    f"decisions go by a table: {by.format(what)} on the running fleet",
-                )
+                itself = context.settings.profile.auto and len(local_tiers(context)) == len(TierName)
+                by = f"'qarr profile {kind}' measures {what} on the running fleet"
+                if itself:
+                    by = f"'qarr up' measures {what} while it is idle"
+                yield warning(f"none of what is served{of}", f"decisions use the default table: {by}", check)
             elif kind == "quality":
                 load_profile(path).check(identities, path)
-                yield ok(GROUP, f"{kind} profile", f"of these checkpoints ({path.name})")
+                yield ok(f"of these checkpoints ({path.name})", check)
             else:
                 load_latency(path).check(identities, machine, path)
-                yield ok(GROUP, f"{kind} profile", f"of these checkpoints on this machine ({path.name})")
+                yield ok(f"of these checkpoints on this machine ({path.name})", check)
         except ProfileError as error:
-            then = f"remove {path} and run 'qarr profile {kind}': decisions go by a table meanwhile"
-            yield warning(GROUP, f"{kind} profile", str(error), then)
-
-
-def _identities(question: Question) -> dict[TierName, str | None]:
-    """Return what tells each tier's weights from others', as a router would."""
-    specs = {spec.name: spec for spec in local_specs(question)}
-    found: dict[TierName, str | None] = {}
-    for name in TierName:
-        urls = getattr(question.settings.tiers, name.value).urls
-        found[name] = " ".join(urls) if urls else specs[name].identity if name in specs else None
-    return found
+            then = f"remove {path} and run 'qarr profile {kind}': until then decisions use the default table"
+            yield warning(str(error), then, check)
 
 
 CHECKS: tuple[Check, ...] = (

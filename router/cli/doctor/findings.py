@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from router.deployment.layout import prepare_options
+from router.deployment.layout import prepare_options, tier_spec
 from tiers.checkpoints.prepare import finished
 from tiers.errors import CheckpointError
-from tiers.spec import TierName, TierSpec
+from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from router.settings import Settings
     from tiers.checkpoints.checkpoint import Checkpoint
+    from tiers.spec import TierSpec
 
 
 class Health(StrEnum):
@@ -32,9 +33,10 @@ class Finding:
 
     Attributes:
         group: ``settings``, ``machine``, ``files``, ``network`` or ``running``.
-        check: Its name.
+        check: Name of the check. A check leaves both empty unless it has several findings; its entry in ``CHECKS``
+            supplies them.
         found: For a person.
-        then: What to do next; empty where nothing is to be done.
+        then: What to do next; empty if nothing is to be done.
     """
 
     group: str
@@ -45,13 +47,13 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class CheckContext:
     """What is checked.
 
     Attributes:
         deep: Also read every weight file.
-        url: Of a running router.
-        key: For it.
+        url: URL of a running router.
+        key: Key for that router.
     """
 
     settings: Settings
@@ -60,49 +62,39 @@ class Question:
     key: str
 
 
-Check = tuple[str, str, "Callable[[Question], Iterable[Finding]]"]
+Check = tuple[str, str, "Callable[[CheckContext], Iterable[Finding]]"]
 
 
-def ok(group: str, check: str, found: str) -> Finding:
-    """Return that all is well."""
-    return Finding(group, check, Health.OK, found)
+def ok(found: str, check: str = "") -> Finding:
+    """Return a finding that needs no action."""
+    return Finding("", check, Health.OK, found)
 
 
-def warning(group: str, check: str, found: str, then: str) -> Finding:
-    """Return what works, but not as well as it could."""
-    return Finding(group, check, Health.WARNING, found, then)
+def warning(found: str, then: str, check: str = "") -> Finding:
+    """Return a finding of something that works, but not as well as it could."""
+    return Finding("", check, Health.WARNING, found, then)
 
 
-def problem(group: str, check: str, found: str, then: str) -> Finding:
-    """Return what does not work."""
-    return Finding(group, check, Health.PROBLEM, found, then)
+def problem(found: str, then: str, check: str = "") -> Finding:
+    """Return a finding of something that does not work."""
+    return Finding("", check, Health.PROBLEM, found, then)
 
 
-def local_specs(question: Question) -> tuple[TierSpec, ...]:
-    """Return the tiers started here whose checkpoints are there."""
-    prepared = {c.tier: c for c in _prepared(question)}
-    specs = []
-    for name in local_tiers(question):
-        tier = getattr(question.settings.tiers, name.value)
-        made = None if tier.checkpoint else prepared.get(name)
-        folder = made.path if made else tier.checkpoint
-        if folder is not None:
-            digest = made.manifest.weights_digest if made else None
-            specs.append(
-                TierSpec(
-                    name, tier.max_model_len, tier.max_num_seqs, tier.max_in_flight, checkpoint=folder, digest=digest
-                )
-            )
-    return tuple(specs)
-
-
-def _prepared(question: Question) -> tuple[Checkpoint, ...]:
-    try:
-        return finished(prepare_options(question.settings))
-    except CheckpointError:  # of the calibration file: then none can be found by its recipe
-        return ()
-
-
-def local_tiers(question: Question) -> list[TierName]:
+def local_tiers(context: CheckContext) -> list[TierName]:
     """Return the tiers whose engines are started here."""
-    return [name for name in TierName if not getattr(question.settings.tiers, name.value).urls]
+    return [name for name in TierName if not getattr(context.settings.tiers, name.value).urls]
+
+
+def local_specs(context: CheckContext) -> tuple[TierSpec, ...]:
+    """Return the tiers started here that have a checkpoint."""
+    made = prepared(context)
+    specs = (tier_spec(name, getattr(context.settings.tiers, name.value), made) for name in local_tiers(context))
+    return tuple(spec for spec in specs if spec.checkpoint is not None)
+
+
+def prepared(context: CheckContext) -> dict[TierName, Checkpoint]:
+    """Return the finished checkpoints of the configured model."""
+    try:
+        return {checkpoint.tier: checkpoint for checkpoint in finished(prepare_options(context.settings))}
+    except CheckpointError:  # the calibration file cannot be read: without it no checkpoint can be told by its recipe
+        return {}

@@ -17,7 +17,8 @@ import psutil
 from redis import Redis
 from redis.exceptions import RedisError
 
-from router.cli.client import KEY_NEEDED
+from router.cli.client import KEY_NEEDED, authorization
+from router.cli.common import http_url
 from router.cli.doctor.findings import Check, Finding, local_tiers, ok, problem, warning
 from router.telemetry.tracing import TelemetryError, exporter_address
 from tiers.errors import PortInUse, ProbeError
@@ -28,42 +29,48 @@ from tiers.probe import EngineProbe
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
-    from router.cli.doctor.findings import Question
+    from router.cli.doctor.findings import CheckContext
+    from router.settings import Settings
 
 GROUP, RUNNING = "network", "running"
 TIMEOUT_S = 3.0
-SKEW_S = 3.0  # Date headers have whole seconds
-GOOD = {"ready"}
-PASSING = {"starting", "warming", "draining"}
+REDIS_SKEW_S = 1.0
+ENGINE_SKEW_S = 3.0  # Date headers have whole seconds
+DETAIL_CHARS = 200
+TRANSIENT = {"starting", "warming", "draining"}
+SYNCHRONISE = "synchronise both clocks (NTP)"
 
 
-def router_port(question: Question) -> Iterator[Finding]:
-    """Check that the router's port can be listened on, or that a router does."""
-    host, port = question.settings.server.host, question.settings.server.port
+def own_url(settings: Settings) -> str:
+    """Return the URL at which a router with these settings answers on this machine."""
+    host = settings.server.host
+    return http_url("127.0.0.1" if host in {"0.0.0.0", "::"} else host, settings.server.port)
+
+
+def router_port(context: CheckContext) -> Iterator[Finding]:
+    """Check that the router's port is free, or that a router has it."""
+    host, port = context.settings.server.host, context.settings.server.port
     if not port:
-        yield ok(GROUP, "router port", "any free one")
+        yield ok("any free one")
         return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.create_server((host, port), family=family):
-            yield ok(GROUP, "router port", f"{port} on {host} is free")
+            yield ok(f"{port} on {host} is free")
     except OSError as error:
-        if _is_router(question):
-            yield ok(GROUP, "router port", f"{port} on {host}: a router listens ({holder(port)})")
+        answer = _get(own_url(context.settings), "/healthz")
+        if answer is not None and answer.is_success and answer.text == '{"status":"alive"}':
+            yield ok(f"{port} on {host}: a router listens ({holder(port)})")
         else:
-            yield problem(
-                GROUP,
-                "router port",
-                f"{port} on {host}: {error.strerror}, held by {holder(port)}",
-                "end what holds it, or set server.port (--port)",
-            )
+            found = f"{port} on {host}: {error.strerror}, held by {holder(port)}"
+            yield problem(found, "end what holds it, or set server.port (--port)")
 
 
-def engine_ports(question: Question) -> Iterator[Finding]:
+def engine_ports(context: CheckContext) -> Iterator[Finding]:
     """Check the ports of engines that are started here."""
-    count, base = len(local_tiers(question)), question.settings.engine.base_port
+    count, base = len(local_tiers(context)), context.settings.engine.base_port
     if not count:
         return
     taken = {}
@@ -72,20 +79,17 @@ def engine_ports(question: Question) -> Iterator[Finding]:
             check_port_free("127.0.0.1", port)
         except PortInUse:
             taken[port] = holder(port)
-    running = _running_ports(question)
-    strange = {port: by for port, by in taken.items() if port not in running}
+    running = _running_ports(context) if taken else set()
+    foreign = ", ".join(f"{port} by {by}" for port, by in taken.items() if port not in running)
     shown = f"{base} to {base + count - 1}" if count > 1 else str(base)
-    if strange:
-        held = ", ".join(f"{port} by {by}" for port, by in strange.items())
-        yield problem(GROUP, "engine ports", f"held: {held}", "end what holds them, or set engine.base_port")
-    elif taken:
-        yield ok(GROUP, "engine ports", f"{shown}: the running router's engines have them")
+    if foreign:
+        yield problem(f"held: {foreign}", "end what holds them, or set engine.base_port")
     else:
-        yield ok(GROUP, "engine ports", f"{shown} are free")
+        yield ok(f"{shown}: the running router's engines have them" if taken else f"{shown} are free")
 
 
 def holder(port: int) -> str:
-    """Return who listens on a port, as far as this user may know."""
+    """Return which process listens on a port, as far as this user may know."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
@@ -97,255 +101,205 @@ def holder(port: int) -> str:
     return "a process that this user may not see" if os.geteuid() else "a process outside of this container"
 
 
-def redis(question: Question) -> Iterator[Finding]:
-    """Check that Redis answers, and that its clock is ours."""
-    url = question.settings.state.redis_url.get_secret_value()
+def redis(context: CheckContext) -> Iterator[Finding]:
+    """Check that Redis answers, and that its clock agrees with ours."""
+    url = context.settings.state.redis_url.get_secret_value()
     if not url:
-        yield ok(GROUP, "Redis", "not used: this router counts quotas by itself")
+        yield ok("not used: this router counts quotas by itself")
         return
     where = _address(url)
-    then = "start it, or correct state.redis_url; meanwhile each router counts quotas alone"
     try:
-        with contextlib.closing(
-            Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
-        ) as client:
+        client = Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
+        with contextlib.closing(client):
             before = time.time()
             seconds, microseconds = client.time()
             took_s = time.time() - before
     except (RedisError, OSError, ValueError) as error:
-        yield problem(GROUP, "Redis", f"{where} does not answer ({type(error).__name__})", then)
+        then = "start it, or correct state.redis_url; meanwhile each router counts quotas alone"
+        yield problem(f"{where} does not answer ({type(error).__name__})", then)
         return
     skew_s = seconds + microseconds / 1e6 - before - took_s / 2
-    if abs(skew_s) > 1:
-        yield warning(
-            GROUP, "Redis", f"{where} answers, its clock is {skew_s:+.1f} s off ours", "synchronise both clocks (NTP)"
-        )
+    if abs(skew_s) > REDIS_SKEW_S:
+        yield warning(f"{where} answers, its clock is {skew_s:+.1f} s off ours", SYNCHRONISE)
     else:
-        yield ok(GROUP, "Redis", f"{where} answers in {took_s * 1000:.1f} ms")
+        yield ok(f"{where} answers in {took_s * 1000:.1f} ms")
 
 
-def otlp(_question: Question) -> Iterator[Finding]:
-    """Check that the traces' destination can be reached."""
+def otlp(_context: CheckContext) -> Iterator[Finding]:
+    """Check that the exporter's destination can be reached."""
     try:
         address = exporter_address()
     except TelemetryError as error:
-        yield problem(GROUP, "OTLP", str(error), "correct the variable; the router does not start with it")
+        yield problem(str(error), "correct the variable; the router does not start with it")
         return
     if address is None:
-        yield ok(GROUP, "OTLP", "not set: traces are kept in memory only (OTEL_EXPORTER_OTLP_ENDPOINT)")
+        yield ok("not set: traces are kept in memory only (OTEL_EXPORTER_OTLP_ENDPOINT)")
         return
     host, port = address
     try:
         with socket.create_connection((host, port), TIMEOUT_S):
-            yield ok(GROUP, "OTLP", f"{host}:{port} can be reached")
+            yield ok(f"{host}:{port} can be reached")
     except OSError as error:
-        yield problem(
-            GROUP,
-            "OTLP",
-            f"{host}:{port} cannot be reached ({error.strerror or error})",
-            "start the collector, or correct OTEL_EXPORTER_OTLP_ENDPOINT",
-        )
+        then = "start the collector, or correct OTEL_EXPORTER_OTLP_ENDPOINT"
+        yield problem(f"{host}:{port} cannot be reached ({error.strerror or error})", then)
 
 
-def running_router(question: Question) -> Iterator[Finding]:
-    """Check a running router's health, and its replicas'."""
-    alive = _get(question, "/healthz")
+def running_router(context: CheckContext) -> Iterator[Finding]:
+    """Check a running router's health, its replicas and its measurements."""
+    alive = _get(context.url, "/healthz")
     if alive is None:
-        yield ok(RUNNING, "router", f"none answers at {question.url} ('make up' starts one)")
+        yield ok(f"none answers at {context.url} ('make up' starts one)")
         return
     if alive.status_code != httpx.codes.OK:
-        yield problem(
-            RUNNING,
-            "router",
-            f"{question.url} is no router: HTTP {alive.status_code}",
-            "give the router's address with --url",
-        )
+        found = f"{context.url} is no router: HTTP {alive.status_code}"
+        yield problem(found, "give the router's address with --url")
         return
-    ready = _get(question, "/readyz")
+    ready = _get(context.url, "/readyz")
     if ready is None or ready.status_code != httpx.codes.OK:
-        yield problem(
-            RUNNING,
-            "router",
-            f"{question.url} is alive, but not ready",
-            "'qarr tiers' shows why; 'qarr logs --level warning' has what happened",
-        )
+        then = "'qarr tiers' shows why; 'qarr logs --level warning' has what happened"
+        yield problem(f"{context.url} is alive, but not ready", then)
     else:
-        yield ok(RUNNING, "router", f"{question.url} is ready")
-    fleet = _get(question, "/tiers")
+        yield ok(f"{context.url} is ready")
+    fleet = _get(context.url, "/tiers", context.key)
     if fleet is None or fleet.status_code == httpx.codes.UNAUTHORIZED:
-        yield warning(RUNNING, "tiers", "not looked at", KEY_NEEDED)
+        yield warning("not checked", KEY_NEEDED, "tiers")
         return
     yield from judge_fleet(fleet.json())
     yield judge_profiling(fleet.json()["profiling"])
 
 
 def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
-    """Say how a running router's replicas are.
+    """Yield a finding for each replica of a running router, and for each tier without one.
 
     Args:
         fleet: As ``GET /tiers`` gives it.
     """
     for tier in fleet["tiers"]:
+        name = f"tier {tier['tier']}"
         if not tier["replicas"]:
-            yield _without_engine(tier)
+            yield _without_engine(tier, name)
         for replica in tier["replicas"]:
-            state, detail = replica["state"], (replica["detail"] or "").partition("\n")[0][:200]
-            found = f"{replica['id']} is {state}{f': {detail}' if detail else ''}"
-            name = f"tier {tier['tier']}"
-            if state in GOOD and replica["breaker"] != "closed":
-                yield warning(
-                    RUNNING,
-                    name,
-                    f"{found}, but is spared after failures",
-                    f"'qarr logs {replica['id']} --level warning' has its last lines",
-                )
-            elif state in GOOD:
-                yield ok(RUNNING, name, f"{found}, {replica['served']} served, {replica['failed']} failed")
-            elif state in PASSING:
-                yield warning(RUNNING, name, found, "wait, or 'qarr tiers resume' it, if it was drained")
+            state, detail = replica["state"], _first_line(replica["detail"])
+            found, logs = f"{replica['id']} is {state}{detail}", f"'qarr logs {replica['id']}"
+            if state == "ready" and replica["breaker"] != "closed":
+                found = f"{found}, but gets few requests or none after failures"
+                yield warning(found, f"{logs} --level warning' has its last lines", name)
+            elif state == "ready":
+                yield ok(f"{found}, {replica['served']} served, {replica['failed']} failed", name)
+            elif state in TRANSIENT:
+                yield warning(found, "wait, or 'qarr tiers resume' it, if it was drained", name)
             else:
-                yield problem(
-                    RUNNING,
-                    name,
-                    found,
-                    f"'qarr logs {replica['id']}', mend the cause, then 'qarr tiers restart {replica['id']}'",
-                )
+                then = f"{logs}', correct the cause, then 'qarr tiers restart {replica['id']}'"
+                yield problem(found, then, name)
 
 
 def judge_profiling(profiling: dict[str, Any]) -> Finding:
-    """Return what is found of a router's measurements of itself.
+    """Return what a router has measured of its tiers.
 
     Args:
         profiling: As ``GET /tiers`` gives it.
     """
-    state, what, total = profiling["state"], profiling["what"], profiling["total"]
-    measured = profiling["measured"]
+    check, state, measured = "measuring", profiling["state"], profiling["measured"]
     known = ", ".join(f"{name} of {' '.join(tiers)}" for name, tiers in measured.items() if tiers)
     found = f"measured: {known or 'nothing yet'}"
     detail = f" ({profiling['detail']})" if profiling["detail"] else ""
-    if what is not None:
-        far = f", {profiling['done']} of {total}" if total else ""
-        return ok(RUNNING, "measuring", f"{what}{far}, {state}{detail}; {found}")
+    if profiling["what"] is not None:
+        far = f", {profiling['done']} of {profiling['total']}" if profiling["total"] else ""
+        return ok(f"{profiling['what']}{far}, {state}{detail}; {found}", check)
     if all(measured.values()):
-        return ok(RUNNING, "measuring", found)
+        return ok(found, check)
     if state == "off":
         by_hand = " and ".join(f"'qarr profile {name}'" for name, tiers in measured.items() if not tiers)
-        return warning(RUNNING, "measuring", f"off{detail}; {found}", f"run {by_hand}")
-    return ok(RUNNING, "measuring", f"{state}{detail}; {found}")
+        return warning(f"off{detail}; {found}", f"run {by_hand}", check)
+    return ok(f"{state}{detail}; {found}", check)
 
 
-def _without_engine(tier: dict[str, Any]) -> Finding:
-    name = f"tier {tier['tier']}"
+def _without_engine(tier: dict[str, Any], check: str) -> Finding:
     if not tier.get("preparing"):
-        return ok(RUNNING, name, "has no engine: left out")
+        return ok("has no engine: left out", check)
     if tier["state"] == "preparing":
-        return warning(RUNNING, name, f"is being prepared: {Preparing(**tier['preparing']).text}", "wait")
-    said = tier["detail"].partition("\n")[0][:200]
-    return problem(RUNNING, name, f"has no checkpoint{f': {said}' if said else ''}", "'qarr model prepare' makes it")
+        return warning(f"is being prepared: {Preparing(**tier['preparing']).text}", "wait", check)
+    return problem(f"has no checkpoint{_first_line(tier['detail'])}", "'qarr model prepare' makes it", check)
 
 
-def engines(question: Question) -> Iterator[Finding]:
-    """Check engines by URL: whether they answer, and read text as the same tokens."""
-    urls = [(name, url.rstrip("/")) for name in TierName for url in getattr(question.settings.tiers, name.value).urls]
+def _first_line(detail: str | None) -> str:
+    """Return the first line of a detail, after a colon; empty without a detail."""
+    text = (detail or "").partition("\n")[0][:DETAIL_CHARS]
+    return f": {text}" if text else ""
+
+
+def engines(context: CheckContext) -> Iterator[Finding]:
+    """Check engines by URL: that they answer, and split text into the same tokens."""
+    urls = [(name, url.rstrip("/")) for name in TierName for url in getattr(context.settings.tiers, name.value).urls]
     if urls:
-        yield from asyncio.run(_examined(question, urls))
+        yield from asyncio.run(_examined(context, urls))
 
 
-async def _examined(question: Question, urls: list[tuple[TierName, str]]) -> list[Finding]:
+async def _examined(context: CheckContext, urls: list[tuple[TierName, str]]) -> list[Finding]:
     async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as client:
-        probes = [EngineProbe(client, url, question.settings.engine.api_key) for _, url in urls]
-        both = await asyncio.gather(
-            *(_engine(question, name, probe) for (name, _), probe in zip(urls, probes, strict=True))
-        )
+        probes = [(name, EngineProbe(client, url, context.settings.engine.api_key)) for name, url in urls]
+        both = await asyncio.gather(*(_engine(context, name, probe) for name, probe in probes))
     digests = {digest for _, digest in both if digest}
     found = [finding for finding, _ in both]
     if len(digests) > 1:
-        found.append(
-            problem(
-                RUNNING,
-                "tokenizers",
-                "the engines read one text as different tokens",
-                "all tiers must be made from one base model: 'qarr model prepare'",
-            )
-        )
-    elif len(digests) == 1 and len(both) > 1:
-        found.append(ok(RUNNING, "tokenizers", "the engines read text as the same tokens"))
+        then = "all tiers must be made from one base model: 'qarr model prepare'"
+        found.append(problem("the engines split one text into different tokens", then, "tokenizers"))
+    elif digests and len(both) > 1:
+        found.append(ok("the engines split text into the same tokens", "tokenizers"))
     return found
 
 
-async def _engine(question: Question, name: TierName, probe: EngineProbe) -> tuple[Finding, str]:
-    """Return what is found of one engine, and a digest of how it reads a text."""
-    check, then = f"engine {name}", f"start it, or correct tiers.{name}.urls"
+async def _engine(context: CheckContext, name: TierName, probe: EngineProbe) -> tuple[Finding, str]:
+    """Return the finding for one engine, and a digest of its tokens for a text; empty if it gives none."""
+    check, where, then = f"engine {name}", _address(probe.url), f"start it, or correct tiers.{name}.urls"
     try:
         health = await probe.client.get(f"{probe.url}/health")
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return problem(RUNNING, check, f"{_address(probe.url)} does not answer ({type(error).__name__})", then), ""
-    if health.status_code != httpx.codes.OK:
-        return problem(RUNNING, check, f"{_address(probe.url)} is not healthy: HTTP {health.status_code}", then), ""
-    try:
-        model, context = await probe.model()
+        if health.status_code != httpx.codes.OK:
+            return problem(f"{where} is not healthy: HTTP {health.status_code}", then, check), ""
+        model, context_tokens = await probe.model()
         digest = await tokens_digest(probe, model)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return problem(f"{where} does not answer ({type(error).__name__})", then, check), ""
     except ProbeError as error:
-        return problem(
-            RUNNING,
-            check,
-            f"{_address(probe.url)} does not answer as vLLM does ({type(error).__name__})",
-            "is it vLLM, and engine.api_key its key?",
-        ), ""
-    wanted, skew_s = getattr(question.settings.tiers, name.value).max_model_len, _skew_s(health)
-    found = f"{_address(probe.url)} serves {model}, context {context}"
-    if context < wanted:
-        return problem(
-            RUNNING,
-            check,
-            f"{found}, less than tiers.{name}.max_model_len = {wanted}",
-            f"set tiers.{name}.max_model_len to {context}",
-        ), digest
-    if skew_s is not None and abs(skew_s) > SKEW_S:
-        return warning(
-            RUNNING, check, f"{found}; its clock is {skew_s:+.0f} s off ours", "synchronise both clocks (NTP)"
-        ), digest
-    return ok(RUNNING, check, found), digest
+        found = f"{where} does not answer as vLLM does ({type(error).__name__})"
+        return problem(found, "is it vLLM, and engine.api_key its key?", check), ""
+    setting, skew_s = f"tiers.{name}.max_model_len", _skew_s(health)
+    wanted = getattr(context.settings.tiers, name.value).max_model_len
+    found = f"{where} serves {model}, context {context_tokens}"
+    if context_tokens < wanted:
+        return problem(f"{found}, less than {setting} = {wanted}", f"set {setting} to {context_tokens}", check), digest
+    if abs(skew_s) > ENGINE_SKEW_S:
+        return warning(f"{found}; its clock is {skew_s:+.0f} s off ours", SYNCHRONISE, check), digest
+    return ok(found, check), digest
 
 
-def _skew_s(response: httpx.Response) -> float | None:
+def _skew_s(response: httpx.Response) -> float:
+    """Return by how many seconds a response's Date is after our clock; 0 without a valid one."""
     with contextlib.suppress(TypeError, ValueError):
         return email.utils.parsedate_to_datetime(response.headers.get("date", "")).timestamp() - time.time()
-    return None
+    return 0.0
 
 
-def _get(question: Question, path: str) -> httpx.Response | None:
-    headers = {"authorization": f"Bearer {question.key}"} if question.key else {}
+def _get(url: str, path: str, key: str = "") -> httpx.Response | None:
     try:
-        return httpx.get(question.url + path, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+        return httpx.get(url + path, headers=authorization(key), timeout=TIMEOUT_S, trust_env=False)
     except (httpx.HTTPError, httpx.InvalidURL):
         return None
 
 
-def _is_router(question: Question) -> bool:
-    """Tell whether what listens on the router's port is one."""
-    host, port = question.settings.server.host, question.settings.server.port
-    shown = "127.0.0.1" if host in {"0.0.0.0", "::"} else f"[{host}]" if ":" in host else host
-    try:
-        answer = httpx.get(f"http://{shown}:{port}/healthz", timeout=TIMEOUT_S, trust_env=False)
-    except httpx.HTTPError:
-        return False
-    return answer.status_code == httpx.codes.OK and answer.text == '{"status":"alive"}'
-
-
-def _running_ports(question: Question) -> set[int]:
+def _running_ports(context: CheckContext) -> set[int]:
     """Return the ports of the running router's engines."""
-    fleet = _get(question, "/tiers")
-    if fleet is None or fleet.status_code != httpx.codes.OK:
+    fleet = _get(context.url, "/tiers", context.key)
+    if fleet is None:
         return set()
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        replicas: Iterable[dict[str, Any]] = (r for tier in fleet.json()["tiers"] for r in tier["replicas"])
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # not a router's answer
+        replicas = (replica for tier in fleet.json()["tiers"] for replica in tier["replicas"])
         return {urlsplit(replica["url"] or "").port or 0 for replica in replicas}
     return set()
 
 
 def _address(url: str) -> str:
-    """Return a URL's host and port: not its user, password or path."""
+    """Return a URL's host and port, without its user, password and path."""
     with contextlib.suppress(ValueError):
         parts = urlsplit(url)
         if parts.hostname:

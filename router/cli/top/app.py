@@ -1,4 +1,4 @@
-"""``qarr top``: the running fleet and its requests, as they are now."""
+"""``qarr top``: the running fleet and its requests, live."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from router.aio import end_tasks
-from router.cli.client import KEY_NEEDED, URL, KeyOption, UrlOption, no_answer
+from router.cli.client import KEY_NEEDED, URL, KeyOption, UrlOption, authorization, no_answer
+from router.cli.common import output
 from router.cli.top.screen import screen, snapshot
 from router.cli.top.state import Snapshot, ViewState
 from tiers.errors import OperationError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
-SILENT_S = 5.0  # the router tells of its fleet every second
+SILENT_S = 5.0  # the router sends its fleet every second
 AGAIN_S = 1.0
 PIPED_WIDTH = 160
 KEYS = {"\r": "enter", "\n": "enter", "\x1b": "escape", "k": "up", "j": "down"}
@@ -56,18 +57,17 @@ class _Source:
 
     def __init__(self, url: str, key: str) -> None:
         self.url = url.rstrip("/")
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._headers = authorization(key)
 
     async def events(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Yield events until the stream ends.
+        """Yield the name and data of each event until the stream ends.
 
         Raises:
-            OperationError: It cannot be had, and will not be the next time either.
-            httpx.HTTPError: It could not be had this time.
+            OperationError: The router refuses the stream; trying again does not help.
+            httpx.HTTPError: The router does not answer; trying again may help.
         """
-        timeout = httpx.Timeout(SILENT_S)
         async with (
-            httpx.AsyncClient(timeout=timeout, trust_env=False) as client,
+            httpx.AsyncClient(timeout=SILENT_S, trust_env=False) as client,
             client.stream("GET", f"{self.url}/live", headers=self._headers) as response,
         ):
             if response.status_code == httpx.codes.UNAUTHORIZED:
@@ -85,24 +85,24 @@ class _Source:
 
 
 async def _once(source: _Source) -> None:
-    """Print a picture.
+    """Print one picture.
 
     Raises:
-        OperationError: None comes.
+        OperationError: The router sends none.
     """
     picture = Snapshot()
     try:
         async with asyncio.timeout(2 * SILENT_S):
             async for event, data in source.events():
-                speeds_known = picture.fleet is not None  # tokens of a second are known with the second picture
+                second = picture.fleet is not None and event == "fleet"
                 picture = picture.apply(event, data)
-                if speeds_known and event == "fleet":
+                if second:  # the first one has no tokens per second yet
                     break
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
         raise OperationError(no_answer(source.url, error)) from error
     if picture.fleet is None:
-        raise OperationError(f"{source.url} is leaving")
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+        raise OperationError(f"{source.url} is shutting down")
+    console = output(PIPED_WIDTH)
     for line in snapshot(picture, console.width, unicode=_unicode(console)):
         line.rstrip()
         console.print(line, soft_wrap=True)
@@ -118,10 +118,10 @@ class _Top:
         self._news, self._ended = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
-        """Show the screen until it is quit, or a signal ends it; the terminal is as before afterwards, however that is.
+        """Show the screen until the user quits or a signal comes; then restore the terminal, after errors too.
 
         Raises:
-            OperationError: The router needs a key, or is none.
+            OperationError: The router needs a key, or the URL is not a router's.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -131,9 +131,8 @@ class _Top:
         with Live(console=self._console, screen=True, auto_refresh=False) as live:
             loop.add_signal_handler(signal.SIGTSTP, self._suspend, live, keyboard)
             keyboard.take()
-            reading = asyncio.create_task(self._read())
-            drawing = asyncio.create_task(self._draw(live))
-            tasks: tuple[asyncio.Task[Any], ...] = (reading, drawing, asyncio.create_task(self._ended.wait()))
+            work: tuple[Coroutine[Any, Any, Any], ...] = (self._read(), self._draw(live), self._ended.wait())
+            tasks = [asyncio.create_task(each) for each in work]
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -144,7 +143,7 @@ class _Top:
                 task.result()
 
     async def _read(self) -> None:
-        """Take events in; when the router goes away, say so and try again."""
+        """Apply the router's events; while it does not answer, show that and try again."""
         while True:
             try:
                 async for event, data in self._source.events():
@@ -167,7 +166,7 @@ class _Top:
                     await self._news.wait()
 
     def _typed(self, text: str) -> None:
-        """Act on what was typed: several keys where they came at once."""
+        """Act on typed keys; several may come at once."""
         while text:
             found = next((s for s in SEQUENCES if text.startswith(s)), None)
             key, text = (SEQUENCES[found], text[len(found) :]) if found else (KEYS.get(text[0], text[0]), text[1:])
@@ -177,7 +176,7 @@ class _Top:
         self._news.set()
 
     def _suspend(self, live: Live, keyboard: _Keyboard) -> None:
-        """Give the terminal back while the process is stopped (Ctrl-Z), and take it again after it."""
+        """Restore the terminal while the process is stopped (Ctrl-Z), and take it again afterwards."""
         live.stop()
         keyboard.give_back()
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -187,7 +186,7 @@ class _Top:
 
 
 class _Keyboard:
-    """Keys as they are typed, from ``take`` to ``give_back``; nothing where standard input is no terminal."""
+    """Keys as they are typed, from ``take`` to ``give_back``; none if standard input is not a terminal."""
 
     def __init__(self, typed: Callable[[str], None]) -> None:
         self._typed, self._loop = typed, asyncio.get_running_loop()
@@ -195,13 +194,13 @@ class _Keyboard:
         self._before = termios.tcgetattr(self._number) if self._number is not None else None
 
     def take(self) -> None:
-        """Read keys, without showing them."""
+        """Read keys without echoing them."""
         if self._number is not None:
             tty.setcbreak(self._number, termios.TCSANOW)
             self._loop.add_reader(self._number, self._read)
 
     def give_back(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal's mode."""
         if self._number is not None and self._before is not None:
             self._loop.remove_reader(self._number)
             termios.tcsetattr(self._number, termios.TCSADRAIN, self._before)

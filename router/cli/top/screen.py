@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from router.cli.common import printable
 from router.cli.top.state import Snapshot, ViewState
 from router.telemetry.logs import shown_ms
 from tiers.preparing import Preparing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 WIDE, WIDEST = 100, 130
 STATES = {
@@ -29,7 +30,6 @@ STATES = {
 OUTCOMES = {"ok": "green", "refused": "yellow", "error": "bold red", "client_gone": "dim"}
 TIERS = {"fast": "cyan", "balanced": "blue", "precise": "magenta"}
 PHASES = {"waiting": "yellow", "prefill": "cyan", "decode": "green"}
-HEADER = "bold reverse"
 NEARLY_FULL, FILLING = 0.88, 0.6
 ONCE_LINES = 32
 MINUTE_S, HOUR_S = 60, 3600
@@ -38,12 +38,12 @@ OWN_ONLY = "only this key's own requests are shown: a key made with --admin sees
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column. Where the width is not enough, those of the highest ``rank`` are left out.
+    """A column. If the line is too short, the columns of the highest ``rank`` are left out first.
 
     Attributes:
-        width: In characters; 0: what is left of the line.
-        right: Whether it is set to the right.
-        least: Characters that one with what is left must have.
+        width: In characters; 0: the rest of the line.
+        right: Whether its cells are aligned to the right.
+        least: Least width of a column that takes the rest of the line.
     """
 
     title: str
@@ -53,38 +53,70 @@ class Column:
     least: int = 10
 
 
+IN_FLIGHT = (  # after the first column, which has the number of requests as its title
+    Column("TIER", 9),
+    Column("REPLICA", 11, rank=3),
+    Column("STATE", 8),
+    Column("AGE", 7, right=True),
+    Column("PROMPT", 6, rank=1, right=True),
+    Column("OUT", 5, right=True),
+    Column("TRACE", 8, rank=2),
+    Column("REQUEST", 0, rank=4),
+)
+ENDED = (
+    Column("ENDED", 8),
+    Column("OUTCOME", 11),
+    Column("CLASS", 12),
+    Column("TIER", 9),
+    Column("TTFT", 6, rank=1, right=True),
+    Column("TPOT", 6, rank=3, right=True),
+    Column("TOTAL", 6, rank=2, right=True),
+    Column("TOKENS", 9, rank=5, right=True),
+    Column("TRACE", 8, rank=4),
+    Column("REASON", 0, least=30),
+)
+VERDICTS = (
+    Column("VERDICTS", 11),
+    Column("STATE", 11),
+    Column("TTFT", 7, right=True),
+    Column("TPOT", 7, right=True),
+    Column("LOSS", 6, rank=1, right=True),
+    Column("COST", 6, rank=2, right=True),
+    Column("VERDICT", 0),
+)
+
+
 def screen(picture: Snapshot, view: ViewState, width: int, height: int) -> list[Text]:
     """Return the lines of the whole screen.
 
     Args:
-        picture: What the router has told.
-        view: How it is looked at.
-        width: Of the terminal, in characters.
-        height: Of the terminal, in lines.
+        picture: What the router has sent.
+        view: What the user has chosen to see.
+        width: Width of the terminal, in characters.
+        height: Height of the terminal, in lines.
     """
     shown = view.frozen or picture
     footer = _footer(view)
     if shown.fleet is None:
         said = f"no router answers; trying again: {picture.trouble}" if picture.trouble else "connecting ..."
         return _fitted([Text(" QARR", style="bold"), Text(), Text(f" {said}", style="yellow")], footer, width, height)
+    lines = [*_head(shown, picture, view, width), Text()]
     if view.opened is not None:
-        return _fitted(
-            [*_head(shown, picture, view, width), Text(), *_opened(view.opened, width)], footer, width, height
-        )
-    lines = [*_head(shown, picture, view, width), Text(), *_tiers(shown.fleet, view, width), Text()]
+        return _fitted([*lines, *_opened(view.opened, width)], footer, width, height)
+    lines += [*_tiers(shown.fleet, view, width), Text()]
     return _fitted([*lines, *_requests(shown, view, width, height - len(lines) - 1)], footer, width, height)
 
 
 def snapshot(picture: Snapshot, width: int, *, unicode: bool) -> list[Text]:
-    """Return what ``--once`` prints: everything there is of the fleet, and the last requests."""
+    """Return the lines that ``--once`` prints: the whole fleet and the last requests."""
     assert picture.fleet is not None
     view = ViewState(unicode=unicode)
-    lines = [*_head(picture, picture, view, width), Text(), *_tiers(picture.fleet, view, width)]
-    return _cut([*lines, Text(), *_requests(picture, view, width, ONCE_LINES)], width)
+    lines = [*_head(picture, picture, view, width), Text(), *_tiers(picture.fleet, view, width), Text()]
+    return _cut([*lines, *_requests(picture, view, width, ONCE_LINES)], width)
 
 
 def _fitted(lines: list[Text], footer: Text, width: int, height: int) -> list[Text]:
-    """Return exactly the terminal's lines, none wider than it."""
+    """Return exactly ``height`` lines, none wider than ``width``."""
     body = lines[: max(height - 1, 0)]
     return _cut([*body, *(Text() for _ in range(height - 1 - len(body))), footer], width)
 
@@ -127,11 +159,9 @@ def _summary(fleet: Mapping[str, Any], width: int, view: ViewState) -> Text:
         Text(f"{errors} errors", style="bold red" if errors else ""),
         Text(f"SLA {met}/{asked}" if asked else "no SLAs", style=_sla_style(met, asked)),
         Text(f"total {totals['requests']}, {totals['refused']} refused, {totals['errors']} errors", style="dim"),
-        Text(
-            f"{totals['retries']} retries, {totals['continuations']} continued, {totals['escalations']} escalated",
-            style="dim",
-        ),
     ]
+    events = f"{totals['retries']} retries, {totals['continuations']} continued, {totals['escalations']} escalated"
+    parts.append(Text(events, style="dim"))
     between = " \u00b7 " if view.unicode else " | "
     line = Text(" ")
     for part in parts:
@@ -163,16 +193,13 @@ def _tiers(fleet: Mapping[str, Any], view: ViewState, width: int) -> list[Text]:
         Column("ERR", 4, right=True),
         Column("REQ", 5, rank=6, right=True),
     )
-    lines = [_line(columns, [Text(c.title) for c in columns], width, HEADER)]
+    lines = [_header(columns, width)]
     for tier in fleet["tiers"]:
         replicas = tier["replicas"]
         lines.append(_line(columns, _tier_cells(tier, bar, kv_bar, view), width))
         if len(replicas) > 1:
-            lines.extend(
-                _line(columns, _replica_cells(replica, tier, bar, kv_bar, view), width) for replica in replicas
-            )
-        lines.extend(_preparing(tier))
-        lines.extend(note for replica in replicas for note in _notes(replica))
+            lines += [_line(columns, _replica_cells(replica, tier, bar, kv_bar, view), width) for replica in replicas]
+        lines += [*_preparing(tier), *(note for replica in replicas for note in _notes(replica))]
     return lines
 
 
@@ -212,15 +239,15 @@ def _replica_cells(
 
 
 def _preparing(tier: Mapping[str, Any]) -> list[Text]:
-    """Return what a tier needs before it serves for the first time."""
+    """Return the line that says what a tier needs before it serves for the first time, if anything."""
     if not tier.get("preparing"):
         return []
     said = tier["detail"] or Preparing(**tier["preparing"]).text
-    return [Text(f"   {tier['tier']}: {_plain(said.splitlines()[0])}", style=STATES.get(tier["state"], ""))]
+    return [Text(f"   {tier['tier']}: {printable(said.splitlines()[0])}", style=STATES.get(tier["state"], ""))]
 
 
 def _notes(replica: Mapping[str, Any]) -> list[Text]:
-    """Return what an operator has to know of a replica that does not simply serve."""
+    """Return lines on what is wrong with a replica."""
     notes = []
     if replica["detail"]:
         notes.append((replica["detail"].splitlines()[0], STATES.get(replica["state"], "")))
@@ -228,35 +255,36 @@ def _notes(replica: Mapping[str, Any]) -> list[Text]:
         notes.append((f"breaker {replica['breaker']}: it failed too often, and gets few requests or none", "yellow"))
     if replica.get("kv_pressure"):
         notes.append(("its KV cache is nearly full: no more long prompts for now", "yellow"))
-    return [Text(f"   {replica['id']}: {_plain(text)}", style=style) for text, style in notes]
+    return [Text(f"   {replica['id']}: {printable(text)}", style=style) for text, style in notes]
 
 
 def _requests(picture: Snapshot, view: ViewState, width: int, height: int) -> list[Text]:
-    """Return the two lists: what is in flight takes at most half of the lines, unless the other does not need its own."""
-    in_flight, records = view.in_flight(picture), picture.records
+    """Return the two lists: requests in flight get at most half of the lines, unless the ended ones need fewer."""
+    in_flight, records, selected = view.in_flight(picture), picture.records, view.selected
     assert picture.fleet is not None
-    room = max(height - 3, 2)
-    mine = max(min(len(in_flight), room // 2), min(len(in_flight), room - len(records)))
-    selected = view.selected
-    first = 0 if selected is None else max(min(selected, len(in_flight) - 1) - mine + 1, 0)
-    columns = (
-        Column(f"IN FLIGHT {picture.fleet['in_flight_total']}", 13),
-        Column("TIER", 9),
-        Column("REPLICA", 11, rank=3),
-        Column("STATE", 8),
-        Column("AGE", 7, right=True),
-        Column("PROMPT", 6, rank=1, right=True),
-        Column("OUT", 5, right=True),
-        Column("TRACE", 8, rank=2),
-        Column("REQUEST", 0, rank=4),
-    )
-    lines = [_line(columns, [Text(c.title) for c in columns], width, HEADER)]
-    for number, request in enumerate(in_flight[first : first + mine], first):
-        lines.append(_line(columns, _open_cells(request), width, "reverse" if number == selected else ""))
+    lines = max(height - 3, 2)
+    upper = max(min(len(in_flight), lines // 2), min(len(in_flight), lines - len(records)))
+    columns = (Column(f"IN FLIGHT {picture.fleet['in_flight_total']}", 13), *IN_FLIGHT)
+    shown = _window(columns, in_flight, _open_cells, selected, upper, width)
     if not in_flight:
-        lines.append(Text(" none", style="dim"))
-    left = height - len(lines) - 2
-    return [*lines, Text(), *_ended(records, view, width, left, len(in_flight))]
+        shown.append(Text(" none", style="dim"))
+    selected = None if selected is None else selected - len(in_flight)
+    return [*shown, Text(), *_window(ENDED, records, _record_cells, selected, height - len(shown) - 2, width)]
+
+
+def _window(
+    columns: Sequence[Column],
+    rows: Sequence[Mapping[str, Any]],
+    cells: Callable[[Mapping[str, Any]], list[Text]],
+    selected: int | None,
+    count: int,
+    width: int,
+) -> list[Text]:
+    """Return a header and at most ``count`` rows, with the selected one if it is in this list."""
+    first = 0 if selected is None else max(min(selected, len(rows) - 1) - count + 1, 0)
+    shown = enumerate(rows[first : first + max(count, 0)], first)
+    styled = (_line(columns, cells(row), width, "reverse" if number == selected else "") for number, row in shown)
+    return [_header(columns, width), *styled]
 
 
 def _open_cells(request: Mapping[str, Any]) -> list[Text]:
@@ -272,27 +300,6 @@ def _open_cells(request: Mapping[str, Any]) -> list[Text]:
         Text(request["trace_id"][:8], style="dim"),
         Text(request["request_id"], style="dim"),
     ]
-
-
-def _ended(records: Sequence[Mapping[str, Any]], view: ViewState, width: int, height: int, before: int) -> list[Text]:
-    columns = (
-        Column("ENDED", 8),
-        Column("OUTCOME", 11),
-        Column("CLASS", 12),
-        Column("TIER", 9),
-        Column("TTFT", 6, rank=1, right=True),
-        Column("TPOT", 6, rank=3, right=True),
-        Column("TOTAL", 6, rank=2, right=True),
-        Column("TOKENS", 9, rank=5, right=True),
-        Column("TRACE", 8, rank=4),
-        Column("REASON", 0, least=30),
-    )
-    lines = [_line(columns, [Text(c.title) for c in columns], width, HEADER)]
-    selected = None if view.selected is None else view.selected - before
-    first = 0 if selected is None else max(selected - height + 1, 0)
-    for number, record in enumerate(records[first : first + max(height, 0)], first):
-        lines.append(_line(columns, _record_cells(record), width, "reverse" if number == selected else ""))
-    return lines
 
 
 def _record_cells(record: Mapping[str, Any]) -> list[Text]:
@@ -314,14 +321,14 @@ def _record_cells(record: Mapping[str, Any]) -> list[Text]:
         Text(shown_ms(record["duration_ms"])),
         Text(f"{record['prompt_tokens']}+{record['output_tokens']}"),
         Text(record["trace_id"][:8], style="dim"),
-        Text(_plain(reason)),
+        Text(printable(reason)),
     ]
 
 
 def _opened(request: Mapping[str, Any], width: int) -> list[Text]:
     """Return all that is known of one request."""
     if "outcome" not in request:
-        lines = [Text(" A request in flight: its verdicts are shown once it has ended", style="bold")]
+        lines = [Text(" A request in flight: its verdicts are shown when it has ended", style="bold")]
         return [*lines, *(Text(f"   {name:14} {value}") for name, value in request.items())]
     lines = [
         Text.assemble(
@@ -334,10 +341,10 @@ def _opened(request: Mapping[str, Any], width: int) -> list[Text]:
         "request": request["request_id"],
         "class": f"{request['class']} (confidence {request['confidence']:.2f}), priority {request['priority']}",
         "decided": f"{request['tier'] or 'refused'}, by {request['basis']}",
-        "reason": _plain(request["reason"]),
+        "reason": printable(request["reason"]),
         "error": request["error"],
         "served by": " ".join(
-            str(request[n]) for n in ("served_by", "replica", "precision", "checkpoint") if request[n]
+            request[name] for name in ("served_by", "replica", "precision", "checkpoint") if request[name]
         ),
         "times": f"queue {shown_ms(request['queue_ms'])}, first token {shown_ms(request['ttft_ms'])} "
         f"(predicted {shown_ms(request['predicted_ttft_ms'])}), a token {shown_ms(request['tpot_ms'])} "
@@ -348,17 +355,8 @@ def _opened(request: Mapping[str, Any], width: int) -> list[Text]:
         "continued on": ", ".join(request["continued_on"]),
     }
     lines.extend(Text(f"   {name:13} {value}") for name, value in facts.items() if value)
-    columns = (
-        Column("VERDICTS", 11),
-        Column("STATE", 11),
-        Column("TTFT", 7, right=True),
-        Column("TPOT", 7, right=True),
-        Column("LOSS", 6, rank=1, right=True),
-        Column("COST", 6, rank=2, right=True),
-        Column("VERDICT", 0),
-    )
-    lines += [Text(), _line(columns, [Text(c.title) for c in columns], width, HEADER)]
-    return lines + [_line(columns, _verdict_cells(verdict), width) for verdict in request["tiers"]]
+    verdicts = (_line(VERDICTS, _verdict_cells(verdict), width) for verdict in request["tiers"])
+    return [*lines, Text(), _header(VERDICTS, width), *verdicts]
 
 
 def _verdict_cells(verdict: Mapping[str, Any]) -> list[Text]:
@@ -370,7 +368,7 @@ def _verdict_cells(verdict: Mapping[str, Any]) -> list[Text]:
         Text(shown_ms(verdict["predicted_tpot_ms"])),
         Text("-" if loss is None else f"{loss:.1%}"),
         Text("-" if cost is None else f"{cost:.2f}"),
-        Text(_plain(verdict["verdict"])),
+        Text(printable(verdict["verdict"])),
     ]
 
 
@@ -391,8 +389,12 @@ def _footer(view: ViewState) -> Text:
     return line
 
 
+def _header(columns: Sequence[Column], width: int) -> Text:
+    return _line(columns, [Text(column.title) for column in columns], width, "bold reverse")
+
+
 def _line(columns: Sequence[Column], cells: Sequence[Text], width: int, style: str = "") -> Text:
-    """Set cells into a line of exactly the width."""
+    """Return a line of exactly ``width`` characters; columns that do not fit are left out."""
     kept = set(columns)
     for rank in sorted({c.rank for c in columns}, reverse=True):
         if 1 + sum((c.width or c.least) + 1 for c in columns if c in kept) <= width:
@@ -426,8 +428,7 @@ def _usage(share: float | None, bar: int, view: ViewState) -> Text:
 
 def _bar(share: float, width: int, view: ViewState) -> Text:
     full, empty = ("\u2588", "\u2591") if view.unicode else ("#", ".")
-    filled = min(round(share * width), width) if share else 0
-    filled = max(filled, 1) if share else 0
+    filled = min(max(round(share * width), 1), width) if share else 0
     return Text.assemble((full * filled, _fullness(share)), (empty * (width - filled), "dim"))
 
 
@@ -436,7 +437,7 @@ def _fullness(share: float) -> str:
 
 
 def _taken(replica: Mapping[str, Any]) -> int:
-    """Return the places that are taken: one for each answer, of which a request may ask for several."""
+    """Return the slots taken; a request takes one for each of its choices."""
     return int(replica.get("places_taken", replica["in_flight"]))
 
 
@@ -461,15 +462,10 @@ def _sla_style(met: int, asked: int) -> str:
 
 
 def shown_age(milliseconds: float) -> str:
-    """Return an age in words as short as can be."""
+    """Return an age as ``59.9s``, ``1m01s`` or ``1h01m``."""
     seconds = milliseconds / 1000
     if seconds < MINUTE_S:
         return f"{seconds:.1f}s"
     if seconds < HOUR_S:
         return f"{int(seconds // MINUTE_S)}m{int(seconds % MINUTE_S):02}s"
     return f"{int(seconds // HOUR_S)}h{int(seconds % HOUR_S // MINUTE_S):02}m"
-
-
-def _plain(text: str) -> str:
-    """Leave control characters out: they would act on the terminal."""
-    return "".join(c if c.isprintable() else " " for c in text)

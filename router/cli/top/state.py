@@ -1,4 +1,4 @@
-"""What ``qarr top`` knows, and how it is looked at: the events of ``GET /live`` and the keys that are pressed. Pure."""
+"""The state of ``qarr top``, from the events of ``GET /live`` and the keys pressed. Pure."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 KEPT_RECORDS = 200
+RESENT_RECORDS = 60  # more than the router sends at the beginning of a stream
 SORTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "age": lambda r: -r["age_ms"],
     "tokens": lambda r: -(r["prompt_tokens"] + r["output_tokens"]),
@@ -19,13 +20,13 @@ SORTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the router has told.
+    """What the router has sent.
 
     Attributes:
-        fleet: Its last picture; None: none yet.
-        records: Of requests that have ended, the newest first.
-        trouble: Why nothing comes; empty while it does.
-        silent_since: Monotonic seconds; since when nothing comes.
+        fleet: Its last picture of the fleet; None: none yet.
+        records: Records of ended requests, the newest first.
+        trouble: Why the router sends nothing; empty while it does.
+        silent_since: Since when it sends nothing, in monotonic seconds.
     """
 
     fleet: Mapping[str, Any] | None = None
@@ -34,18 +35,17 @@ class Snapshot:
     silent_since: float = 0.0
 
     def apply(self, event: str, data: Mapping[str, Any]) -> Snapshot:
-        """Return the picture after an event."""
+        """Return the snapshot after an event; after a reconnection the router sends its last requests again."""
         if event == "fleet":
             return replace(self, fleet=data, trouble="")
-        if event == "request" and all(
-            r["request_id"] != data["request_id"] or r["at"] != data["at"] for r in self.records[:60]
-        ):
-            return replace(self, fleet=_without(self.fleet, data), records=(data, *self.records)[:KEPT_RECORDS])
-        return self
+        known = {(r["request_id"], r["at"]) for r in self.records[:RESENT_RECORDS]}
+        if event != "request" or (data["request_id"], data["at"]) in known:
+            return self
+        return replace(self, fleet=_without(self.fleet, data), records=(data, *self.records)[:KEPT_RECORDS])
 
 
 def _without(fleet: Mapping[str, Any] | None, ended: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the fleet without a request that has ended since it was told."""
+    """Return the fleet without a request that has ended since it was sent."""
     if fleet is None:
         return None
     left = [r for r in fleet["in_flight"] if r["request_id"] != ended["request_id"]]
@@ -55,11 +55,11 @@ def _without(fleet: Mapping[str, Any] | None, ended: Mapping[str, Any]) -> Mappi
 
 @dataclass(frozen=True, slots=True)
 class ViewState:
-    """How it is looked at.
+    """What the user has chosen to see.
 
     Attributes:
-        frozen: The picture that is shown while it is paused.
-        selected: Line of the two lists together, in-flight requests first; None: none.
+        frozen: The snapshot that is shown while paused.
+        selected: Index into both lists together, in-flight requests first; None: none.
         opened: The request whose verdicts are shown.
         unicode: Whether the terminal can show blocks and arrows.
     """
@@ -91,10 +91,9 @@ class ViewState:
         return self
 
     def rows(self, picture: Snapshot) -> list[Mapping[str, Any]]:
-        """Return the requests that can be selected, in the order in which they are shown."""
+        """Return the requests that can be selected, in the order shown."""
         return [*self.in_flight(picture), *picture.records]
 
     def in_flight(self, picture: Snapshot) -> list[Mapping[str, Any]]:
-        """Return the requests that are in flight, in the order that was chosen."""
-        found = picture.fleet["in_flight"] if picture.fleet else []
-        return sorted(found, key=SORTS[self.sort])
+        """Return the requests in flight, in the chosen order."""
+        return sorted(picture.fleet["in_flight"] if picture.fleet else [], key=SORTS[self.sort])

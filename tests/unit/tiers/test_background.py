@@ -98,7 +98,7 @@ async def test_the_routers_own_loops_last(
 
         await fleets(3)
         broken = stack.fleet.add(Broken("fast-9", stack.fleet.specs[0], "u", "", "m", state=ReplicaState.FAILED))
-        await until(lambda: "the live picture failed and starts again" in caplog.text)
+        await until(lambda: "the live stream failed and starts again" in caplog.text)
         stack.fleet.remove(broken)
         await fleets(20)
 

@@ -1,0 +1,63 @@
+"""``qarr classify``, in this process, and the idle fleet that it decides for."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from router.cli.classify import idle_fleet
+from router.settings import load_settings
+from tests.unit.cli.stub_router import qarr
+from tiers.spec import ReplicaState, TierName
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def _no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QARR_CACHE_DIR", str(tmp_path))
+
+
+def test_the_prompt_is_an_argument_or_standard_input() -> None:
+    """Both give the same; without a tokenizer that is said, on standard error only."""
+    given, read = qarr("classify", "What is 17 * 23?"), qarr("classify", stdin="What is 17 * 23?")
+    assert given.stdout == read.stdout
+    found = json.loads(given.stdout)
+    assert (found["class"], found["tokens_exact"]) == ("math", False)
+    assert "tokens are estimated" in given.stderr
+
+
+def test_an_empty_prompt_is_one() -> None:
+    """An empty argument is the prompt, not a reason to read standard input."""
+    assert json.loads(qarr("classify", "", stdin="Write a Python function").stdout)["class"] != "code"
+
+
+def test_the_tier_follows_the_settings() -> None:
+    """The same prompt moves with the policy; one that fits no tier has none, and the reason says so."""
+    code = "Write a Python function that merges two sorted lists."
+    assert json.loads(qarr("classify", code, QARR_POLICY__CLASS_FLOOR='{"code": "fast"}').stdout)["tier"] == "fast"
+    assert (
+        json.loads(qarr("classify", code, QARR_POLICY__CLASS_FLOOR='{"code": "precise"}').stdout)["tier"] == "precise"
+    )
+    found = json.loads(qarr("classify", "word " * 20_000).stdout)
+    assert found["tier"] is None
+    assert found["reason"]
+
+
+def test_lines_keep_their_order_and_language() -> None:
+    """One compact object for each line, blank ones left out; text that JSON escapes is read."""
+    done = qarr("classify", "--jsonl", stdin='{"text": "hi"}\n\n{"text": "\\u00fcben", "more": 1}\n')
+    assert [json.loads(line)["tokens"] > 0 for line in done.stdout.splitlines()] == [True, True]
+
+
+def test_the_idle_fleet_has_a_ready_replica_in_each_tier() -> None:
+    """With the limits of the settings and nothing in flight."""
+    fleet = idle_fleet(load_settings(None, {"tiers": {"fast": {"max_model_len": 100, "max_in_flight": 3}}}))
+    assert [tier.spec.name for tier in fleet.tiers] == list(TierName)
+    assert [tier.spec.max_model_len for tier in fleet.tiers] == [100, 4096, 8192]
+    assert fleet.tiers[0].spec.max_in_flight == 3
+    assert {r.state for tier in fleet.tiers for r in tier.replicas} == {ReplicaState.READY}
+    assert {r.in_flight for tier in fleet.tiers for r in tier.replicas} == {0}

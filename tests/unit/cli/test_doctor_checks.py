@@ -1,0 +1,321 @@
+"""Parts of ``qarr doctor`` that need no running router: the order of checks, machine, files, network, and the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from router.auth.api_keys import add_key, revoke_key
+from router.cli.doctor import files, machine, network
+from router.cli.doctor.checks import examine
+from router.cli.doctor.findings import CheckContext, Finding, Health, local_specs, local_tiers, prepared
+from router.settings import load_settings
+from tests.ports import reserved_ports
+from tests.unit.cli.stub_router import qarr, stub_router
+from tests.unit.cli.test_doctor import checkpoint
+from tiers.checkpoints.checkpoint import read_checkpoint
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+OK, WARNING, PROBLEM = Health.OK, Health.WARNING, Health.PROBLEM
+URLS = {name.value: {"urls": (f"http://h:{number}",)} for number, name in enumerate(TierName, 1)}
+
+
+@pytest.fixture(autouse=True)
+def _no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QARR_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def context(overrides: dict[str, Any] | None = None, url: str = "http://127.0.0.1:9", key: str = "") -> CheckContext:
+    return CheckContext(load_settings(None, overrides), deep=False, url=url, key=key)
+
+
+def one(check: Callable[[CheckContext], Iterable[Finding]], given: CheckContext | None = None) -> tuple[Health, str]:
+    """Return the only finding of a check; what is not right says what to do."""
+    (finding,) = check(given or context())
+    assert bool(finding.then) is (finding.health is not OK)
+    return finding.health, finding.found
+
+
+def test_every_finding_has_its_group_and_name() -> None:
+    """In the order of the groups, whatever the check itself left empty; one check that fails ends no other."""
+    findings = list(examine(None, deep=False, url="http://127.0.0.1:9", key=""))
+    assert all(finding.group and finding.check for finding in findings)
+    assert list(dict.fromkeys(f.group for f in findings)) == ["settings", "machine", "files", "network", "running"]
+
+
+def test_a_check_that_breaks_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By its name, with the first line of the error; the checks after it are made."""
+    (tmp_path / "fast-0.log").mkdir()  # a folder where a log is expected
+    monkeypatch.setenv("QARR_ENGINE__LOG_DIR", str(tmp_path))
+    findings = {f.check: f for f in examine(None, deep=False, url="http://127.0.0.1:9", key="")}
+    assert findings["kernels"].health is WARNING
+    assert "could not be checked: IsADirectoryError" in findings["kernels"].found
+    assert "quality profile" in findings
+
+
+def test_without_settings_the_machine_is_checked_alone(tmp_path: Path) -> None:
+    """Files, ports and addresses are not known then."""
+    findings = list(examine(tmp_path / "none.toml", deep=False, url=None, key=""))
+    assert [f.check for f in findings] == ["settings", "Python", "system", "clock"]
+    assert "No such file" in findings[0].found
+
+
+def test_the_report_as_text_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same findings; a problem gives status 1, and JSON has its keys in a fixed order."""
+    monkeypatch.setenv("QARR_SERVER__PROT", "1")
+    text, data = qarr("doctor"), qarr("doctor", "--json")
+    assert (text.exit_code, data.exit_code) == (1, 1)
+    report = json.loads(data.stdout)
+    assert list(report) == ["problems", "warnings", "checks"]
+    assert list(report["checks"][0]) == ["group", "check", "health", "found", "then"]
+    assert report["problems"] == 1
+    lines = text.stdout.splitlines()
+    assert lines[0] == "Settings"
+    assert lines[1].split()[:2] == ["problem", "settings"]
+    assert lines[2].strip().startswith("-> 'qarr settings' lists every setting")
+    assert lines[-1].startswith("4 checks: 1 problems")
+
+
+def test_tiers_with_urls_are_not_local() -> None:
+    """Nothing is needed here for them: no checkpoint, no environment, no port, no memory."""
+    elsewhere = context({"tiers": URLS})
+    assert local_tiers(elsewhere) == []
+    assert local_specs(elsewhere) == ()
+    assert local_tiers(context({"tiers": {"fast": URLS["fast"]}})) == [TierName.BALANCED, TierName.PRECISE]
+    assert one(files.checkpoints, elsewhere) == (OK, "none needed: every tier runs elsewhere")
+    assert one(files.engine_environment, context({"tiers": URLS, "engine": {"python": "/none"}})) == (
+        OK,
+        "none, and none needed",
+    )
+    assert list(network.engine_ports(elsewhere)) == []
+    assert list(files.kernels(elsewhere)) == []
+    assert one(machine.memory, elsewhere)[1].endswith("; no engine runs here")
+
+
+def test_a_checkpoint_of_the_settings_needs_no_manifest(tmp_path: Path) -> None:
+    """Its folder is its identity; it is whole or not; and there is nothing to compare it with."""
+    folder = checkpoint(tmp_path / "own")
+    given = context({"tiers": {"fast": {"checkpoint": folder}}})
+    (spec,) = local_specs(given)
+    assert (spec.name, spec.checkpoint, spec.digest) == (TierName.FAST, folder, None)
+    missing, own = files.checkpoints(given)
+    assert missing.health is WARNING
+    assert missing.found.startswith("balanced, precise of ")
+    assert (own.check, own.health, own.found) == ("checkpoint fast", OK, "own: files complete, no manifest")
+    (folder / "model.safetensors").write_bytes(b"cut off")
+    broken = list(files.checkpoints(given))[1]
+    assert broken.health is PROBLEM
+    assert "tiers.fast.checkpoint" in broken.then
+
+
+def test_a_changed_chat_template_is_found(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "made")
+    made = read_checkpoint(TierName.FAST, folder)
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "other"}')
+    finding = files.judge_checkpoint(TierName.FAST, folder, made, deep=False)
+    assert (finding.health, finding.found) == (PROBLEM, f"{folder} does not match its manifest: chat template changed")
+    assert "qarr model prepare" in finding.then
+
+
+def test_a_calibration_file_that_is_not_there_finds_no_checkpoints(tmp_path: Path) -> None:
+    assert prepared(context({"model": {"calibration": tmp_path / "none.jsonl"}})) == {}
+
+
+def test_keys_in_force_are_counted(tmp_path: Path) -> None:
+    """Revoked ones are not; with none left, nobody is served."""
+    given = context({"auth": {"keys_file": tmp_path / "keys.json"}})
+    add_key(tmp_path / "keys.json", "a", admin=True)
+    add_key(tmp_path / "keys.json", "b")
+    assert one(files.keys, given)[1].startswith("2 in force, 1 of them for operators")
+    revoke_key(tmp_path / "keys.json", "a")
+    assert one(files.keys, given)[1].startswith("1 in force, 0 of them")
+    revoke_key(tmp_path / "keys.json", "b")
+    assert one(files.keys, given)[0] is WARNING
+
+
+def test_no_keys_on_purpose() -> None:
+    """On an address that others reach that has to be said."""
+    assert one(files.keys, context({"server": {"host": "0.0.0.0"}}))[0] is PROBLEM
+    assert one(files.keys, context({"server": {"host": "0.0.0.0"}, "auth": {"allow_keyless": True}}))[0] is OK
+
+
+def test_environments_of_other_programs(tmp_path: Path) -> None:
+    """An interpreter that fails, one without the package, and the pinned version."""
+    python = tmp_path / "python"
+    given = context({"engine": {"python": python}})
+    for script, health, said in (
+        ("echo broken >&2; exit 3", PROBLEM, f"{python}: broken"),
+        ("exit 0", PROBLEM, f"{python}: it has no vllm"),
+        ("echo other 1.0", OK, "other 1.0"),
+    ):
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+        (finding,) = files.engine_environment(given)
+        assert (finding.health, finding.found) == (health, said)
+
+
+def test_the_last_start_names_the_kernels(tmp_path: Path) -> None:
+    """Of several replicas the one whose log was written last; a log that names none is passed over."""
+    line = "INFO 11-22 13:30:00 [x.py:1] Using {} for layer\n"
+    for number, text in enumerate((line.format("OldLinearKernel"), line.format("NewLinearKernel"), "nothing\n")):
+        (tmp_path / f"fast-{number}.log").write_text(text)
+        os.utime(tmp_path / f"fast-{number}.log", (number, number))
+    assert "fast NewLinearKernel (vLLM)" in next(iter(files.kernels(context({"engine": {"log_dir": tmp_path}})))).found
+
+
+def test_profiles_that_nobody_measures_by_itself(tmp_path: Path) -> None:
+    """With engines elsewhere, or profiles off, the command is named; else the router measures."""
+    for overrides, said in (
+        ({"tiers": URLS}, "'qarr profile quality'"),
+        ({"profile": {"auto": True}}, "'qarr up' measures loss"),
+    ):
+        quality, latency = files.profiles(context(overrides))
+        assert (quality.check, quality.health, latency.check) == ("quality profile", WARNING, "latency profile")
+        assert said in quality.then
+
+
+def test_a_profile_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    given = context({"tiers": URLS, "policy": {"profiles": tmp_path}})
+    path = tmp_path / files.profile_name({name: URLS[name]["urls"][0] for name in TierName})
+    path.write_text("{}")
+    quality, _ = files.profiles(given)
+    assert quality.health is WARNING
+    assert f"remove {path}" in quality.then
+
+
+def test_disks_are_checked_once(tmp_path: Path) -> None:
+    """Two folders of one file system give one finding; a folder that is not there counts as its parent."""
+    given = context({"model": {"store": tmp_path / "a/b"}, "engine": {"log_dir": tmp_path / "c"}})
+    health, text = one(machine.disk, given)
+    assert f"for checkpoints ({tmp_path / 'a/b'})" in text or health is PROBLEM
+    assert not (tmp_path / "a").exists()
+
+
+def test_open_files_against_connections() -> None:
+    """Two for each connection, and some besides; the advice fits the limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert one(machine.open_files, context({"server": {"max_connections": 1}}))[0] is OK
+    if hard != resource.RLIM_INFINITY:
+        (finding,) = machine.open_files(context({"server": {"max_connections": hard}}))
+        assert finding.health is WARNING
+        fitting = int(finding.then.rpartition(" ")[2])
+        assert one(machine.open_files, context({"server": {"max_connections": fitting}}))[0] is OK
+        assert one(machine.open_files, context({"server": {"max_connections": fitting + 1}}))[0] is WARNING
+
+
+def test_a_clock_before_this_version_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1_000_000_000.0)
+    assert one(machine.clock)[0] is PROBLEM
+
+
+def test_engines_that_run_have_taken_their_memory(tmp_path: Path) -> None:
+    """A taken engine port means that they do: free memory says nothing then."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = context({"engine": {"base_port": taken.getsockname()[1]}})
+        assert one(machine.memory, given)[1].endswith(", with engines running")
+
+
+@pytest.mark.parametrize(("memory", "said"), [("1024", "1.0 of 2.0 GiB free"), ("0", "0.0 of 2.0 GiB free")])
+def test_memory_of_a_gpu_is_in_gib(memory: str, said: str) -> None:
+    assert said in machine.judge_gpu(["1", "a GPU", "550", "9.0", "2048", memory]).found
+
+
+@pytest.mark.parametrize(
+    ("host", "url"), [("0.0.0.0", "http://127.0.0.1:80"), ("::", "http://127.0.0.1:80"), ("::1", "http://[::1]:80"), ("10.0.0.1", "http://10.0.0.1:80")]
+)  # fmt: skip
+def test_where_a_router_of_these_settings_answers(host: str, url: str) -> None:
+    assert network.own_url(load_settings(None, {"server": {"host": host, "port": 80}})) == url
+
+
+def test_the_port_of_a_router_is_not_a_problem() -> None:
+    """A router that listens there is recognised by its answer; any other server is not, and port 0 is always free."""
+    for body, health in ((b'{"status":"alive"}', OK), (b"<html>", PROBLEM)):
+        with stub_router(**{"GET /healthz": (200, body)}) as router:
+            port = int(router.url.rpartition(":")[2])
+            assert one(network.router_port, context({"server": {"port": port}}))[0] is health
+        assert router.keys == [None], "the key was given to whatever holds the port"
+    assert one(network.router_port, context({"server": {"port": 0}})) == (OK, "any free one")
+
+
+def test_engine_ports_of_the_running_router_are_no_problem() -> None:
+    """Those that its fleet names; another program's port is one."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        tiers = {name: {**URLS[name]} for name in ("fast", "balanced")}
+        overrides = {"tiers": tiers, "engine": {"base_port": port}}
+        for url, health in ((f"http://127.0.0.1:{port}", OK), (None, PROBLEM)):
+            with stub_router(**{"GET /tiers": (200, {"tiers": [{"replicas": [{"url": url}]}]})}) as router:
+                assert one(network.engine_ports, context(overrides, router.url))[0] is health
+        with stub_router(**{"GET /tiers": (401, {"detail": "no"})}) as router:
+            assert one(network.engine_ports, context(overrides, router.url))[0] is PROBLEM
+
+
+def test_free_engine_ports_are_a_range() -> None:
+    (port,) = reserved_ports()
+    assert (
+        one(
+            network.engine_ports,
+            context({"tiers": {n: URLS[n] for n in ("fast", "balanced")}, "engine": {"base_port": port}}),
+        )[1]
+        == f"{port} are free"
+    )
+
+
+FLEET = {"tiers": [], "profiling": {"state": "off", "what": None, "total": 0, "done": 0, "detail": "", "measured": {}}}
+
+
+@pytest.mark.parametrize(
+    ("answers", "healths"),
+    [
+        ({"GET /healthz": (500, {})}, [PROBLEM]),
+        ({"GET /healthz": (200, {}), "GET /readyz": (503, {}), "GET /tiers": (200, FLEET)}, [PROBLEM, OK]),
+        ({"GET /healthz": (200, {}), "GET /readyz": (200, {}), "GET /tiers": (401, {})}, [OK, WARNING]),
+        ({"GET /healthz": (200, {}), "GET /readyz": (200, {}), "GET /tiers": (200, FLEET)}, [OK, OK]),
+    ],
+)
+def test_what_runs(answers: dict[str, tuple[int, Any]], healths: list[Health]) -> None:
+    """No router, one that is not ready, one that wants a key, one that is well; only the fleet is asked for with the key."""
+    with stub_router(**answers) as router:
+        assert [f.health for f in network.running_router(context(None, router.url, "secret"))] == healths
+    sent = dict(zip(router.asked, router.keys, strict=True))
+    assert sent.get("GET /tiers", "Bearer secret") == "Bearer secret"
+
+
+def test_tiers_without_an_engine() -> None:
+    """Left out on purpose, being prepared, or failed with its reason; a drained replica can be resumed."""
+    preparing = {"what": "quantizing", "done": 0, "total": 0, "remaining_s": None, "failed": None}
+    none = {"replicas": [], "detail": None}
+    tiers = [
+        {"tier": "fast", "state": "left_out", "preparing": None, **none},
+        {"tier": "balanced", "state": "preparing", "preparing": preparing, **none},
+        {
+            "tier": "precise",
+            "state": "failed",
+            "preparing": {**preparing, "failed": "disk full"},
+            "replicas": [],
+            "detail": "disk full\nmore",
+        },
+    ]
+    left_out, prepared_, failed = network.judge_fleet({"tiers": tiers})
+    assert (left_out.health, left_out.check) == (OK, "tier fast")
+    assert (prepared_.health, prepared_.found) == (WARNING, "is being prepared: quantizing")
+    assert (failed.health, failed.found) == (PROBLEM, "has no checkpoint: disk full")
+    drained = {"id": "fast-0", "state": "draining", "detail": None, "breaker": "closed", "served": 0, "failed": 0}
+    (finding,) = network.judge_fleet({"tiers": [{"tier": "fast", "replicas": [drained]}]})
+    assert "qarr tiers resume" in finding.then
+
+
+def test_long_details_are_cut() -> None:
+    replica = {"id": "a", "state": "failed", "detail": "x" * 1000, "breaker": "closed", "served": 0, "failed": 0}
+    (finding,) = network.judge_fleet({"tiers": [{"tier": "fast", "replicas": [replica]}]})
+    assert finding.found.count("x") == network.DETAIL_CHARS

@@ -1,0 +1,77 @@
+"""``qarr keys``, in this process: what is printed, and what is not."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from router.auth.api_keys import KeysError, read_keys
+from tests.unit.cli.stub_router import qarr
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QARR_AUTH__KEYS_FILE", str(tmp_path / "keys.json"))
+    return tmp_path / "keys.json"
+
+
+def test_the_key_is_on_standard_output_alone(file: Path) -> None:
+    """So that a script can take it; the first key says that requests need one from now on, the next ones do not."""
+    first, second = (qarr("keys", "add", name) for name in ("[red]Ann", "Ben"))
+    assert first.stdout.startswith("qarr-")
+    assert len(first.stdout.split()) == 1
+    assert "for [red]Ann, in " in first.stderr.replace("\n", " ")
+    assert "every request needs a key" in first.stderr
+    assert "every request needs a key" not in second.stderr
+    assert first.stdout.strip() not in file.read_text()
+
+
+def test_rights_come_from_the_options(file: Path) -> None:
+    """What is not given stays at its default: all tiers, no limits, no operator."""
+    options = ["--tier", "fast", "--tier", "balanced", "--over", "refuse", "--max-priority", "batch", "--admin"]
+    assert qarr("keys", "add", "a", *options, "--requests-per-minute", "7").exit_code == 0
+    assert qarr("keys", "add", "b").exit_code == 0
+    own, default = read_keys(file)
+    assert (own.tiers, own.over, own.max_priority, own.admin) == (("fast", "balanced"), "refuse", "batch", True)
+    assert (own.requests_per_minute, own.tokens_per_minute, own.concurrent_requests) == (7, None, None)
+    assert (len(default.tiers), default.over, default.max_priority, default.admin) == (3, "clamp", "interactive", False)
+
+
+def test_the_list_shows_rights_and_no_hash(file: Path) -> None:
+    """One row a key, a revoked one with its date; names are not markup."""
+    qarr("keys", "add", "[red]Ann", "--tier", "fast", "--concurrent-requests", "3")
+    qarr("keys", "add", "Ben", "--admin")
+    assert "revoked key" in qarr("keys", "revoke", "Ben").stdout
+    shown = qarr("keys", "list").stdout
+    ann, ben = shown.splitlines()[1:]
+    assert ann.split()[1] == "[red]Ann"
+    assert ann.split()[3:] == ["in", "force", "fast", "interactive", "(clamp)", "-", "-", "3", "-"]
+    assert "revoked 20" in ben
+    assert ben.split()[-1] == "yes"
+    records = json.loads(qarr("keys", "list", "--json").stdout)
+    assert [record["name"] for record in records] == ["[red]Ann", "Ben"]
+    for record in read_keys(file):
+        assert record.sha256 not in shown + json.dumps(records)
+
+
+def test_an_empty_list_says_how_to_make_one() -> None:
+    assert "qarr keys add NAME" in qarr("keys", "list").stdout
+    assert json.loads(qarr("keys", "list", "--json").stdout) == []
+
+
+def test_unknown_keys_cannot_be_revoked(file: Path) -> None:
+    """Nothing is made by the attempt."""
+    assert isinstance(qarr("keys", "revoke", "nobody").exception, KeysError)
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("options", [["--over", "ignore"], ["--max-priority", "urgent"], ["--tier", "huge"]])
+def test_unknown_rights_are_refused(options: list[str], file: Path) -> None:
+    """No key is made."""
+    assert qarr("keys", "add", "a", *options).exit_code != 0
+    assert not file.exists()

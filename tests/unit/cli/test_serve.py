@@ -1,0 +1,91 @@
+"""What ``qarr up`` prints of a start, ``qarr model`` and ``qarr settings``, and the list of commands."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+from typer.testing import CliRunner
+
+from router.cli.main import COMMANDS, make_app
+from router.cli.serve import _show_plan, _to_follow
+from router.settings import SettingsError
+from tests.unit.cli.stub_router import qarr
+from tiers.errors import TierError
+from tiers.fleet import Fleet
+from tiers.plan import GIB, Plan, Share
+from tiers.preparing import ENGINE_START_S
+from tiers.spec import Placement, TierName, TierSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FAST, BALANCED, PRECISE = TierName
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QARR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("QARR_SERVER__RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("QARR_ENGINE__PYTHON", "/none")
+
+
+def test_the_plan_says_what_is_measured_and_what_is_estimated(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A checkpoint that is not made yet has an estimated size; one that grows in memory has both sizes."""
+    made, unmade = TierSpec(PRECISE, 2048, 16, 32, checkpoint=tmp_path), TierSpec(FAST, 2048, 16, 32)
+    shares = tuple(
+        Share(tier, weights, on_disk, kv_cache=GIB, kv_tokens=4096, placement=Placement())
+        for tier, weights, on_disk in ((FAST, 2 * GIB, GIB), (PRECISE, GIB // 2, GIB // 2))
+    )
+    _show_plan("m", Plan("CPU (2 cores)", shares), (made, unmade))
+    head, grown, plain = capsys.readouterr().err.splitlines()
+    assert head == "model m on CPU (2 cores)"
+    assert "fast     awq-int4  weights ~2.00 GiB (1.00 on disk: this CPU has no AMX), KV cache  1.00 GiB" in grown
+    assert "weights  0.50 GiB, KV cache  1.00 GiB (4096 tokens), context 2048" in plain
+
+
+def test_tiers_to_follow_have_a_time_where_it_is_known() -> None:
+    """Before the model's size is known it is not."""
+    fleet = Fleet(tuple(TierSpec(name, 2048, 16, 32) for name in TierName))
+    fleet.preparations.expect({FAST}, None)
+    assert _to_follow(fleet) == "to follow: fast"
+    fleet.preparations.made(FAST)
+    fleet.preparations.starting(FAST)
+    assert _to_follow(fleet) == f"to follow: fast in about {ENGINE_START_S:.0f} s"
+
+
+def test_a_model_without_checkpoints_has_an_empty_list() -> None:
+    """Nothing is made or downloaded by looking; one that cannot be prepared says why."""
+    assert json.loads(qarr("model", "list").stdout) == []
+    assert isinstance(qarr("model", "prepare", "--model", "no such model").exception, TierError)
+    assert isinstance(qarr("model", "list", QARR_MODEL__GROUP_SIZE="7").exception, SettingsError)
+
+
+def test_settings_are_a_table_or_a_schema(tmp_path: Path) -> None:
+    """After the file is checked: with a mistake in it neither is shown."""
+    assert qarr("settings").stdout.startswith("| setting | default | meaning |")
+    assert json.loads(qarr("settings", "--schema").stdout)["title"] == "Settings"
+    (tmp_path / "qarr.toml").write_text("[server]\nprot = 1\n")
+    done = qarr("settings", "--config", str(tmp_path / "qarr.toml"))
+    assert isinstance(done.exception, SettingsError)
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_can_be_loaded_alone(name: str) -> None:
+    """Only what it needs is imported for it; the help has a sentence on it."""
+    done = CliRunner().invoke(make_app((name,)), [name, "--help"], env={"COLUMNS": "100"})
+    assert done.exit_code == 0
+    assert "Usage: " in done.output
+
+
+def test_the_other_name_of_serve_is_not_listed() -> None:
+    """It works, and the help has one name for each command."""
+    listed = CliRunner().invoke(make_app(), ["--help"], env={"COLUMNS": "200"}).output
+    names = re.findall(r"^\W+(\w+)  ", listed, re.MULTILINE)
+    assert sorted(set(names) & set(COMMANDS)) == sorted(set(COMMANDS) - {"router"})
+    assert qarr("router", "--help").exit_code == 0

@@ -1,0 +1,173 @@
+"""The layout of the fleet: which tiers run here, with which checkpoint, tokenizer and port."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from classifier import EstimatingCounter, TokenCounter, TokenizerError
+from router.deployment.counters import LateCounter, make_counter, named_counter
+from router.deployment.layout import HOST, make_deployment, make_launch, prepare_options, tier_spec
+from router.deployment.options import fleet_options, make_canary, supervisor_options
+from router.settings import Settings, load_settings
+from tests.unit.cli.test_doctor import checkpoint
+from tiers.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from tiers.errors import CheckpointError, EngineError
+from tiers.spec import TierName
+
+FAST, BALANCED, PRECISE = TierName
+URL = "http://10.0.0.5:8000"
+
+
+def settings(**overrides: Any) -> Settings:
+    """Return settings with an engine environment, whose interpreter is this one."""
+    return load_settings(None, {"engine": {"python": Path(sys.executable)}, **overrides})
+
+
+def made(tmp_path: Path) -> dict[TierName, Checkpoint]:
+    """Make a small checkpoint for each tier, with a tokenizer of two words."""
+    found = {tier: read_checkpoint(tier, checkpoint(tmp_path / f"made-{tier}", tier)) for tier in TierName}
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
+    definition = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}
+    for made_ in found.values():
+        (made_.path / "tokenizer.json").write_text(json.dumps(definition))
+    return found
+
+
+def test_a_url_goes_before_any_checkpoint(tmp_path: Path) -> None:
+    """Then the folder of the settings, which has no digest, and then the prepared checkpoint with its own."""
+    prepared = made(tmp_path)
+    folder = tmp_path / "own"
+    given = settings(tiers={"fast": {"urls": (URL,), "checkpoint": folder}, "balanced": {"checkpoint": folder}}).tiers
+    elsewhere, folder_of, digest_of = (tier_spec(name, getattr(given, name.value), prepared) for name in TierName)
+    assert (elsewhere.urls, elsewhere.checkpoint, elsewhere.digest) == ((URL,), None, None)
+    assert (folder_of.checkpoint, folder_of.digest) == (folder, None)
+    assert (digest_of.checkpoint, digest_of.digest) == (
+        prepared[PRECISE].path,
+        prepared[PRECISE].manifest.weights_digest,
+    )
+    assert tier_spec(PRECISE, given.precise, {}).checkpoint is None
+
+
+def test_engines_get_ports_and_keys_of_their_own(tmp_path: Path) -> None:
+    """Ports follow one another from the first one, in the order of the tiers that run here."""
+    prepared = made(tmp_path)
+    given = settings(
+        engine={"python": Path(sys.executable), "base_port": 9500, "extra_args": ("--a",)},
+        tiers={"balanced": {"urls": (URL,)}},
+    )
+    deployment = make_deployment(given, tuple(prepared.values()))
+    assert [(launch.tier.name, launch.port) for launch in deployment.launches] == [(FAST, 9500), (PRECISE, 9501)]
+    assert {launch.host for launch in deployment.launches} == {HOST}
+    assert {launch.extra_args for launch in deployment.launches} == {("--a",)}
+    keys = {launch.api_key for launch in deployment.launches}
+    assert len(keys) == 2
+    assert min(map(len, keys)) >= 24
+    assert (deployment.local, deployment.missing, deployment.model) == ({FAST, PRECISE}, (), "m")
+    assert (deployment.counter.exact, deployment.counter.count("a b a")) == (True, 3)
+    again = make_launch(deployment.specs[0], deployment.plan, given, "m", 0)
+    assert again.api_key not in keys
+
+
+def test_the_router_alone_starts_nothing() -> None:
+    """Tiers without URLs are left out: no plan, no environment and no checkpoint are needed."""
+    given = load_settings(None, {"engine": {"python": "/none"}, "tiers": {"fast": {"urls": (URL,)}}})
+    deployment = make_deployment(given, (), start_engines=False)
+    assert (deployment.launches, deployment.local, deployment.missing) == ((), frozenset(), ())
+    assert [bool(spec.urls) for spec in deployment.specs] == [True, False, False]
+    assert not deployment.counter.exact
+
+
+def test_missing_checkpoints_wait_for_the_model(tmp_path: Path) -> None:
+    """Nothing is launched, and all tiers without URLs count as local; the counter can be replaced later."""
+    deployment = make_deployment(settings(tiers={"precise": {"urls": (URL,)}}), ())
+    assert (deployment.missing, deployment.launches) == ((FAST, BALANCED), ())
+    assert deployment.local == {FAST, BALANCED}
+    assert isinstance(deployment.counter, LateCounter)
+
+
+def test_a_model_that_cannot_be_found_ends_it() -> None:
+    with pytest.raises(CheckpointError, match="neither a folder"):
+        make_deployment(settings(model={"name": "no such model"}), ())
+
+
+def test_engines_here_need_an_environment() -> None:
+    """Named with the command that makes it, and the setting that names another."""
+    with pytest.raises(EngineError, match=r"make engine-env.*engine\.python"):
+        make_deployment(load_settings(None, {"engine": {"python": "/none"}}), ())
+
+
+def test_tiers_with_different_tokenizers_are_refused(tmp_path: Path) -> None:
+    prepared = made(tmp_path)
+    (prepared[FAST].path / "tokenizer.json").write_text(json.dumps({"version": "2.0"}))
+    with pytest.raises(CheckpointError):
+        make_deployment(settings(), tuple(prepared.values()))
+
+
+def test_how_checkpoints_are_made_comes_from_the_settings(tmp_path: Path) -> None:
+    model = {"name": "a/b", "store": tmp_path, "calibration_samples": 3, "calibration_tokens": 17, "group_size": 32}
+    options = prepare_options(settings(model=model, quantizer={"python": "/q"}))
+    assert (options.model, options.store, options.quantizer_python) == ("a/b", tmp_path, Path("/q"))
+    assert (options.calibration_samples, options.calibration_tokens, options.group_size) == (3, 17, 32)
+
+
+@pytest.mark.parametrize(("folder", "said"), [("none", "is no folder"), (".", "has no tokenizer.json")])
+def test_a_named_tokenizer_must_be_there(tmp_path: Path, folder: str, said: str) -> None:
+    """An estimate in its place would go unnoticed; the same folder as a checkpoint only means an estimate."""
+    with pytest.raises(TokenizerError, match=f"--tokenizer: .*{said}"):
+        named_counter(tmp_path / folder)
+    assert not make_counter(tmp_path / folder).exact
+    assert not make_counter(None).exact
+
+
+def test_a_late_counter_counts_as_its_present_one() -> None:
+    """Both what it counts and whether that is exact change at once."""
+
+    class Letters(TokenCounter):
+        """Counts letters."""
+
+        __slots__ = ()
+
+        def __init__(self) -> None:
+            pass
+
+        exact = True
+
+        def count(self, text: str) -> int:
+            return len(text)
+
+    late = LateCounter(EstimatingCounter())
+    assert (late.exact, late.count("twelve chars")) != (True, 12)
+    late.replace(Letters())
+    assert (late.exact, late.count("twelve chars")) == (True, 12)
+
+
+def test_supervision_follows_the_settings(tmp_path: Path) -> None:
+    """Each setting reaches the part that it is for."""
+    given = settings(
+        engine={
+            "hang_s": 7,
+            "max_restarts": 2,
+            "recycle": "in place",
+            "api_key": "k",
+            "drain_s": 3,
+            "warmup_expected": "42",
+        },
+        upstream={"breaker_failures": 9, "breaker_pause_s": 4},
+        admission={"kv_open": 0.5, "kv_close": 0.4, "adaptive_limit": False, "long_prompt_tokens": 11},
+        policy={"profiles": tmp_path},
+        profile={"live": False},
+    )
+    fleet, supervised = fleet_options(given), supervisor_options(given, "a machine")
+    assert (fleet.breaker.failures, fleet.breaker.pause_s) == (9, 4)
+    assert (fleet.kv_open, fleet.kv_close, fleet.adaptive_limit, fleet.long_prompt_tokens) == (0.5, 0.4, False, 11)
+    assert (supervised.watchdog.hang_s, supervised.watchdog.max_restarts) == (7, 2)
+    assert (supervised.operations.beside, supervised.operations.drain_s) == (False, 3)
+    assert (supervised.external_api_key, supervised.warmup.expected, supervised.live_speed) == ("k", "42", False)
+    assert supervised.canary is not None
+    assert (supervised.canary.path, supervised.canary.machine) == (tmp_path / "canary.json", "a machine")
+    assert make_canary(given, "b").machine == "b"
