@@ -220,7 +220,7 @@ class IdleClient:
                 now = time.monotonic()
                 if self._others():
                     self._busy_at = now
-                if now >= self._busy_at + self._wait_s:
+                elif now >= self._busy_at + self._wait_s:
                     return
                 waiting()
                 await asyncio.sleep(LOOK_S)

@@ -63,7 +63,7 @@ def read_prompts(path: Path, per_class: int | None) -> tuple[Prompt, ...]:
     found: list[Prompt] = []
     taken: Counter[PromptClass] = Counter()
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").split("\n")  # splitlines() would also split at U+2028, which prompts may have
     except (OSError, UnicodeDecodeError) as error:
         raise ProfileError(f"the prompts {path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
@@ -74,12 +74,13 @@ def read_prompts(path: Path, per_class: int | None) -> tuple[Prompt, ...]:
             text = row["text"]
             named = row.get("class")
             prompt_class = PromptClass(named) if named else extract(text, EstimatingCounter()).prompt_class
+            prompt = Prompt(text, prompt_class, _digest(text))
         except (ValueError, KeyError, TypeError, AttributeError):
             classes = ", ".join(PromptClass)
             raise ProfileError(f'{path} line {number}: expected {{"text": ..., "class": one of {classes}}}') from None
         taken[prompt_class] += 1
         if per_class is None or taken[prompt_class] <= per_class:
-            found.append(Prompt(text, prompt_class, _digest(text)))
+            found.append(prompt)
     if not found:
         raise ProfileError(f"{path} has no prompts")
     return tuple(dict.fromkeys(found))
