@@ -1,14 +1,13 @@
-"""The operators' endpoints: drain, resume, restart and recycle replicas, and look at how far that is."""
+"""The operators' endpoints: drain, resume, restart and recycle replicas, and follow these operations."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import to_json
-from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
 from router.api.asgi import context_of
+from router.api.bodies import json_response
 from router.api.problems import NotAdmin
 from router.auth.network import is_loopback
 from tiers.lifecycle.operations import KINDS, Kind, Operation, Operations
@@ -17,12 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from starlette.requests import Request
+    from starlette.responses import Response
 
     from router.auth.api_keys import KeyStore
 
 REPLICAS = "/admin/replicas/{id}"
 OPERATIONS = "/admin/operations"
-# Set by proxies and browsers: who is behind them is not this machine's operator.
+# Proxies and browsers set these: whoever is behind them is not this machine's operator.
 FOREIGN_HEADERS = ("origin", "forwarded", "x-forwarded-for", "x-real-ip", "via")
 
 
@@ -43,20 +43,20 @@ class Admin:
     def _operate(self, kind: Kind) -> Callable[[Request], Awaitable[Response]]:
         async def operate(request: Request) -> Response:
             self._check(request)
-            return _json(rendered(self._operations.begin(kind, request.path_params["id"])), 202)
+            return json_response(_render(self._operations.begin(kind, request.path_params["id"])), 202)
 
         return operate
 
     async def _list(self, request: Request) -> Response:
         self._check(request)
-        return _json({"operations": [rendered(o) for o in self._operations.records]})
+        return json_response({"operations": [_render(operation) for operation in self._operations.records]})
 
     async def _one(self, request: Request) -> Response:
         self._check(request)
-        return _json(rendered(self._operations.record(request.path_params["id"])))
+        return json_response(_render(self._operations.record(request.path_params["id"])))
 
     def _check(self, request: Request) -> None:
-        """Let in keys for operators; without keys, whoever is on this machine and comes neither by a proxy nor a web page.
+        """Let in admin keys; without keys, clients on this machine that are neither a proxy nor a web page.
 
         Raises:
             NotAdmin: Others.
@@ -74,8 +74,7 @@ class Admin:
             )
 
 
-def rendered(operation: Operation) -> dict[str, Any]:
-    """Return an operation as the endpoints show it."""
+def _render(operation: Operation) -> dict[str, Any]:
     return {
         "id": operation.id,
         "operation": operation.kind,
@@ -86,7 +85,3 @@ def rendered(operation: Operation) -> dict[str, Any]:
         "began": operation.began,
         "ended": operation.ended,
     }
-
-
-def _json(body: object, status: int = 200) -> Response:
-    return Response(to_json(body), status, media_type="application/json")

@@ -1,12 +1,14 @@
-"""Bodies of our own endpoints: what comes in, checked strictly, and what goes out."""
+"""Bodies of our own endpoints: requests, validated strictly, and responses."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import to_json
+from starlette.responses import Response
 
 from router.pipeline.request import RoutingOptions
 from router.policy.decision import Priority, Sla
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FieldProblem:
-    """One thing that is wrong with a request's body."""
+    """One error in a request's body."""
 
     field: str
     problem: str
@@ -33,7 +35,7 @@ class FieldProblem:
 
 
 class InvalidBody(Exception):
-    """A request body that is not what the endpoint takes."""
+    """A request body that the endpoint does not accept."""
 
     def __init__(self, problems: tuple[FieldProblem, ...]) -> None:
         super().__init__("; ".join(f"{p.field}: {p.problem}" for p in problems))
@@ -41,7 +43,7 @@ class InvalidBody(Exception):
 
 
 class SlaBody(BaseModel):
-    """Bounds that the caller asks for."""
+    """The caller's own bounds."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -51,37 +53,27 @@ class SlaBody(BaseModel):
     confidence: float | None = Field(None, ge=0.5, lt=1, allow_inf_nan=False)
 
 
-def _limits(info: ValidationInfo) -> LimitSettings:
-    limits: Any = info.context
-    return cast("LimitSettings", limits)
-
-
 class RoutingFields(BaseModel):
-    """What a caller may say about routing, on every endpoint."""
+    """The routing options of every endpoint."""
 
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, cache_strings="keys"
-    )  # as json_object.read_json
+    # Strings are cached as in json_object.read_json.
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, cache_strings="keys")
 
     tier: Literal["auto", "fast", "balanced", "precise"] = "auto"
     tier_policy: Literal["prefer", "require"] = "prefer"
     sla: SlaBody = SlaBody()
     priority: Priority = "standard"
 
-    @property
-    def hint(self) -> TierName | None:
-        """Return the tier asked for, None for ``auto``."""
-        return None if self.tier == "auto" else TierName(self.tier)
-
     def options(self, priority: int, hint_field: str) -> RoutingOptions:
-        """Return them as the pipeline knows them.
+        """Return the options as the pipeline knows them.
 
         Args:
             priority: In vLLM's numbers.
-            hint_field: Where the tier was asked for.
+            hint_field: The field or header that named the tier.
         """
         sla = Sla(self.sla.ttft_ms, self.sla.tpot_ms, self.sla.max_quality_loss, self.sla.confidence)
-        return RoutingOptions(self.hint, hint_field, self.tier_policy == "require", sla, priority)
+        hint = None if self.tier == "auto" else TierName(self.tier)
+        return RoutingOptions(hint, hint_field, self.tier_policy == "require", sla, priority)
 
 
 class GenerateBody(RoutingFields):
@@ -104,12 +96,12 @@ class GenerateBody(RoutingFields):
     @field_validator("prompt", "system_prompt")
     @classmethod
     def _within_text_limits(cls, text: str | None, info: ValidationInfo) -> str | None:
-        limits = _limits(info)
         if text is None:
             return text
+        limits: LimitSettings = info.context  # type: ignore[assignment]
         if len(text) > limits.max_prompt_chars:
             raise ValueError(f"has {len(text)} characters")
-        # A word needs a separator, so a text of up to twice the limit in characters cannot hold more.
+        # A word needs a separator: a text of at most twice the limit in characters has no more words than that.
         if len(text) > 2 * limits.max_prompt_words and (words := len(text.split())) > limits.max_prompt_words:
             raise ValueError(f"has {words} words")
         return text
@@ -117,17 +109,17 @@ class GenerateBody(RoutingFields):
     @field_validator("max_tokens")
     @classmethod
     def _within_token_limit(cls, tokens: int | None, info: ValidationInfo) -> int | None:
-        limits = _limits(info)
+        limits: LimitSettings = info.context  # type: ignore[assignment]
         if tokens is not None and tokens > limits.max_tokens:
             raise ValueError(f"is {tokens}")
         return tokens
 
 
 def parse_generate(body: bytes, limits: LimitSettings) -> GenerateBody:
-    """Read a body.
+    """Parse a body.
 
     Raises:
-        InvalidBody: It is not UTF-8, not JSON, or a field is wrong; every problem found is listed.
+        InvalidBody: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
     """
     try:
         return GenerateBody.model_validate_json(body, context=limits)
@@ -137,7 +129,7 @@ def parse_generate(body: bytes, limits: LimitSettings) -> GenerateBody:
         raise InvalidBody(tuple(problems)) from None  # pydantic's own text quotes the input
 
 
-# What a caller may say about routing, wherever it is said.
+# Allowed values of the routing options, in bodies and headers.
 ROUTING_ALLOWED = {
     "tier": "auto, fast, balanced or precise",
     "tier_policy": "prefer or require",
@@ -151,7 +143,7 @@ ROUTING_ALLOWED = {
 
 
 def allowed_values(limits: LimitSettings) -> dict[str, str]:
-    """Return, for each field, what is allowed."""
+    """Return the allowed values of each field."""
     text = f"{limits.max_prompt_chars} characters and at most {limits.max_prompt_words} words"
     return {
         "prompt": f"a string of 1 to {text}",
@@ -181,10 +173,10 @@ def render_fleet(fleet: FleetSnapshot, model: str, machine: str, *, inside: bool
     """Return the fleet as the answer of ``GET /tiers``.
 
     Args:
-        fleet: As it is.
+        fleet: The fleet's present state.
         model: The served model's name.
-        machine: What the router runs on.
-        inside: With where engines and checkpoints are, and why a replica is not ready, which quotes such places.
+        machine: The machine that the router runs on.
+        inside: Whether to show where engines and checkpoints are, and the details that quote such addresses and paths.
     """
     return {
         "model": model,
@@ -211,7 +203,7 @@ def render_fleet(fleet: FleetSnapshot, model: str, machine: str, *, inside: bool
 
 
 def render_preparing(preparing: Preparing) -> dict[str, Any]:
-    """Return what a tier needs before it serves for the first time, as JSON values."""
+    """Return what a tier still needs before it first serves, as JSON values."""
     remaining_s = preparing.remaining_s
     return {
         "what": preparing.what,
@@ -222,8 +214,13 @@ def render_preparing(preparing: Preparing) -> dict[str, Any]:
 
 
 def scope_of(*, everything: bool) -> Literal["all", "own"]:
-    """Return how answers name what they show: everything, or what is the key's own and figures of all."""
+    """Return the scope of an answer: ``all``, or ``own``, the key's own requests and figures of all."""
     return "all" if everything else "own"
+
+
+def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a JSON response."""
+    return Response(to_json(body), status, headers, "application/json")
 
 
 def _render_replica(replica: ReplicaSnapshot, *, inside: bool) -> dict[str, Any]:

@@ -1,18 +1,14 @@
-"""``GET /v1/models``, and what the names of models stand for."""
+"""``GET /v1/models``, and the tiers that model names stand for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic_core import to_json
-from starlette.responses import Response
-
 from router.api.asgi import context_of
-from router.api.bodies import FieldProblem, InvalidBody
+from router.api.bodies import FieldProblem, InvalidBody, json_response
 from router.api.problems import UnknownModel
 from router.upstream.json_object import JsonObject, NotJson
-from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -42,8 +38,7 @@ class Models:
     created: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer the list, or one model of it."""
-        context = context_of(scope)
+        """Answer with the list, or with one model."""
         wanted = scope["path_params"].get("id")
         self.telemetry.name_server_span(scope, "/v1/models/{id}" if wanted else "/v1/models")
         names = model_names(self.settings)
@@ -51,13 +46,10 @@ class Models:
             raise UnknownModel(wanted, tuple(names))
         cards = [self._card(name, choice) for name, choice in names.items() if wanted in {None, name}]
         body = cards[0] if wanted is not None else {"object": "list", "data": cards}
-        response = Response(to_json(body), media_type="application/json", headers=context.headers)
-        await response(scope, receive, send)
+        await json_response(body, headers=context_of(scope).headers)(scope, receive, send)
 
     def _card(self, name: str, choice: ModelChoice) -> dict[str, Any]:
-        specs = self.fleet.specs
-        tier = None if choice == "auto" else TierName(choice)
-        lengths = [spec.max_model_len for spec in specs if tier in {None, spec.name}]
+        lengths = [spec.max_model_len for spec in self.fleet.specs if choice in {"auto", spec.name.value}]
         return {
             "id": name,
             "object": "model",
@@ -70,7 +62,7 @@ class Models:
 
 
 def read_document(body: bytes) -> JsonObject:
-    """Read a request's body.
+    """Parse a request's body.
 
     Raises:
         InvalidBody: It is not a JSON object.
@@ -82,15 +74,15 @@ def read_document(body: bytes) -> JsonObject:
 
 
 def model_names(settings: OpenAISettings) -> dict[str, ModelChoice]:
-    """Return every model name that is answered to."""
+    """Return every known model name, with the choice that it stands for."""
     return {**MODELS, **settings.aliases}
 
 
 def resolve(document: JsonObject, settings: OpenAISettings) -> ModelChoice:
-    """Return what a body's model name stands for; ``auto`` where it has none, as vLLM does.
+    """Return the choice that a body's model name stands for; ``auto`` if it names none, as vLLM allows.
 
     Raises:
-        UnknownModel: It stands for nothing.
+        UnknownModel: The name is not known.
     """
     name = document.get("model")
     if name is None:

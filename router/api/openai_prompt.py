@@ -1,6 +1,6 @@
-"""What routing reads of an OpenAI request: the text to classify, and how many tokens it is. Nothing is changed or checked.
+"""Reads the text to classify and its token count from an OpenAI request, which is neither changed nor checked.
 
-What is malformed reads as empty: the engine, which gets the body as it is, says best what is wrong with it.
+Malformed parts read as empty: the engine gets the body unchanged and reports best what is wrong with it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,13 @@ if TYPE_CHECKING:
     from classifier import TokenCounter
     from router.upstream.json_object import JsonObject
 
-SHORT_CHARS = 200  # a shorter last turn ("and now in Rust?") is read together with the user's turn before it
-PART_TOKENS = 1000  # taken for each part that is not text; no tier's tokenizer can count those
-MAX_CHARS = 400_000  # of text that are counted exactly: more fits no context, and an estimate says so as well
+SHORT_CHARS = 200  # a shorter last turn ("and now in Rust?") is read together with the user's previous turn
+PART_TOKENS = 1000  # assumed for each part that is not text: no tier's tokenizer can count those
+MAX_CHARS = 400_000  # a longer text is estimated: it fits no context, and an exact count would block other requests
 CHARS_PER_TOKEN = 3
 SYSTEM_ROLES = ("system", "developer")
-KINDS = (
-    "image_url",
-    "input_audio",
-    "audio_url",
-    "video_url",
-    "file",
-)  # of parts; names of others are the caller's own text
+# Known types of parts. Any other name is the caller's own text, which is not recorded.
+KINDS = ("image_url", "input_audio", "audio_url", "video_url", "file")
 
 
 def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
@@ -32,18 +27,17 @@ def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
     given = document.get("messages")
     messages = [m for m in given if isinstance(m, dict)] if isinstance(given, list) else []
     texts = [_text_of(m.get("content")) for m in messages]
-    kinds = tuple(dict.fromkeys(kind for m in messages for kind in _other_parts(m.get("content"))))
+    others = [kind for m in messages for kind in _other_parts(m.get("content"))]
     extras = [document.text_of(key) for key in ("tools", "functions", "documents") if document.get(key)]
     calls = [str(m[key]) for m in messages for key in ("tool_calls", "function_call") if m.get(key)]
-    tokens = sum(count(counter, text) for text in [*texts, *extras, *calls])
-    tokens += PART_TOKENS * sum(len(_other_parts(m.get("content"))) for m in messages)
+    tokens = sum(count(counter, text) for text in [*texts, *extras, *calls]) + PART_TOKENS * len(others)
     return PromptText(
         text=_last_turn(messages, texts),
         prompt_tokens=tokens,
         all_tokens=tokens,
         messages=len(messages),
         system=bool(messages) and messages[0].get("role") in SYSTEM_ROLES,
-        other_parts=kinds,
+        other_parts=tuple(dict.fromkeys(others)),
     )
 
 
@@ -60,12 +54,12 @@ def read_completion(document: JsonObject, counter: TokenCounter) -> PromptText:
 
 
 def count(counter: TokenCounter, text: str) -> int:
-    """Count a text's tokens; estimate those of one that no context can hold."""
+    """Count a text's tokens, or estimate them if no context can hold the text."""
     return counter.count(text) if len(text) <= MAX_CHARS else len(text) // CHARS_PER_TOKEN
 
 
 def _last_turn(messages: list[dict[str, Any]], texts: list[str]) -> str:
-    """Return what the user asks now: the last user messages, with the turn before them where they are short."""
+    """Return the last user messages, with the previous turn if they are short."""
     turns: list[list[str]] = [[]]
     for message, text in zip(messages, texts, strict=True):
         if message.get("role") == "user":
@@ -75,9 +69,7 @@ def _last_turn(messages: list[dict[str, Any]], texts: list[str]) -> str:
     asked = ["\n\n".join(turn) for turn in turns if turn]
     if not asked:
         return "\n\n".join(texts[-1:])
-    if len(asked[-1]) < SHORT_CHARS:
-        return "\n\n".join(asked[-2:])
-    return asked[-1]
+    return "\n\n".join(asked[-2:]) if len(asked[-1]) < SHORT_CHARS else asked[-1]
 
 
 def _text_of(content: Any) -> str:

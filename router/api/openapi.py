@@ -1,4 +1,4 @@
-"""The OpenAPI document of everything that is served, made from the models of requests and responses."""
+"""The OpenAPI document of all endpoints, made from the models of requests and responses."""
 
 from __future__ import annotations
 
@@ -20,19 +20,34 @@ if TYPE_CHECKING:
     from tiers.lifecycle.operations import Kind
 
 Schema = dict[str, Any]
-RESUMABLE = "Only where the stream can be resumed; with .0 behind it, the Last-Event-ID from before the first event"
 JSON, EVENTS = "application/json", "text/event-stream"
 _TEXT: Schema = {"type": "string"}
+_OBJECT: Schema = {"type": "object"}
+_MODEL: Schema = {"type": ["string", "null"], "description": "auto, qarr, fast, balanced, precise, or an alias"}
 _EVENT: Schema = {
     "type": "object",
     "description": "One server-sent event",
     "required": ["data"],
     "properties": {"id": _TEXT, "event": _TEXT, "data": _TEXT},
 }
-# What each kind of endpoint may answer besides 200.
+_LIMIT: Schema = {
+    "name": "limit",
+    "in": "query",
+    "schema": {"type": "integer", "minimum": 1, "maximum": MOST_LISTED, "default": 100},
+}
+_RESUME: Schema = {
+    "name": "Last-Event-ID",
+    "in": "header",
+    "schema": _TEXT,
+    "description": "Id of the last event that the caller has of a resumable stream: the answer is the rest of the stream, "
+    "and the body is ignored",
+}
+RESUMABLE = "Of resumable streams only; with .0 appended, the Last-Event-ID from before the first event"
+# Statuses besides 200, by kind of endpoint.
 _ALWAYS = (400, 401, 408, 413, 421, 431, 500)
 _GENERATING = (*_ALWAYS, 403, 422, 429, 502, 503, 504)
 _PASSED = (*_GENERATING, 404, 501)
+_READING = (401, 421, 500)
 _MEANINGS = {
     400: "The request is not valid",
     401: "No key, or not one in force",
@@ -40,17 +55,23 @@ _MEANINGS = {
     404: "There is no such model or stream, or nothing that serves this",
     408: "The request did not come in time",
     409: "It cannot be done to this replica, or not now",
-    410: "What is left of the stream is no longer kept",
+    410: "The rest of the stream is no longer kept",
     413: "The body is too large",
     421: "The Host is a name that is not known to be this router's",
     422: "The request fits no tier, or the engine refuses it",
     429: "The key's quota is used up; see Retry-After",
     431: "Path and headers are too large",
     500: "A fault of the router",
-    501: "The engine does not have an option that was asked for",
+    501: "The engine does not have a requested option",
     502: "The engine failed after its first token",
-    503: "No tier that could serve this is ready or has room; see Retry-After",
+    503: "No tier that could serve this is ready or has a free slot; see Retry-After",
     504: "The engine did not finish in time",
+}
+_OPERATIONS: dict[Kind, str] = {
+    "drain": "Give a replica no new requests",
+    "resume": "Give a drained replica requests again",
+    "restart": "Drain an engine that was started here, stop it and start it again",
+    "recycle": "Replace an engine that was started here by a new one",
 }
 
 
@@ -59,8 +80,9 @@ def document(version: str, limits: LimitSettings) -> Schema:
 
     Args:
         version: Of the router.
-        limits: What one request may ask.
+        limits: Bounds of one request.
     """
+    tokenize: Schema = {"model": _MODEL, "prompt": {}, "messages": {}}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -71,29 +93,22 @@ def document(version: str, limits: LimitSettings) -> Schema:
         "paths": {
             "/generate": {"post": _generate()},
             "/route": {"post": _route()},
-            CHAT: {"post": _completion("Chat completion, routed", ["messages"])},
-            COMPLETIONS: {"post": _completion("Completion, routed", ["prompt"])},
-            EMBEDDINGS: {"post": _passed("Embeddings, from the engines named for them", {"model": _TEXT, "input": {}})},
-            "/v1/models": {"get": _get("Every model name that is answered to", _ref("ModelList"), openai=True)},
-            "/v1/models/{id}": {"get": _one_model()},
-            "/tokenize": {
-                "post": _passed("Tokens of a text or a chat", {"model": _MODEL, "prompt": {}, "messages": {}})
+            CHAT: {"post": _completion("Chat completion, routed", "messages")},
+            COMPLETIONS: {"post": _completion("Completion, routed", "prompt")},
+            EMBEDDINGS: {
+                "post": _passed("Embeddings, from the engines configured for them", {"model": _TEXT, "input": {}})
             },
+            "/v1/models": {"get": _get("Every known model name", _ref("ModelList"), openai=True)},
+            "/v1/models/{id}": {"get": _get("One model name", _ref("Model"), 404, openai=True, of="id")},
+            "/tokenize": {"post": _passed("Tokens of a text or a chat", tokenize)},
             "/detokenize": {"post": _passed("Text of tokens", {"model": _MODEL, "tokens": {}})},
             **_admin(),
             "/tiers": {"get": _get("The fleet as it is now", _ref("Fleet"))},
             "/readyz": {"get": _ready()},
-            "/healthz": {"get": _open("The router is alive", {"type": "object"})},
-            **_seen(),
-            "/openapi.json": {"get": _get("This document", {"type": "object"})},
-            "/metrics": {
-                "get": {
-                    "summary": "Metrics for Prometheus",
-                    "responses": {
-                        "200": {"description": "Prometheus' text format", "content": _content(_TEXT, "text/plain")}
-                    },
-                }
-            },
+            "/healthz": {"get": _open("The router is alive", _content(_OBJECT))},
+            **_observed(),
+            "/openapi.json": {"get": _get("This document", _OBJECT)},
+            "/metrics": {"get": _get("Metrics in Prometheus' text format", _TEXT, media_type="text/plain")},
         },
         "components": {
             "schemas": _schemas(limits),
@@ -105,9 +120,6 @@ def document(version: str, limits: LimitSettings) -> Schema:
     }
 
 
-_MODEL: Schema = {"type": ["string", "null"], "description": "auto, qarr, fast, balanced, precise, or an alias"}
-
-
 def _ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
@@ -116,26 +128,23 @@ def _content(schema: Schema, media_type: str = JSON) -> Schema:
     return {media_type: {"schema": schema}}
 
 
-def _errors(statuses: tuple[int, ...], *, openai: bool) -> Schema:
-    content = _content(_ref("OpenAIError")) if openai else _content(_ref("Problem"), MEDIA_TYPE)
+def _errors(statuses: tuple[int, ...], *, openai: bool = False) -> Schema:
+    content = _content(_ref("Problem"), MEDIA_TYPE)
     if openai:
-        # vLLM's own refusals are passed on as they are.
-        content = _content({"anyOf": [_ref("OpenAIError"), {"type": "object"}]})
+        # vLLM's own refusals are passed on unchanged.
+        content = _content({"anyOf": [_ref("OpenAIError"), _OBJECT]})
     return {str(status): {"description": _MEANINGS[status], "content": content} for status in sorted(statuses)}
 
 
+def _body(schema: Schema) -> Schema:
+    return {"required": True, "content": _content(schema)}
+
+
 def _generate() -> Schema:
-    resume: Schema = {
-        "name": "Last-Event-ID",
-        "in": "header",
-        "schema": _TEXT,
-        "description": "Id of the last event of a resumable stream that the caller has: the answer is what came after it, "
-        "and the body is not looked at",
-    }
     return {
-        "summary": "Generate, streamed or as one object; or go on with a stream",
-        "parameters": [resume],
-        "requestBody": {"required": True, "content": _content(_ref("GenerateBody"))},
+        "summary": "Generate, streamed or as one object; or resume a stream",
+        "parameters": [_RESUME],
+        "requestBody": _body(_ref("GenerateBody")),
         "responses": {
             "200": {
                 "description": "Text events and one done or error event; with stream false, one object",
@@ -143,155 +152,122 @@ def _generate() -> Schema:
                 "content": {**_content(_EVENT, EVENTS), **_content(_ref("Answer"))},
             },
             "204": {"description": "The caller has every event of the stream already"},
-            **_errors((*_GENERATING, 404, 410), openai=False),
+            **_errors((*_GENERATING, 404, 410)),
         },
     }
 
 
 def _route() -> Schema:
+    description = "The decision; tier is null if it is a refusal"
     return {
         "summary": "The decision, without generating",
-        "requestBody": {"required": True, "content": _content(_ref("GenerateBody"))},
+        "requestBody": _body(_ref("GenerateBody")),
         "responses": {
-            "200": {
-                "description": "The decision; tier is null where it is a refusal",
-                "content": _content(_ref("Decision")),
-            },
-            **_errors((*_ALWAYS, 403, 429), openai=False),
+            "200": {"description": description, "content": _content(_ref("Decision"))},
+            **_errors((*_ALWAYS, 403, 429)),
         },
     }
 
 
-def _completion(summary: str, fields: list[str]) -> Schema:
-    body = {
-        "type": "object",
-        "description": "Whatever vLLM takes; besides model and qarr it is passed on as it is",
-        "properties": {
-            "model": _MODEL,
-            "stream": {"type": ["boolean", "null"]},
-            "qarr": _ref("RoutingFields"),
-            **{field: {"description": "As vLLM has it"} for field in fields},
-        },
+def _completion(summary: str, field: str) -> Schema:
+    fields: Schema = {
+        "model": _MODEL,
+        "stream": {"type": ["boolean", "null"]},
+        "qarr": _ref("RoutingFields"),
+        field: {"description": "As in vLLM"},
     }
-    return {
-        "summary": summary,
-        "parameters": [
-            {
-                "name": name,
-                "in": "header",
-                "schema": _header_schema(path),
-                "description": f"As qarr.{'.'.join(path)}",
-            }
-            for name, path in HEADERS.items()
-        ],
-        "requestBody": {"required": True, "content": _content(body)},
-        "responses": {
-            "200": {
-                "description": "The engine's own answer",
-                "headers": _answer_headers(),
-                "content": {**_content({"type": "object"}), **_content(_EVENT, EVENTS)},
-            },
-            **_errors(_PASSED, openai=True),
-        },
-    }
+    operation = _passed(summary, fields)
+    operation["requestBody"]["content"][JSON]["schema"]["description"] = (
+        "Whatever vLLM accepts; everything but model and qarr is passed on unchanged"
+    )
+    operation["parameters"] = [
+        {"name": name, "in": "header", "schema": _header_schema(path), "description": f"As qarr.{'.'.join(path)}"}
+        for name, path in HEADERS.items()
+    ]
+    operation["responses"]["200"]["headers"] = _answer_headers()
+    operation["responses"]["200"]["content"] |= _content(_EVENT, EVENTS)
+    return operation
 
 
 def _passed(summary: str, properties: Schema) -> Schema:
-    body = {"type": "object", "properties": properties}
     return {
         "summary": summary,
-        "requestBody": {"required": True, "content": _content(body)},
+        "requestBody": _body({"type": "object", "properties": properties}),
         "responses": {
-            "200": {"description": "The engine's own answer", "content": _content({"type": "object"})},
+            "200": {"description": "The engine's own answer", "content": _content(_OBJECT)},
             **_errors(_PASSED, openai=True),
         },
     }
 
 
-def _get(summary: str, schema: Schema, *, openai: bool = False) -> Schema:
+def _get(
+    summary: str, schema: Schema, *errors: int, openai: bool = False, of: str = "", media_type: str = JSON
+) -> Schema:
+    """Return an operation that reads.
+
+    Args:
+        summary: What it returns.
+        schema: Of its answer.
+        errors: Statuses besides those of every such operation.
+        openai: Whether errors have OpenAI's form.
+        of: The path's parameter; empty: none.
+        media_type: Of its answer.
+    """
     return {
         "summary": summary,
+        **({"parameters": [_parameter(of)]} if of else {}),
         "responses": {
-            "200": {"description": summary, "content": _content(schema)},
-            **_errors((401, 421, 500), openai=openai),
+            "200": {"description": summary, "content": _content(schema, media_type)},
+            **_errors((*_READING, *errors), openai=openai),
         },
     }
 
 
-def _open(summary: str, schema: Schema) -> Schema:
-    return {
-        "summary": summary,
-        "security": [],
-        "responses": {"200": {"description": summary, "content": _content(schema)}},
-    }
+def _open(summary: str, content: Schema, **others: Schema) -> Schema:
+    """Return an operation that needs no key."""
+    answered = {"description": summary, "content": content}
+    return {"summary": summary, "security": [], "responses": {"200": answered, **others}}
 
 
 def _ready() -> Schema:
-    answered = _open("At least one tier serves", _ref("Readiness"))
-    answered["responses"]["503"] = {"description": "No tier serves yet", "content": _content(_ref("Readiness"))}
-    return answered
+    content = _content(_ref("Readiness"))
+    return _open(
+        "At least one tier serves", content, **{"503": {"description": "No tier serves yet", "content": content}}
+    )
 
 
-def _one_model() -> Schema:
-    found = _get("One model name", _ref("Model"), openai=True)
-    found["parameters"] = [_parameter("id")]
-    found["responses"] |= _errors((404,), openai=True)
-    return found
-
-
-def _seen() -> dict[str, Schema]:
-    """Return what tells how requests go; each router tells of its own."""
-    limit: Schema = {
-        "name": "limit",
-        "in": "query",
-        "schema": {"type": "integer", "minimum": 1, "maximum": MOST_LISTED, "default": 100},
-    }
-    records = _get("The last requests that have ended, newest first", _ref("RequestList"))
-    traces = _get("The traces that are kept, newest first", _ref("TraceList"))
-    for listed in (records, traces):
-        listed["parameters"] = [limit]
-        listed["responses"] |= _errors((400,), openai=False)
-    one = _get("One trace, with its spans", _ref("Trace"))
-    one["parameters"] = [_parameter("trace_id")]
-    one["responses"] |= _errors((404,), openai=False)
-    live = _get("Records of requests and the fleet as it is, again and again", _EVENT)
-    live["responses"]["200"]["content"] = _content(_EVENT, EVENTS)
-    page = _open("The page to watch this router and to try it", _TEXT)
-    page["responses"]["200"]["content"] = _content(_TEXT, "text/html")
-    page["responses"] |= {"304": {"description": "The browser has it already"}, **_errors((404,), openai=False)}
+def _observed() -> dict[str, Schema]:
+    """Return the operations that show requests; each router shows its own."""
+    requests = _get("The last finished requests, newest first", _ref("RequestList"), 400)
+    traces = _get("The kept traces, newest first", _ref("TraceList"), 400)
+    for listed in (requests, traces):
+        listed["parameters"] = [_LIMIT]
+    unchanged = {"304": {"description": "The browser has it already"}}
+    page = "The page to watch this router and to try prompts"
+    live = "Records of requests, and the fleet once a second"
     return {
-        "/": {"get": page},
-        "/live": {"get": live},
-        "/requests": {"get": records},
+        "/": {"get": _open(page, _content(_TEXT, "text/html"), **unchanged, **_errors((404,)))},
+        "/live": {"get": _get(live, _EVENT, media_type=EVENTS)},
+        "/requests": {"get": requests},
         "/traces": {"get": traces},
-        "/traces/{trace_id}": {"get": one},
-        "/policy": {"get": _get("The table that decisions are made by", _ref("Policy"))},
+        "/traces/{trace_id}": {"get": _get("One trace, with its spans", _ref("Trace"), 404, of="trace_id")},
+        "/policy": {"get": _get("The parameters of decisions", _ref("Policy"))},
     }
 
 
 def _admin() -> dict[str, Schema]:
-    """Return what operators may do; without keys it is answered on loopback only."""
-    meanings: dict[Kind, str] = {
-        "drain": "Give a replica no new requests",
-        "resume": "Give a drained replica requests again",
-        "restart": "Drain an engine that was started here, stop it and start it again",
-        "recycle": "Replace an engine that was started here by a new one",
+    """Return the operators' operations; without keys they are answered on loopback only."""
+    begun = {"description": "It has begun; the operation shows its progress", "content": _content(_ref("Operation"))}
+    responses = {"202": begun, **_errors((401, 403, 404, 409, 413, 500, 503))}
+    named = [_parameter("id")]
+    return {
+        **{
+            f"{REPLICAS}/{kind}": {"post": {"summary": meaning, "parameters": named, "responses": responses}}
+            for kind, meaning in _OPERATIONS.items()
+        },
+        OPERATIONS: {"get": _get("Operations, the latest last", _ref("OperationList"), 403, 404)},
+        OPERATIONS + "/{id}": {"get": _get("One operation", _ref("Operation"), 403, 404, of="id")},
     }
-    statuses, named = (401, 403, 404, 409, 413, 500, 503), _parameter("id")
-    paths: dict[str, Schema] = {}
-    for kind, meaning in meanings.items():
-        begun = {
-            "description": "It has begun; the operation tells how far it is",
-            "content": _content(_ref("Operation")),
-        }
-        responses = {"202": begun, **_errors(statuses, openai=False)}
-        paths[f"{REPLICAS}/{kind}"] = {"post": {"summary": meaning, "parameters": [named], "responses": responses}}
-    all_of_them = _get("Operations, the latest last", _ref("OperationList"))
-    one = _get("One operation", _ref("Operation"))
-    one["parameters"] = [named]
-    for asked in (all_of_them, one):
-        asked["responses"] |= _errors((403, 404), openai=False)
-    return {**paths, OPERATIONS: {"get": all_of_them}, OPERATIONS + "/{id}": {"get": one}}
 
 
 def _parameter(name: str) -> Schema:
@@ -300,11 +276,11 @@ def _parameter(name: str) -> Schema:
 
 def _answer_headers() -> Schema:
     meanings = {
-        "x-qarr-tier": "Who served it",
-        "x-qarr-precision": "At which precision",
-        "x-qarr-reason": "Why",
-        "x-qarr-degraded": "What it is not expected to keep: quality, latency; absent otherwise",
-        "x-qarr-checkpoint": "Digest of the weights, where known",
+        "x-qarr-tier": "The tier that serves it",
+        "x-qarr-precision": "The tier's precision",
+        "x-qarr-reason": "Why this tier",
+        "x-qarr-degraded": "Bounds that are not expected to be met: quality, latency; absent if there are none",
+        "x-qarr-checkpoint": "Digest of the weights, if known",
         "x-qarr-trace-id": "The request's trace",
         "x-request-id": "The caller's, or a new one",
     }
@@ -312,7 +288,7 @@ def _answer_headers() -> Schema:
 
 
 def _schemas(limits: LimitSettings) -> Schema:
-    """Return the schemas of all bodies, with what one request may ask."""
+    """Return the schemas of all bodies, with the bounds of one request."""
     body = deepcopy(_models()["GenerateBody"])
     for field, allowed in allowed_values(limits).items():
         if field in body["properties"]:
@@ -325,8 +301,8 @@ def _schemas(limits: LimitSettings) -> Schema:
 
 @cache
 def _models() -> Schema:
-    """Return the schemas of all models by their names. They are made when the document is asked for, once."""
-    from router.api.responses import MODELS  # noqa: PLC0415  50 ms of start-up, and few ask
+    """Return the schemas of all models by name. The first request for the document makes them."""
+    from router.api.responses import MODELS  # noqa: PLC0415  takes 50 ms, and few ask
 
     checked = [(GenerateBody, "validation"), (OpenAIFields, "validation")]
     models: Any = [*checked, *((model, "serialization") for model in MODELS)]
@@ -336,12 +312,12 @@ def _models() -> Schema:
 
 
 def _header_schema(path: tuple[str, ...]) -> Schema:
-    """Return what a header may hold: the same as the field of the body that it stands for."""
+    """Return a header's schema: that of the body's field that it stands for."""
     field = _models()["SlaBody" if path[0] == "sla" else "RoutingFields"]["properties"][path[-1]]
     return {name: value for name, value in _unless_null(field).items() if name not in {"default", "title"}}
 
 
 def _unless_null(schema: Schema) -> Schema:
-    """Return the part of a schema that is not for null."""
+    """Return a schema without its null alternative."""
     found: Schema = next((part for part in schema.get("anyOf", ()) if part["type"] != "null"), schema)
     return found

@@ -1,4 +1,4 @@
-"""Every error that a caller can see: one table from exception to problem (RFC 9457) and to OpenAI's error object."""
+"""The table of exceptions that callers see, as problems (RFC 9457) and as OpenAI's error objects."""
 
 from __future__ import annotations
 
@@ -11,16 +11,8 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from router.api.asgi import (
-    BodyTooLarge,
-    ForeignHost,
-    ForeignPage,
-    HeadTooLarge,
-    NotHttp,
-    TooManyConnections,
-    TooSlow,
-)
-from router.api.bodies import FieldProblem, InvalidBody
+from router.api.asgi import BodyTooLarge, ForeignHost, ForeignPage, HeadTooLarge, NotHttp, TooManyConnections, TooSlow
+from router.api.bodies import FieldProblem, InvalidBody, json_response
 from router.api.resumable import ResumedElsewhere, StreamGone, UnknownStream
 from router.auth.api_keys import BeyondKey, Unauthorized
 from router.auth.quota import OverQuota
@@ -36,12 +28,12 @@ if TYPE_CHECKING:
     from router.pipeline.request import RequestContext
 
 MEDIA_TYPE = "application/problem+json"
-BUSY_RETRY_S = 1  # a place frees up with the next finished request
+BUSY_RETRY_S = 1  # the next request that finishes frees a slot
 LONGEST_RETRY_S = 3600
 
 
 class UnknownModel(Exception):
-    """A model name that nothing here answers to."""
+    """A model name that is not known."""
 
     def __init__(self, model: str, known: tuple[str, ...]) -> None:
         super().__init__(f"there is no model {model[:100]!r} here: {', '.join(known)}")
@@ -56,7 +48,7 @@ class NotAdmin(Exception):
 
 
 class Draining(Exception):
-    """The router leaves: it takes no new requests, or has no time left for an open one."""
+    """The router shuts down: it takes no new requests, or ends an open one at its deadline."""
 
     def __init__(self, detail: str = "this router is ending and takes no new requests: ask again") -> None:
         super().__init__(detail)
@@ -67,9 +59,9 @@ class Problem:
     """An error as the caller sees it.
 
     Attributes:
-        kind: The last part of the problem's type, and, with underscores, OpenAI's code.
-        openai: Status and code under ``/v1`` where OpenAI's differ.
-        headers: More headers.
+        kind: The last part of the problem's type and, with underscores, OpenAI's code.
+        openai: Status and code under ``/v1``, if OpenAI's differ.
+        headers: Additional headers.
     """
 
     status: int
@@ -84,15 +76,15 @@ class Problem:
 
     def body(self, ids: Mapping[str, str]) -> dict[str, Any]:
         """Return the problem object, with the request's ids."""
-        rendered: dict[str, Any] = {
+        return {
             "type": f"urn:qarr:problem:{self.kind}",
             "title": self.title,
             "status": self.status,
             "detail": self.detail,
+            **({"errors": [asdict(e) for e in self.errors]} if self.errors else {}),
+            **self.extra,
+            **ids,
         }
-        if self.errors:
-            rendered["errors"] = [asdict(e) for e in self.errors]
-        return {**rendered, **self.extra, **ids}
 
     def openai_body(self) -> dict[str, Any]:
         """Return OpenAI's error object."""
@@ -107,20 +99,19 @@ class Problem:
         return {"error": error}
 
     def response(self, context: RequestContext, *, openai: bool) -> Response:
-        """Return the problem as a complete answer, in our form or in OpenAI's."""
+        """Return the problem as a response, in our form or in OpenAI's."""
         headers = {**context.headers, **self.headers}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
         if self.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-            headers["connection"] = "close"  # the rest of the body is not going to be read
+            headers["connection"] = "close"  # the rest of the body stays unread
         if openai:
-            status = self.openai[0] if self.openai else self.status
-            return Response(to_json(self.openai_body()), status, media_type="application/json", headers=headers)
-        return Response(to_json(self.body(context.ids)), self.status, media_type=MEDIA_TYPE, headers=headers)
+            return json_response(self.openai_body(), self.openai[0] if self.openai else self.status, headers)
+        return Response(to_json(self.body(context.ids)), self.status, headers, MEDIA_TYPE)
 
 
 def _openai_type(status: int) -> str:
-    """Return the type that OpenAI gives errors of a status."""
+    """Return OpenAI's error type for a status."""
     names = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     return names.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
 
@@ -135,7 +126,7 @@ _REFUSALS: dict[Refusal, tuple[HTTPStatus, str]] = {
 
 
 def describe(error: Exception) -> Problem:
-    """Return the problem for an exception. Anything unforeseen is a 500 that tells nothing of the inside."""
+    """Return the problem for an exception. An unknown one becomes a 500 without its text, which may quote internals."""
     for kind in type(error).__mro__:
         if kind in PROBLEMS:
             return PROBLEMS[kind](error)
@@ -145,12 +136,8 @@ def describe(error: Exception) -> Problem:
 def _plain(
     status: int, kind: str, title: str, *, retry_after_s: int | None = None, headers: Mapping[str, str] | None = None
 ) -> Callable[[Exception], Problem]:
-    """Return what makes a problem whose detail is the exception's own text."""
-
-    def problem(error: Exception) -> Problem:
-        return Problem(status, kind, title, str(error), retry_after_s=retry_after_s, headers=headers or {})
-
-    return problem
+    """Return a function that makes a problem whose detail is the exception's text."""
+    return lambda error: Problem(status, kind, title, str(error), retry_after_s=retry_after_s, headers=headers or {})
 
 
 def _invalid_body(error: InvalidBody) -> Problem:
@@ -186,15 +173,8 @@ def _over_quota(error: OverQuota) -> Problem:
     if error.retry_after_s is None:
         larger = FieldProblem("max_tokens", str(error), f"prompt and output of at most {error.limit} tokens")
         return Problem(400, "over-token-quota", "The request is larger than the key's quota", str(error), (larger,))
-    retry = max(math.ceil(error.retry_after_s), 1)
-    return Problem(
-        429,
-        "over-quota",
-        "The key's quota is used up",
-        str(error),
-        retry_after_s=retry,
-        openai=(429, "rate_limit_exceeded"),
-    )
+    after_s, openai = max(math.ceil(error.retry_after_s), 1), (429, "rate_limit_exceeded")
+    return Problem(429, "over-quota", "The key's quota is used up", str(error), retry_after_s=after_s, openai=openai)
 
 
 def _refused(decision: Decision) -> Problem:
@@ -203,13 +183,14 @@ def _refused(decision: Decision) -> Problem:
     after_s = decision.retry_after_s
     retry = None if after_s is None else min(max(math.ceil(after_s), 1), LONGEST_RETRY_S)
     errors: tuple[FieldProblem, ...] = ()
+    openai = None
     if decision.refusal is Refusal.TOO_LONG:
         tokens, output = decision.query.prompt_tokens, decision.query.max_tokens
         text = f"{tokens} tokens with the chat template, and max_tokens is {output}"
         errors = (FieldProblem("prompt", text, f"prompt and output within one tier's context: {decision.reason}"),)
+        openai = (400, "context_length_exceeded")
     kind = decision.refusal.value.replace("_", "-")
     tiers = [render_verdict(v) for v in decision.verdicts]
-    openai = (400, "context_length_exceeded") if decision.refusal is Refusal.TOO_LONG else None
     return Problem(int(status), kind, title, decision.reason, errors, retry, {"tiers": tiers}, openai)
 
 
@@ -224,7 +205,7 @@ def _http(error: HTTPException) -> Problem:
     return Problem(int(status), kind, status.phrase, detail, headers=error.headers or {})
 
 
-# The one table of what callers see of exceptions; a subclass without a row of its own has its parent's.
+# A subclass without a row of its own has its parent's.
 PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
     InvalidBody: _invalid_body,
     BodyTooLarge: _body_too_large,

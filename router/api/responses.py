@@ -1,4 +1,4 @@
-"""What responses hold, as models that the OpenAPI document is made from. Responses may have more fields than these."""
+"""Models of responses, for the OpenAPI document. Responses may have more fields than these."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from tiers.spec import Precision, ReplicaState, TierName
 
 
 def _model(name: str, doc: str | None = None, /, **fields: Any) -> type[BaseModel]:
-    """Return a model of fields that are always there; a string names a model of this module."""
+    """Return a model of required fields; a string names a model of this module."""
     kinds: dict[str, Any] = {field: (kind, ...) for field, kind in fields.items()}
     return create_model(name, __doc__=doc, __module__=__name__, **kinds)
 
 
 SCOPE = "all: everything; own: the key's own requests, figures of all, and nothing about where engines are"
-PARTS = "Parts of the step; 0 where they cannot be counted"
-REMAINING = "About how long until the tier is ready; null where not known"
 Scope = Annotated[Literal["all", "own"], Field(description=SCOPE)]
 ForOperators = Annotated[str | None, Field(description="For operators; null to other keys")]
 
@@ -99,10 +97,12 @@ Operation = _model(
 OperationList = _model("OperationList", operations="list[Operation]")
 Preparing = _model(
     "Preparing",
-    what=Annotated[str, Field(description="The step that the tier is at, or waits for")],
+    what=Annotated[str, Field(description="The present step, or the one that the tier waits for")],
     done=int,
-    total=Annotated[int, Field(description=PARTS)],
-    remaining_s=Annotated[float | None, Field(description=REMAINING)],
+    total=Annotated[int, Field(description="Parts of the step; 0 if they cannot be counted")],
+    remaining_s=Annotated[
+        float | None, Field(description="Estimated seconds until the tier is ready; null if unknown")
+    ],
 )
 PreparingTier = create_model("PreparingTier", __base__=Preparing, tier=(TierName, ...))
 Readiness = _model("Readiness", ready=bool, tiers=dict[TierName, ReplicaState], preparing="list[PreparingTier]")
@@ -124,7 +124,7 @@ Tier = _model(
 Measured = _model("Measured", latency=list[TierName], quality=list[TierName])
 Profiling = _model(
     "Profiling",
-    "How far the router is with measuring itself, and of which tiers speed and loss are measured",
+    "Progress of the router's own measurements, and the tiers whose speed and loss are measured",
     state=State,
     what=What | None,
     done=int,

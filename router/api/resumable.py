@@ -1,8 +1,8 @@
-"""Streams that outlive their connection for a while: what is kept of them, who may read on, and when they end.
+"""Streams that outlive their connection: which events are kept, who may resume a stream, and when it ends.
 
-A task of its own makes the stream's events; a connection reads them from a bounded buffer. An event that was never passed to
-a connection is not dropped: the task waits instead, and with it the engine's socket. Those that were are dropped oldest
-first, when the buffer is full.
+A task makes a stream's events; a connection reads them from a bounded buffer. When the buffer is full, the oldest events
+that a connection has taken are dropped. If none is left, the task waits, and with it the engine's socket: an event that no
+connection has taken is never dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from router.aio import Signal
 from router.api.asgi import body_message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
     from typing import Any
 
     from starlette.types import Send
@@ -24,11 +24,10 @@ if TYPE_CHECKING:
     from router.settings import ServerSettings
 
 log = logging.getLogger(f"qarr.{__name__}")
-REMEMBERED = 1000  # ids of ended streams, to tell them from ids that never were
-BATCH_EVENTS = 256  # replayed in one piece
-# A key gets one more stream as long as it has fewer than so many times what is free. So it leaves others some, however
-# many it asks for, and one alone gets four in five (dynamic thresholds: Choudhury and Hahne, 1998,
-# doi 10.1109/90.664262).
+REMEMBERED = 1000  # ids of ended streams, to tell them from unknown ids
+BATCH_EVENTS = 256  # replayed in one message
+# A key gets another stream while it has fewer than SHARE times the free ones. So it always leaves some to others, and a
+# single key gets four in five (dynamic thresholds: Choudhury and Hahne, 1998, doi 10.1109/90.664262).
 SHARE = 4
 
 
@@ -37,26 +36,27 @@ class UnknownStream(Exception):
 
 
 class StreamGone(Exception):
-    """A stream that is no longer kept, or no longer from where the caller wants it."""
+    """A stream, or the part of it that the caller needs, that is no longer kept."""
 
 
 class ResumedElsewhere(Exception):
-    """Another connection reads the stream now."""
+    """A stream that another connection now reads."""
 
 
 class ResumableStream:
-    """One stream: its events from the oldest that is kept, numbered from 1.
+    """One stream and its kept events. Events are numbered from 1.
 
     Attributes:
-        id: Known to nobody but the caller.
+        id: Secret: only the caller knows it.
         owner: Id of the caller's key.
-        headers: Of the answer; None until it has begun.
-        over: Whether the last event is there.
+        headers: Of the answer; None until it begins.
+        oldest: Number of the oldest kept event.
+        over: Whether the last event has been made.
     """
 
     __slots__ = (
-        "_events", "_expiry", "_fault", "_max_bytes", "_news", "_oldest", "_reader", "_room", "_size", "_taken",
-        "headers", "id", "over", "owner", "task",
+        "_events", "_expiry", "_fault", "_max_bytes", "_news", "_reader", "_room", "_size", "_taken",
+        "headers", "id", "oldest", "over", "owner", "task",
     )  # fmt: skip
 
     def __init__(self, owner: str, max_bytes: int) -> None:
@@ -69,7 +69,7 @@ class ResumableStream:
         self._max_bytes = max_bytes
         self._events: list[bytes] = []  # an empty deque takes 760 bytes
         self._size = self._taken = 0
-        self._oldest = 1
+        self.oldest = 1
         self._reader: object | None = None
         self._fault: Exception | None = None
         self._news, self._room = Signal(), Signal()
@@ -77,12 +77,7 @@ class ResumableStream:
     @property
     def newest(self) -> int:
         """Return the number of the newest event; 0 before the first."""
-        return self._oldest + len(self._events) - 1
-
-    @property
-    def oldest(self) -> int:
-        """Return the number of the oldest event that is kept."""
-        return self._oldest
+        return self.oldest + len(self._events) - 1
 
     @property
     def read(self) -> bool:
@@ -90,53 +85,50 @@ class ResumableStream:
         return self._reader is not None
 
     def begin(self, headers: Mapping[str, str]) -> None:
-        """Note that the answer has begun."""
+        """Set the answer's headers: it begins."""
         self.headers = headers
         self._news.set()
 
     async def put(self, events: Sequence[bytes], *, last: bool) -> None:
-        """Keep some events; wait where that would drop one that no connection has taken.
+        """Keep events; wait while that would drop one that no connection has taken.
 
         Args:
             events: Without their ids.
-            last: Whether no more come.
+            last: Whether these are the last.
         """
-        for number, event in enumerate(events, 1):
-            await self._keep(event, last=last and number == len(events))
-
-    async def _keep(self, event: bytes, *, last: bool) -> None:
-        event = f"id: {self.id}.{self.newest + 1}\n".encode() + event
-        while self._events and self._size + len(event) > self._max_bytes:
-            if self._oldest > self._taken:
-                self._room.clear()
-                await self._room.wait()
-            else:
-                self._size -= len(self._events.pop(0))
-                self._oldest += 1
-        self._events.append(event)
-        self._size += len(event)
-        self.over = last
-        self._news.set()
+        for number, bare in enumerate(events, 1):
+            event = f"id: {self.id}.{self.newest + 1}\n".encode() + bare
+            while self._events and self._size + len(event) > self._max_bytes:
+                if self.oldest > self._taken:
+                    self._room.clear()
+                    await self._room.wait()
+                else:
+                    self._size -= len(self._events.pop(0))
+                    self.oldest += 1
+            self._events.append(event)
+            self._size += len(event)
+            self.over = last and number == len(events)
+            self._news.set()
 
     def failed(self, error: Exception) -> None:
-        """Note that no more events come, and why; what was said first holds."""
+        """End the stream with an error; the first error counts."""
         self._fault = self._fault or error
         self._news.set()
 
     def wait_for_reader(self, expiry: asyncio.TimerHandle | None) -> None:
-        """Set the timer that ends the stream if nobody comes to read it; None: somebody does, or it is over."""
+        """Replace the timer that drops the stream unless a connection reads it; None: stop the timer."""
         if self._expiry is not None:
             self._expiry.cancel()
         self._expiry = expiry
 
     def attach(self) -> object:
-        """Become the one that reads; who did before stops."""
+        """Return a new reader; the previous one stops."""
         self._reader = object()
         self._news.set()
         return self._reader
 
     def detach(self, reader: object) -> bool:
-        """Stop reading; return whether nobody reads now."""
+        """Stop reading; return whether the stream now has no reader."""
         if self._reader is reader:
             self._reader = None
         return self._reader is None
@@ -145,7 +137,7 @@ class ResumableStream:
         """Wait for the answer to begin, and return its headers.
 
         Raises:
-            Exception: Whatever kept it from beginning.
+            Exception: The error that kept it from beginning.
         """
         while self.headers is None:
             if self._fault is not None:
@@ -155,19 +147,20 @@ class ResumableStream:
         return self.headers
 
     async def relay(self, reader: object, after: int, send: Send) -> None:
-        """Send every event after one, and go on as they come, to the last.
+        """Send the events after number ``after``, and further ones as they come, up to the last.
 
         Raises:
-            ResumedElsewhere: Another connection reads on.
-            Exception: Whatever kept the stream from ending as it should.
+            ResumedElsewhere: Another connection has taken over.
+            StreamGone: Events after ``after`` are no longer kept.
+            Exception: The error that ended the stream.
         """
-        self._taken = min(self._taken, after)  # what an earlier connection had taken may have been lost with it
+        self._taken = min(self._taken, after)  # events that an earlier connection took may be lost with it
         while True:
             if self._reader is not reader:
                 raise ResumedElsewhere("the stream was resumed on another connection, which has the rest")
-            start = after + 1 - self._oldest
+            start = after + 1 - self.oldest
             if start < 0:
-                raise StreamGone(f"events before {self._oldest} are no longer kept (server.resume_bytes): ask again")
+                raise StreamGone(f"events before {self.oldest} are no longer kept (server.resume_bytes): ask again")
             batch = self._events[start : start + BATCH_EVENTS]
             if batch:
                 after += len(batch)
@@ -186,7 +179,7 @@ class ResumableStream:
 
 
 class ResumableStreams:
-    """Every resumable stream: those that are read, those that wait for their reader, those that are over."""
+    """Every resumable stream: being read, waiting for a reader, or over."""
 
     def __init__(self, bounds: ServerSettings) -> None:
         self._bounds = bounds
@@ -197,14 +190,14 @@ class ResumableStreams:
     def open(
         self, owner: str, work: Callable[[ResumableStream], Coroutine[Any, Any, None]], request_id: str
     ) -> ResumableStream | None:
-        """Start a stream, or return None where as many are kept as may be, or as the key may have.
+        """Start a stream; return None if all streams, or those that the key may have, are in use.
 
         Args:
-            owner: Id of the caller's key; who resumes it must show the same.
-            work: Makes the stream.
+            owner: Id of the caller's key; only this key may resume it.
+            work: Makes the stream's events.
             request_id: For the log.
         """
-        if not self._has_room(owner):
+        if not self._has_capacity(owner):
             return None
         stream = ResumableStream(owner, self._bounds.resume_bytes)
         self._streams[stream.id] = stream
@@ -213,11 +206,11 @@ class ResumableStreams:
         return stream
 
     def find(self, event_id: str, owner: str) -> tuple[ResumableStream, int]:
-        """Return the stream of an event, and the event's number.
+        """Return the stream and the number of an event.
 
         Raises:
-            UnknownStream: It is none of the caller's.
-            StreamGone: It, or what came after the event, is no longer kept.
+            UnknownStream: The id is not of the caller's streams.
+            StreamGone: The stream, or what came after the event, is no longer kept.
         """
         name, _, digits = event_id.rpartition(".")
         number = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else None  # noqa: PLR2004
@@ -240,17 +233,17 @@ class ResumableStreams:
         start: Callable[[Mapping[str, str]], Coroutine[Any, Any, None]],
         send: Send,
     ) -> None:
-        """Send a stream's events after one. When this ends before the stream's last event, the stream waits to be resumed.
+        """Send a stream's events; if this ends before the last one, the stream waits to be resumed.
 
         Args:
-            stream: Which.
+            stream: To send.
             after: Number of the last event that the caller has.
             start: Sends the answer's head, given its headers.
             send: To the client.
 
         Raises:
-            ResumedElsewhere: Another connection reads on.
-            Exception: Whatever kept the stream from beginning, or from ending as it should.
+            ResumedElsewhere: Another connection has taken over.
+            Exception: The error that ended the stream, or kept it from beginning.
         """
         reader = stream.attach()
         stream.wait_for_reader(None)
@@ -265,11 +258,11 @@ class ResumableStreams:
                     self._wait_for_reader(stream)
 
     def _wait_for_reader(self, stream: ResumableStream) -> None:
-        """Drop a stream unless somebody comes to read it in time."""
+        """Drop a stream unless a connection reads it in time."""
         stream.wait_for_reader(asyncio.get_running_loop().call_later(self._bounds.resume_s, self.drop, stream))
 
     def drop(self, stream: ResumableStream) -> None:
-        """Forget a stream, and abort what is still to be made of it."""
+        """Forget a stream, and cancel its task."""
         if self._streams.pop(stream.id, None) is None:
             return
         stream.wait_for_reader(None)
@@ -289,30 +282,29 @@ class ResumableStreams:
             self.drop(stream)
         await asyncio.gather(*self._ending, return_exceptions=True)
 
-    def _has_room(self, owner: str) -> bool:
-        """Tell whether a key gets one more stream; where it needs another one's place, that one is dropped."""
+    def _has_capacity(self, owner: str) -> bool:
+        """Tell whether a key gets another stream; drop an unread one that is over if that is needed."""
         own = [stream for stream in self._streams.values() if stream.owner == owner]
         free = self._bounds.resume_streams - len(self._streams)
         if owner and len(own) >= SHARE * max(free, 1):
-            return self._make_room(own)
-        return free > 0 or self._make_room(list(self._streams.values()))
+            return self._drop_unread(own)
+        return free > 0 or self._drop_unread(self._streams.values())
 
-    def _make_room(self, streams: Sequence[ResumableStream]) -> bool:
-        """Drop the oldest of some streams that is over and that nobody reads."""
-        for stream in streams:
-            if stream.over and not stream.read:
-                self.drop(stream)
-                return True
-        return False
+    def _drop_unread(self, streams: Iterable[ResumableStream]) -> bool:
+        """Drop the oldest stream that is over and has no reader; tell whether there was one."""
+        unread = next((stream for stream in streams if stream.over and not stream.read), None)
+        if unread is not None:
+            self.drop(unread)
+        return unread is not None
 
 
 async def _made(
     stream: ResumableStream, work: Callable[[ResumableStream], Coroutine[Any, Any, None]], request_id: str
 ) -> None:
-    """Make a stream; its fault is told to who reads it."""
+    """Make a stream's events; its reader gets an error."""
     try:
         await work(stream)
     except Exception as error:
         if not stream.read:
-            log.error("request %s: its stream failed", request_id, exc_info=error)  # noqa: TRY400  nobody is told else
+            log.error("request %s: its stream failed", request_id, exc_info=error)  # noqa: TRY400  otherwise nobody is told
         stream.failed(error)

@@ -1,25 +1,24 @@
-"""How things are now, for the page and ``qarr top``: a stream of the fleet and of requests, and what is kept in memory.
+"""The live stream for the page and ``qarr top``, and the endpoints for recent requests, traces and the policy.
 
-The fleet's picture is made once a second, whoever looks, and not at all while nobody does.
+A snapshot of the fleet is made once a second for all readers, and none while there are no readers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
 from router.api.asgi import body_message, context_of, start_message, while_connected
-from router.api.bodies import render_fleet, scope_of
+from router.api.bodies import json_response, render_fleet, scope_of
 from router.api.paths import MOST_LISTED
 from router.policy.profiles import percentile
 from router.telemetry.record import Outcome, render_record
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
     from starlette.requests import Request
+    from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 
     from router.auth.api_keys import Caller, KeyStore
@@ -48,13 +48,24 @@ TICK_S = 1.0
 KEEP_ALIVE_S = 15.0
 FIRST_RECORDS = 50
 MOST_SHOWN = 200
-MOST_BEHIND = 500  # events that a slow reader may be behind; then it misses the oldest
-STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+MOST_BEHIND = 500  # events that wait for a slow reader; beyond, it misses the oldest
+NO_STORE = {"cache-control": "no-store"}
+STREAM_HEADERS = {**NO_STORE, "x-accel-buffering": "no"}
+# What the snapshot calls the registry's totals.
+TOTALS = {
+    "requests": "requests",
+    "ok": Outcome.OK.value,
+    "refused": Outcome.REFUSED.value,
+    "errors": Outcome.ERROR.value,
+    "client_gone": Outcome.CLIENT_GONE.value,
+    "retries": "retries",
+    "continuations": "continuations",
+    "escalations": "escalations",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """What the window keeps of a record."""
+class _Ended(NamedTuple):
+    """What the window keeps of a record; ``at`` is in seconds by the monotonic clock."""
 
     at: float
     tier: TierName | None
@@ -65,11 +76,7 @@ class _Ended:
 
 
 class Reader:
-    """One who watches: the events that are still to be sent.
-
-    Attributes:
-        caller: Who it is.
-    """
+    """A client of the live stream, with the events that wait for it."""
 
     def __init__(self, caller: Caller) -> None:
         self.caller = caller
@@ -78,17 +85,17 @@ class Reader:
         self._over = False
 
     def end(self) -> None:
-        """Let it read what there is, and no more."""
+        """End the reader's stream after the events that wait."""
         self._over = True
         self._news.set()
 
     def put(self, event: bytes) -> None:
-        """Add an event; where too many wait, the oldest goes."""
+        """Add an event; if too many wait, drop the oldest."""
         self._events.append(event)
         self._news.set()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield events, several in one piece where they have piled up; a comment where there are none for a while."""
+        """Yield the events that wait, joined; a comment if none comes for ``KEEP_ALIVE_S``."""
         while True:
             try:
                 async with asyncio.timeout(KEEP_ALIVE_S):
@@ -106,10 +113,10 @@ class Reader:
 
 
 class Live:
-    """The picture, and who looks at it. One event loop owns it.
+    """The snapshots and their readers, and the endpoint ``GET /live`` as an ASGI application. One event loop owns it.
 
-    A key sees its own requests, and figures of all. Who looks is sent away when the router leaves, and when the key is
-    no longer in force: those streams have no end of their own.
+    A key sees its own requests, and figures of all. The streams have no end of their own: they are ended when the router
+    shuts down, and when their key is no longer in force.
     """
 
     def __init__(
@@ -129,9 +136,22 @@ class Live:
         self._wanted = asyncio.Event()
         pipeline.registry.observers.append(self._observe)
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events until the client disconnects."""
+        context = context_of(scope)
+
+        async def work() -> None:
+            with self.watching(context.caller) as reader:
+                await send(start_message(context.headers, "text/event-stream; charset=utf-8", STREAM_HEADERS))
+                async for events in reader.events():
+                    await send(body_message(events, more=True))
+                await send(body_message(b"", more=False))
+
+        await while_connected(scope, work(), receive)
+
     @contextmanager
     def watching(self, caller: Caller) -> Iterator[Reader]:
-        """Return a reader that starts with the last records and the fleet as it is."""
+        """Return a reader that starts with the last records and a snapshot."""
         reader = Reader(caller)
         seen = [record for record in self._pipeline.registry.recent if caller.sees(record.key_id)]
         for record in seen[-FIRST_RECORDS:]:
@@ -147,20 +167,20 @@ class Live:
                 self._wanted.clear()
 
     async def run(self) -> None:
-        """Make the fleet's picture every second while somebody looks, until cancelled."""
+        """Send a snapshot every second while there are readers, until cancelled."""
         while True:
             await self._wanted.wait()
-            self._count(None)
+            self._count(math.inf)
             since = time.monotonic()
             while self._readers:
                 await asyncio.sleep(TICK_S)
                 now = time.monotonic()
                 self._count(now - since)
                 since = now
-                self._tell()
+                self._broadcast()
 
-    def _tell(self) -> None:
-        """Give each reader the picture as it may see it, and send away who may no longer be here."""
+    def _broadcast(self) -> None:
+        """Send each reader the snapshot that it may see; end the streams of those that may no longer read."""
         events: dict[Caller, bytes] = {}
         for reader in self._readers:
             caller = reader.caller
@@ -174,7 +194,7 @@ class Live:
                 reader.end()
 
     def fleet(self, caller: Caller) -> dict[str, Any]:
-        """Return the picture as a caller may see it, as JSON values."""
+        """Return the snapshot that a caller may see, as JSON values."""
         pipeline, now = self._pipeline, time.monotonic()
         self._forget(now)
         snapshot = pipeline.fleet.snapshot()
@@ -184,8 +204,7 @@ class Live:
                 replica["tokens_per_s"] = round(self._rates.get(replica["id"], 0.0), 1)
             tier["tokens_per_s"] = round(sum(r["tokens_per_s"] for r in tier["replicas"]), 1)
             tier.update(_summary([ended for ended in self._window if ended.tier is tier["tier"]]))
-        registry = pipeline.registry
-        served = registry.open
+        served, totals = pipeline.registry.open, pipeline.registry.totals
         shown = [request for request in served if caller.sees(request.context.caller.key_id)][:MOST_SHOWN]
         return {
             "at": round(time.time(), 3),
@@ -197,76 +216,57 @@ class Live:
             "waiting": pipeline.admission.waiting,
             "in_flight": [_render_open(request, now) for request in shown],
             "in_flight_total": len(served),
-            "totals": {shown: registry.totals[name] for shown, name in TOTALS.items()},
+            "totals": {name: totals[total] for name, total in TOTALS.items()},
         }
 
     def _forget(self, now: float) -> None:
-        """Drop what is older than the window."""
+        """Drop records older than the window."""
         while self._window and self._window[0].at < now - WINDOW_S:
             self._window.popleft()
 
     def _observe(self, record: RequestRecord) -> None:
-        self._forget(time.monotonic())
+        now, failed = time.monotonic(), record.outcome is Outcome.ERROR
+        self._forget(now)
         tier = record.served_by or record.decision.tier
-        failed = record.outcome is Outcome.ERROR
-        self._window.append(_Ended(time.monotonic(), tier, failed, record.ttft_ms, record.tpot_ms, record.sla_met))
+        self._window.append(_Ended(now, tier, failed, record.ttft_ms, record.tpot_ms, record.sla_met))
         if self._readers:
             event = _event(b"request", render_record(record))
             for reader in self._readers:
                 if reader.caller.sees(record.key_id):
                     reader.put(event)
 
-    def _count(self, elapsed_s: float | None) -> None:
-        """Note the tokens that replicas have generated; None: there is nothing yet to compare with."""
-        replicas = self._pipeline.fleet.replicas
-        before, self._generated = self._generated, {r.id: r.generated for r in replicas}
-        if elapsed_s is None:
-            self._rates = {}
-            return
+    def _count(self, elapsed_s: float) -> None:
+        """Update the replicas' tokens per second; of an infinite time, as before the first count, the rates are 0."""
+        before, self._generated = self._generated, {r.id: r.generated for r in self._pipeline.fleet.replicas}
         self._rates = {id_: (n - before.get(id_, n)) / elapsed_s for id_, n in self._generated.items()}
-
-
-TOTALS = {
-    "requests": "requests",
-    "ok": Outcome.OK.value,
-    "refused": Outcome.REFUSED.value,
-    "errors": Outcome.ERROR.value,
-    "client_gone": Outcome.CLIENT_GONE.value,
-    "retries": "retries",
-    "continuations": "continuations",
-    "escalations": "escalations",
-}
 
 
 def _summary(ended: Sequence[_Ended]) -> dict[str, Any]:
     """Return a tier's figures over the window."""
-    asked = [e.sla_met for e in ended if e.sla_met is not None]
+    kept = [e.sla_met for e in ended if e.sla_met is not None]
     return {
         "requests": len(ended),
         "errors": sum(e.failed for e in ended),
         "ttft_ms": _percentiles([e.ttft_ms for e in ended if e.ttft_ms is not None]),
         "tpot_ms": _percentiles([e.tpot_ms for e in ended if e.tpot_ms is not None]),
-        "sla": {"asked": len(asked), "met": sum(asked)},
+        "sla": {"asked": len(kept), "met": sum(kept)},
     }
 
 
 def _percentiles(values: list[float]) -> dict[str, float] | None:
-    """Return the median and the 95th percentile."""
     if not values:
         return None
-    return {name: round(percentile(values, share), 2) for name, share in (("p50", 0.5), ("p95", 0.95))}
+    return {"p50": round(percentile(values, 0.5), 2), "p95": round(percentile(values, 0.95), 2)}
 
 
 def _render_open(request: ActiveRequest, now: float) -> dict[str, Any]:
-    answer, decision, admitted = request.answer, request.decision, request.admitted
-    part = request.now_on
-    tier = part.tier if part is not None else decision.tier
+    answer, decision, admitted, part = request.answer, request.decision, request.admitted, request.now_on
     replica = part.replica_id if part is not None else admitted.lease.replica.id if admitted is not None else None
     return {
         "request_id": request.context.request_id,
         "trace_id": request.context.trace_id,
         "class": decision.query.features.prompt_class.value,
-        "tier": tier,
+        "tier": part.tier if part is not None else decision.tier,
         "replica": replica,
         "state": request.state,
         "age_ms": round((now - request.context.arrived) * 1000, 1),
@@ -290,7 +290,7 @@ class LiveEndpoints:
     def routes(self) -> list[Endpoint]:
         """Return the endpoints' routes."""
         return [
-            Endpoint("/live", LiveStream(self._live), methods=["GET"]),
+            Endpoint("/live", self._live, methods=["GET"]),
             Endpoint("/requests", self._requests, methods=["GET"]),
             Endpoint("/traces", self._traces, methods=["GET"]),
             Endpoint("/traces/{trace_id}", self._trace, methods=["GET"]),
@@ -298,26 +298,24 @@ class LiveEndpoints:
         ]
 
     async def _requests(self, request: Request) -> Response:
-        """Answer with the last requests that have ended, the newest first: those of the key, or an operator's all."""
+        """Answer with the last finished requests that the caller may see, newest first."""
         limit, caller = _limit(request), context_of(request.scope).caller
         seen = (record for record in reversed(self._pipeline.registry.recent) if caller.sees(record.key_id))
         shown = [render_record(record) for record in islice(seen, limit)]
         return _json({"scope": scope_of(everything=caller.sees_all), "requests": shown})
 
     async def _traces(self, request: Request) -> Response:
-        """Answer with the traces that are kept, the newest first: those of the key's requests, or an operator's all."""
-        limit, traces = _limit(request), self._pipeline.telemetry.traces
-        caller = context_of(request.scope).caller
+        """Answer with the kept traces that the caller may see, newest first."""
+        limit, caller, traces = _limit(request), context_of(request.scope).caller, self._pipeline.telemetry.traces
         kept = traces.recent() if traces is not None else []
         seen = (own for own in (_seen(trace, caller) for trace in kept) if own is not None)
         shown = [render_listed(trace) for trace in islice(seen, limit)]
         return _json({"scope": scope_of(everything=caller.sees_all), "traces": shown})
 
     async def _trace(self, request: Request) -> Response:
-        """Answer with one trace; another key's is not there."""
-        trace_id, traces = request.path_params["trace_id"], self._pipeline.telemetry.traces
-        caller = context_of(request.scope).caller
-        kept = traces.find(trace_id) if traces is not None else None
+        """Answer with one trace; another key's counts as unknown."""
+        caller, traces = context_of(request.scope).caller, self._pipeline.telemetry.traces
+        kept = traces.find(request.path_params["trace_id"]) if traces is not None else None
         trace = _seen(kept, caller) if kept is not None else None
         if trace is None:
             raise UnknownTrace(
@@ -328,8 +326,8 @@ class LiveEndpoints:
         return _json({**rendered, "trace_url": self._settings.trace_address(rendered["trace_id"])})
 
     async def _policy(self, _request: Request) -> Response:
-        """Answer with the table that decisions are made by."""
-        table, check = self._pipeline.policy.table, self._evaluation
+        """Answer with the parameters of decisions."""
+        table = self._pipeline.policy.table
         return _json(
             {
                 "class_floor": {kind.value: tier for kind, tier in table.class_floor.items()},
@@ -344,48 +342,31 @@ class LiveEndpoints:
                 "promoted": {kind.value: tier for kind, tier in table.promoted.items()},
                 "live_losses": [
                     {"class": kind.value, "tier": tier, "loss": rolling.share, "checked": rolling.checked}
-                    for (kind, tier), rolling in check.losses.items()
+                    for (kind, tier), rolling in self._evaluation.losses.items()
                 ],
                 "sla_confidence": table.sla_confidence,
             }
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LiveStream:
-    """The endpoint ``GET /live``, as an ASGI application."""
-
-    live: Live
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until the client goes away."""
-
-        async def work() -> None:
-            with self.live.watching(context_of(scope).caller) as reader:
-                await send(start_message(context_of(scope).headers, "text/event-stream; charset=utf-8", STREAM_HEADERS))
-                async for events in reader.events():
-                    await send(body_message(events, more=True))
-                await send(body_message(b"", more=False))
-
-        await while_connected(scope, work(), receive)
-
-
 def _seen(trace: Trace, caller: Caller) -> Trace | None:
-    """Return what a caller may see of a trace."""
+    """Return the part of a trace that a caller may see."""
     return trace if caller.sees_all else trace.seen_by(caller.key_id)
 
 
 def _limit(request: Request) -> int:
-    """Return how many a client wants of a list.
+    """Return the ``limit`` of a list.
 
     Raises:
-        HTTPException: 400: it is no number in range.
+        HTTPException: 400: it is not a number in range.
     """
     text = request.query_params.get("limit", "100")
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= MOST_LISTED):
+    # int() refuses thousands of digits with an error of its own.
+    limit = int(text) if text.isascii() and text.isdecimal() and len(text) <= len(str(MOST_LISTED)) else 0
+    if not 1 <= limit <= MOST_LISTED:
         raise HTTPException(400, f"limit: a number from 1 to {MOST_LISTED} is allowed")
-    return int(text)
+    return limit
 
 
 def _json(body: object) -> Response:
-    return Response(to_json(body), media_type="application/json", headers={"cache-control": "no-store"})
+    return json_response(body, headers=NO_STORE)

@@ -1,9 +1,8 @@
-"""``GET /metrics``: what the router knows, for Prometheus.
+"""``GET /metrics``: the router's metrics for Prometheus.
 
-Counters and histograms are made from the records of ended requests; the state of things is read when it is asked for, so
-nothing is counted twice. Names follow Prometheus' rules (https://prometheus.io/docs/practices/naming/): base units, and
-labels with a bounded set of values; those with replicas vanish with them. Histograms carry trace ids as exemplars where the
-page is asked for in the OpenMetrics format.
+Counters and histograms are made from the records of finished requests; gauges are read at each scrape, so nothing is
+counted twice. Names follow Prometheus' rules (https://prometheus.io/docs/practices/naming/): base units, and labels with a
+bounded set of values; a replica's series vanish with it. In the OpenMetrics format histograms carry trace ids as exemplars.
 """
 
 from __future__ import annotations
@@ -46,12 +45,13 @@ QUEUE_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 80, 160)
 OVERHEAD_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.5)
 ERROR_RATIO = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 5)
 KIND = ("class", "tier")
+METHODS = {"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"}
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class RequestMetrics:
-    """What ended requests add up to."""
+    """Counters and histograms of finished requests."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -65,15 +65,12 @@ class RequestMetrics:
         self._refusals = counter("refusals", "Requests that were refused.", "reason")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", *KIND)
         self._output_tokens = counter("output_tokens", "Tokens of answers.", *KIND)
-        self._sla = counter(
-            "sla_requests", "Requests with bounds on times, by whether they were kept.", *KIND, "result"
-        )
+        self._sla = counter("sla_requests", "Requests with bounds on times, by whether they were met.", *KIND, "result")
         for reason in (*(refusal.value for refusal in Refusal), OVER_QUOTA):
             self._refusals.labels(reason)  # at 0 from the start: a rate cannot see the first event of a new series
-        self._continuations = counter(
-            "continuations", "Answers that another engine went on with.", "from_tier", "to_tier"
-        )
-        self._escalations = counter("escalations", "Answers begun again at a higher precision.", "from_tier", "to_tier")
+        switch = ("from_tier", "to_tier")
+        self._continuations = counter("continuations", "Answers that another engine continued.", *switch)
+        self._escalations = counter("escalations", "Answers started again at a higher precision.", *switch)
         self._hedges = counter("hedges", "First tokens that a second tier had sooner.", "tier")
         for one, other in permutations(TierName, 2):
             self._continuations.labels(one.value, other.value)
@@ -81,26 +78,24 @@ class RequestMetrics:
         self._ttft = histogram("time_to_first_token_seconds", "From a request to its first token.", TTFT_S, *KIND)
         self._tpot = histogram("time_per_output_token_seconds", "Mean time between tokens.", TPOT_S, *KIND)
         self._duration = histogram("request_duration_seconds", "From a request to its last byte.", DURATION_S, *KIND)
-        self._queue = histogram("queue_wait_seconds", "Waits for a place.", QUEUE_S, "priority")
-        self._overhead = histogram(
-            "overhead_seconds", "From a request until it is sent to an engine, but for the queue.", OVERHEAD_S
-        )
-        self._off = histogram(
-            "prediction_error_ratio", "|predicted - seen| / seen, of undisturbed answers.", ERROR_RATIO, "tier", "kind"
-        )
+        self._queue = histogram("queue_wait_seconds", "Waits for a slot.", QUEUE_S, "priority")
+        text = "From a request's arrival until it is sent to an engine, without the queue."
+        self._overhead = histogram("overhead_seconds", text, OVERHEAD_S)
+        text = "|predicted - seen| / seen, of undisturbed answers."
+        self._off = histogram("prediction_error_ratio", text, ERROR_RATIO, "tier", "kind")
 
     def observe(self, record: RequestRecord) -> None:
         """Count one record."""
-        decision, served_by = record.decision, record.served_by
-        kind, decided = decision.query.features.prompt_class.value, decision.tier.value if decision.tier else NO_TIER
-        tier = served_by.value if served_by is not None else NO_TIER
+        decision, kind = record.decision, record.decision.query.features.prompt_class.value
+        decided = decision.tier.value if decision.tier is not None else NO_TIER
+        tier = record.served_by.value if record.served_by is not None else NO_TIER
         self._requests.labels(kind, tier, record.outcome.value).inc()
         self._decisions.labels(kind, decided, decision.basis.value).inc()
         if record.outcome is Outcome.REFUSED:
             self._refusals.labels(record.error).inc()
         if record.sla_met is not None:
             self._sla.labels(kind, tier, "met" if record.sla_met else "missed").inc()
-        if served_by is None:
+        if record.served_by is None:
             return
         exemplar, chosen = {"trace_id": record.trace_id}, record.decision.chosen
         self._prompt_tokens.labels(kind, tier).inc(record.prompt_tokens)
@@ -129,46 +124,40 @@ class RequestMetrics:
             before = after.value
 
     def _observe_predictions(self, record: RequestRecord, tier: str) -> None:
-        """Hold predictions against what was seen, where nothing came between them."""
+        """Compare predictions with what was seen, if the answer was undisturbed."""
         chosen = record.decision.chosen
         if chosen is None or not record.undisturbed:
             return
-        seen_ttft_ms = (
-            None if record.ttft_ms is None else record.ttft_ms - record.queue_ms - (record.overhead_ms or 0.0)
-        )
+        ttft_ms = (record.ttft_ms or 0.0) - record.queue_ms - (record.overhead_ms or 0.0)
         for kind, predicted, seen in (
-            ("ttft", chosen.predicted_ttft_ms, seen_ttft_ms),
-            ("tpot", chosen.predicted_tpot_ms, record.tpot_ms),
+            ("ttft", chosen.predicted_ttft_ms, ttft_ms),
+            ("tpot", chosen.predicted_tpot_ms, record.tpot_ms or 0.0),
         ):
-            if predicted is not None and seen is not None and seen > 0:
+            if predicted is not None and seen > 0:
                 self._off.labels(tier, kind).observe(abs(predicted - seen) / seen)
 
 
 class Losses(Collector):
-    """What precisions lose: measured, found in live answers, and allowed."""
+    """Quality losses: measured, found in live answers, and allowed."""
 
     def __init__(self, evaluation: ShadowEvaluation, policy: PolicyStore) -> None:
-        self._check, self._policy = evaluation, policy
+        self._evaluation, self._policy = evaluation, policy
 
     def collect(self) -> Iterable[Metric]:
-        """Return the losses and bounds by class and tier, and the classes that were promoted."""
-        loss = GaugeMetricFamily(
-            "qarr_live_loss_ratio",
-            "Rolling share of tokens that are not the highest precision's first choice.",
-            labels=KIND,
-        )
-        checked = CounterMetricFamily(
-            "qarr_live_checked_answers", "Live prompts that were answered again and scored.", labels=KIND
-        )
+        """Return the losses and bounds by class and tier, and the promoted classes."""
+        text = "Rolling share of tokens that are not the highest precision's first choice."
+        loss = GaugeMetricFamily("qarr_live_loss_ratio", text, labels=KIND)
+        text = "Live prompts that were answered again and scored."
+        checked = CounterMetricFamily("qarr_live_checked_answers", text, labels=KIND)
         promoted = GaugeMetricFamily(
-            "qarr_promoted_classes", "1 for a class that gets this tier or higher meanwhile.", labels=KIND
+            "qarr_promoted_classes", "1 for a class that now gets at least this tier.", labels=KIND
         )
         measured = GaugeMetricFamily("qarr_measured_loss_ratio", "The same share in the quality profile.", labels=KIND)
         bound = GaugeMetricFamily("qarr_loss_bound_ratio", "The share that a class may lose.", labels=["class"])
-        for (kind, tier), rolling in self._check.losses.items():
+        for (kind, tier), rolling in self._evaluation.losses.items():
             loss.add_metric([kind.value, tier.value], rolling.share)
             checked.add_metric([kind.value, tier.value], rolling.checked)
-        for kind, tier in self._check.promoted.items():
+        for kind, tier in self._evaluation.promoted.items():
             promoted.add_metric([kind.value, tier.value], 1)
         table = self._policy.table
         for tier, losses in table.losses.items():
@@ -180,7 +169,7 @@ class Losses(Collector):
 
 
 class Load(Collector):
-    """What the router has to do, and how its engines are."""
+    """The router's load, and the state of its engines."""
 
     def __init__(self, pipeline: Pipeline, retries: Mapping[TierName, int], about: Mapping[str, str]) -> None:
         self._pipeline, self._retries, self._about = pipeline, retries, about
@@ -192,7 +181,7 @@ class Load(Collector):
         about.add_metric([self._about["version"], self._about["model"]], 1)
         yield about
         waiting = pipeline.admission
-        yield GaugeMetricFamily("qarr_waiting_requests", "Requests that wait for a place.", waiting.waiting)
+        yield GaugeMetricFamily("qarr_waiting_requests", "Requests that wait for a slot.", waiting.waiting)
         yield GaugeMetricFamily("qarr_waiting_requests_limit", "Requests that may wait.", waiting.most_waiting)
         yield GaugeMetricFamily("qarr_open_requests", "Requests that are being served.", len(pipeline.registry.open))
         yield GaugeMetricFamily("qarr_tasks", "Tasks of the router's event loop.", len(asyncio.all_tasks()))
@@ -203,15 +192,12 @@ class Load(Collector):
 
     def _attempts(self) -> Iterable[Metric]:
         fleet = self._pipeline.fleet
-        failures = CounterMetricFamily(
-            "qarr_upstream_failures", "Attempts that an engine failed.", labels=["tier", "error"]
-        )
+        text = "Attempts that an engine failed."
+        failures = CounterMetricFamily("qarr_upstream_failures", text, labels=["tier", "error"])
         for (tier, error), count in fleet.failures.items():
             failures.add_metric([tier.value, error], count)
         retries = CounterMetricFamily("qarr_retries", "Further attempts before the first byte.", labels=["tier"])
-        restarts = CounterMetricFamily(
-            "qarr_engine_restarts", "Engines that were started again by themselves.", labels=["tier"]
-        )
+        restarts = CounterMetricFamily("qarr_engine_restarts", "Automatic restarts of engines.", labels=["tier"])
         ready = GaugeMetricFamily("qarr_tier_ready_replicas", "Replicas that get traffic.", labels=["tier"])
         for spec in fleet.specs:
             tier = spec.name
@@ -225,10 +211,11 @@ class Load(Collector):
         labels = ["tier", "replica"]
         state = GaugeMetricFamily("qarr_replica_state", "1 for a replica's present state.", labels=[*labels, "state"])
         in_flight = GaugeMetricFamily("qarr_requests_in_flight", "Requests on a replica.", labels=labels)
-        taken = GaugeMetricFamily("qarr_places_taken", "Places taken: one for each answer of a request.", labels=labels)
-        limit = GaugeMetricFamily("qarr_requests_limit", "Places of a replica.", labels=labels)
+        taken = GaugeMetricFamily("qarr_places_taken", "Slots taken: one for each answer of a request.", labels=labels)
+        limit = GaugeMetricFamily("qarr_requests_limit", "Slots of a replica.", labels=labels)
         opened = CounterMetricFamily("qarr_breaker_opened", "Times that a replica's breaker has opened.", labels=labels)
-        is_open = GaugeMetricFamily("qarr_breaker_open", "1 while a replica is spared after failures.", labels=labels)
+        text = "1 while a replica's breaker keeps requests from it."
+        is_open = GaugeMetricFamily("qarr_breaker_open", text, labels=labels)
         usage = GaugeMetricFamily("qarr_kv_cache_usage_ratio", "Share of a replica's KV cache in use.", labels=labels)
         now = time.monotonic()
         for replica in self._pipeline.fleet.replicas:
@@ -254,27 +241,19 @@ class Metrics:
         retries: Mapping[TierName, int],
         about: Mapping[str, str],
     ) -> None:
-        self._registry = CollectorRegistry()
-        self._http = Counter(
-            "qarr_http_requests",
-            "Requests by endpoint and status.",
-            ["route", "method", "code"],
-            registry=self._registry,
-        )
-        ProcessCollector(registry=self._registry)
-        requests = RequestMetrics(self._registry)
-        pipeline.registry.observers.append(requests.observe)
-        self._registry.register(Load(pipeline, retries, about))
-        self._registry.register(Losses(evaluation, pipeline.policy))
+        self._registry = registry = CollectorRegistry()
+        labels = ("route", "method", "code")
+        self._http = Counter("qarr_http_requests", "Requests by endpoint and status.", labels, registry=registry)
+        ProcessCollector(registry=registry)
+        pipeline.registry.observers.append(RequestMetrics(registry).observe)
+        registry.register(Load(pipeline, retries, about))
+        registry.register(Losses(evaluation, pipeline.policy))
 
     def answered(self, route: str, method: str, status: int) -> None:
         """Count an answer of any endpoint."""
         self._http.labels(route, method if method in METHODS else "other", str(status)).inc()
 
     async def answer(self, request: Request) -> Response:
-        """Answer with the page that Prometheus reads; on the event loop, which owns what is read."""
+        """Answer a scrape; on the event loop, which owns the state that is read."""
         encode, media_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(self._registry), media_type=media_type)
-
-
-METHODS = {"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"}

@@ -1,8 +1,8 @@
-"""``GET /``: the page that operators leave open. One document, put together at start, that loads nothing else.
+"""``GET /``: the page for operators. One document, assembled at start, that loads nothing else.
 
-It has no data of its own: it reads the router's other endpoints as any client does, with the key that is typed into it.
-Its content security policy allows one script and one style sheet, both from ``router/monitoring/web``, by their digests,
-and forbids making markup out of text.
+The document has no data: it reads the router's other endpoints as any client does, with the key that the user enters. Its
+content security policy allows one script and one style sheet by digest, both from ``router/monitoring/web``, and forbids
+making markup from text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCRIPTS = ("base", "wire", "lanes", "tiers", "requests", "trace", "ask", "qualit
 
 
 class Page:
-    """The endpoint, and whether there is one."""
+    """The endpoint, and whether it is on."""
 
     def __init__(self, settings: ServerSettings, keys: KeyStore) -> None:
         self._settings, self._keys = settings, keys
@@ -37,7 +37,7 @@ class Page:
 
     @property
     def on(self) -> bool:
-        """Tell whether the page is served: by itself only where nobody but those meant to can read what it shows."""
+        """Tell whether the page is served; ``auto``: on loopback, and where its data needs a key."""
         if self._settings.page == "auto":
             return self._keys.required or is_loopback(self._settings.host)
         return self._settings.page == "on"
@@ -56,14 +56,14 @@ class Page:
 
 
 def compose() -> tuple[str, dict[str, str]]:
-    """Return the document, and the headers that it is answered with."""
+    """Return the document and its response headers."""
     style = (WEB / "page.css").read_text("utf-8")
     parts = [(WEB / f"{name}.js").read_text("utf-8") for name in SCRIPTS]
     script = '(() => {\n"use strict";\n' + "\n".join(parts) + "})();\n"
     markup = (WEB / "page.html").read_text("utf-8")
     document = markup.replace("/*style*/", style).replace("/*script*/", script)
     return document, {
-        "content-security-policy": content_security_policy(style, script),
+        "content-security-policy": _content_security_policy(style, script),
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
         "cross-origin-opener-policy": "same-origin",
@@ -72,8 +72,8 @@ def compose() -> tuple[str, dict[str, str]]:
     }
 
 
-def content_security_policy(style: str, script: str) -> str:
-    """Return what browsers let the page do: run and apply these two texts, and talk to this router."""
+def _content_security_policy(style: str, script: str) -> str:
+    """Return the policy: run this script, apply this style, connect to this router, and nothing else."""
     rules = {
         "default-src": "'none'",
         "script-src": _digest(script),

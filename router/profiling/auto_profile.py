@@ -1,8 +1,8 @@
-"""A router that measures itself: the speed of its tiers, then their loss, while nobody else is served.
+"""The router's own measurements: the speed of its tiers, then their loss, while nobody else is served.
 
-It begins once every tier has settled, with what no profile tells yet, and uses what ``qarr profile`` uses: the same
-measuring, the same journal, the same files. So interrupted work goes on where it stopped, and either takes up what the
-other has measured. It measures only where all engines were started by this router: others' may serve more than it knows.
+They start once every tier has settled, and cover what no profile has yet. They share code, journal and files with
+``qarr profile``: interrupted work resumes where it stopped, and each uses what the other has measured. They run only if
+this router started all engines: others' engines may serve requests that it does not know of.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from router.policy.table import PolicyStore
     from router.settings import Settings
     from tiers.fleet import Fleet
-    from tiers.spec import TierSpec
 
 log = logging.getLogger(f"qarr.{__name__}")
-STEPS = 40  # of the speed's time: there are more, but most are shorter
-PARALLEL = 8  # prompts: what is broken off for a request is lost, and what an engine has begun delays it
+STEPS = 40  # that share the time for measuring speed: there are more, but most are shorter
+PARALLEL = 8  # prompts: a request cancels them, and what an engine has begun delays the request
 LOOK_S = 1.0
-FIRST_PAUSE_S = 5.0  # after an error, twice as long after each further one
+FIRST_PAUSE_S = 5.0  # after an error; doubled after each further one
 LONGEST_PAUSE_S = 300.0
 SETTLED = {ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.FAILED, ReplicaState.UNREACHABLE}
 What = Literal["latency", "quality"]
+Attempt = tuple[What, frozenset[TierName], tuple[str | None, ...]]  # tiers, and the identities of all
 
 
 class State(StrEnum):
@@ -51,14 +51,14 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far it is.
+    """Progress of the measurements.
 
     Attributes:
-        what: That is measured now; None: nothing.
-        done: Steps of the speed, answers of the loss.
-        total: Of the same.
-        since: When it was begun, or came into its state, in seconds since 1970.
-        detail: Why it waits, or why it is off.
+        what: What is measured now; None: nothing.
+        done: Steps (speed) or answers (loss) that are done.
+        total: Number of those.
+        since: When the measurement, or the state, began, in seconds since 1970.
+        detail: Why it waits or is off.
     """
 
     state: State
@@ -70,13 +70,13 @@ class Progress:
 
 
 class AutoProfile:
-    """Measures what no profile tells, and tells how far that is. One event loop owns it.
+    """Measures what no profile has, and reports its progress. One event loop owns it.
 
     Args:
         settings: All settings.
-        fleet: Whose tiers.
-        policy: Takes profiles up.
-        model: The served model's name, for people.
+        fleet: The tiers to measure.
+        policy: Loads new profiles.
+        model: The served model's display name.
         served: Tells whether requests are open.
     """
 
@@ -86,7 +86,7 @@ class AutoProfile:
         self._fleet, self._policy = fleet, policy
         self._folder, self._latency_s = settings.policy.profiles, settings.profile.latency_s
         self._client = IdleClient(fleet, model, settings.profile.idle_s, served)
-        self._tried: set[tuple[What, frozenset[TierName], tuple[str | None, ...]]] = set()
+        self._tried: set[Attempt] = set()
         why = ""
         if not settings.profile.auto:
             why = "profile.auto is false"
@@ -97,12 +97,12 @@ class AutoProfile:
         self._now = Progress(state, None, 0, 0, time.time(), why or "tiers are starting")
 
     def give_way(self) -> None:
-        """Free the engines at once: a request has come."""
+        """Free the engines at once: a request has arrived."""
         self._client.give_way()
 
     @property
     def progress(self) -> Progress:
-        """Return how far it is."""
+        """Return the present progress."""
         now = self._now
         if now.what is None:
             return now
@@ -111,10 +111,10 @@ class AutoProfile:
         return replace(now, state=State.WAITING, detail=now.detail or "requests go first")
 
     def render(self, *, inside: bool) -> dict[str, Any]:
-        """Return how far it is, and what is measured, as JSON values.
+        """Return the progress, and the measured tiers, as JSON values.
 
         Args:
-            inside: With details that may quote places.
+            inside: Whether to show details, which may quote addresses and paths.
         """
         now, speeds, losses = self.progress, self._fleet.speeds, self._policy.measured
         return {
@@ -142,7 +142,7 @@ class AutoProfile:
                 await asyncio.sleep(LOOK_S)
             except ProfileError as error:
                 log.warning("measuring waits: %s", error)
-                self._tell(State.WAITING, str(error))
+                self._idle(State.WAITING, str(error))
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -154,42 +154,34 @@ class AutoProfile:
         """Measure what is missing now.
 
         Raises:
-            ProfileError: It cannot be measured or kept, or somebody else does.
+            ProfileError: It cannot be measured or written, or another measurement runs.
         """
-        if not self._settled():
+        states = {tier.state for tier in self._fleet.snapshot().tiers}
+        if ReplicaState.READY not in states or not states <= SETTLED:
             self._client.give_way()
-            self._tell(State.WAITING, "tiers are starting")
+            self._idle(State.WAITING, "tiers are starting")
             return
         if not self._missing("latency") and not self._missing("quality"):
-            self._tell(State.DONE, "")
+            self._idle(State.DONE, "")
             return
         with only_one(self._folder):
-            self._policy.take_up()  # what was measured by hand meanwhile
+            self._policy.take_up()  # profiles made by hand since then
             if missing := self._missing("latency"):
                 await self._latency(missing)
             if self._missing("quality"):
                 await self._quality()
 
-    def _settled(self) -> bool:
-        """Tell whether a tier is ready, and every other one ready too, or not about to be."""
-        states = {tier.state for tier in self._fleet.snapshot().tiers}
-        return ReplicaState.READY in states and states <= SETTLED
-
     def _missing(self, what: What) -> tuple[TierName, ...]:
-        """Return the ready tiers of which something is not measured; none where it was measured just now."""
-        ready = [spec.name for spec in self._specs if self._fleet.is_ready(spec.name)]
+        """Return the ready tiers that are to be measured: not measured, and not tried before in vain."""
+        ready = [spec.name for spec in self._fleet.specs if self._fleet.is_ready(spec.name)]
         known: Collection[TierName] = self._fleet.speeds if what == "latency" else self._policy.measured
         missing = tuple(tier for tier in ready if tier not in known)
         if what == "quality" and REFERENCE not in ready:
             return ()
         return () if self._attempt(what, missing) in self._tried else missing
 
-    def _attempt(self, what: What, tiers: tuple[TierName, ...]) -> Any:
-        return what, frozenset(tiers), tuple(spec.identity for spec in self._specs)
-
-    @property
-    def _specs(self) -> tuple[TierSpec, ...]:
-        return self._fleet.specs
+    def _attempt(self, what: What, tiers: tuple[TierName, ...]) -> Attempt:
+        return what, frozenset(tiers), tuple(spec.identity for spec in self._fleet.specs)
 
     async def _latency(self, tiers: tuple[TierName, ...]) -> None:
         plan = LatencyPlan(self._latency_s / STEPS, tiers, self._latency_s, attempts=math.inf)
@@ -219,8 +211,7 @@ class AutoProfile:
     def _step(self, _step: str, done: int, total: int) -> None:
         self._now = replace(self._now, done=done, total=total)
 
-    def _tell(self, state: State, detail: str) -> None:
-        """Note that nothing is measured now, and why."""
-        now = self._now
-        if (now.state, now.what, now.detail) != (state, None, detail):
+    def _idle(self, state: State, detail: str) -> None:
+        """Set the state while nothing is measured."""
+        if (self._now.state, self._now.what, self._now.detail) != (state, None, detail):
             self._now = Progress(state, None, 0, 0, time.time(), detail)

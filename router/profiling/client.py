@@ -1,4 +1,7 @@
-"""Who asks the tiers for measurements, and a client of a running router that does: it gives way to everybody else."""
+"""The interface of clients that measure tiers, and one that measures through a running router.
+
+Measurements yield to everybody else's requests.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +21,31 @@ if TYPE_CHECKING:
 
 BUSY_WAIT_S = 1.0
 SHORTEST_WAIT_S = 0.05
-LOOK_S = 0.5  # how long a look at others' requests is good for
-MAX_WAIT_S = 600.0  # for others' requests to end, or a full or absent tier to take one more
+LOOK_S = 0.5  # for which one check for others' requests holds
+MAX_WAIT_S = 600.0  # for others' requests to end, or for a slot of a full or absent tier
 ANSWER_TIMEOUT_S = 900.0
-_TRY_LATER = {429, 503}
+TRY_LATER = {httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE}
 
 
 def first_of(errors: BaseExceptionGroup[ProfileError]) -> ProfileError:
-    """Return the first error of a group that holds others, or groups of them."""
+    """Return the first error of a group, which may hold groups."""
     first = errors.exceptions[0]
     return first_of(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """What the router tells of its fleet.
+    """The fleet as measurements need it.
 
     Attributes:
-        identities: What each ready tier serves, by digest or URL.
+        identities: Digest or URL of what each ready tier serves.
         checkpoints: The same of every tier, ready or not.
-        replicas: Of each ready tier, those that are ready.
+        replicas: Number of ready replicas of each ready tier.
         max_num_seqs: Of each ready tier.
         max_model_len: Of each ready tier, in tokens.
         in_flight: Requests on all replicas.
         served: Requests that all replicas have completed.
-        measuring: What the router measures of itself now; None: nothing.
+        measuring: What the router measures itself now; None: nothing.
     """
 
     model: str
@@ -59,7 +62,11 @@ class FleetState:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One timed answer. Times in milliseconds; ``tpot_ms`` is None for fewer than two tokens, or where they came at once."""
+    """One timed answer. Start and end by the monotonic clock in seconds.
+
+    Attributes:
+        tpot_ms: None for fewer than two tokens, or if all came at once.
+    """
 
     prompt_tokens: int
     ttft_ms: float
@@ -69,48 +76,52 @@ class Timed:
 
 
 class Client(Protocol):
-    """Who asks the tiers for a measurement: as a client of a running router, or from within it."""
+    """Sends a measurement's requests to the tiers: through a running router, or from within it."""
 
     async def fleet(self) -> FleetState:
-        """Return how the fleet is now."""
+        """Return the fleet's present state.
+
+        Raises:
+            ProfileError: The router does not answer, or does not show it with this key.
+        """
 
     async def ask(self, path: str, tier: TierName, body: Mapping[str, Any], waiting: Callable[[], None]) -> Any:
-        """Ask one tier for a whole greedy answer, while nobody else is served.
+        """Return a tier's whole greedy answer, computed while nobody else is served.
 
         Args:
             path: Of OpenAI's API.
             tier: The only one that may answer.
             body: The rest of the request.
-            waiting: Called while waiting for others.
+            waiting: Called while others' requests are waited for.
 
         Raises:
-            ProfileError: It refuses, or has no place for too long.
+            ProfileError: The tier refuses, or has no free slot for ``MAX_WAIT_S``.
         """
 
     async def time(self, tier: TierName, prompt: list[int], tokens: int, begun: Callable[[], None]) -> Timed:
-        """Time one answer of exactly so many tokens to a prompt of token ids.
+        """Time one answer of exactly ``tokens`` tokens, within ``undisturbed``.
 
         Args:
             tier: The only one that may answer.
             prompt: Token ids.
-            tokens: Of the answer, whatever the model would end it with.
+            tokens: Of the answer; the model's end of sequence is ignored.
             begun: Called with the first token.
 
         Raises:
-            ProfileError: It was refused.
+            ProfileError: The tier refuses.
         """
 
     async def undisturbed(self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]) -> bool:
-        """Take a step of a measurement, made of ``time``, once nobody else is served; tell False where somebody came.
+        """Run a step, made of calls of ``time``, once nobody else is served; tell whether it stayed undisturbed.
 
         Args:
             step: Makes the coroutine.
-            waiting: Called while waiting for others.
+            waiting: Called while others' requests are waited for.
         """
 
 
 class RouterClient:
-    """Asks a router, after everybody else. Use ``connect``."""
+    """A ``Client`` of a running router, with the lowest priority. Use ``connect``."""
 
     def __init__(self, client: httpx.AsyncClient, url: str) -> None:
         self._client, self._url = client, url
@@ -119,17 +130,12 @@ class RouterClient:
         self._quiet_until = 0.0
 
     async def fleet(self) -> FleetState:
-        """Return how the fleet is now.
-
-        Raises:
-            ProfileError: The router does not answer, or needs a key, or another one.
-        """
+        """See ``Client``."""
         try:
             response = await self._client.get("/tiers")
         except httpx.HTTPError as error:
-            raise ProfileError(
-                f"no router answers at {self._url} ({type(error).__name__}): 'make up' starts one"
-            ) from error
+            why = type(error).__name__
+            raise ProfileError(f"no router answers at {self._url} ({why}): 'make up' starts one") from error
         if response.status_code == httpx.codes.UNAUTHORIZED:
             raise ProfileError("the router needs a key: give one in the variable QARR_KEY")
         found = response.json()
@@ -154,17 +160,15 @@ class RouterClient:
         )
 
     async def ask(self, path: str, tier: TierName, body: Mapping[str, Any], waiting: Callable[[], None]) -> Any:
-        """Ask one tier for a whole greedy answer; wait while others are served, or while it has no place.
-
-        Raises:
-            ProfileError: It refuses, or has no place for too long.
-        """
+        """See ``Client``."""
         deadline = time.monotonic() + MAX_WAIT_S
         while True:
             await self._until_quiet(waiting, deadline)
             self._own += 1
             try:
-                response = await self._post(path, tier, body)
+                response = await self._client.post(path, json={**_request(tier), **body})
+            except httpx.HTTPError as error:
+                raise self._silent(error) from error
             finally:
                 self._own -= 1
             if response.status_code == httpx.codes.OK:
@@ -172,11 +176,7 @@ class RouterClient:
             await _later(tier, response, deadline)
 
     async def time(self, tier: TierName, prompt: list[int], tokens: int, begun: Callable[[], None]) -> Timed:
-        """Time one answer of exactly so many tokens to a prompt of token ids.
-
-        Raises:
-            ProfileError: It was refused.
-        """
+        """See ``Client``."""
         body = {**_request(tier), **timed_body(prompt, tokens)}
         deadline = time.monotonic() + MAX_WAIT_S
         self._timed += 1
@@ -190,41 +190,38 @@ class RouterClient:
                         )
                     await response.aread()
             except httpx.HTTPError as error:
-                raise ProfileError(f"{self._url} does not answer any more ({type(error).__name__})") from error
+                raise self._silent(error) from error
             await _later(tier, response, deadline)
 
     async def undisturbed(self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]) -> bool:
-        """Take a step of a measurement once nobody else is served; tell False where somebody came."""
+        """See ``Client``."""
         self._quiet_until = 0.0
         await self._until_quiet(waiting, time.monotonic() + MAX_WAIT_S)
         before, timed = (await self.fleet()).served, self._timed
         await step()
         after, own = await self.fleet(), self._timed - timed
-        # Leases are given back a moment after the last byte.
+        # Leases are released a moment after the last byte.
         return after.served - before <= own and after.in_flight <= own
 
     async def _until_quiet(self, waiting: Callable[[], None], deadline: float) -> None:
-        """Wait while others' requests are in flight. One look does for all who wait, and for a moment after."""
+        """Wait while others' requests are in flight. One check serves all waiting callers, and holds for ``LOOK_S``."""
         pause_s = SHORTEST_WAIT_S
         async with self._looking:
             while self._quiet_until < time.monotonic() < deadline:
                 if (await self.fleet()).in_flight <= self._own:
                     self._quiet_until = time.monotonic() + LOOK_S
                     return
-                if pause_s >= BUSY_WAIT_S:  # places are given back a moment after the answers: not worth a word
+                if pause_s >= BUSY_WAIT_S:  # not for the moment in which its own leases are released
                     waiting()
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, BUSY_WAIT_S)
 
-    async def _post(self, path: str, tier: TierName, body: Mapping[str, Any]) -> httpx.Response:
-        try:
-            return await self._client.post(path, json={**_request(tier), **body})
-        except httpx.HTTPError as error:
-            raise ProfileError(f"{self._url} does not answer any more ({type(error).__name__})") from error
+    def _silent(self, error: httpx.HTTPError) -> ProfileError:
+        return ProfileError(f"{self._url} does not answer any more ({type(error).__name__})")
 
 
 def timed_body(prompt: list[int], tokens: int) -> dict[str, Any]:
-    """Return the completion that is timed; model and priority are left to add."""
+    """Return the body of a timed completion, without model and priority."""
     return {
         "prompt": prompt,
         "max_tokens": tokens,
@@ -243,18 +240,18 @@ async def read_timed(
     tokens: int,
     begun: Callable[[], None],
 ) -> Timed:
-    """Read the answer to ``timed_body``.
+    """Read and time the answer to ``timed_body``.
 
     Args:
-        response: Whose body is read here.
-        tier: Who answers.
-        started: When it was asked, by the monotonic clock in seconds.
+        response: Its body is unread.
+        tier: That answers.
+        started: When the request was sent, by the monotonic clock in seconds.
         prompt_tokens: Of the prompt.
-        tokens: That were asked for.
+        tokens: That were requested.
         begun: Called with the first token.
 
     Raises:
-        ProfileError: It broke off.
+        ProfileError: The answer broke off.
     """
     first = last = 0.0
     tail = b""
@@ -263,25 +260,30 @@ async def read_timed(
         if not first:
             first = now
             begun()
-        # The last chunks hold no token, but counts and the end.
+        # The last chunks hold no tokens, only counts and the end.
         last = now if b'"finish_reason":"' in chunk or b'"usage":{' not in chunk else last
         tail = (tail + chunk)[-2000:]
     if b"[DONE]" not in tail:
         raise ProfileError(f"{tier} broke an answer off: {tail[-300:].decode(errors='replace')}")
-    # An answer that came all at once, as it may where the router got no processor time, tells nothing of its pace.
+    # An answer may come all at once if the router got no processor time; it has no pace to measure.
     tpot_ms = (last - first) * 1000 / (tokens - 1) if tokens > 1 and last > first else None
     return Timed(prompt_tokens, (first - started) * 1000, tpot_ms, started, last)
 
 
 async def _later(tier: TierName, response: httpx.Response, deadline: float) -> None:
-    """Wait as long as a refusal says.
+    """Wait for a refusal's ``Retry-After``, 10 s at most.
 
     Raises:
-        ProfileError: It is none that passes, or it has lasted too long.
+        ProfileError: The refusal is not temporary, or the deadline has passed.
     """
-    if response.status_code not in _TRY_LATER or time.monotonic() > deadline:
-        raise ProfileError(f"{tier} answered HTTP {response.status_code}: {response.text[:300]}")
+    if response.status_code not in TRY_LATER or time.monotonic() > deadline:
+        raise refused(tier, response)
     await asyncio.sleep(min(float(response.headers.get("retry-after", BUSY_WAIT_S)), 10))
+
+
+def refused(tier: TierName, response: httpx.Response) -> ProfileError:
+    """Return the error for a tier's refusal."""
+    return ProfileError(f"{tier} answered HTTP {response.status_code}: {response.text[:300]}")
 
 
 def _request(tier: TierName) -> dict[str, Any]:
@@ -294,11 +296,16 @@ async def connect(url: str, key: str) -> AsyncIterator[RouterClient]:
 
     Args:
         url: The router's.
-        key: For the router; empty where it needs none.
+        key: For the router; empty if it needs none.
     """
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(
-        base_url=url, headers=headers, timeout=ANSWER_TIMEOUT_S, trust_env=False, limits=limits
-    ) as client:
+    async with make_client(base_url=url, headers=headers) as client:
         yield RouterClient(client, url)
+
+
+def make_client(base_url: str = "", headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
+    """Return an HTTP client with the timeouts and limits of measurements."""
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(
+        base_url=base_url, headers=headers, timeout=ANSWER_TIMEOUT_S, trust_env=False, limits=limits
+    )

@@ -1,8 +1,7 @@
-"""Who asks this router's own engines for measurements, from within: only while nobody else is served.
+"""Measures the router's own engines from within, only while nobody else is served.
 
-It sends to the engines directly, under leases, beneath keys, quotas, queue and records: nobody's figures count its
-requests. When a request comes, all of its own are broken off in the same breath, before that request is decided on, and
-asked again once it is quiet.
+Its requests go to the engines directly, under leases but without keys, quotas, queue and records: no figures count them.
+When a request arrives, all of them are cancelled before it is decided, and sent again once the router is idle.
 """
 
 from __future__ import annotations
@@ -15,7 +14,17 @@ import httpx
 
 from router.policy.decision import PRIORITIES
 from router.policy.profiles import ProfileError
-from router.profiling.client import ANSWER_TIMEOUT_S, BUSY_WAIT_S, MAX_WAIT_S, FleetState, Timed, read_timed, timed_body
+from router.profiling.client import (
+    BUSY_WAIT_S,
+    MAX_WAIT_S,
+    TRY_LATER,
+    FleetState,
+    Timed,
+    make_client,
+    read_timed,
+    refused,
+    timed_body,
+)
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
@@ -27,37 +36,35 @@ if TYPE_CHECKING:
 LOOK_S = 0.1
 LONGEST_IDLE_S = 60.0
 _STARTING = {ReplicaState.STARTING, ReplicaState.WARMING}
-_TRY_LATER = {httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE}
 T = TypeVar("T")
 
 
 class _GaveWay(Exception):
-    """What was asked was broken off for somebody else's request."""
+    """Its requests were cancelled for somebody else's."""
 
 
 class IdleClient:
-    """Asks the fleet's engines while it is quiet. One event loop owns it. Close it.
+    """A ``Client`` of the fleet's engines that works while the router is idle. One event loop owns it. Close it.
 
     Args:
-        fleet: Whose engines.
-        model: The served model's name, for people.
-        idle_s: How long it must have been quiet.
-        served: Tells whether requests of others are open.
+        fleet: The engines to measure.
+        model: The served model's display name.
+        idle_s: For which the router must have been idle.
+        served: Tells whether others' requests are open.
     """
 
     def __init__(self, fleet: Fleet, model: str, idle_s: float, served: Callable[[], bool]) -> None:
         self._fleet, self._model, self._idle_s, self._served = fleet, model, idle_s, served
-        limits = httpx.Limits(max_connections=None)
-        self._client = httpx.AsyncClient(timeout=ANSWER_TIMEOUT_S, trust_env=False, limits=limits)
+        self._client = make_client()
         self._leases: set[Lease] = set()
         self._work: set[asyncio.Task[Any]] = set()
         self._looking = asyncio.Lock()
         self._busy_at = time.monotonic()
-        self._wait_s = idle_s  # longer after what was broken off: where pauses are short, little is begun in vain
+        self._wait_s = idle_s  # longer after a cancellation: if pauses are short, little is started in vain
 
     @property
     def asking(self) -> bool:
-        """Tell whether an engine computes something for it now."""
+        """Tell whether an engine computes one of its requests."""
         return bool(self._leases)
 
     async def aclose(self) -> None:
@@ -65,7 +72,7 @@ class IdleClient:
         await self._client.aclose()
 
     def give_way(self) -> None:
-        """Break off all that was asked: a request has come. Its places are free when this returns."""
+        """Cancel its requests: another one has arrived. Their slots are free when this returns."""
         self._busy_at = time.monotonic()
         if self._leases:
             self._wait_s = max(min(2 * self._wait_s, LONGEST_IDLE_S), self._idle_s)
@@ -76,7 +83,7 @@ class IdleClient:
             task.cancel()
 
     async def fleet(self) -> FleetState:
-        """Return how the fleet is now."""
+        """See ``Client``."""
         fleet = self._fleet
         ready = {spec.name: spec for spec in fleet.specs if fleet.is_ready(spec.name)}
         return FleetState(
@@ -95,11 +102,7 @@ class IdleClient:
         )
 
     async def ask(self, path: str, tier: TierName, body: Mapping[str, Any], waiting: Callable[[], None]) -> Any:
-        """Ask one tier for a whole greedy answer; ask again where somebody came.
-
-        Raises:
-            ProfileError: It refuses, or has no place for too long.
-        """
+        """See ``Client``; sends cancelled requests again."""
         deadline = time.monotonic() + MAX_WAIT_S
         while True:
             await self._until_quiet(waiting)
@@ -111,18 +114,14 @@ class IdleClient:
             if answer is not None:
                 return answer
             if time.monotonic() > deadline:
-                raise ProfileError(f"{tier} has had no place for {MAX_WAIT_S:g} s")
+                raise ProfileError(f"{tier} has had no free slot for {MAX_WAIT_S:g} s")
             await asyncio.sleep(BUSY_WAIT_S)
 
     async def time(self, tier: TierName, prompt: list[int], tokens: int, begun: Callable[[], None]) -> Timed:
-        """Time one answer of exactly so many tokens to a prompt of token ids; within ``undisturbed``.
-
-        Raises:
-            ProfileError: It was refused.
-        """
+        """See ``Client``."""
         lease = self._lease(tier)
         if lease is None:
-            raise ProfileError(f"{tier} has no place")
+            raise ProfileError(f"{tier} has no free slot")
         try:
             started = time.monotonic()
             request = self._request(lease.replica, "/v1/completions", {**timed_body(prompt, tokens), "temperature": 0})
@@ -130,7 +129,7 @@ class IdleClient:
             try:
                 if response.status_code != httpx.codes.OK:
                     await response.aread()
-                    raise _refused(tier, response)
+                    raise refused(tier, response)
 
                 def first() -> None:
                     lease.first_token()
@@ -145,7 +144,7 @@ class IdleClient:
             self._give_back(lease)
 
     async def undisturbed(self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]) -> bool:
-        """Take a step of a measurement once nobody else is served; tell False where somebody came."""
+        """See ``Client``."""
         await self._until_quiet(waiting)
         try:
             await self._unless_disturbed(step())
@@ -154,10 +153,10 @@ class IdleClient:
         return not self._others()
 
     async def _answer(self, path: str, tier: TierName, body: Mapping[str, Any]) -> Any:
-        """Return a whole answer; None where there is no place for it now.
+        """Return a whole answer; None if there is no free slot now.
 
         Raises:
-            ProfileError: It is refused.
+            ProfileError: The tier refuses.
         """
         lease = self._lease(tier)
         if lease is None:
@@ -170,10 +169,10 @@ class IdleClient:
             raise ProfileError(f"{tier} does not answer ({type(error).__name__})") from error
         finally:
             self._give_back(lease)
-        if response.status_code in _TRY_LATER:
+        if response.status_code in TRY_LATER:
             return None
         if response.status_code != httpx.codes.OK:
-            raise _refused(tier, response)
+            raise refused(tier, response)
         return response.json()
 
     def _request(self, replica: Replica, path: str, body: Mapping[str, Any]) -> httpx.Request:
@@ -184,7 +183,7 @@ class IdleClient:
         )
 
     def _lease(self, tier: TierName) -> Lease | None:
-        """Take a place, whatever the limit: nobody is served. It leaves no trace in what is predicted: it has no tokens."""
+        """Take a slot, whatever the limit: nobody is served. Without tokens it does not affect predictions."""
         lease = self._fleet.lease(tier, prompt_tokens=0, max_tokens=0, over_limit=True)
         if lease is not None:
             self._leases.add(lease)
@@ -195,10 +194,10 @@ class IdleClient:
         self._leases.discard(lease)
 
     async def _unless_disturbed(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do work that ``give_way`` breaks off.
+        """Run work that ``give_way`` may cancel.
 
         Raises:
-            _GaveWay: It was.
+            _GaveWay: It was cancelled.
         """
         task = asyncio.create_task(work)
         self._work.add(task)
@@ -215,26 +214,22 @@ class IdleClient:
         return found
 
     async def _until_quiet(self, waiting: Callable[[], None]) -> None:
-        """Wait until nobody else is served, and has not been for a while."""
+        """Wait until nobody else has been served for a while."""
         async with self._looking:
             while True:
                 now = time.monotonic()
                 if self._others():
                     self._busy_at = now
-                if now >= self._busy_at + self._wait_s:
+                elif now >= self._busy_at + self._wait_s:
                     return
                 waiting()
                 await asyncio.sleep(LOOK_S)
 
     def _others(self) -> bool:
-        """Tell whether the engines have something else to do: requests, checks of live answers, engines that start."""
+        """Tell whether there is other work: requests, checks of live answers, engines that start."""
         replicas = self._fleet.replicas
         return (
             self._served()
             or sum(r.in_flight for r in replicas) > len(self._leases)
             or any(r.state in _STARTING for r in replicas)
         )
-
-
-def _refused(tier: TierName, response: httpx.Response) -> ProfileError:
-    return ProfileError(f"{tier} answered HTTP {response.status_code}: {response.text[:300]}")

@@ -1,8 +1,8 @@
-"""What a precision takes in time, measured: samples of requests under known load, and the speed model fitted to them.
+"""Fits the speed model to samples of requests under known load.
 
-The model and its terms are in ``tiers.speed``. Its parameters are fitted by least squares on relative errors, so that short
-and long times weigh alike, with no parameter below zero (a negative one is set to zero, the rest fitted again). Contention
-is the median slowdown of single requests that were decoded while other tiers were computing as well.
+``tiers.speed`` has the model and its terms. The fit is least squares on relative errors, so that short and long times weigh
+alike, without negative parameters (a negative one is set to zero, the rest fitted again). Contention is the median slowdown
+of single requests that were decoded while other tiers were computing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tiers.spec import TierName
 
-KNEE_PAYS = 0.7  # a knee must leave less than this share of the line's squared error
+KNEE_PAYS = 0.7  # a knee must reduce the line's squared error to less than this share
 
 
 def fit(tier: TierName, samples: Sequence[Sample], max_num_seqs: int) -> Fit:
@@ -39,7 +39,7 @@ def fit(tier: TierName, samples: Sequence[Sample], max_num_seqs: int) -> Fit:
     steps = [steps_alone.step_ms(s.sequences) if s.sequences else 0.0 for s in begun]
     ttft = least_squares(
         [(1.0, float(s.prompt_tokens + s.waiting_tokens), step) for s, step in zip(begun, steps, strict=True)],
-        [_ttft(s) for s in begun],
+        [s.ttft_ms for s in begun if s.ttft_ms is not None],
     )
     alone = replace(steps_alone, ttft_base_ms=ttft[0], prefill_ms_per_token=ttft[1], ttft_steps=ttft[2])
     slowed = [
@@ -54,12 +54,13 @@ def fit(tier: TierName, samples: Sequence[Sample], max_num_seqs: int) -> Fit:
     ]
     contention = max(median(slowed), 0.0) if slowed else 0.0
 
-    def predict(s: Sample) -> tuple[float, float]:
-        factor = 1 + contention * s.neighbours
-        return _predicted_ttft(alone, s, max_num_seqs) * factor, alone.step_ms(s.batch) * factor
+    def factor(s: Sample) -> float:
+        return 1 + contention * s.neighbours
 
-    ttft_pairs = [(predict(s)[0], s.ttft_ms) for s in own if s.ttft_ms is not None]
-    tpot_pairs = [(predict(s)[1], s.tpot_ms) for s in own if s.tpot_ms is not None]
+    ttft_pairs = [
+        (_predicted_ttft(alone, s, max_num_seqs) * factor(s), s.ttft_ms) for s in own if s.ttft_ms is not None
+    ]
+    tpot_pairs = [(alone.step_ms(s.batch) * factor(s), s.tpot_ms) for s in own if s.tpot_ms is not None]
     return Fit(
         tier=tier,
         ttft_base_ms=round(ttft[0], 4),
@@ -79,8 +80,8 @@ def fit(tier: TierName, samples: Sequence[Sample], max_num_seqs: int) -> Fit:
 
 
 def _fit_steps(decoded: Sequence[Sample]) -> SpeedModel:
-    """Fit the time of a decode step to the batch: a line, or two that meet at a measured batch, whichever errs less."""
-    seen = [_tpot(s) for s in decoded]
+    """Fit the time of a decode step to the batch size: a line, or two lines that meet at a measured batch size."""
+    seen = [s.tpot_ms for s in decoded if s.tpot_ms is not None]
     batches = sorted({s.batch for s in decoded})
     found: list[tuple[float, SpeedModel]] = []
     for knee in (0, *batches[1:-1]):
@@ -96,16 +97,6 @@ def _fit_steps(decoded: Sequence[Sample]) -> SpeedModel:
 def _predicted_ttft(model: SpeedModel, sample: Sample, max_num_seqs: int) -> float:
     load = Load(sample.sequences, sample.waiting_tokens, 0, 0.0)
     return model.times(sample.prompt_tokens, load, max_num_seqs, 1.0).ttft_ms
-
-
-def _ttft(sample: Sample) -> float:
-    assert sample.ttft_ms is not None
-    return sample.ttft_ms
-
-
-def _tpot(sample: Sample) -> float:
-    assert sample.tpot_ms is not None
-    return sample.tpot_ms
 
 
 def _error(pairs: Sequence[tuple[float, float]]) -> FitError:

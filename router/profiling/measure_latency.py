@@ -1,4 +1,4 @@
-"""Measure a running fleet's speed: each tier alone, then all together, under loads that are known."""
+"""Measures a running fleet's speed under known load: each tier alone, then all together."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from router.policy.profiles import LatencyProfile, ProfileError, Sample
 from router.profiling.client import first_of
@@ -24,10 +25,11 @@ LENGTHS = (16, 64, 256, 1024)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPT_TOKENS = 24
 TIMES = 3  # that each prompt length is measured
-LEAST = 2  # lengths and batches: what a fit needs
-ALONE_SHARE = 0.8  # of the budget, for what each tier does alone
-TOGETHER_STEPS = 2
-FIRST_ID, LAST_ID = 1000, 20000  # ordinary tokens in every tokenizer of some size; random, so that no prefix is cached
+LEAST = 2  # lengths and batches that a fit needs
+ALONE_SHARE = 0.8  # of the budget, for measuring each tier alone
+TOGETHER_BATCHES = (1, 4)
+FIRST_ID, LAST_ID = 1000, 20000  # ordinary tokens in every large tokenizer; random, so that no prefix is cached
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,10 @@ class LatencyPlan:
     """What to measure.
 
     Attributes:
-        step_s: About how long one step may take, in seconds; it bounds prompt and answer lengths on slow tiers.
-        tiers: Those to measure; empty: every one that is ready.
-        budget_s: About how long all steps may take, in seconds: long prompts and large batches are left out for it, but
-            never what the fit cannot do without.
+        step_s: Approximate duration of one step in seconds; bounds prompt and answer lengths on slow tiers.
+        tiers: The tiers to measure; empty: all ready ones.
+        budget_s: Approximate duration of all steps in seconds; long prompts and large batches that the fit does not need
+            are skipped for it.
         attempts: At a step that others' requests disturb.
     """
 
@@ -51,15 +53,15 @@ class LatencyPlan:
 async def measure_latency(
     client: Client, plan: LatencyPlan, progress: Callable[[str, int, int], None]
 ) -> LatencyProfile:
-    """Measure every tier that is ready, and return the profile.
+    """Measure the tiers of the plan, and return the profile.
 
     Args:
-        client: Asks the tiers.
+        client: Sends requests to the tiers.
         plan: What to measure.
-        progress: Called with what is done next, the steps that were done, and how many there are about.
+        progress: Called with the next step, the number of steps done, and their approximate total.
 
     Raises:
-        ProfileError: The router does not answer, no tier is ready, or others' requests do not end.
+        ProfileError: The router does not answer, a tier is not ready, or others' requests do not end.
     """
     fleet = await client.fleet()
     if not fleet.identities:
@@ -89,7 +91,7 @@ async def measure_latency(
 
 @dataclass(slots=True)
 class _Bench:
-    """What one tier has to do, as its only client knows it."""
+    """One tier's load, as its only client knows it."""
 
     client: Client
     tier: TierName
@@ -102,20 +104,18 @@ class _Bench:
     found: list[tuple[Sample, Timed]] = field(default_factory=list)
 
     async def request(self, prompt_tokens: int, tokens: int, batch: int, *, neighbours: float = 0.0) -> Timed:
-        """Time one request under the load that there is.
+        """Time one request under the present load.
 
-        TTFT is left out where another request came before the first token: engines compute waiting prompts together, and
-        what comes later cannot be known in advance.
+        TTFT is left out if another request came before the first token: engines compute waiting prompts together, and a
+        prediction knows of no later request.
         """
-        sequences, waiting = self.sequences, self.waiting
-        alone = False
+        sequences, waiting, left, alone = self.sequences, self.waiting, prompt_tokens, False
         self.sequences += 1
         self.asked += 1
         number = self.asked
         self.waiting += prompt_tokens
         self.computed.clear()
         prompt = [self.source.randint(FIRST_ID, LAST_ID) for _ in range(prompt_tokens)]
-        left = prompt_tokens
 
         def begun() -> None:
             nonlocal left, alone
@@ -161,19 +161,19 @@ class _Run:
     ) -> None:
         self._client, self._fleet, self._plan, self._tiers, self._progress = client, fleet, plan, tiers, progress
         self._source = random.Random()  # noqa: S311  no secret
-        self._spent_s = 0.0  # in steps; waiting for others does not count
+        self._spent_s = 0.0  # in steps, without waiting for others
         self._done = 0
-        self._total = sum(map(self._steps, tiers)) + (TOGETHER_STEPS if len(tiers) > 1 else 0)
+        self._total = sum(map(self._steps, tiers)) + (len(TOGETHER_BATCHES) if len(tiers) > 1 else 0)
         self.samples: list[Sample] = []
 
     def _steps(self, tier: TierName) -> int:
-        """Return how many steps a tier takes alone, if none is left out: warming, prompts, batches, arrivals."""
+        """Return the number of a tier's steps if none is skipped: warm-up, prompts, batches, arrivals."""
         lengths = sum(length < self._fleet.max_model_len[tier] for length in LENGTHS)
         return 2 + TIMES * lengths + sum(batch <= self._fleet.max_num_seqs[tier] for batch in BATCHES)
 
     async def alone(self, tier: TierName) -> None:
-        """Measure one tier while the others are idle, in its share of the budget."""
-        until_s = self._spent_s + (self._plan.budget_s * ALONE_SHARE / len(self._tiers))
+        """Measure one tier while the others are idle, within its share of the budget."""
+        until_s = self._spent_s + self._plan.budget_s * ALONE_SHARE / len(self._tiers)
         through = self._done + self._steps(tier)
         warm = await self._undisturbed(f"{tier}: warming", tier, _burst(1, 4), keep=False)
         step_ms = warm.tpot_ms or warm.ttft_ms
@@ -196,7 +196,7 @@ class _Run:
         self._done = through
 
     def _too_long(self, length: int, seen: list[tuple[int, float]], until_s: float) -> bool:
-        """Tell whether a prompt would take longer than it may, by what the last two lengths took."""
+        """Tell whether a prompt would take too long, by extrapolation from the last two lengths."""
         if len(seen) < LEAST:
             return False
         (short, quick), (long, slow) = seen[-2:]
@@ -204,20 +204,15 @@ class _Run:
         return expected_s > self._plan.step_s or self._spent_s + TIMES * expected_s > until_s
 
     async def together(self) -> None:
-        """Measure tiers while each has requests all the time."""
+        """Measure the tiers while all of them have requests."""
         slowest_s = max(map(self._single_step, self._tiers)) / 1000
         length_s = max(self._plan.step_s, 8 * slowest_s * len(self._tiers))
-        for batch in (1, 4):
-            found: list[Sample] = []
-
-            async def step(batch: int = batch, found: list[Sample] = found) -> None:
-                found[:] = await self._all_busy(batch, length_s)
-
-            await self._alone_there(f"all tiers together, {batch} at a time each", step)
-            self.samples += found
+        for batch in TOGETHER_BATCHES:
+            step = partial(self._all_busy, batch, length_s)
+            self.samples += await self._alone_there(f"all tiers together, {batch} at a time each", step)
 
     async def _all_busy(self, batch: int, length_s: float) -> list[Sample]:
-        """Keep a batch on every tier; return what counts."""
+        """Keep a batch on every tier; return the samples that count."""
         benches = [_Bench(self._client, tier, self._source) for tier in self._tiers]
         until, others = time.monotonic() + length_s, len(self._tiers) - 1
         async with asyncio.TaskGroup() as group:
@@ -226,7 +221,7 @@ class _Run:
                     group.create_task(
                         self._keep_busy(bench, batch, until, length_s * 1000 / len(self._tiers) / 2, others)
                     )
-        # TTFT counts where the request came while the batch was full; the first ones came to an empty tier.
+        # The last samples, whose batch was no longer full, are dropped, unless a tier has no others.
         return [s for b in benches for s in ([s for s, t in b.found if t.ended <= until] or [s for s, _ in b.found])]
 
     async def _keep_busy(self, bench: _Bench, batch: int, until: float, answer_ms: float, others: int) -> None:
@@ -240,20 +235,18 @@ class _Run:
         """Return the time of a decode step of one sequence, in milliseconds.
 
         Raises:
-            ProfileError: It was not measured.
+            ProfileError: Every answer came all at once.
         """
         alone = [s.tpot_ms for s in self._own(tier) if s.tpot_ms is not None and s.batch == 1]
         if not alone:
-            raise ProfileError(
-                f"{tier} sent every answer all at once: its pace cannot be measured on so busy a machine"
-            )
+            raise ProfileError(f"{tier} sent every answer all at once: the machine is too busy to measure its pace")
         return median(alone)
 
     def _own(self, tier: TierName) -> list[Sample]:
         return [s for s in self.samples if s.tier is tier]
 
     async def _arrival(self, bench: _Bench) -> None:
-        """Time prompts that come while four others are being decoded."""
+        """Time prompts that arrive while four others are decoded."""
         background = min(4, self._fleet.max_num_seqs[bench.tier])
         lengths = (PROMPT_TOKENS, 4 * PROMPT_TOKENS)
         single = self._single_step(bench.tier)
@@ -266,45 +259,45 @@ class _Run:
             for length in lengths:
                 if not any(task.done() for task in decoding):
                     await bench.request(length, 1, 0)
-        # The background's own pace was disturbed by the prompts, which is not what batch sizes are about.
+        # The prompts disturbed the background's pace, so it does not tell how batch size affects it.
         bench.found = [(s, t) for s, t in bench.found if s.batch == 0]
 
     def _tokens(self, step_ms: float) -> int:
-        """Return how many tokens an answer may have to take about a step of the measurement."""
+        """Return the answer length that takes about ``step_s``."""
         return min(max(int(self._plan.step_s * 1000 / step_ms), 6), 64)
 
     async def _undisturbed(self, what: str, tier: TierName, step: Step, *, keep: bool = True) -> Timed:
-        """Take one step while nobody else is served; take it again if somebody was.
+        """Run one step of a tier while nobody else is served; return its last answer.
 
         Raises:
-            ProfileError: Somebody always was.
+            ProfileError: Others' requests disturbed every attempt.
         """
-        benches: list[_Bench] = []
 
-        async def fresh() -> None:
-            benches[:] = [_Bench(self._client, tier, self._source)]
-            await step(benches[0])
+        async def fresh() -> _Bench:
+            bench = _Bench(self._client, tier, self._source)
+            await step(bench)
+            return bench
 
-        await self._alone_there(what, fresh)
-        (bench,) = benches
+        bench = await self._alone_there(what, fresh)
         if keep:
             self.samples += [sample for sample, _ in bench.found]
         assert bench.last is not None
         return bench.last
 
-    async def _alone_there(self, what: str, step: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Take a step while nobody else is served; take it again if somebody was.
+    async def _alone_there(self, what: str, step: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a step while nobody else is served, again if it was disturbed; return its result.
 
         Raises:
-            ProfileError: Somebody always was.
+            ProfileError: Others' requests disturbed every attempt.
         """
+        results: list[T] = []
         took_s = 0.0
 
         async def timed() -> None:
             nonlocal took_s
             began = time.monotonic()
             try:
-                await step()
+                results.append(await step())
             except* ProfileError as several:
                 raise first_of(several) from None
             took_s = time.monotonic() - began
@@ -319,7 +312,7 @@ class _Run:
             if await self._client.undisturbed(timed, waiting):
                 self._done += 1
                 self._spent_s += took_s
-                return
+                return results[-1]
         raise ProfileError(f"others' requests disturbed '{what}' {attempts} times: measure when it is quiet")
 
 
@@ -335,7 +328,7 @@ def _single(prompt_tokens: int) -> Step:
 def _burst(batch: int, tokens: int) -> Step:
     """Return the step that decodes a batch, all sent at once.
 
-    The pace of those that began early is left out: it was held up by the others' prompts.
+    The pace of answers that began early is left out: the others' prompts slowed it.
     """
 
     async def step(bench: _Bench) -> None:

@@ -1,6 +1,6 @@
-"""Measure a running fleet's quality.
+"""Measures a running fleet's quality.
 
-Every answer is written to a journal as soon as it is judged, so that interrupted work goes on where it stopped.
+Every answer is written to a journal as soon as it is judged, so that interrupted work resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
-
-from pydantic import ValidationError
 
 from classifier import EstimatingCounter, PromptClass, extract
 from router.policy.profiles import REFERENCE, TOP_K, ProfileError, QualityProfile
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from router.profiling.client import Client, FleetState
     from tiers.spec import TierName
 
-Places = list[dict[int, tuple[float, int]]]
+Scored = list[dict[int, tuple[float, int]]]  # by position and token id: the reference's log-probability and rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +55,15 @@ class Plan:
 
 
 def read_prompts(path: Path, per_class: int | None) -> tuple[Prompt, ...]:
-    """Read prompts: JSON lines with ``text``, and perhaps ``class``; without, they are classified.
+    """Read prompts: JSON lines with ``text`` and optionally ``class``; without a class the prompt is classified.
 
     Raises:
-        ProfileError: A line is not one, or there are none.
+        ProfileError: A line is not a prompt, or there are no prompts.
     """
     found: list[Prompt] = []
-    taken: dict[PromptClass, int] = {}
+    taken: Counter[PromptClass] = Counter()
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").split("\n")  # splitlines() would also split at U+2028, which prompts may have
     except (OSError, UnicodeDecodeError) as error:
         raise ProfileError(f"the prompts {path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
@@ -75,31 +74,32 @@ def read_prompts(path: Path, per_class: int | None) -> tuple[Prompt, ...]:
             text = row["text"]
             named = row.get("class")
             prompt_class = PromptClass(named) if named else extract(text, EstimatingCounter()).prompt_class
+            prompt = Prompt(text, prompt_class, _digest(text))
         except (ValueError, KeyError, TypeError, AttributeError):
             classes = ", ".join(PromptClass)
             raise ProfileError(f'{path} line {number}: expected {{"text": ..., "class": one of {classes}}}') from None
-        taken[prompt_class] = taken.get(prompt_class, 0) + 1
+        taken[prompt_class] += 1
         if per_class is None or taken[prompt_class] <= per_class:
-            found.append(Prompt(text, prompt_class, _digest(text)))
+            found.append(prompt)
     if not found:
         raise ProfileError(f"{path} has no prompts")
     return tuple(dict.fromkeys(found))
 
 
 async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int], None]) -> QualityProfile:
-    """Measure every tier that is ready, and return the profile.
+    """Measure every ready tier, and return the profile.
 
     Args:
-        client: Asks the tiers.
+        client: Sends requests to the tiers.
         plan: What to measure.
-        progress: Called with what was done, how much of it, and of how much.
+        progress: Called with the last step, the number of answers done, and their total.
 
     Raises:
         ProfileError: The router does not answer, the reference is not ready, or a tier refuses.
     """
     fleet = await client.fleet()
     if REFERENCE not in fleet.identities:
-        raise ProfileError(f"tier {REFERENCE} is not ready, and it is what the others are measured against")
+        raise ProfileError(f"tier {REFERENCE} is not ready, and the others are measured against it")
     run = _Run(client, plan, fleet, progress)
     scores = await run.all()
     return QualityProfile(
@@ -121,10 +121,10 @@ class _Run:
         self, client: Client, plan: Plan, fleet: FleetState, progress: Callable[[str, int, int], None]
     ) -> None:
         self._client, self._plan, self._tiers, self._progress = client, plan, tuple(fleet.identities), progress
-        self._setting = _setting(plan, fleet)  # what a journal's line must have been measured under
-        places = {tier: fleet.max_num_seqs[tier] * fleet.replicas[tier] for tier in self._tiers}
-        self._prompts = asyncio.Semaphore(plan.parallel or min(places.values()))
-        self._places = {tier: asyncio.Semaphore(count) for tier, count in places.items()}
+        self._setting = _setting(plan, fleet)  # journal lines of other settings do not count
+        slots = {tier: fleet.max_num_seqs[tier] * fleet.replicas[tier] for tier in self._tiers}
+        self._prompts = asyncio.Semaphore(plan.parallel or min(slots.values()))
+        self._slots = {tier: asyncio.Semaphore(count) for tier, count in slots.items()}
         self._total = len(plan.prompts) * len(self._tiers)
         self._wanted = {prompt.digest for prompt in plan.prompts}
         self._scores = self._read_journal()
@@ -134,10 +134,9 @@ class _Run:
         return sum(digest in self._wanted and tier in self._tiers for digest, tier in self._scores)
 
     async def all(self) -> list[Score]:
-        """Judge what the journal does not have yet."""
-        longest_first = sorted(
-            self._plan.prompts, key=lambda prompt: -len(prompt.text)
-        )  # none is left alone at the end
+        """Judge the answers that the journal lacks; return all scores."""
+        # So that no long prompt runs alone at the end.
+        longest_first = sorted(self._plan.prompts, key=lambda prompt: -len(prompt.text))
         self._progress("begun" if self._done < self._total else "nothing left to ask", self._done, self._total)
         try:
             async with asyncio.TaskGroup() as group:
@@ -150,10 +149,10 @@ class _Run:
         return [score for (digest, _), score in self._scores.items() if digest in self._wanted]
 
     async def _prompt(self, prompt: Prompt, missing: Sequence[TierName]) -> None:
-        """Have every tier that is missing answer a prompt, at the same time, and judge the answers."""
+        """Have every missing tier answer a prompt, at the same time, and judge the answers."""
         async with self._prompts, asyncio.TaskGroup() as group:
             reference = group.create_task(self._generate(prompt, REFERENCE))
-            scored: dict[tuple[int, ...], asyncio.Task[Places]] = {}  # tiers that answer alike are judged once
+            scored: dict[tuple[int, ...], asyncio.Task[Scored]] = {}  # equal answers are scored once
 
             async def judged(tier: TierName) -> None:
                 answer = await reference if tier is REFERENCE else await self._generate(prompt, tier)
@@ -175,12 +174,12 @@ class _Run:
                 group.create_task(judged(tier))
 
     async def _generate(self, prompt: Prompt, tier: TierName) -> GreedyAnswer:
-        """Return a tier's greedy answer, with its likeliest tokens at each place."""
+        """Return a tier's greedy answer, with its likeliest tokens at each position."""
         body = greedy_body([{"role": "user", "content": prompt.text}], self._plan.answer_tokens)
         return read_greedy(await self._ask("/v1/chat/completions", tier, body))
 
-    async def _score(self, answer: GreedyAnswer) -> Places:
-        """Return what the reference makes of an answer, place by place, from one prefill."""
+    async def _score(self, answer: GreedyAnswer) -> Scored:
+        """Return the reference's scores of an answer, from one prefill."""
         if not answer.ids:
             return []
         return read_scored(await self._ask("/v1/completions", REFERENCE, scoring_body(answer)), answer)
@@ -189,7 +188,7 @@ class _Run:
         def waiting() -> None:
             self._progress("waiting for others' requests", self._done, self._total)
 
-        async with self._places[tier]:
+        async with self._slots[tier]:
             found: dict[str, Any] = await self._client.ask(path, tier, body, waiting)
         return found
 
@@ -199,23 +198,23 @@ class _Run:
             journal.write(json.dumps({"setting": self._setting, "score": score.model_dump(mode="json")}) + "\n")
 
     def _read_journal(self) -> dict[tuple[str, TierName], Score]:
-        """Return what was judged before under the same setting; a last line that was cut off is left out."""
-        if not self._plan.journal.exists():
-            return {}
+        """Return earlier scores of the same setting; a line that was cut off is skipped."""
         found: dict[tuple[str, TierName], Score] = {}
+        if not self._plan.journal.exists():
+            return found
         for line in self._plan.journal.read_text("utf-8").splitlines():
             try:
                 row = json.loads(line)
                 if row["setting"] == self._setting:
                     score = Score.model_validate(row["score"])
                     found[score.prompt, score.tier] = score
-            except (ValueError, KeyError, ValidationError):
+            except (ValueError, KeyError):  # pydantic's ValidationError is a ValueError
                 continue
         return found
 
 
 def _setting(plan: Plan, fleet: FleetState) -> str:
-    """Return a digest of everything but the prompts that a score depends on."""
+    """Return a digest of everything that a score depends on, except the prompt."""
     parts = [fleet.model, plan.answer_tokens, TOP_K, {t.value: d for t, d in fleet.identities.items()}]
     return _digest(json.dumps(parts, sort_keys=True))
 

@@ -1,4 +1,4 @@
-"""Where measurements are kept: one folder of profiles, into which one measurement writes at a time."""
+"""The folder of profiles, into which one measurement writes at a time."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ LOCK = "profile.lock"
 
 @contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """Keep other measurements from this folder for as long as the context lasts, or this process.
+    """Lock the folder against other measurements for as long as the context, or this process, lasts.
 
     Raises:
-        ProfileError: One goes on there already, or the folder cannot be written.
+        ProfileError: Another measurement holds the lock, or the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 def keep_quality(folder: Path, profile: QualityProfile) -> Path:
-    """Write a quality profile and its page; return the profile's path.
+    """Write a quality profile and its report; return the profile's path.
 
     Raises:
         ProfileError: It cannot be written.
@@ -57,7 +57,7 @@ def keep_quality(folder: Path, profile: QualityProfile) -> Path:
 
 
 def keep_latency(folder: Path, profile: LatencyProfile) -> Path:
-    """Write a latency profile, with what was measured before of tiers that it leaves out; return its path.
+    """Write a latency profile, with earlier measurements of tiers that it lacks; return its path.
 
     Raises:
         ProfileError: It cannot be written.
@@ -70,7 +70,7 @@ def keep_latency(folder: Path, profile: LatencyProfile) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file in one go: a router that runs may read it at any moment."""
+    """Write a file atomically: a running router may read it at any moment."""
     part = path.with_suffix(".part")
     try:
         part.write_text(text, "utf-8")

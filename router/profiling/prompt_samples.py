@@ -1,4 +1,4 @@
-"""Prompts sampled from live traffic for ``qarr profile quality``, where that is switched on."""
+"""Samples prompts from live traffic for ``qarr profile quality``, if a setting enables it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ MAX_PROMPTS = 2000
 
 
 class PromptSamples:
-    """Writes a share of all prompts to a file that only its owner can read; full, it takes no more."""
+    """Writes a share of all prompts to a file that only its owner can read, up to ``MAX_PROMPTS``."""
 
     def __init__(self, path: Path, share: float) -> None:
-        self._share, self._room = share, MAX_PROMPTS - _count_lines(path)
+        self._share, self._left = share, MAX_PROMPTS - _count_lines(path)
         self._writer = LineWriter(LineFile(path), "the file of sampled prompts")
 
     def offer(self, text: str, features: PromptFeatures) -> None:
-        """Keep a prompt, by chance."""
-        if self._room <= 0 or random.random() >= self._share:  # noqa: S311  no secret
+        """Write a prompt, by chance."""
+        if self._left <= 0 or random.random() >= self._share:  # noqa: S311  no secret
             return
-        self._room -= 1
+        self._left -= 1
         row = {"class": features.prompt_class.value, "text": text}
         self._writer.put(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Write what is still to be written, and close the file. Waits for seconds at most."""
+        """Write what is queued, for a few seconds at most, and close the file."""
         self._writer.close()
 
 

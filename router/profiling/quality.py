@@ -1,13 +1,13 @@
-"""What a precision costs in quality, measured: a tier's own words, judged by the highest precision.
+"""Computes each tier's quality loss: the tier's answers, judged by the highest precision.
 
-Method. Each tier answers each prompt greedily. Its tokens are then scored on the reference tier (``precise``) in one
-prefill, by vLLM's ``prompt_logprobs``. The reference's own answers go through the same, so that its figures are the noise
-floor: generated one token at a time beside other requests, scored in one prefill, they differ by rounding alone.
+Method. Each tier answers each prompt greedily. The reference tier (``precise``) then scores the answer's tokens in one
+prefill, by vLLM's ``prompt_logprobs``. The reference's own answers are scored in the same way; its figures are the noise
+floor: tokens generated one at a time beside other requests differ from those scored in one prefill by rounding alone.
 
-- Top-1 disagreement: the share of a tier's tokens that are not the reference's first choice at that place.
-- KL: of the reference's next-token distribution P from the tier's Q at the same place, in nats. Only the ``TOP_K`` likeliest
-  tokens of each are known, so both are coarsened to the tokens that both lists have and one rest. Coarsening never raises
-  a KL divergence (data processing inequality), so the figure is a lower bound.
+- Top-1 disagreement: the share of a tier's tokens that are not the reference's first choice at that position.
+- KL: divergence of the reference's next-token distribution P from the tier's Q at a position, in nats. Only the ``TOP_K``
+  likeliest tokens of each are known, so both are coarsened to the tokens that both lists have and one rest. Coarsening
+  never raises a KL divergence (data processing inequality), so the figure is a lower bound.
 - Perplexity ratio: of the tier's answers to that of the reference's own, both under the reference.
 - First divergence: the tokens before a tier's answer leaves the reference's own answer to the same prompt.
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
+from itertools import takewhile
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,7 @@ class Score(Frozen):
         nll: Summed negative log-likelihood of the answer under the reference, in nats.
         kl: At each token, in nats.
         diverged_at: Tokens before the answer leaves the reference's own; None where it never does.
-        certainty: Mean log-probability of the tier's first choice over the answer's first ``CHECK_TOKENS`` places.
+        certainty: Mean log-probability of the tier's first choice over the answer's first ``CHECK_TOKENS`` positions.
     """
 
     prompt: str
@@ -74,18 +75,15 @@ def judge(
     Args:
         prompt: Digest of the prompt.
         prompt_class: Its class.
-        tier: Who answered.
+        tier: That answered.
         answer: Token ids of the answer, length n.
-        own: At each of the n places, log-probabilities of the tier's likeliest tokens by id.
+        own: At each of the n positions, log-probabilities of the tier's likeliest tokens by id.
         reference: The same of the reference, with each token's rank (1: first choice); the answer's token is among them.
         reference_answer: Token ids of the reference's own answer.
     """
-    judged = [places[token] for token, places in zip(answer, reference, strict=True)]
-    same = 0
-    for mine, theirs in zip(answer, reference_answer, strict=False):
-        if mine != theirs:
-            break
-        same += 1
+    judged = [tokens[token] for token, tokens in zip(answer, reference, strict=True)]
+    pairs = zip(answer, reference_answer, strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     whole = same == len(answer) == len(reference_answer)
     return Score(
         prompt=prompt,
@@ -99,7 +97,7 @@ def judge(
             for theirs, mine in zip(reference, own, strict=True)
         ),
         diverged_at=None if whole else same,
-        certainty=fmean(max(place.values()) for place in own[:CHECK_TOKENS]) if own else None,
+        certainty=fmean(max(tokens.values()) for tokens in own[:CHECK_TOKENS]) if own else None,
     )
 
 
@@ -122,7 +120,7 @@ def summarise(scores: Sequence[Score]) -> tuple[Loss, ...]:
     """Return the losses of every class and tier, with intervals.
 
     Args:
-        scores: Of all prompts and tiers; a class counts the prompts that the reference answered as well.
+        scores: Of all prompts and tiers; prompts that the reference has not answered do not count.
     """
     by_class: dict[PromptClass, dict[TierName, dict[str, Score]]] = defaultdict(lambda: defaultdict(dict))
     for score in scores:
@@ -137,7 +135,7 @@ def summarise(scores: Sequence[Score]) -> tuple[Loss, ...]:
 
 
 def certainties(scores: Sequence[Score]) -> tuple[Certainty, ...]:
-    """Return how sure each tier but the reference was of each answer, and what that lost."""
+    """Return the certainty and the disagreement of each answer of every tier but the reference."""
     return tuple(
         Certainty(tier=s.tier, logprob=round(s.certainty, 4), disagreement=round(s.disagreed / s.tokens, 4))
         for s in scores

@@ -1,4 +1,4 @@
-"""A quality profile as one page: a plot and a table, with intervals. No script, nothing fetched."""
+"""Renders a quality profile as one page: a plot and a table, with intervals. No scripts, no further requests."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def render(profile: QualityProfile) -> str:
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Quality of {escape(profile.model)}</title><style>{_STYLE}</style></head><body>
 <h1>What each precision of {escape(profile.model)} costs in quality</h1>
-<p>Each tier answered every prompt greedily, with at most {profile.answer_tokens} tokens; the answers were judged by
-<b>precise</b>. Its own rows are the noise floor: the same weights, judged by themselves.
+<p>Each tier answered every prompt greedily, with at most {profile.answer_tokens} tokens; <b>precise</b> judged the
+answers. Its own rows are the noise floor: the same weights, judged by themselves.
 Measured {profile.created:%Y-%m-%d %H:%M} UTC on checkpoints {escape(digests)}.</p>
 <h2>Tokens that are not the reference's first choice</h2>
 {_plot(profile.losses)}
@@ -52,14 +52,14 @@ Measured {profile.created:%Y-%m-%d %H:%M} UTC on checkpoints {escape(digests)}.<
 
 
 def _certainty(profile: QualityProfile) -> str:
-    """Return a table of what the answers lose that a tier was least sure of, beside the others."""
+    """Return a table of the losses of a tier's least certain answers and of the others."""
     rows = []
     for tier in (t for t in TierName if t is not REFERENCE):
+        own = [c for c in profile.certainties if c.tier is tier]
         for share in (0.1, 0.2, 0.3):
             threshold = profile.threshold(tier, share)
             if threshold is None:
                 continue
-            own = [c for c in profile.certainties if c.tier is tier]
             unsure = [c.disagreement for c in own if c.logprob < threshold]
             sure = [c.disagreement for c in own if c.logprob >= threshold]
             cells = [
@@ -69,13 +69,13 @@ def _certainty(profile: QualityProfile) -> str:
                 f"{fmean(unsure):.1%}" if unsure else "",
                 f"{fmean(sure):.1%}" if sure else "",
             ]
-            rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+            rows.append(_cells(cells))
     if not rows:
         return ""
-    return f"""<h2>What a tier's own certainty tells</h2>
-<p>The mean log-probability of a tier's first {CHECK_TOKENS} choices, and what the least sure answers lose beside the others:
-what the setting <code>policy.check_share</code> can gain.</p>
-<div class="wide"><table><thead><tr><th>tier</th><th>least sure</th><th>log-probability under</th><th>these lose</th>
+    return f"""<h2>A tier's certainty</h2>
+<p>The mean log-probability of a tier's first {CHECK_TOKENS} choices, and the losses of the least certain answers and of the
+others: what the setting <code>policy.check_share</code> can gain.</p>
+<div class="wide"><table><thead><tr><th>tier</th><th>least certain</th><th>log-probability under</th><th>these lose</th>
 <th>the others lose</th></tr></thead><tbody>{"".join(rows)}</tbody></table></div>"""
 
 
@@ -93,19 +93,14 @@ def _plot(losses: tuple[Loss, ...]) -> str:
         parts.append(f'<text class="soft" x="{x:.1f}" y="{_TOP - 14}" text-anchor="middle">{mark:.0%}</text>')
     for number, loss in enumerate(losses):
         y = _TOP + _ROW * number + 10
-        low, mid, high = (
-            _LEFT + _WIDTH * share / top
-            for share in (loss.top1_disagreement.low, loss.top1_disagreement.mean, loss.top1_disagreement.high)
-        )
+        found = loss.top1_disagreement
+        low, mid, high = (_LEFT + _WIDTH * share / top for share in (found.low, found.mean, found.high))
         colour = _COLOURS[loss.tier]
         name = loss.prompt_class.value if loss.tier is TierName.FAST else ""
         parts.append(f'<text x="0" y="{y + 4}">{escape(name)}</text>')
         parts.append(f'<text class="soft" x="{_LEFT - 12}" y="{y + 4}" text-anchor="end">{loss.tier}</text>')
         parts.append(f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{y}" y2="{y}" stroke="{colour}" stroke-width="2"/>')
-        parts.append(
-            f'<circle cx="{mid:.1f}" cy="{y}" r="4" fill="{colour}">'
-            f"<title>{loss.top1_disagreement.mean:.1%}</title></circle>"
-        )
+        parts.append(f'<circle cx="{mid:.1f}" cy="{y}" r="4" fill="{colour}"><title>{found.mean:.1%}</title></circle>')
     return "".join([*parts, "</svg>"])
 
 
@@ -122,6 +117,10 @@ def _row(loss: Loss) -> str:
         f"{loss.first_divergence:.0f} tokens",
         f"{loss.never_diverged:.0%}",
     ]
+    return _cells(cells)
+
+
+def _cells(cells: list[str]) -> str:
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 

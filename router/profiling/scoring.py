@@ -1,4 +1,4 @@
-"""Have a tier answer greedily, and its tokens scored by the reference: the requests, and how their answers are read."""
+"""Requests for a tier's greedy answer and for its score by the reference, and their parsers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class GreedyAnswer:
     """A tier's answer.
 
     Attributes:
-        prompt_ids: Of the prompt with its template.
-        ids: Of the answer, length n.
-        own: At each of the n places, log-probabilities of the tier's likeliest tokens by id.
+        prompt_ids: Token ids of the prompt with its template.
+        ids: Token ids of the answer, length n.
+        own: At each of the n positions, log-probabilities of the tier's likeliest tokens by id.
     """
 
     prompt_ids: tuple[int, ...]
@@ -27,7 +27,7 @@ class GreedyAnswer:
 
 
 def greedy_body(messages: Sequence[Any], tokens: int) -> dict[str, Any]:
-    """Return a chat completion that tells what ``read_greedy`` reads; ``model`` and priority are left to add."""
+    """Return the body of a chat completion for ``read_greedy``, without model and priority."""
     return {
         "messages": list(messages),
         "max_tokens": tokens,
@@ -40,15 +40,18 @@ def greedy_body(messages: Sequence[Any], tokens: int) -> dict[str, Any]:
 
 
 def read_greedy(answer: Mapping[str, Any]) -> GreedyAnswer:
-    """Read the answer to ``greedy_body``."""
+    """Parse the answer to ``greedy_body``; tokens are named ``token_id:123`` in it."""
     choice = answer["choices"][0]
-    places = (choice.get("logprobs") or {}).get("content") or ()
-    own = tuple({_token_id(top["token"]): top["logprob"] for top in place["top_logprobs"]} for place in places)
+    positions = (choice.get("logprobs") or {}).get("content") or ()
+    own = tuple(
+        {int(top["token"].rpartition(":")[2]): top["logprob"] for top in position["top_logprobs"]}
+        for position in positions
+    )
     return GreedyAnswer(tuple(answer["prompt_token_ids"]), tuple(choice["token_ids"])[: len(own)], own)
 
 
 def scoring_body(answer: GreedyAnswer) -> dict[str, Any]:
-    """Return a completion that has the reference judge an answer in one prefill."""
+    """Return the body of a completion by which the reference scores an answer in one prefill."""
     return {
         "prompt": [*answer.prompt_ids, *answer.ids],
         "max_tokens": 1,
@@ -58,11 +61,6 @@ def scoring_body(answer: GreedyAnswer) -> dict[str, Any]:
 
 
 def read_scored(scored: Mapping[str, Any], answer: GreedyAnswer) -> list[dict[int, tuple[float, int]]]:
-    """Return, at each of the answer's places, the reference's log-probability and rank of each token that it names."""
-    places = scored["choices"][0]["prompt_logprobs"][len(answer.prompt_ids) :]
-    return [{int(t): (found["logprob"], found["rank"]) for t, found in place.items()} for place in places]
-
-
-def _token_id(text: str) -> int:
-    """Return the id in ``token_id:123``."""
-    return int(text.rpartition(":")[2])
+    """Return the reference's log-probabilities and ranks of tokens by id, at each of the answer's positions."""
+    positions = scored["choices"][0]["prompt_logprobs"][len(answer.prompt_ids) :]
+    return [{int(t): (found["logprob"], found["rank"]) for t, found in position.items()} for position in positions]

@@ -1,9 +1,9 @@
-"""The continuous check: what the cheap tiers lose on prompts of today, measured while the engines have nothing else to do.
+"""Shadow evaluation: measures the cheap tiers' quality loss on live prompts while the engines are idle.
 
-A sample of the prompts that a cheap tier served is kept in memory for a while. When nothing is in flight, one is answered
-again by that tier, greedily and briefly, and scored on the reference, as ``qarr profile quality`` does, so the figures
-compare. A class that loses more than it may gets the next precision until its prompts, which are still tried on the tier
-that it left, lose less again.
+A sample of the prompts that a cheap tier served is kept in memory. When nothing is in flight, that tier answers one again,
+greedily and briefly, and the reference scores the answer, as in ``qarr profile quality``, so that the figures compare. A
+class that loses more than allowed is promoted to the next precision. Its prompts are still tried on the tier that it left;
+when they lose less again, the class returns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from router.profiling.scoring import greedy_body, read_greedy, read_scored, scor
 from router.upstream.engine_stream import BufferedAnswer
 from router.upstream.errors import UpstreamError
 from router.upstream.json_object import read_json
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(f"qarr.{__name__}")
 ANSWER_TOKENS = 24
 KEPT_PROMPTS = 100
-WINDOW = 50  # answers that the rolling loss is taken over
+WINDOW = 50  # answers of the rolling loss
 ENOUGH = 8  # answers before it counts
-RECOVERED = 0.9  # of the loss that is allowed, below which a class gets its tier back
+RECOVERED = 0.9  # share of the allowed loss at which a class returns to its tier
 LOOK_S = 0.5
 QUIET_LOOKS = 2  # in a row without requests in flight, before the first check
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A prompt to try again, and the tier to try it on."""
+    """A prompt to answer again, and the tier for it."""
 
     decision: Decision
     messages: Sequence[Any]
@@ -59,7 +59,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class CheckRequest:
-    """What the check asks of an engine: after everybody else."""
+    """A request of the evaluation to an engine, with the lowest priority."""
 
     path: str
     content: Mapping[str, Any]
@@ -73,12 +73,12 @@ class CheckRequest:
 
     @property
     def parameters(self) -> Mapping[str, float]:
-        """Return nothing that traces need."""
+        """Return no parameters for traces."""
         return {}
 
     @property
     def chat(self) -> None:
-        """Return nothing: a check is not checked."""
+        """Return None: the evaluation is not evaluated."""
         return
 
     def body(self, replica: Replica) -> bytes:
@@ -89,13 +89,18 @@ class CheckRequest:
 
 @dataclass(slots=True)
 class RollingLoss:
-    """The last answers of one class on one tier: tokens that differ from the reference's first choice, and all tokens."""
+    """The last answers of one class on one tier.
+
+    Attributes:
+        answers: Of each, the tokens that differ from the reference's first choice, and all tokens.
+        checked: Number of answers ever scored.
+    """
 
     answers: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     checked: int = 0
 
     def add(self, score: Score) -> None:
-        """Take one more answer in."""
+        """Add an answer."""
         self.answers.append((score.disagreed, score.tokens))
         self.checked += 1
 
@@ -106,7 +111,7 @@ class RollingLoss:
 
 
 class ShadowEvaluation:
-    """Keeps samples, scores them when it is quiet, and promotes and restores classes."""
+    """Keeps samples, scores them while idle, and promotes and restores classes."""
 
     def __init__(
         self, share: float, fleet: Fleet, upstream: Upstream, policy: PolicyStore, telemetry: Telemetry
@@ -119,21 +124,21 @@ class ShadowEvaluation:
 
     @property
     def promoted(self) -> Mapping[PromptClass, TierName]:
-        """Return the classes that get a higher precision now, and which."""
+        """Return the promoted classes, with their lowest tier."""
         return self._promoted
 
     def offer(self, decision: Decision, tier: TierName, messages: Sequence[Any] | None) -> None:
-        """Keep a served prompt, by chance: only in memory, only until it is checked or others push it out."""
+        """Keep a served prompt, by chance: only in memory, only until it is checked or newer ones replace it."""
         if not self._share or messages is None:
             return
         promoted = self._promoted.get(decision.query.features.prompt_class)
         if promoted is not None and (tier is REFERENCE or random.random() < 0.5):  # noqa: PLR2004, S311  no secret
-            tier = list(TierName)[promoted.rank - 1]  # the one that was left: has it recovered?
+            tier = list(TierName)[promoted.rank - 1]  # the tier that the class left: has it recovered?
         if tier is not REFERENCE and random.random() < self._share:  # noqa: S311
             self._samples.append(Sample(decision, messages, tier))
 
     async def run(self) -> None:
-        """Check samples while it is quiet, until cancelled."""
+        """Check samples while the engines are idle, until cancelled."""
         quiet = 0
         while True:
             quiet = 0 if any(r.in_flight for r in self._fleet.replicas) else quiet + 1
@@ -144,7 +149,7 @@ class ShadowEvaluation:
 
     async def _check(self, sample: Sample) -> None:
         kind = sample.decision.query.features.prompt_class
-        if not all(self._ready(tier) for tier in (sample.tier, REFERENCE)):
+        if not (self._fleet.is_ready(sample.tier) and self._fleet.is_ready(REFERENCE)):
             return
         with self._telemetry.live_check(kind, sample.tier) as span:
             try:
@@ -157,17 +162,14 @@ class ShadowEvaluation:
             self._telemetry.record_live_loss(span, score.disagreed / max(score.tokens, 1), rolling.share)
             self._judge(kind, sample.tier, rolling)
 
-    def _ready(self, tier: TierName) -> bool:
-        return any(r.spec.name is tier and r.state is ReplicaState.READY for r in self._fleet.replicas)
-
     async def _score(self, sample: Sample) -> Score:
         query = sample.decision.query
-        asked = CheckRequest("/v1/chat/completions", greedy_body(sample.messages, ANSWER_TOKENS))
-        answer = read_greedy(await self._ask(sample, sample.tier, asked))
-        judged = CheckRequest("/v1/completions", scoring_body(answer), operation="text_completion")
-        places = read_scored(await self._ask(sample, REFERENCE, judged), answer)
+        greedy = CheckRequest("/v1/chat/completions", greedy_body(sample.messages, ANSWER_TOKENS))
+        answer = read_greedy(await self._ask(sample, sample.tier, greedy))
+        scoring = CheckRequest("/v1/completions", scoring_body(answer), operation="text_completion")
+        scored = read_scored(await self._ask(sample, REFERENCE, scoring), answer)
         return judge(
-            "", query.features.prompt_class, sample.tier, answer=answer.ids, own=answer.own, reference=places,
+            "", query.features.prompt_class, sample.tier, answer=answer.ids, own=answer.own, reference=scored,
             reference_answer=answer.ids,
         )  # fmt: skip
 
@@ -176,34 +178,31 @@ class ShadowEvaluation:
         there = replace(sample.decision, tier=tier, query=query)
         answer = await self._upstream.open(there, request, elsewhere=False)
         assert isinstance(answer, BufferedAnswer)
-        answer.usage = {}  # its length says nothing of what callers' answers will have
+        answer.usage = {}  # its length must not affect the expected length of callers' answers
         await answer.aclose()
         return read_json(answer.content)
 
     def _judge(self, kind: PromptClass, tier: TierName, rolling: RollingLoss) -> None:
-        """Promote a class that loses too much, or give it its tier back."""
-        allowed = self._policy.table.max_loss[kind]
-        promoted = self._promoted.get(kind)
+        """Promote a class that loses too much; return a recovered one to its tier."""
+        share, allowed = rolling.share, self._policy.table.max_loss[kind]
+        promoted, higher = self._promoted.get(kind), list(TierName)[tier.rank + 1]
         if len(rolling.answers) < ENOUGH:
             return
-        higher = list(TierName)[tier.rank + 1]
-        if rolling.share > allowed and (promoted is None or promoted.rank < higher.rank):
-            log.warning(
-                "class %s loses %.3f on %s in live answers, %.3f is allowed: it gets %s until it recovers",
-                kind.value, rolling.share, tier, allowed, higher,
-            )  # fmt: skip
-            self._promote({**self._promoted, kind: higher}, "qarr.promoted", kind, higher, rolling.share)
-        elif promoted is higher and rolling.share <= RECOVERED * allowed:
-            log.warning(
-                "class %s loses %.3f on %s in live answers, %.3f is allowed: it gets %s again",
-                kind.value, rolling.share, tier, allowed, tier,
-            )  # fmt: skip
-            rest = {k: t for k, t in self._promoted.items() if k is not kind}
-            self._promote(rest, "qarr.recovered", kind, tier, rolling.share)
-
-    def _promote(
-        self, promoted: dict[PromptClass, TierName], event: str, kind: PromptClass, tier: TierName, share: float
-    ) -> None:
-        self._promoted = promoted
-        self._policy.promote(promoted)
-        self._telemetry.record_promotion(event, kind, tier, share)
+        others = {k: t for k, t in self._promoted.items() if k is not kind}
+        if share > allowed and (promoted is None or promoted.rank < higher.rank):
+            self._promoted, event, now, how_long = (
+                {**others, kind: higher},
+                "qarr.promoted",
+                higher,
+                "until it recovers",
+            )
+        elif promoted is higher and share <= RECOVERED * allowed:
+            self._promoted, event, now, how_long = others, "qarr.recovered", tier, "again"
+        else:
+            return
+        log.warning(
+            "class %s loses %.3f on %s in live answers, %.3f is allowed: it gets %s %s",
+            kind.value, share, tier, allowed, now, how_long,
+        )  # fmt: skip
+        self._policy.promote(self._promoted)
+        self._telemetry.record_promotion(event, kind, now, share)

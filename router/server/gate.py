@@ -1,4 +1,4 @@
-"""The gate: every request gets its ids here, and where keys are needed shows a valid one before anything else happens."""
+"""The outermost layer: gives each request its ids, and checks its key, host and origin before anything else."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from router.lifecycle import ServerState
     from router.telemetry.tracing import Telemetry
 
-# For load balancers, which have no keys, and for browsers, which ask for one on the page.
+# For load balancers, which have no keys, and for browsers, whose users enter a key on the page.
 OPEN_PATHS = {"/healthz", "/readyz", PAGE}
-SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}  # they change nothing, and a page of another origin cannot read their answers
+SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}  # they change nothing, and pages of other origins cannot read their answers
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
@@ -37,12 +37,13 @@ class Gate:
     """An ASGI application around the router's.
 
     Args:
-        app: The router's.
-        keys: Of those who are let in.
+        app: The router's application.
+        keys: Valid keys.
         telemetry: Gives requests their ids.
-        server_state: Tell whether it takes requests.
+        server_state: Tells whether the router takes requests.
         answered: Called with each answer's route, method and status.
-        local_names: Further names that a router which only this machine reaches is known by; None: others reach it.
+        local_names: Names besides localhost under which a router on loopback serves; None: it does not listen on
+            loopback, and serves under any name.
     """
 
     def __init__(
@@ -57,17 +58,17 @@ class Gate:
     ) -> None:
         self._app, self._keys, self._telemetry, self._server_state = app, keys, telemetry, server_state
         self._answered = answered
-        self._local, self._names = local_names is not None, {name.lower() for name in local_names or ()}
+        self._names = None if local_names is None else {"localhost", *(name.lower() for name in local_names)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in, or answer 401, or 503 while the router drains, with its body unread."""
+        """Pass a request on, or refuse it with its body unread."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         task = asyncio.current_task()
-        send_body = scope.pop(SEND, send)  # left there, it would tie the request to itself
-        tracker = ResponseTracker(send, send_body, self._server_state)
         assert task is not None
+        send_body = scope.pop(SEND, send)  # if it stayed in the scope, the two would refer to each other
+        tracker = ResponseTracker(send, send_body, self._server_state)
         self._server_state.active_requests.add(task)
         try:
             await self._enter(scope, receive, tracker)
@@ -75,23 +76,12 @@ class Gate:
             if not self._server_state.deadline_passed:
                 raise
             task.uncancel()
-            await self._break_off(scope, receive, tracker)
+            await _end_with_error(scope, receive, tracker)
         finally:
             self._server_state.active_requests.discard(task)
             untrack(scope)
             log_failure(scope, tracker.status)
             self._answered(_route(scope), scope["method"], tracker.status)
-
-    async def _break_off(self, scope: Scope, receive: Receive, tracker: ResponseTracker) -> None:
-        """End an answer for which there is no time left, as far as it has come, with an error."""
-        openai, context = speaks_openai(scope["path"]), context_of(scope)
-        problem = describe(Draining("this router has ended before the answer was complete: ask again"))
-        if not tracker.begun:
-            await problem.response(context, openai=openai)(scope, receive, tracker.send)
-        elif tracker.streams and not tracker.complete:
-            name = b"" if openai else b"event: error\n"
-            body = problem.openai_body() if openai else problem.body(context.ids)
-            await tracker.send(body_message(name + b"data: " + to_json(body) + b"\n\n", more=False))
 
     async def _enter(self, scope: Scope, receive: Receive, tracker: ResponseTracker) -> None:
         headers = Headers(scope=scope)
@@ -104,7 +94,7 @@ class Gate:
             caller = self._caller(scope, headers)
         except (Unauthorized, Draining, ForeignHost, ForeignPage) as error:
             response = describe(error).response(context, openai=speaks_openai(scope["path"]))
-            response.headers["connection"] = "close"  # its body is not going to be read
+            response.headers["connection"] = "close"  # its body stays unread
             await response(scope, receive, tracker.send)
             return
         keep(scope, replace(context, caller=caller))
@@ -112,16 +102,16 @@ class Gate:
         await self._app(scope, receive, tracker.send)
 
     def _check_host(self, host: str) -> None:
-        """Refuse requests to names that come from the DNS, where there are no keys.
+        """Refuse a request to a name that the DNS may resolve.
 
-        Whoever owns a name may let it point at this machine, and so let a web page read what a local router answers.
-        Names without a dot come from there as well: a network's search domain, or its owner, says what they are.
+        The owner of a name can point it at this machine, and so let a web page read a local router's answers. Names
+        without a dot are no exception: they come from a network's search domain, or from its owner.
 
         Raises:
-            ForeignHost: It is such a name.
+            ForeignHost: The name is neither localhost nor a configured one.
         """
         name = (host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host).lower()
-        if not name or name == "localhost" or name in self._names or name.endswith(".localhost"):
+        if not name or name in (self._names or ()) or name.endswith(".localhost"):
             return
         try:
             ip_address(name.strip("[]"))
@@ -133,16 +123,14 @@ class Gate:
             ) from None
 
     def _caller(self, scope: Scope, headers: Headers) -> Caller:
-        if (
-            self._server_state.state is ServerPhase.DRAINING
-            and scope["method"] == "POST"
-            and not _goes_on(scope, headers)
-        ):
+        method, path = scope["method"], scope["path"]
+        resumes = path == "/generate" and "last-event-id" in headers  # no other router has the rest of a stream
+        if self._server_state.state is ServerPhase.DRAINING and method == "POST" and not resumes:
             raise Draining
-        if not self._keys.required or scope["path"] in OPEN_PATHS:
-            if self._local and scope["path"] not in OPEN_PATHS:
+        if not self._keys.required or path in OPEN_PATHS:
+            if self._names is not None and path not in OPEN_PATHS:
                 self._check_host(headers.get("host", ""))
-            if scope["method"] not in SAFE_METHODS:
+            if method not in SAFE_METHODS:
                 _check_origin(headers)
             return ANONYMOUS
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -151,11 +139,23 @@ class Gate:
         return self._keys.find(key.strip())
 
 
-def _check_origin(headers: Headers) -> None:
-    """Refuse what a web page of another origin makes a browser send, where no key shows who sends it.
+async def _end_with_error(scope: Scope, receive: Receive, tracker: ResponseTracker) -> None:
+    """End an unfinished answer, whose time is up, with an error."""
+    openai, context = speaks_openai(scope["path"]), context_of(scope)
+    problem = describe(Draining("this router has ended before the answer was complete: ask again"))
+    if not tracker.begun:
+        await problem.response(context, openai=openai)(scope, receive, tracker.send)
+    elif tracker.streams and not tracker.complete:
+        name = b"" if openai else b"event: error\n"
+        body = problem.openai_body() if openai else problem.body(context.ids)
+        await tracker.send(body_message(name + b"data: " + to_json(body) + b"\n\n", more=False))
 
-    Browsers say in ``Sec-Fetch-Site`` where a request comes from. Old ones do not, and none does towards a plain http
-    address of another machine; but all of them send ``Origin`` with every POST. Other programs send neither.
+
+def _check_origin(headers: Headers) -> None:
+    """Refuse a request that a web page of another origin makes a browser send, if no key shows who sends it.
+
+    Browsers name the origin's relation in ``Sec-Fetch-Site``, except old ones, and except towards a plain http address
+    of another machine; but all of them send ``Origin`` with every POST. Other programs send neither.
 
     Raises:
         ForeignPage: It comes from such a page.
@@ -175,18 +175,13 @@ def _check_origin(headers: Headers) -> None:
     )
 
 
-def _goes_on(scope: Scope, headers: Headers) -> bool:
-    """Tell whether a request asks for the rest of a stream, which no other router has."""
-    return scope["path"] == "/generate" and "last-event-id" in headers
-
-
 def _route(scope: Scope) -> str:
-    """Return the endpoint's path with names for its parameters, so that there are few; of no endpoint, ``unknown``."""
+    """Return the endpoint's path with placeholders, so that metrics have few routes; ``unknown`` without an endpoint."""
     if "endpoint" not in scope:
         return scope["path"] if scope["path"] in OPEN_PATHS else "unknown"
     head, path = "", str(scope["path"])
     for name, value in scope.get("path_params", {}).items():
-        before, found, after = path.rpartition(f"/{value}")  # of the path's parts, the last one that is the value
+        before, found, after = path.rpartition(f"/{value}")  # the last of the path's parts that has the value
         if found and after[:1] in {"", "/"}:
             head, path = f"{before}/{{{name}}}", after
     return head + path

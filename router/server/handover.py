@@ -1,10 +1,9 @@
 r"""Hand the listening socket of a running router to another one, so that no connection is refused in between.
 
-A router in front of engines given by URL listens on a Unix socket that only its user may open. Another router connects
-there, is given the listening socket (SCM_RIGHTS), gets its own engines ready, and says so. From then on both share one
-queue of connections; the old router stops taking from it, answers what it has, and leaves. If the new one ends before it
-says so, nothing has happened. Of several that ask, the first one that is ready takes over; the others are told and
-leave.
+A router in front of engines given by URL listens on a Unix socket that only its user may open. A new router connects
+there, receives the listening socket (SCM_RIGHTS), gets its own engines ready, and reports it. Both then share one queue of
+connections; the old router stops accepting, answers its open requests, and ends. If the new router ends before it is
+ready, nothing changes. If several ask, the first one that is ready takes over; the others are told, and end.
 
     new → "take over 1\n"     old → "qarr VERSION\n" with the socket
     new → "ready\n"           old → "leaving\n", or "taken\n" where another router was first
@@ -18,49 +17,49 @@ import logging
 import os
 import socket
 import struct
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 from router.aio import end_tasks
 from tiers.background import lasting
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
 log = logging.getLogger(f"qarr.{__name__}")
 HELLO, READY, LEAVING, TAKEN = b"take over 1\n", b"ready\n", b"leaving\n", b"taken\n"
-MOST_PEERS = 16  # routers that may ask at once
+MOST_PEERS = 16  # routers that may connect at once
 ANSWER_S = 10.0  # the old router answers at once, or never
 LONGEST_LINE = 200
 _CREDENTIALS = struct.Struct("3i")  # <linux/socket.h> ucred: pid, uid, gid
 
 
 class TakeoverError(Exception):
-    """There is nothing to take over, or it was not handed over."""
+    """No router hands over its socket."""
 
 
 class TakenError(TakeoverError):
-    """Another router has taken over meanwhile."""
+    """Another router has taken over first."""
 
 
 def control_path(folder: Path, port: int) -> Path:
-    """Return where the router on a port listens for another one that takes over."""
+    """Return the path of the control socket of the router on a port."""
     return folder / f"router-{port}.sock"
 
 
 class HandoverClient:
-    """The new router's side: the connection to the router that it takes over from."""
+    """The new router's side: its connection to the old router."""
 
     def __init__(self, connection: socket.socket, path: Path) -> None:
         self._connection, self._path = connection, path
 
     @classmethod
     def ask(cls, path: Path) -> tuple[HandoverClient, socket.socket]:
-        """Ask the running router for its listening socket; it goes on serving.
+        """Ask the running router for its listening socket; the old router keeps serving.
 
         Raises:
-            TakeoverError: Nobody is there, or it does not hand over.
+            TakeoverError: No router listens there, or it does not hand over its socket.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(ANSWER_S)
@@ -82,14 +81,14 @@ class HandoverClient:
         return cls(connection, path), socket.socket(fileno=fds[0])
 
     def ready(self) -> None:
-        """Say that this router serves, and wait until the old one takes no more connections.
+        """Report that this router serves, and wait until the old one accepts no more connections.
 
         Raises:
-            TakenError: Another router has taken over, so this one is not to serve.
-            TakeoverError: The old one does not answer; it may still take connections.
+            TakenError: Another router has taken over; this one must not serve.
+            TakeoverError: The old one does not answer; it may still accept connections.
         """
         try:
-            with contextlib.suppress(BrokenPipeError):  # it may have told already, and gone
+            with contextlib.suppress(BrokenPipeError):  # it may have answered already, and ended
                 self._connection.sendall(READY)
             answer = self._connection.recv(LONGEST_LINE)
         except OSError as error:
@@ -106,64 +105,61 @@ class HandoverClient:
 async def handing_over(
     path: Path, listening: socket.socket, version: str, leave: Callable[[], None]
 ) -> AsyncIterator[None]:
-    """Hand over the listening socket to whoever asks, for as long as the context lasts.
+    """Hand over the listening socket to routers that ask, for as long as the context lasts.
 
     Args:
-        path: Of the control socket; one that is there already is replaced.
-        listening: The router's.
-        version: Of this router, for the one that asks.
+        path: Of the control socket; an existing one is replaced.
+        listening: The router's socket.
+        version: Of this router, for the new one.
         leave: Called when another router serves.
     """
-    door, ours = _bound(path)
-    shared = listening.dup()
-    handover = _Handover(door, shared, version, leave)
-    task = asyncio.create_task(lasting(handover.accept, "handing over"), name="hand over")
-    try:
-        yield
-    finally:
-        await end_tasks([task, *handover.peers])
-        door.close()
-        shared.close()
-        _unlink(path, ours)
+    with _control_socket(path) as control, listening.dup() as shared:
+        handover = _Handover(control, shared, version, leave)
+        task = asyncio.create_task(lasting(handover.accept, "handing over"), name="hand over")
+        try:
+            yield
+        finally:
+            await end_tasks([task, *handover.peers])
 
 
-def _bound(path: Path) -> tuple[socket.socket, int]:
-    """Return a listening control socket that nobody else may open, and its inode."""
+@contextmanager
+def _control_socket(path: Path) -> Iterator[socket.socket]:
+    """Listen on a socket that only this user may open."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     part = path.with_suffix(f".{os.getpid()}")
     part.unlink(missing_ok=True)
-    door.bind(str(part))
+    control.bind(str(part))
     part.chmod(0o600)
-    door.listen(MOST_PEERS)
+    control.listen(MOST_PEERS)
     part.replace(path)
-    return door, path.stat().st_ino
-
-
-def _unlink(path: Path, ours: int) -> None:
-    """Remove a control socket, unless it is that of the router that took over."""
-    with contextlib.suppress(OSError):
-        if path.stat().st_ino == ours:
-            path.unlink()
+    inode = path.stat().st_ino
+    try:
+        yield control
+    finally:
+        control.close()
+        with contextlib.suppress(OSError):
+            if path.stat().st_ino == inode:  # otherwise it is that of the router that took over
+                path.unlink()
 
 
 class _Handover:
-    """The old router's side. Each router that asks is answered by itself: one that says nothing keeps no other waiting.
+    """The old router's side. A task answers each new router, so that a silent one delays no other.
 
     Attributes:
-        peers: The tasks that answer, with their connections, the oldest first.
+        peers: These tasks with their connections, the oldest first.
     """
 
-    def __init__(self, door: socket.socket, shared: socket.socket, version: str, leave: Callable[[], None]) -> None:
-        self._door, self._shared, self._version, self._leave = door, shared, version, leave
+    def __init__(self, control: socket.socket, shared: socket.socket, version: str, leave: Callable[[], None]) -> None:
+        self._control, self._shared, self._version, self._leave = control, shared, version, leave
         self._taken = False
         self.peers: dict[asyncio.Task[None], socket.socket] = {}
 
     async def accept(self) -> None:
-        """Answer whoever connects, until cancelled; of too many at once the oldest is given up."""
+        """Answer new routers until cancelled; if too many are connected, end the oldest connection."""
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(self._door)
+            connection, _ = await loop.sock_accept(self._control)
             if len(self.peers) >= MOST_PEERS:
                 next(iter(self.peers)).cancel()
             task = asyncio.create_task(self._answer(connection), name="hand over to one")
@@ -174,7 +170,7 @@ class _Handover:
         loop = asyncio.get_running_loop()
         with connection:
             try:
-                if not await self._handed(connection):
+                if not await self._other_is_ready(connection):
                     return
                 if self._taken:
                     await loop.sock_sendall(connection, TAKEN)
@@ -185,10 +181,13 @@ class _Handover:
             except OSError as error:
                 log.warning("a router that was to take over went away: %s", str(error) or "it says nothing")
             else:
-                self._tell_others(connection)
+                for other in self.peers.values():
+                    if other is not connection:
+                        with contextlib.suppress(OSError):
+                            other.send(TAKEN)
 
-    async def _handed(self, connection: socket.socket) -> bool:
-        """Hand over the socket; tell whether the other router serves now."""
+    async def _other_is_ready(self, connection: socket.socket) -> bool:
+        """Hand over the socket; tell whether the new router gets ready."""
         loop = asyncio.get_running_loop()
         connection.setblocking(False)
         _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
@@ -201,11 +200,4 @@ class _Handover:
         if self._taken:
             return False
         socket.send_fds(connection, [f"qarr {self._version}\n".encode()], [self._shared.fileno()])
-        return await loop.sock_recv(connection, LONGEST_LINE) == READY  # it warms its engines first; or it ends
-
-    def _tell_others(self, heir: socket.socket) -> None:
-        """Tell those who have the socket but do not serve yet that another router has taken over."""
-        for connection in self.peers.values():
-            if connection is not heir:
-                with contextlib.suppress(OSError):
-                    connection.send(TAKEN)
+        return await loop.sock_recv(connection, LONGEST_LINE) == READY  # after warm-up, which takes long

@@ -1,7 +1,7 @@
-"""The edge towards clients: bounds on what a connection may send, how slowly, and how long its answer may stay unread.
+"""HTTP connections with bounds: on what a client sends, how slowly, and how long an answer may stay unread.
 
-uvicorn has none of these bounds. What goes beyond them is answered in the form that every error has, where that is still
-possible, and the connection ends.
+uvicorn has none of these bounds. A client that exceeds one gets an error in the usual form, if its answer has not begun, and
+the connection ends.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ if TYPE_CHECKING:
     from router.settings import ServerSettings
 
 log = logging.getLogger(f"qarr.{__name__}")
-# What a refused client still sends is taken in, for closing on it would destroy the answer: many clients read it only
-# after they have sent everything. It ends with so much silence, after so many bytes, or when a body's time is up.
+# A refused client's further bytes are read and discarded: closing at once would destroy the answer, which many clients
+# read only after sending everything. This ends after so much silence, after so many bytes, or when a body's time is up.
 LINGER_S = 5.0
 LINGER_BYTES = 64 << 20
 PIPELINED = 16  # requests that may wait on one connection
-SPARE_CONNECTIONS = 64  # beyond the bound: these are told why, any more are dropped
+SPARE_CONNECTIONS = 64  # beyond the bound: these get an error, further ones are dropped
 FRAMING = 8  # bytes on the wire for each byte of a body: a chunk of one byte takes six
 UNSENT_BYTES = 1 << 16  # of an answer that the kernel may hold unsent
-FILES_BESIDES = 256  # open files that are no connections
+FILES_BESIDES = 256  # open files besides connections
 
 
 def protocol_for(bounds: ServerSettings) -> type[LimitedHttpProtocol]:
-    """Return the protocol class that uvicorn makes one of for each connection."""
+    """Return the protocol class that uvicorn instantiates for each connection."""
     return type("BoundedProtocol", (LimitedHttpProtocol,), {"bounds": bounds})
 
 
 def bound_unsent(sock: socket.socket) -> None:
-    """Let the kernel hold little of each answer, on the connections that a listening socket accepts.
+    """Bound the unsent bytes that the kernel holds for each connection that a listening socket accepts.
 
-    Otherwise it takes megabytes, and whether a client reads would show only long after its whole answer was made.
+    By default it holds megabytes, so a client that does not read is noticed only long after its answer was made.
     """
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
 
 def allow_files(connections: int) -> None:
-    """Raise the limit of open files for so many connections, each with one to an engine, or say that it is too low."""
+    """Raise the limit of open files for so many connections, each with one to an engine; warn if it stays too low."""
     needed = 2 * connections + FILES_BESIDES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY in {soft, hard} and soft == resource.RLIM_INFINITY:
+    if soft == resource.RLIM_INFINITY:
         return
     wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft < wanted:
@@ -70,35 +70,27 @@ def allow_files(connections: int) -> None:
     if wanted < needed:
         log.warning(
             "this process may open %d files, and server.max_connections = %d needs %d: raise the limit (ulimit -n) or lower "
-            "the setting",
-            wanted,
-            connections,
-            needed,
-        )
+            "the setting", wanted, connections, needed,
+        )  # fmt: skip
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """One connection of a client.
-
-    Attributes:
-        bounds: What the settings allow.
-    """
+    """A client's connection, with the bounds of the settings."""
 
     bounds: ClassVar[ServerSettings]
-    # A head, then a body, then the next head: even numbers are heads.
-    _part = 0
-    _fed = 0  # bytes of this part that came in pieces which held nothing else
-    _crowded = False
-    _leaving = False
+    _part = 0  # heads have even numbers, bodies odd ones
+    _fed = 0  # bytes of this part, of reads that held nothing else
+    _crowded = False  # one connection too many
+    _leaving = False  # the rest that the client sends is discarded
     _discarded = 0
     _heard = 0.0  # when a refused client last sent something, by the loop's clock
     _fault: Exception | None = None
     _running: RequestResponseCycle | None = None  # the request that is answered; ``cycle`` is the last one read
-    _deadline: asyncio.TimerHandle | None = None  # for what the client has to send
-    _stalled: asyncio.TimerHandle | None = None  # for what it has to take
+    _deadline: asyncio.TimerHandle | None = None  # for what the client must send
+    _stalled: asyncio.TimerHandle | None = None  # for what it must read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a connection, or drop it where there are far too many."""
+        """Accept a connection; drop it if there are far too many."""
         super().connection_made(transport)
         self.pipeline = cast("deque[tuple[RequestResponseCycle, ASGI3Application]]", _Line())
         beyond = len(self.connections) - self.bounds.max_connections
@@ -109,18 +101,21 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._expect()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell every request of the connection; uvicorn tells the last one only."""
+        """Disconnect every request of the connection; uvicorn disconnects only the last one."""
         self._abandon()
         self._settle()
         self._unstall()
         super().connection_lost(exc)
-        # They refer to this connection: without them its memory is free at once, and not only once the collector comes.
+        # They refer to this connection: without them its memory is freed without a garbage collection.
         self._running = self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
-        """Read what came, within the bounds."""
+        """Read data within the bounds; discard what a refused client still sends."""
         if self._leaving:
-            self._discard(len(data))
+            self._discarded += len(data)
+            self._heard = self.loop.time()
+            if self._discarded > LINGER_BYTES:
+                self.transport.abort()
             return
         part = self._part
         super().data_received(data)
@@ -130,7 +125,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._in_body:
             if self._fed <= FRAMING * self.bounds.max_body_bytes + self.bounds.max_header_bytes:
                 self._expect()
-            elif self.cycle.response_complete:  # it has its answer: a second one would be taken for the next request's
+            elif self.cycle.response_complete:  # a second answer would be taken for the next request's
                 self._leave(self.bounds.body_timeout_s)
             else:
                 self._refuse(BodyTooLarge(self.bounds.max_body_bytes))
@@ -140,7 +135,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._expect()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; what comes after a chunked body as one is left out: nobody reads it."""
+        """Take a header; ignore the trailers of a chunked body."""
         if not self._in_body:
             super().on_header(name, value)
 
@@ -148,7 +143,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Start the request, if it is within the bounds.
 
         Raises:
-            Exception: It is not; ``send_400_response`` then tells why.
+            Exception: It is not; ``send_400_response`` then answers why.
         """
         bounds = self.bounds
         self._part += 1
@@ -179,25 +174,25 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._settle()
 
     def on_response_complete(self) -> None:
-        """Go on with the connection, unless it ends."""
+        """Continue with the next request, unless the connection ends."""
         if self._leaving:
             self.server_state.total_requests += 1
             return
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what the parser, or a bound, refused."""
+        """Answer what the parser, or a bound, refused."""
         del msg
         fault, self._fault = self._fault, None
         self._refuse(fault or NotHttp("the request is not valid HTTP/1.1"))
 
     def pause_writing(self) -> None:
-        """Hold the answer back, for a while."""
+        """Pause the answer, for a limited time."""
         super().pause_writing()
         self._stall()
 
     def resume_writing(self) -> None:
-        """Go on with the answer."""
+        """Continue the answer."""
         super().resume_writing()
         if not self.transport.is_closing():
             self._unstall()
@@ -212,10 +207,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, _Unchunked(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Say nothing: a request to go on in another protocol is answered in this one, as it may be."""
+        """Log nothing: a request for another protocol may be answered in this one."""
 
     def _names_one_host(self) -> bool:
-        """Tell whether it is clear which host a request is for. One that its path names goes before the header."""
+        """Tell whether a request names exactly one host; a host in its path replaces the header."""
         at = [number for number, (name, _) in enumerate(self.headers) if name == b"host"]
         if len(at) > 1 or (not at and self.parser.get_http_version() == "1.1"):
             return False
@@ -231,7 +226,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return bool(self._part % 2)
 
     def _expect(self) -> None:
-        """Give the client time for the part that it is sending, from the part's beginning."""
+        """Set the deadline of the part that the client sends, unless it is set."""
         if self._deadline is None:
             limit_s = self.bounds.body_timeout_s if self._in_body else self.bounds.header_timeout_s
             self._deadline = self.loop.call_later(limit_s, self._too_late)
@@ -245,7 +240,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._deadline = None
         if self._leaving or self.transport.is_closing():
             return
-        if self.pipeline:  # reading is held back: it is not the client that is slow
+        if self.pipeline:  # reading is paused: the client is not slow
             self._expect()
         elif self._in_body and self.cycle.response_complete:
             self._leave(LINGER_S)
@@ -257,7 +252,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._close()
 
     def _refuse(self, error: Exception) -> None:
-        """Answer an error, unless another answer has begun, and end the connection."""
+        """Answer with an error, unless another answer has begun, and end the connection."""
         if self._abandon():
             self._close()
             return
@@ -269,11 +264,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         lines = [name + b": " + value for name, value in [*self.server_state.default_headers, *response.raw_headers]]
         head = STATUS_LINE[response.status_code] + b"\r\n".join(lines) + b"\r\n\r\n"
         self.transport.write(head + bytes(response.body))
-        # Who has been slow, or is one too many, gets no further time.
+        # A slow client, or one too many, gets no further time.
         self._leave(LINGER_S if self._crowded or isinstance(error, TooSlow) else self.bounds.body_timeout_s)
 
     def _abandon(self) -> bool:
-        """Tell every unanswered request that its client is gone; return whether an answer had begun."""
+        """Disconnect every unanswered request; return whether an answer had begun."""
         begun = False
         for cycle in (self._running, self.cycle):
             if cycle is not None and not cycle.response_complete:
@@ -284,45 +279,38 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return begun
 
     def _end(self) -> None:
-        """Close as an answer's end asks for it."""
+        """Close after an answer that ends the connection."""
         if self._in_body:
             self._leave(self.bounds.body_timeout_s)
         else:
             self._close()
 
     def _leave(self, limit_s: float) -> None:
-        """End a connection whose client may still be sending: take that in for a while, so that it reads its answer."""
+        """End a connection whose client may still be sending: discard that for a while, so that it reads its answer."""
         if self._leaving or self.transport.is_closing():
             return
         self._leaving = True
         self._settle()
         self._unset_keepalive_if_required()
         self.flow.resume_reading()
-        with contextlib.suppress(OSError):  # it is gone already
+        with contextlib.suppress(OSError):  # the client is gone
             self.transport.write_eof()
         self._heard = self.loop.time()
         self._deadline = self.loop.call_later(min(LINGER_S, limit_s), self._linger, self._heard + limit_s)
 
     def _linger(self, until: float) -> None:
-        """Close on a client that has gone silent, or has sent for too long; otherwise look again."""
+        """Close if the client is silent or has sent for too long; otherwise check again."""
         end = min(self._heard + LINGER_S, until)
         if self.loop.time() >= end:
             self.transport.abort()
         else:
             self._deadline = self.loop.call_at(end, self._linger, until)
 
-    def _discard(self, size: int) -> None:
-        """Take in what a refused client still sends."""
-        self._discarded += size
-        self._heard = self.loop.time()
-        if self._discarded > LINGER_BYTES:
-            self.transport.abort()
-
     def _close(self) -> None:
-        """Close, once what is written is taken."""
-        left = self.transport.get_write_buffer_size()
+        """Close once the client has read what is written."""
+        unread = self.transport.get_write_buffer_size()
         self.transport.close()
-        if left:
+        if unread:
             self._stall()
 
     def _stall(self) -> None:
@@ -340,7 +328,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 class _Unchunked:
-    """An application for one request of HTTP/1.0, which has no chunks: the connection's end is the answer's end."""
+    """An application for one request of HTTP/1.0, which has no chunks: the connection's end ends the answer."""
 
     __slots__ = ("_app", "_cycle")
 
@@ -358,22 +346,22 @@ class _Unchunked:
                 if endless:
                     cycle.chunked_encoding = False
             elif message["type"] == "http.response.body" and endless:
-                cycle.expected_content_length = len(message.get("body", b""))  # what comes is what is expected
+                cycle.expected_content_length = len(message.get("body", b""))  # no length is announced
             await send(message)
 
         await self._app(scope, receive, plain)
 
 
 class _Line(list[Any]):
-    """Requests in line. A list, because an empty deque takes 760 bytes, and few connections ever have one."""
+    """The queue of pipelined requests. A list: an empty deque takes 760 bytes, and few connections pipeline requests."""
 
     def appendleft(self, item: Any) -> None:
-        """Put a request behind the others; ``pop`` takes from the other end."""
+        """Add a request; ``pop`` takes the oldest."""
         self.insert(0, item)
 
 
 class _Exit:
-    """The transport as a request sees it: how the connection closes is the protocol's to say."""
+    """The transport as a request sees it: the protocol decides how the connection closes."""
 
     __slots__ = ("close", "is_closing", "write")
 

@@ -1,9 +1,8 @@
-"""Hands free memory back to the operating system, and keeps the collector quick.
+"""Returns free memory to the operating system, and freezes startup objects (``gc.freeze``).
 
-What the start has made stays for as long as the router runs: the collector need not look through all of it again and
-again, which holds every stream up for tens of milliseconds. Buffers of all sizes come and go, and glibc's allocator keeps
-what is free between those in use: without this a router's resident set creeps up over hours, and stays where a flood of
-large bodies has brought it (malloc_trim(3)).
+Startup objects live as long as the router: a collection that traverses them delays every stream by tens of milliseconds.
+glibc's allocator keeps free memory that lies between blocks in use: without ``malloc_trim(3)`` a router's resident set
+grows over hours, and does not shrink after many large bodies.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ EVERY_S = 60.0
 
 
 def set_aside() -> None:
-    """Keep everything that there is now out of the collector's sight, as the documentation of ``gc.freeze`` has it."""
+    """Freeze all present objects, as the documentation of ``gc.freeze`` says."""
     gc.collect()
     gc.freeze()
-    gc.collect()  # of nothing: it looks at all again once a quarter is new, and counted what is set aside
+    gc.collect()  # resets the count, frozen objects included, of which a quarter must be new before a full collection
 
 
 def hand_back() -> None:
-    """Give free memory back, where the C library knows how; it takes the longer the more there is."""
+    """Return free memory to the system, if the C library can; takes longer the more there is."""
     trim = _malloc_trim()
     if trim is not None:
         trim(0)
 
 
 async def keep_handing_back() -> None:
-    """Do so every minute, beside the event loop."""
+    """Return free memory every minute, in a thread, until cancelled."""
     while _malloc_trim() is not None:
         await asyncio.sleep(EVERY_S)
         await asyncio.to_thread(hand_back)

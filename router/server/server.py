@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn, and how it leaves: by a signal, or because another router has taken over."""
+"""The HTTP server: uvicorn, and how it shuts down: by a signal, or after a handover to another router."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from router.settings import ServerSettings
 
 POLL_S = 0.05
-IDLE_S = 5  # in which, after a hand-over, connections without a request may still bring one
-CUT_S = 2  # in which those who are still there when time is up get the error that ends their answers
+IDLE_S = 5  # after a handover, for which idle connections may still send a request
+CUT_S = 2  # after the deadline, for sending the error that ends unfinished answers
 
 
 class Server(uvicorn.Server):
-    """uvicorn, without its signal handling: it would raise the signal again before engines are stopped."""
+    """uvicorn without its signal handling, which would raise the signal again before engines are stopped."""
 
     def __init__(
         self, app: ASGIApp, server_state: ServerState, settings: ServerSettings, protocol: type[asyncio.Protocol]
@@ -33,10 +33,10 @@ class Server(uvicorn.Server):
         """Prepare to serve.
 
         Args:
-            app: What is served.
-            server_state: Kept by the application: what it does with requests that come.
-            settings: How long open answers may take, and connections without requests are kept.
-            protocol: Of each connection.
+            app: The application.
+            server_state: Shared with the application.
+            settings: Deadline of open answers, and timeout of idle connections.
+            protocol: Class of each connection's protocol.
         """
         config = uvicorn.Config(
             app,
@@ -54,21 +54,21 @@ class Server(uvicorn.Server):
         self._leaving: asyncio.Task[None] | None = None
 
     def end_on_signals(self) -> None:
-        """Drain on the first SIGINT, SIGTERM or SIGHUP, stop at once on the second."""
+        """Drain on the first SIGINT, SIGTERM or SIGHUP; stop at once on the second."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._signalled)
 
     async def accepting(self, serving: asyncio.Task[None]) -> None:
-        """Wait until connections are accepted, or serving has ended."""
+        """Wait until the server accepts connections, or ``serving`` has ended."""
         while not self.started and not serving.done():  # noqa: ASYNC110
             await asyncio.sleep(POLL_S / 10)
 
     def hand_over(self) -> None:
-        """Take no more connections, since another router does; answer those that there are, and leave."""
+        """Accept no more connections: another router does. Answer the open ones, then shut down."""
         self._server_state.state = ServerPhase.HANDED_OVER
         for server in self.servers:
-            server.close()  # uvloop accepts a connection and makes it one of the server's in one step: none lies between
+            server.close()  # loses none: uvloop accepts a connection and adds it to the server in one step
         self._leaving = asyncio.create_task(self._leave(idle_too=True), name="leave")
 
     def _signalled(self) -> None:
@@ -80,10 +80,10 @@ class Server(uvicorn.Server):
         self._leaving = asyncio.create_task(self._leave(idle_too=False), name="leave")
 
     async def _leave(self, *, idle_too: bool) -> None:
-        """Wait until every answer is complete, or time is up; then end the server.
+        """Wait until every answer is complete, or until the deadline; then end the server.
 
         Args:
-            idle_too: Wait for connections without a request as well: their next request may be on its way.
+            idle_too: Wait for idle connections as well: their next request may be on its way.
         """
         now = time.monotonic()
         deadline, idle_until = now + self._drain_s, now + IDLE_S

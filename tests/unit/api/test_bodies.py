@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from router.api.bodies import InvalidBody, parse_generate, render_fleet
+from router.pipeline.request import RoutingOptions
+from router.policy.decision import Sla
+from router.settings import LimitSettings
 from tests.unit.router_stack import router_stack
+from tiers.fleet import Fleet, Replica
+from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,3 +138,79 @@ async def test_unknown_paths_and_methods_are_problems(tmp_path: Path) -> None:
         assert "POST /generate" in lost.json()["detail"]
         wrong = await stack.client.get(f"{stack.url}/generate")
         assert wrong.status_code == 405
+
+
+def test_options_are_what_the_body_says() -> None:
+    """Every bound in its place; where nothing is said there is no hint and no bound."""
+    body = {
+        "prompt": "hi",
+        "tier": "balanced",
+        "tier_policy": "require",
+        "sla": {"ttft_ms": 1, "tpot_ms": 2.5, "max_quality_loss": 0, "confidence": 0.5},
+    }
+    options = parse_generate(json.dumps(body).encode(), LimitSettings()).options(-1, "tier")
+    assert options == RoutingOptions(TierName.BALANCED, "tier", True, Sla(1, 2.5, 0, 0.5), -1)
+    plain = parse_generate(b'{"prompt": "hi"}', LimitSettings()).options(0, "tier")
+    assert plain == RoutingOptions(None, "tier", False, Sla(), 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("a b", True),
+        ("a b c", False),
+        ("a  b\n", True),
+        ("abcdefgh", True),
+        ("abcdefghi", False),
+        ("a\u2003b\tc", False),
+    ],
+)
+def test_words_and_characters_are_bounded(text: str, right: bool) -> None:  # noqa: FBT001
+    """Of at most 2 words and 8 characters, in prompt and system prompt alike; words lie between any white space."""
+    limits = LimitSettings(max_prompt_words=2, max_prompt_chars=8)
+    for field in ("prompt", "system_prompt"):
+        body = json.dumps({"prompt": "hi", field: text}).encode()
+        if right:
+            parse_generate(body, limits)
+            continue
+        with pytest.raises(InvalidBody) as error:
+            parse_generate(body, limits)
+        assert [problem.field for problem in error.value.problems] == [field]
+
+
+@pytest.mark.parametrize(("stream", "right"), [("true", True), ("false", False)])
+def test_only_streams_can_be_resumed(stream: str, right: bool) -> None:  # noqa: FBT001
+    body = f'{{"prompt": "hi", "stream": {stream}, "resumable": true}}'.encode()
+    if right:
+        assert parse_generate(body, LimitSettings()).resumable
+    else:
+        with pytest.raises(InvalidBody, match="resumable: is true, and stream is false"):
+            parse_generate(body, LimitSettings())
+
+
+def test_a_field_that_is_not_known_is_told_its_neighbours() -> None:
+    """Those of the object that it is in."""
+    with pytest.raises(InvalidBody) as error:
+        parse_generate(b'{"prompt": "hi", "sla": {"ttft": 1}, "temprature": 1}', LimitSettings())
+    allowed = {problem.field: problem.allowed for problem in error.value.problems}
+    assert allowed["sla.ttft"] == "ttft_ms, tpot_ms, max_quality_loss, confidence"
+    assert "temperature" in allowed["temprature"]
+    assert "ttft_ms" not in allowed["temprature"]
+
+
+def test_a_fleet_shows_where_engines_are_to_operators_only() -> None:
+    """Addresses, processes, paths, and details that quote them; figures are for all."""
+    spec = TierSpec(TierName.FAST, 2048, 8, 16, urls=("http://10.0.0.5:8000",))
+    fleet = Fleet((spec,))
+    replica = fleet.add(Replica("fast-0", spec, "http://10.0.0.5:8000", "", "fake", pid=4711))
+    replica.mark(ReplicaState.FAILED, "http://10.0.0.5:8000 does not answer")
+    shown = {inside: render_fleet(fleet.snapshot(), "m", "machine", inside=inside) for inside in (True, False)}
+    assert "10.0.0.5" not in str(shown[False])
+    assert "4711" not in str(shown[False])
+    (inner,), (outer,) = (shown[inside]["tiers"][0]["replicas"] for inside in (True, False))
+    assert (inner["url"], inner["pid"]) == ("http://10.0.0.5:8000", 4711)
+    assert inner["detail"] == "http://10.0.0.5:8000 does not answer"
+    assert (outer["url"], outer["pid"], outer["detail"]) == (None, None, "")
+    assert inner.keys() == outer.keys()
+    assert (shown[True]["scope"], shown[False]["scope"]) == ("all", "own")
+    assert (outer["state"], outer["limit"], outer["tpot_ms"], outer["kv_cache_usage"]) == ("failed", 16, None, None)

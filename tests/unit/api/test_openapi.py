@@ -7,12 +7,18 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from router.api.asgi import no_body
 from router.api.openapi import document
 from router.settings import LimitSettings
 from tests.unit.router_stack import router_stack
+
+if TYPE_CHECKING:
+    from starlette.routing import Route
+    from starlette.types import ASGIApp, Message
 
 pytestmark = pytest.mark.anyio
 SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")
@@ -31,6 +37,36 @@ async def test_every_route_is_in_the_document(tmp_path: Path) -> None:
         assert described["components"]["schemas"]["GenerateBody"]["properties"]["prompt"]["maxLength"] == (
             LimitSettings().max_prompt_chars
         )
+
+
+async def routes(app: ASGIApp) -> list[Route]:
+    """Return the routes of an application, which it leaves in the scope of a request."""
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "GET",
+        "path": "/healthz",
+        "headers": [],
+        "query_string": b"",
+        "client": None,
+    }
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await app(scope, no_body, send)
+    assert sent[0]["status"] == 200
+    found: list[Route] = scope["app"].routes
+    return found
+
+
+async def test_the_document_lacks_no_route(tmp_path: Path) -> None:
+    """Each route of the application is in the document, with its methods; HEAD comes with GET."""
+    async with router_stack(tmp_path) as stack:
+        paths = (await stack.client.get(f"{stack.url}/openapi.json")).json()["paths"]
+        described = {(path, method.upper()) for path, methods in paths.items() for method in methods}
+        served = {(r.path_format, method) for r in await routes(stack.app) for method in r.methods or ()}
+        assert served - {(path, "HEAD") for path, _ in served} == described
 
 
 async def test_every_schema_is_there_and_used() -> None:

@@ -1,0 +1,106 @@
+"""Who may operate on replicas, and what operations show."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from router.api.admin import FOREIGN_HEADERS
+from router.auth.api_keys import add_key
+from tests.unit.own_engines import until
+from tests.unit.router_stack import Stack, router_stack
+from tiers.lifecycle.operations import KINDS
+from tiers.spec import ReplicaState
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    import httpx
+
+pytestmark = pytest.mark.anyio
+OPERATIONS = "/admin/operations"
+
+
+@asynccontextmanager
+async def with_keys(tmp_path: Path) -> AsyncIterator[tuple[Stack, dict[str, dict[str, str]]]]:
+    """Run a router with an ordinary key and an operator's."""
+    path = tmp_path / "keys.json"
+    made = {"ci": add_key(path, "ci")[0], "boss": add_key(path, "boss", admin=True)[0]}
+    async with router_stack(tmp_path, {"auth": {"keys_file": str(path)}}) as stack:
+        yield stack, {name: {"authorization": f"Bearer {key}"} for name, key in made.items()}
+
+
+async def begin(stack: Stack, kind: str, replica: str, **headers: str) -> httpx.Response:
+    """Begin an operation."""
+    return await stack.client.post(f"{stack.url}/admin/replicas/{replica}/{kind}", headers=headers)
+
+
+async def test_an_operation_is_begun_and_can_be_followed(tmp_path: Path) -> None:
+    """202 with its record at once; the record then tells how it ended, in the list as well, the latest last."""
+    async with router_stack(tmp_path) as stack:
+        replica = stack.fleet.replicas[0]
+        begun = await begin(stack, "drain", replica.id)
+        assert begun.status_code == 202
+        record = begun.json()
+        assert record.keys() == {"id", "operation", "replica", "state", "detail", "successor", "began", "ended"}
+        assert (record["operation"], record["replica"]) == ("drain", replica.id)
+        assert replica.state is ReplicaState.DRAINING
+        async with stack.client.stream("GET", f"{stack.url}{OPERATIONS}/{record['id']}") as answer:
+            assert answer.status_code == 200
+        resumed = (await begin(stack, "resume", replica.id)).json()
+        await until(lambda: replica.state is ReplicaState.READY)
+        listed = (await stack.client.get(stack.url + OPERATIONS)).json()["operations"]
+        assert [each["id"] for each in listed] == [record["id"], resumed["id"]]
+        one = (await stack.client.get(f"{stack.url}{OPERATIONS}/{record['id']}")).json()
+        assert one == listed[0]
+        assert one["state"] in {"done", "failed"}
+        assert one["ended"] >= one["began"]
+
+
+async def test_a_replica_that_is_not_there_is_404(tmp_path: Path) -> None:
+    async with router_stack(tmp_path) as stack:
+        for kind in KINDS:
+            answer = await begin(stack, kind, "fast-99")
+            assert (answer.status_code, answer.json()["type"]) == (404, "urn:qarr:problem:replica-not-found")
+
+
+async def test_an_engine_that_was_not_started_here_is_not_restarted(tmp_path: Path) -> None:
+    """409 says why, and nothing changes; an operation that is not there is a 404."""
+    async with router_stack(tmp_path) as stack:
+        for kind in ("restart", "recycle"):
+            answer = await begin(stack, kind, stack.fleet.replicas[0].id)
+            assert (answer.status_code, answer.json()["type"]) == (409, "urn:qarr:problem:not-possible")
+        assert stack.fleet.replicas[0].state is ReplicaState.READY
+        lost = await stack.client.get(f"{stack.url}{OPERATIONS}/7")
+        assert lost.status_code == 404
+
+
+async def test_only_operators_keys_operate(tmp_path: Path) -> None:
+    """Every endpoint, reading included; a key is enough from anywhere."""
+    async with with_keys(tmp_path) as (stack, keys):
+        replica = stack.fleet.replicas[0].id
+        for path, method in (
+            (OPERATIONS, "GET"),
+            (f"{OPERATIONS}/1", "GET"),
+            (f"/admin/replicas/{replica}/drain", "POST"),
+        ):
+            refused = await stack.client.request(method, stack.url + path, headers=keys["ci"])
+            assert (refused.status_code, refused.json()["type"]) == (403, "urn:qarr:problem:not-admin"), path
+            assert "qarr keys add NAME --admin" in refused.json()["detail"]
+        assert stack.fleet.replicas[0].state is ReplicaState.READY
+        behind = {"x-forwarded-for": "203.0.113.7", **keys["boss"]}
+        assert (await begin(stack, "drain", replica, **behind)).status_code == 202
+
+
+async def test_without_keys_nobody_operates_from_elsewhere(tmp_path: Path) -> None:
+    """Who comes by a proxy or a page is not known to be on this machine."""
+    async with router_stack(tmp_path) as stack:
+        for header in FOREIGN_HEADERS:
+            headers = {header: stack.url if header == "origin" else "127.0.0.1", "sec-fetch-site": "same-origin"}
+            refused = await begin(stack, "drain", stack.fleet.replicas[0].id, **headers)
+            assert (refused.status_code, refused.json()["type"]) == (403, "urn:qarr:problem:not-admin")
+            assert header in refused.json()["detail"]
+        assert stack.fleet.replicas[0].state is ReplicaState.READY

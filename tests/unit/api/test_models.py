@@ -1,0 +1,90 @@
+"""Model names: what is listed, what they stand for, and how bodies that name none or a wrong one are read."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from router.api.bodies import InvalidBody
+from router.api.models import MODELS, model_names, read_document, resolve
+from router.api.problems import UnknownModel, describe
+from router.settings import OpenAISettings
+from router.upstream.json_object import JsonObject
+from tests.unit.router_stack import router_stack
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SETTINGS = OpenAISettings(aliases={"gpt-4o": "precise", "gpt-4o-mini": "fast", "any": "auto"})
+
+
+def asked(**body: Any) -> JsonObject:
+    return JsonObject.parse(json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [
+        ("auto", "auto"),
+        ("qarr", "auto"),
+        ("fast", "fast"),
+        ("precise", "precise"),
+        ("gpt-4o", "precise"),
+        ("any", "auto"),
+    ],
+)
+def test_names_stand_for_tiers(name: str, choice: str) -> None:
+    assert resolve(asked(model=name), SETTINGS) == choice
+
+
+@pytest.mark.parametrize("body", [{}, {"model": None}])
+def test_without_a_name_it_is_auto(body: dict[str, Any]) -> None:
+    """As vLLM takes it."""
+    assert resolve(asked(**body), SETTINGS) == "auto"
+
+
+@pytest.mark.parametrize("name", ["", "FAST", "fast ", "gpt-5", 7, True, ["fast"], {"fast": 1}])
+def test_other_names_are_unknown(name: Any) -> None:
+    """A 404 that lists the names there are."""
+    with pytest.raises(UnknownModel) as error:
+        resolve(asked(model=name), SETTINGS)
+    problem = describe(error.value)
+    assert (problem.status, problem.openai_body()["error"]["code"]) == (404, "model_not_found")
+    assert all(known in problem.detail for known in model_names(SETTINGS))
+
+
+def test_a_long_name_is_not_repeated_in_full() -> None:
+    with pytest.raises(UnknownModel) as error:
+        resolve(asked(model="x" * 100_000), SETTINGS)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"null", b'"hi"', b"{", b"\xff", b"[" * 10_000])
+def test_a_body_that_is_no_object_is_invalid(body: bytes) -> None:
+    with pytest.raises(InvalidBody) as error:
+        read_document(body)
+    (problem,) = error.value.problems
+    assert (problem.field, problem.allowed) == ("body", "a JSON object in UTF-8")
+
+
+@pytest.mark.anyio
+async def test_each_name_has_a_card(tmp_path: Path) -> None:
+    """Of a tier its own context, of auto the longest; an alias names its parent; a name may have slashes."""
+    aliases = {"org/model": "balanced", "any": "auto"}
+    async with router_stack(tmp_path, {"openai": {"aliases": aliases}}) as stack:
+        listed = (await stack.client.get(f"{stack.url}/v1/models")).json()
+        cards = {card["id"]: card for card in listed["data"]}
+        assert list(cards) == [*MODELS, *aliases]
+        lengths = {spec.name.value: spec.max_model_len for spec in stack.fleet.specs}
+        assert {name: cards[name]["max_model_len"] for name in TierName} == lengths
+        assert {cards[name]["max_model_len"] for name in ("auto", "qarr", "any")} == {max(lengths.values())}
+        assert cards["org/model"]["parent"] == "balanced"
+        assert (cards["fast"]["parent"], cards["qarr"]["parent"]) == (None, "auto")
+        one = await stack.client.get(f"{stack.url}/v1/models/org/model")
+        assert one.json() == cards["org/model"]
+        assert one.headers["x-request-id"]
+        lost = await stack.client.get(f"{stack.url}/v1/models/org")
+        assert (lost.status_code, lost.json()["error"]["code"]) == (404, "model_not_found")

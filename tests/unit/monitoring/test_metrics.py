@@ -1,0 +1,185 @@
+"""What /metrics counts of each record, and what it reads of fleet and policy at each scrape."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from classifier import PromptClass
+from router.monitoring.metrics import RequestMetrics
+from router.pipeline.registry import OVER_QUOTA
+from router.policy.decision import Refusal
+from router.telemetry.record import Outcome
+from tests.unit.records import decision, record
+from tests.unit.router_stack import router_stack
+from tiers.spec import ReplicaState, TierName
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from router.telemetry.record import RequestRecord
+    from tests.unit.router_stack import Stack
+
+FAST, BALANCED, PRECISE = TierName
+CHAT_FAST = {"class": "chat", "tier": "fast"}
+
+
+class Counted:
+    """The metrics of some records."""
+
+    def __init__(self, *records: RequestRecord) -> None:
+        self._registry = CollectorRegistry()
+        metrics = RequestMetrics(self._registry)
+        for each in records:
+            metrics.observe(each)
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """Return a sample's value; None: there is no such sample."""
+        return self._registry.get_sample_value(f"qarr_{name}", labels)
+
+    def total(self, name: str) -> float:
+        """Return the sum of a sample's values over all labels."""
+        samples = [s for family in self._registry.collect() for s in family.samples if s.name == f"qarr_{name}"]
+        return sum(sample.value for sample in samples)
+
+
+def test_a_served_request_counts_once_everywhere() -> None:
+    """Times in seconds, tokens and cost, by class and tier."""
+    counted = Counted(record(sla_met=True))
+    assert counted.value("requests_total", **CHAT_FAST, outcome="ok") == 1
+    assert counted.value("decisions_total", **CHAT_FAST, reason="measured") == 1
+    assert counted.value("prompt_tokens_total", **CHAT_FAST) == 20
+    assert counted.value("output_tokens_total", **CHAT_FAST) == 7
+    assert counted.value("cost_engine_seconds_total", **CHAT_FAST) == 2.5
+    assert counted.value("sla_requests_total", **CHAT_FAST, result="met") == 1
+    assert counted.value("time_to_first_token_seconds_sum", **CHAT_FAST) == pytest.approx(0.235)
+    assert counted.value("time_per_output_token_seconds_sum", **CHAT_FAST) == pytest.approx(0.025)
+    assert counted.value("request_duration_seconds_sum", **CHAT_FAST) == pytest.approx(0.4)
+    assert counted.value("queue_wait_seconds_sum", priority="standard") == pytest.approx(0.03)
+    assert counted.value("overhead_seconds_sum") == pytest.approx(0.005)
+    assert counted.total("refusals_total") == 0
+
+
+@pytest.mark.parametrize("reason", [*(refusal.value for refusal in Refusal), OVER_QUOTA])
+def test_refusals_are_there_at_0_before_the_first(reason: str) -> None:
+    """The rate of a new series misses its first event."""
+    assert Counted().value("refusals_total", reason=reason) == 0
+    refused = record(decision=decision(None), outcome=Outcome.REFUSED, error=reason, served_by=None, ttft_ms=None)
+    counted = Counted(refused)
+    assert counted.value("refusals_total", reason=reason) == 1
+    assert counted.value("requests_total", **{"class": "chat", "tier": "none"}, outcome="refused") == 1
+    assert counted.value("decisions_total", **{"class": "chat", "tier": "none"}, reason="refused") == 1
+    assert counted.total("prompt_tokens_total") == counted.total("queue_wait_seconds_count") == 0
+
+
+def test_only_whole_answers_have_a_duration() -> None:
+    """A broken one has tokens and a first token, but neither a duration nor predictions to compare."""
+    for outcome in (Outcome.ERROR, Outcome.CLIENT_GONE):
+        counted = Counted(record(outcome=outcome, error="EngineBroke"))
+        assert counted.value("time_to_first_token_seconds_count", **CHAT_FAST) == 1
+        assert counted.total("request_duration_seconds_count") == 0
+        assert counted.total("prediction_error_ratio_count") == 0
+
+
+def test_a_missed_sla_is_of_the_tier_that_served() -> None:
+    counted = Counted(record(sla_met=False, served_by=PRECISE))
+    assert counted.value("sla_requests_total", **{"class": "chat", "tier": "precise"}, result="missed") == 1
+
+
+def test_predictions_are_compared_with_the_engines_own_time() -> None:
+    """The prediction knows neither queue nor overhead: 100 ms against 235 - 30 - 5, and 20 ms against 25."""
+    counted = Counted(record())
+    assert counted.value("prediction_error_ratio_sum", tier="fast", kind="ttft") == pytest.approx(0.5)
+    assert counted.value("prediction_error_ratio_sum", tier="fast", kind="tpot") == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"attempts_failed": 1}, {"hedged": True}, {"escalated": True}, {"served_by": BALANCED}]
+)
+def test_disturbed_answers_are_not_compared(fields: dict[str, Any]) -> None:
+    assert Counted(record(**fields)).total("prediction_error_ratio_count") == 0
+
+
+@pytest.mark.parametrize("fields", [{"ttft_ms": None, "tpot_ms": None}, {"ttft_ms": 35.0, "tpot_ms": 0.0}])
+def test_what_took_no_time_is_not_compared(fields: dict[str, Any]) -> None:
+    """A ratio to nothing says nothing: no token, one token, or a first token within the router's own time."""
+    assert Counted(record(**fields)).total("prediction_error_ratio_count") == 0
+
+
+def test_each_switch_of_tiers_counts() -> None:
+    """Continuations go from tier to tier; they are there at 0 before the first."""
+    counted = Counted(record(continued_on=(PRECISE, BALANCED)))
+    assert counted.value("continuations_total", from_tier="fast", to_tier="precise") == 1
+    assert counted.value("continuations_total", from_tier="precise", to_tier="balanced") == 1
+    assert counted.value("continuations_total", from_tier="fast", to_tier="balanced") == 0
+    changed = Counted(record(escalated=True, served_by=PRECISE), record(hedged=True, served_by=BALANCED))
+    assert changed.value("escalations_total", from_tier="fast", to_tier="precise") == 1
+    assert changed.value("hedges_total", tier="balanced") == 1
+
+
+def test_classes_have_series_of_their_own() -> None:
+    counted = Counted(record(), record(decision=decision(kind=PromptClass.CODE)))
+    assert counted.value("requests_total", **CHAT_FAST, outcome="ok") == 1
+    assert counted.value("requests_total", **{"class": "code", "tier": "fast"}, outcome="ok") == 1
+
+
+async def scrape(stack: Stack) -> dict[tuple[str, ...], float]:
+    """Return all samples, by name and the values of their labels."""
+    page = (await stack.client.get(f"{stack.url}/metrics")).text
+    families = parse_text(page)
+    return {(s.name, *(s.labels[name] for name in sorted(s.labels))): s.value for f in families for s in f.samples}
+
+
+@pytest.mark.anyio
+async def test_a_scrape_reads_the_fleet_as_it_is(tmp_path: Path) -> None:
+    """States, slots, breakers and failures are read at each scrape; a replica's series go with it."""
+    async with router_stack(tmp_path) as stack:
+        first = stack.fleet.replicas[0]
+        before = await scrape(stack)
+        assert before["qarr_replica_state", first.id, "ready", "fast"] == 1
+        assert before["qarr_tier_ready_replicas", "fast"] == 1
+        assert before["qarr_places_taken", first.id, "fast"] == before["qarr_open_requests",] == 0
+        assert before["qarr_loss_bound_ratio", "code"] >= 0
+        lease = stack.fleet.lease(FAST, prompt_tokens=10, max_tokens=10, sequences=3)
+        assert lease is not None
+        first.mark(ReplicaState.DRAINING)
+        stack.fleet.failures[FAST, "EngineBroke"] += 2
+        stack.fleet.restarts[FAST] += 1
+        during = await scrape(stack)
+        assert during["qarr_places_taken", first.id, "fast"] == 3
+        assert during["qarr_requests_in_flight", first.id, "fast"] == 1
+        assert during["qarr_replica_state", first.id, "draining", "fast"] == 1
+        assert during["qarr_tier_ready_replicas", "fast"] == 0
+        assert during["qarr_upstream_failures_total", "EngineBroke", "fast"] == 2
+        assert during["qarr_engine_restarts_total", "fast"] == 1
+        lease.release()
+        stack.fleet.remove(first)
+        assert not any(first.id in names for names in await scrape(stack))
+
+
+@pytest.mark.anyio
+async def test_methods_that_are_made_up_share_one_label(tmp_path: Path) -> None:
+    """Callers choose methods and paths; labels have a bounded set of values."""
+    async with router_stack(tmp_path) as stack:
+        for method, path in (("REPORT", "/tiers"), ("PROPFIND", "/nowhere"), ("GET", "/v1/models/auto")):
+            await stack.client.request(method, stack.url + path)
+        found = {names[1:] for names in await scrape(stack) if names[0] == "qarr_http_requests_total"}
+        assert ("405", "other", "/tiers") in found
+        assert ("404", "other", "unknown") in found
+        assert ("200", "GET", "/v1/models/{id}") in found
+
+
+@pytest.mark.anyio
+async def test_traces_are_exemplars_in_openmetrics_only(tmp_path: Path) -> None:
+    async with router_stack(tmp_path) as stack:
+        trace_id = (await stack.generate()).headers["x-qarr-trace-id"]
+        plain = (await stack.client.get(f"{stack.url}/metrics")).text
+        assert trace_id not in plain
+        accept = {"accept": "application/openmetrics-text"}
+        families = parse_openmetrics((await stack.client.get(f"{stack.url}/metrics", headers=accept)).text)
+        exemplars = [s.exemplar.labels for f in families for s in f.samples if s.exemplar is not None]
+        assert {"trace_id": trace_id} in exemplars

@@ -1,0 +1,194 @@
+"""A client that measures from within: it works while nobody is served, and frees the engines at once."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from router.policy.decision import PRIORITIES
+from router.policy.profiles import ProfileError
+from router.profiling import idle_client as module
+from router.profiling.idle_client import IdleClient
+from tests.fakes.engine import ANSWER, Behaviour, FakeEngine, serving_all
+from tests.unit.own_engines import until
+from tiers.fleet import Fleet, Replica
+from tiers.spec import ReplicaState, TierName, TierSpec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = pytest.mark.anyio
+FAST, BALANCED = TierName.FAST, TierName.BALANCED
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
+PATH = "/v1/chat/completions"
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+@dataclass(slots=True)
+class Idle:
+    """One fast engine, and whether somebody else is served."""
+
+    client: IdleClient
+    fleet: Fleet
+    engine: Behaviour
+    served: bool = False
+
+    @property
+    def in_flight(self) -> int:
+        """Return the leases that are out."""
+        return sum(replica.in_flight for replica in self.fleet.replicas)
+
+
+@asynccontextmanager
+async def idle(*, priorities: bool = True) -> AsyncIterator[Idle]:
+    """Serve an engine that has a key, with a client that may ask it at once."""
+    engine = Behaviour()
+    async with serving_all(FakeEngine(engine).app) as (url,):
+        fleet = Fleet(tuple(TierSpec(name, 2048, 8, 16, digest=f"digest of {name}") for name in TierName), machine="m")
+        replica = Replica("fast-0", fleet.spec(FAST), url, "secret", "fake", takes_priority=priorities)
+        fleet.add(replica).mark(ReplicaState.READY)
+        found = Idle(IdleClient(fleet, "model", 0.0, lambda: found.served), fleet, engine)
+        yield found
+        await found.client.aclose()
+        assert found.in_flight == 0
+        assert not found.client.asking
+
+
+async def test_it_asks_the_engine_itself() -> None:
+    """With the engine's key and model, beneath everybody's priority; its tokens do not count as expected output."""
+    async with idle() as one:
+        answer = await one.client.ask(PATH, FAST, CHAT, nothing)
+        assert answer["choices"][0]["message"]["content"] == "".join(ANSWER)
+        (asked,), (headers,) = one.engine.requests, one.engine.headers
+        assert (asked["model"], asked["temperature"], asked["priority"]) == ("fake", 0, PRIORITIES["batch"])
+        assert headers["authorization"] == "Bearer secret"
+        assert one.fleet.output_share == 1.0
+    async with idle(priorities=False) as one:
+        await one.client.ask(PATH, FAST, CHAT, nothing)
+        assert "priority" not in one.engine.requests[0]
+
+
+async def test_the_fleet_has_what_is_ready() -> None:
+    async with idle() as one:
+        fleet = await one.client.fleet()
+        assert fleet.identities == {FAST: "digest of fast"}
+        assert set(fleet.checkpoints) == set(TierName)
+        assert (fleet.replicas, fleet.max_num_seqs, fleet.max_model_len) == ({FAST: 1}, {FAST: 8}, {FAST: 2048})
+        assert (fleet.model, fleet.machine, fleet.in_flight, fleet.served) == ("model", "m", 0, 0)
+
+
+async def test_a_request_finds_the_engine_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is broken off is asked again, once; the slot is free before the cancellation has run."""
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    async with idle() as one:
+        one.engine.delay_s = 60
+        asking = asyncio.create_task(one.client.ask(PATH, FAST, CHAT, nothing))
+        await until(lambda: one.engine.running)
+        assert one.client.asking
+        one.engine.delay_s = 0  # of the second try
+        one.client.give_way()
+        assert one.in_flight == 0
+        assert (await asking)["choices"]
+        assert len(one.engine.requests) == 2
+
+
+async def test_it_waits_while_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that are open, leases that are not its own, and engines that start: all of them go first."""
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    async with idle() as one:
+        lease = one.fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
+        assert lease is not None
+        starting = one.fleet.add(Replica("balanced-0", one.fleet.spec(BALANCED), "http://nowhere", "", "fake"))
+        one.served, waits = True, list[int]()
+        asking = asyncio.create_task(one.client.ask(PATH, FAST, CHAT, lambda: waits.append(1)))
+        ends = (lambda: setattr(one, "served", False), lease.release, lambda: starting.mark(ReplicaState.READY))
+        for end in ends:
+            before = len(waits)
+            await until(lambda before=before: len(waits) > before + 1)
+            assert not one.engine.requests
+            end()
+        assert (await asking)["choices"]
+
+
+async def test_a_step_that_is_disturbed_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a request that comes while it runs, whether that has ended by then or not."""
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    async with idle() as one:
+
+        async def timed() -> None:
+            await one.client.time(FAST, [1, 2], 3, nothing)
+
+        async def comes_and_goes() -> None:
+            one.client.give_way()
+            await asyncio.sleep(0)
+
+        async def stays() -> None:
+            one.served = True
+
+        assert await one.client.undisturbed(timed, nothing)
+        assert not await one.client.undisturbed(comes_and_goes, nothing)
+        assert not await one.client.undisturbed(stays, nothing)
+
+
+async def test_to_be_cancelled_is_not_to_give_way() -> None:
+    """A router that ends cancels its measurements: they do not go on."""
+    async with idle() as one:
+        one.engine.delay_s = 60
+        asking = asyncio.create_task(one.client.ask(PATH, FAST, CHAT, nothing))
+        await until(lambda: one.engine.running)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await until(lambda: not one.engine.running)
+
+
+async def test_an_answer_is_timed() -> None:
+    async with idle() as one:
+        begun: list[bool] = []
+        timed = await one.client.time(FAST, [5, 6, 7], 4, lambda: begun.append(one.client.asking))
+        assert begun == [True]
+        assert timed.prompt_tokens == 3
+        assert 0 < timed.ttft_ms / 1000 <= timed.ended - timed.started
+        (asked,) = one.engine.requests
+        assert (asked["prompt"], asked["max_tokens"], asked["ignore_eos"], asked["stream"]) == (
+            [5, 6, 7],
+            4,
+            True,
+            True,
+        )
+
+
+async def test_refusals_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that may pass is waited out, but not for ever; a tier without a replica has no slot."""
+    monkeypatch.setattr(module, "BUSY_WAIT_S", 0.001)
+    async with idle() as one:
+        one.engine.status = 400
+        with pytest.raises(ProfileError, match=r"fast answered HTTP 400: .*broken"):
+            await one.client.ask(PATH, FAST, CHAT, nothing)
+        with pytest.raises(ProfileError, match="fast answered HTTP 400"):
+            await one.client.time(FAST, [1], 4, nothing)
+        with pytest.raises(ProfileError, match="balanced has no free slot"):
+            await one.client.time(BALANCED, [1], 4, nothing)
+        one.engine.status = 503
+        asking = asyncio.create_task(one.client.ask(PATH, FAST, CHAT, nothing))
+        await until(lambda: len(one.engine.requests) > 4)
+        one.engine.status = 200
+        assert (await asking)["choices"]
+        monkeypatch.setattr(module, "MAX_WAIT_S", 0.0)
+        with pytest.raises(ProfileError, match="balanced has had no free slot for 0 s"):
+            await one.client.ask(PATH, BALANCED, CHAT, nothing)
+
+
+async def test_an_engine_that_is_gone_is_named() -> None:
+    async with idle() as one:
+        one.fleet.replicas[0].url = "http://127.0.0.1:1"
+        for asking in (one.client.ask(PATH, FAST, CHAT, nothing), one.client.time(FAST, [1], 4, nothing)):
+            with pytest.raises(ProfileError, match=r"fast does not answer \(ConnectError\)"):
+                await asking

@@ -1,0 +1,56 @@
+"""Sampled prompts: how many, for whose eyes, and in which form."""
+
+from __future__ import annotations
+
+import json
+import stat
+from typing import TYPE_CHECKING
+
+import pytest
+
+from classifier import PromptClass, PromptFeatures
+from router.profiling.measure_quality import read_prompts
+from router.profiling.prompt_samples import MAX_PROMPTS, PromptSamples
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FEATURES = PromptFeatures(2, 1, 1, True, False, False, None, PromptClass.CODE, 0.9, ())
+
+
+def lines_after(path: Path, share: float, *texts: str) -> list[str]:
+    """Offer some prompts, and return the file's lines."""
+    samples = PromptSamples(path, share)
+    for text in texts:
+        samples.offer(text, FEATURES)
+    samples.close()
+    return path.read_text("utf-8").splitlines() if path.exists() else []
+
+
+def test_samples_are_prompts_to_measure_with(tmp_path: Path) -> None:
+    """What is written is what ``qarr profile quality`` reads, and only its owner may read it."""
+    path = tmp_path / "made" / "prompts.jsonl"
+    texts = ["two\nlines", "ünïcode \u2028", 'a "quote"']
+    lines_after(path, 1.0, *texts)
+    assert [(prompt.text, prompt.prompt_class) for prompt in read_prompts(path, None)] == [
+        (text, PromptClass.CODE) for text in texts
+    ]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_half_a_character_is_no_fault(tmp_path: Path) -> None:
+    """JSON may hold lone surrogates, which no file in UTF-8 can."""
+    (line,) = lines_after(tmp_path / "prompts.jsonl", 1.0, "a\ud800b")
+    assert json.loads(line)["text"] == "a?b"
+
+
+def test_nothing_is_kept_of_no_share(tmp_path: Path) -> None:
+    assert lines_after(tmp_path / "prompts.jsonl", 0.0, "a", "b", "c") == []
+
+
+@pytest.mark.parametrize(("before", "kept"), [(MAX_PROMPTS - 1, 1), (MAX_PROMPTS, 0), (MAX_PROMPTS + 5, 0)])
+def test_a_full_file_takes_no_more(tmp_path: Path, before: int, kept: int) -> None:
+    """Prompts of earlier runs count."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("{}\n" * before)
+    assert len(lines_after(path, 1.0, "a", "b")) == before + kept

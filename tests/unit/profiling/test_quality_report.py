@@ -1,0 +1,71 @@
+"""The report of a quality profile: every figure with its interval, and the certainty that a check could use."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+
+import pytest
+
+from classifier import PromptClass
+from router.policy.profiles import MIN_CERTAINTIES, TOP_K, Certainty, Interval, Loss, QualityProfile
+from router.profiling.quality_report import render
+from tiers.spec import TierName
+
+
+def interval(mean: float) -> Interval:
+    return Interval(mean=mean, low=mean / 2, high=mean * 2)
+
+
+def loss(share: float, prompts: int = 40) -> Loss:
+    """Return a loss of the fast tier on code."""
+    return Loss(
+        prompt_class=PromptClass.CODE, tier=TierName.FAST, prompts=prompts, tokens=800, top1_disagreement=interval(share),
+        kl_mean=interval(0.1), kl_p95=interval(0.4), perplexity_ratio=interval(1.2), first_divergence=3.0,
+        never_diverged=0.25,
+    )  # fmt: skip
+
+
+def report(*losses: Loss, certainties: tuple[Certainty, ...] = ()) -> str:
+    """Return a profile's report."""
+    return render(
+        QualityProfile(
+            created=datetime(2026, 1, 2, 3, 4, tzinfo=UTC), model="m", checkpoints={TierName.FAST: "f" * 64},
+            answer_tokens=32, top_k=TOP_K, prompts="c", losses=losses, certainties=certainties,
+        )
+    )  # fmt: skip
+
+
+def test_each_figure_has_its_interval() -> None:
+    text = report(loss(0.1))
+    assert "<td>10.0 <small>5.0 to 20.0</small></td>" in text
+    assert "<td>0.100 <small>0.050 to 0.200</small></td>" in text
+    assert "<td>3 tokens</td><td>25%</td>" in text
+    assert "2026-01-02 03:04 UTC on checkpoints fast ffffffffffff." in text
+
+
+def test_few_prompts_have_no_interval() -> None:
+    assert "<td>10.0 <small>few prompts</small></td>" in report(loss(0.1, prompts=4))
+
+
+@pytest.mark.parametrize(("share", "top"), [(0.0, "100%"), (0.02, "5%"), (0.026, "10%"), (0.3, "100%")])
+def test_the_scale_holds_the_largest_interval(share: float, top: str) -> None:
+    """Its upper end is twice the share here; without any loss the scale is whole."""
+    marks = re.findall(r'text-anchor="middle">(\d+%)<', report(loss(share)))
+    assert (marks[0], marks[-1], len(marks)) == ("0%", top, 6)
+
+
+def test_an_empty_profile_is_a_report_too() -> None:
+    text = report()
+    assert "<tbody></tbody>" in text
+    assert "certainty" not in text
+
+
+def test_the_least_certain_answers_are_set_against_the_others() -> None:
+    """Of 20 answers the two least certain lose half of their tokens, the others nothing."""
+    sure = Certainty(tier=TierName.FAST, logprob=-0.1, disagreement=0.0)
+    unsure = Certainty(tier=TierName.FAST, logprob=-2.0, disagreement=0.5)
+    text = report(certainties=(unsure,) * 2 + (sure,) * (MIN_CERTAINTIES - 2))
+    (row,) = re.findall(r"<tr><td>fast</td><td>10%</td>(.*?)</tr>", text)
+    assert row.endswith("<td>50.0%</td><td>0.0%</td>")
+    assert "certainty" not in report(certainties=(unsure,) * (MIN_CERTAINTIES - 1))  # too few for a threshold

@@ -1,0 +1,203 @@
+"""Shadow evaluation: which prompts are kept, what they are asked again, and when a class changes its tier."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from classifier import PromptClass
+from router.policy.decision import PRIORITIES
+from router.policy.table import PolicyStore
+from router.profiling import shadow_evaluation as module
+from router.profiling.shadow_evaluation import (
+    ANSWER_TOKENS,
+    ENOUGH,
+    KEPT_PROMPTS,
+    WINDOW,
+    RollingLoss,
+    ShadowEvaluation,
+)
+from router.settings import load_settings
+from router.telemetry.tracing import Telemetry
+from router.upstream.client import Upstream
+from router.upstream.http import make_transport
+from tests.fakes.engine import Behaviour, FakeEngine, serving_all
+from tests.unit.own_engines import until
+from tests.unit.records import decision
+from tiers.fleet import Fleet, Replica
+from tiers.spec import ReplicaState, TierName, TierSpec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.anyio
+FAST, BALANCED, PRECISE = TierName
+CHAT = PromptClass.CHAT
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@dataclass(slots=True)
+class Evaluated:
+    """An evaluation of every prompt, in front of one engine a tier; chats may lose a tenth."""
+
+    evaluation: ShadowEvaluation
+    policy: PolicyStore
+    fleet: Fleet
+    engines: dict[TierName, Behaviour]
+
+    def offer(self, count: int = 1, tier: TierName = FAST) -> None:
+        """Offer some prompts that a tier has served."""
+        for _ in range(count):
+            self.evaluation.offer(decision(tier), tier, MESSAGES)
+
+    def checked(self, tier: TierName = FAST) -> int:
+        """Return how many chats were scored on a tier."""
+        found = self.evaluation.losses.get((CHAT, tier))
+        return found.checked if found is not None else 0
+
+    def disagree(self, *, wholly: bool) -> None:
+        """Let the reference rank each token first, or second."""
+        self.engines[PRECISE].rank = 2 if wholly else 1
+
+
+@asynccontextmanager
+async def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float = 1.0) -> AsyncIterator[Evaluated]:
+    """Serve the engines, and look for quiet all the time."""
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    engines = {tier: Behaviour() for tier in TierName}
+    policy = {"profiles": str(tmp_path), "max_loss": {"chat": 0.1}}
+    settings = load_settings(None, {"policy": policy})
+    async with serving_all(*(FakeEngine(engine).app for engine in engines.values())) as urls:
+        fleet = Fleet(tuple(TierSpec(name, 2048, 8, 16) for name in TierName))
+        for spec, url in zip(fleet.specs, urls, strict=True):
+            fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake")).mark(ReplicaState.READY)
+        store, telemetry = PolicyStore(settings.policy, fleet), Telemetry(None)
+        upstream = Upstream(fleet, make_transport(10), settings.upstream, telemetry, store)
+        found = Evaluated(ShadowEvaluation(share, fleet, upstream, store, telemetry), store, fleet, engines)
+        running = asyncio.create_task(found.evaluation.run())
+        yield found
+        assert not running.done()
+        running.cancel()
+        await asyncio.wait({running})
+        await upstream.aclose()
+        assert all(replica.in_flight == 0 for replica in fleet.replicas)
+
+
+def score(disagreed: int, tokens: int) -> Any:
+    """Return a score with this loss."""
+    return module.judge(
+        "", CHAT, FAST, answer=range(tokens), own=[{n: 0.0} for n in range(tokens)],
+        reference=[{n: (0.0, 2 if n < disagreed else 1)} for n in range(tokens)], reference_answer=range(tokens),
+    )  # fmt: skip
+
+
+def test_a_rolling_loss_is_by_tokens_and_forgets() -> None:
+    """Long answers weigh more; of no tokens the loss is 0; the oldest answers go."""
+    loss = RollingLoss()
+    assert loss.share == 0
+    loss.add(score(0, 0))
+    assert loss.share == 0
+    loss.add(score(9, 10))
+    loss.add(score(0, 20))
+    assert loss.share == pytest.approx(0.3)
+    for _ in range(WINDOW):
+        loss.add(score(1, 4))
+    assert (loss.share, loss.checked) == (0.25, WINDOW + 3)
+
+
+async def test_a_prompt_is_answered_again_and_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedily and briefly by the tier that served it, then scored by the reference, beneath everybody's priority."""
+    async with evaluated(tmp_path, monkeypatch) as one:
+        one.offer()
+        await until(one.checked)
+        (again,), (scoring,) = one.engines[FAST].requests, one.engines[PRECISE].requests
+        assert (again["messages"], again["temperature"], again["max_tokens"]) == (MESSAGES, 0, ANSWER_TOKENS)
+        assert scoring["prompt_logprobs"]
+        assert {again["priority"], scoring["priority"]} == {PRIORITIES["batch"]}
+        assert one.engines[BALANCED].requests == []
+        assert one.fleet.output_share == 1.0  # how long callers' answers are is not learned from it
+
+
+async def test_what_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference's own prompts, those that cannot be asked again, and all where nothing is to be sampled."""
+    async with evaluated(tmp_path, monkeypatch) as one:
+        one.offer(tier=PRECISE)
+        one.evaluation.offer(decision(FAST), FAST, None)
+        one.offer()
+        await until(one.checked)
+        assert one.checked() == 1
+    async with evaluated(tmp_path, monkeypatch, share=0.0) as off:
+        off.offer(5)
+        assert not off.evaluation._samples
+
+
+async def test_it_waits_for_quiet_and_keeps_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While anything is in flight nothing is asked; what is kept is bounded."""
+    async with evaluated(tmp_path, monkeypatch) as one:
+        lease = one.fleet.lease(BALANCED, prompt_tokens=1, max_tokens=1)
+        assert lease is not None
+        one.offer(KEPT_PROMPTS + 5)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not one.engines[FAST].requests
+        lease.release()
+        await until(lambda: one.checked() >= KEPT_PROMPTS)
+        assert one.checked() == KEPT_PROMPTS
+
+
+async def test_a_class_changes_its_tier_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is promoted after enough answers, its prompts are still tried on the tier that it left, and it recovers."""
+    monkeypatch.setattr(module.random, "random", lambda: 0.0)  # every sample is of the tier that was left
+    async with evaluated(tmp_path, monkeypatch) as one:
+        one.disagree(wholly=True)
+        one.offer(ENOUGH - 1)
+        await until(lambda: one.checked() == ENOUGH - 1)
+        assert one.policy.table.promoted == {}
+        one.offer()
+        await until(lambda: one.checked() == ENOUGH)
+        await until(lambda: one.policy.table.promoted == {CHAT: BALANCED})
+        assert one.evaluation.promoted == {CHAT: BALANCED}
+        assert "class chat loses 1.000 on fast in live answers, 0.100 is allowed: it gets balanced until" in caplog.text
+        one.disagree(wholly=False)
+        while one.evaluation.promoted:  # served by the tier that it was promoted to
+            done = one.checked()
+            one.offer(10, BALANCED)
+            await until(lambda done=done: one.checked() == done + 10)
+        assert one.policy.table.promoted == {}
+        assert "it gets fast again" in caplog.text
+        assert one.checked(BALANCED) == 0
+
+
+async def test_an_engine_that_fails_costs_the_sample_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error, or an answer that is none; the next sample is scored."""
+    async with evaluated(tmp_path, monkeypatch) as one:
+        for number, fault in enumerate(({"status": 400}, {"nonsense": b"[]"}, {"nonsense": b"{}"}), 1):
+            for name, value in fault.items():
+                setattr(one.engines[FAST], name, value)
+            one.offer()
+            await until(lambda number=number: caplog.text.count("live check on fast") == number)
+            one.engines[FAST].status, one.engines[FAST].nonsense = 200, b""
+        one.offer()
+        await until(one.checked)
+        assert one.checked() == 1
+
+
+async def test_without_the_reference_samples_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with evaluated(tmp_path, monkeypatch) as one:
+        reference = one.fleet.replicas[-1]
+        reference.mark(ReplicaState.DRAINING)
+        one.offer()
+        await until(lambda: not one.evaluation._samples)
+        reference.mark(ReplicaState.READY)
+        one.offer(2)
+        await until(lambda: one.checked() == 2)
+        assert len(one.engines[FAST].requests) == 2

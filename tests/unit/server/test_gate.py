@@ -1,0 +1,227 @@
+"""Who gets past the gate, around a small application: keys, hosts, origins, a router that drains, and its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from router.api.asgi import body_message, context_of, start_message
+from router.auth.api_keys import KeyStore, add_key
+from router.lifecycle import ServerPhase, ServerState
+from router.server.gate import Gate
+from router.telemetry.tracing import Telemetry
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+    from starlette.types import Message, Receive, Scope, Send
+
+pytestmark = pytest.mark.anyio
+
+
+@dataclass(slots=True)
+class Doorway:
+    """A gate around an application that answers with its caller, and what came out of it."""
+
+    keys: KeyStore
+    local_names: Collection[str] | None = None
+    state: ServerState = field(default_factory=ServerState)
+    answers: list[tuple[str, str, int]] = field(default_factory=list)
+    stop_after: str = ""  # "start" or "nothing": hangs there
+    media_type: str = "text/plain"
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def app(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        """Answer with the caller's name, or hang on the way."""
+        if self.stop_after != "nothing":
+            await send(start_message({}, self.media_type, {}))
+        self.begun.set()
+        if self.stop_after:
+            await asyncio.get_running_loop().create_future()
+        await send(body_message(context_of(scope).caller.name.encode(), more=False))
+
+    async def ask(
+        self, method: str = "POST", path: str = "/generate", **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Return status, headers and body of an answer; an underscore in a header's name stands for a hyphen."""
+        sent: list[Message] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        async def receive() -> Message:
+            raise AssertionError("the body is not to be read")
+
+        pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "headers": pairs, "query_string": b""}
+        gate = Gate(
+            self.app,
+            self.keys,
+            Telemetry(None),
+            self.state,
+            answered=lambda *answer: self.answers.append(answer),
+            local_names=self.local_names,
+        )
+        await gate(scope, receive, send)
+        assert not self.state.active_requests
+        named = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+        return sent[0]["status"], named, b"".join(message["body"] for message in sent[1:])
+
+    async def problem(self, *args: str, **headers: str) -> str:
+        """Return the type of the problem that is answered."""
+        _, _, body = await self.ask(*args, **headers)
+        kind: str = json.loads(body)["type"]
+        return kind.removeprefix("urn:qarr:problem:")
+
+
+@pytest.fixture
+def open_door(tmp_path: Path) -> Doorway:
+    """Return a gate without keys."""
+    return Doorway(KeyStore(tmp_path / "none.json"))
+
+
+async def test_without_keys_everybody_is_anonymous(open_door: Doorway) -> None:
+    assert await open_door.ask() == (200, {"content-type": "text/plain"}, b"anonymous")
+    assert open_door.answers == [("unknown", "POST", 200)]  # the small application has no routes
+
+
+async def test_a_key_names_its_caller(tmp_path: Path) -> None:
+    """The scheme's case and spaces around the key do not matter; another scheme, or no key, is a 401 that says how."""
+    path = tmp_path / "keys.json"
+    key, _ = add_key(path, "ci")
+    door = Doorway(KeyStore(path))
+    for value in (f"Bearer {key}", f"bearer  {key} ", f"BEARER {key}"):
+        assert (await door.ask(authorization=value))[2] == b"ci"
+    for value in ("", "Bearer", "Bearer  ", f"Basic {key}", key, "Bearer qarr-unknown", f"Bearer {key}x"):
+        status, headers, _ = await door.ask(authorization=value)
+        assert (status, headers["www-authenticate"], headers["connection"]) == (401, "Bearer", "close"), value
+    assert {status for _, _, status in door.answers} == {200, 401}
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/"])
+async def test_some_paths_need_no_key(tmp_path: Path, path: str) -> None:
+    """Load balancers have none, and the page asks for one. These are routes of their own in metrics."""
+    keys = tmp_path / "keys.json"
+    add_key(keys, "ci")
+    door = Doorway(KeyStore(keys))
+    assert (await door.ask("GET", path))[2] == b"anonymous"
+    assert door.answers == [(path, "GET", 200)]
+
+
+@pytest.mark.parametrize(
+    ("host", "served"),
+    [
+        ("localhost", True), ("LOCALHOST:8080", True), ("app.localhost:1", True), ("127.0.0.1:8080", True),
+        ("[::1]:8080", True), ("[::1]", True), ("10.0.0.7", True), ("", True), ("Router.Example:8080", True),
+        ("evil.example", False), ("localhost.evil.example", False), ("intranet", False), ("notlocalhost", False),
+        ("127.0.0.1.evil.example:80", False), ("router.example.evil", False),
+    ],
+)  # fmt: skip
+async def test_names_on_loopback(tmp_path: Path, host: str, served: bool) -> None:  # noqa: FBT001
+    """Addresses, localhost and configured names are served; any other name may be a web page's own."""
+    door = Doorway(KeyStore(tmp_path / "none.json"), local_names=["router.example"])
+    assert (await door.ask(host=host))[0] == (200 if served else 421)
+    assert (await door.ask("GET", "/healthz", host=host))[0] == 200
+    others = Doorway(KeyStore(tmp_path / "none.json"))
+    assert (await others.ask(host=host))[0] == 200  # others reach it, by names that it cannot know
+
+
+@pytest.mark.parametrize(
+    ("headers", "served"),
+    [
+        ({}, True),
+        ({"sec_fetch_site": "same-origin"}, True),
+        ({"sec_fetch_site": "none"}, True),
+        ({"sec_fetch_site": "cross-site"}, False),
+        ({"sec_fetch_site": "same-site"}, False),
+        ({"sec_fetch_site": "same-origin", "origin": "https://evil.example"}, True),  # a browser's word on it
+        ({"sec_fetch_site": "cross-site", "origin": "http://router:8080", "host": "router:8080"}, False),
+        ({"origin": "http://router:8080", "host": "router:8080"}, True),
+        ({"origin": "HTTP://Router:8080", "host": "router:8080"}, True),
+        ({"origin": "http://router", "host": "router:80"}, True),
+        ({"origin": "https://router", "host": "router:443"}, True),
+        ({"origin": "http://router:8080", "host": "router:8081"}, False),
+        ({"origin": "http://router", "host": "router:8080"}, False),
+        ({"origin": "null", "host": "router"}, False),
+        ({"origin": "null", "host": ""}, False),
+        ({"origin": "http://", "host": ""}, False),
+    ],
+)
+async def test_origins_without_keys(open_door: Doorway, headers: dict[str, str], served: bool) -> None:  # noqa: FBT001
+    """Programs and the own page may post; pages of other origins may not. Reading is safe: they cannot see answers."""
+    assert (await open_door.ask(**headers))[0] == (200 if served else 403)
+    for method in ("GET", "HEAD", "OPTIONS"):
+        assert (await open_door.ask(method, "/tiers", **headers))[0] == 200
+
+
+async def test_errors_have_the_form_of_their_path(open_door: Doorway) -> None:
+    status, _, body = await open_door.ask("POST", "/v1/chat/completions", sec_fetch_site="cross-site")
+    assert (status, json.loads(body)["error"]["code"]) == (403, "foreign_page")
+    assert await open_door.problem("POST", "/generate", sec_fetch_site="cross-site") == "foreign-page"
+
+
+async def test_a_draining_router_takes_no_new_work(open_door: Doorway) -> None:
+    """Reading and the rest of a stream go on; connections end with their answers."""
+    open_door.state.state = ServerPhase.DRAINING
+    status, headers, _ = await open_door.ask()
+    assert (status, headers["connection"], headers["retry-after"]) == (503, "close", "1")
+    assert await open_door.problem("POST", "/route", last_event_id="a.1") == "draining"
+    assert (await open_door.ask(last_event_id="a.1"))[0] == 200
+    status, headers, _ = await open_door.ask("GET", "/tiers")
+    assert (status, headers["connection"]) == (200, "close")
+
+
+async def test_a_router_that_handed_over_serves_who_is_still_there(open_door: Doorway) -> None:
+    open_door.state.state = ServerPhase.HANDED_OVER
+    status, headers, _ = await open_door.ask()
+    assert (status, headers["connection"]) == (200, "close")
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+async def test_an_answer_that_has_not_begun_by_the_deadline_is_a_503(open_door: Doorway, path: str) -> None:
+    open_door.stop_after = "nothing"
+    asked = asyncio.create_task(open_door.ask("POST", path))
+    await open_door.begun.wait()
+    open_door.state.end_all()
+    status, _, body = await asked
+    assert status == 503
+    assert b"ask again" in body
+    assert open_door.answers == [("unknown", "POST", 503)]
+
+
+@pytest.mark.parametrize(
+    ("path", "media_type", "ends_with"),
+    [
+        ("/generate", "text/event-stream", b"event: error\ndata: {"),
+        ("/v1/completions", "text/event-stream; charset=utf-8", b'data: {"error":'),
+        ("/generate", "application/json", b""),
+    ],
+)
+async def test_a_stream_ends_with_an_error_at_the_deadline(
+    open_door: Doorway, path: str, media_type: str, ends_with: bytes
+) -> None:
+    """What has begun as one object is cut: nothing that could be added would make it right."""
+    open_door.stop_after, open_door.media_type = "start", media_type
+    asked = asyncio.create_task(open_door.ask("POST", path))
+    await open_door.begun.wait()
+    open_door.state.end_all()
+    status, _, body = await asked
+    assert (status, body[: len(ends_with)]) == (200, ends_with)
+    assert body.endswith(b"\n\n") is bool(ends_with)
+
+
+async def test_a_client_that_leaves_is_counted_as_499(open_door: Doorway) -> None:
+    """Its cancellation goes on; nothing is answered."""
+    open_door.stop_after = "nothing"
+    asked = asyncio.create_task(open_door.ask())
+    await open_door.begun.wait()
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert open_door.answers == [("unknown", "POST", 499)]
+    assert not open_door.state.active_requests
