@@ -24,7 +24,7 @@ from router.profiling.shadow_evaluation import (
 from router.settings import load_settings
 from router.telemetry.tracing import Telemetry
 from router.upstream.client import Upstream
-from router.upstream.http import make_transport
+from router.upstream.transport import EngineTransport
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.unit.own_engines import until
 from tests.unit.records import decision
@@ -77,7 +77,7 @@ async def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: floa
         for spec, url in zip(fleet.specs, urls, strict=True):
             fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake")).mark(ReplicaState.READY)
         store, telemetry = PolicyStore(settings.policy, fleet), Telemetry(None)
-        upstream = Upstream(fleet, make_transport(10), settings.upstream, telemetry, store)
+        upstream = Upstream(fleet, EngineTransport(10), settings.upstream, telemetry, store)
         found = Evaluated(ShadowEvaluation(share, fleet, upstream, store, telemetry), store, fleet, engines)
         running = asyncio.create_task(found.evaluation.run())
         yield found
