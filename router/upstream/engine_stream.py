@@ -20,7 +20,7 @@ from router.upstream.errors import (
     UpstreamError,
     without_trace,
 )
-from router.upstream.http import body_of, limit_reads
+from router.upstream.http import body_of
 from router.upstream.json_object import read_json
 from router.upstream.progress import Progress
 from router.upstream.sse import USAGE, EventSource, is_usage
@@ -254,7 +254,7 @@ class EngineStream(EngineAnswer):
             self._held += chunks
             if self.progress is None or not _continuable(self._held):  # nothing was sent: another can still answer
                 self._source.check()
-        limit_reads(self._attempt.response, self._attempt.token_timeout_s)
+        self._source.limit_reads(self._attempt.token_timeout_s)
         self._first_at = self._last_at = time.monotonic()
         self._attempt.span.add_event("qarr.first_token")
         self.ttft_ms = (self._first_at - self.sent_at) * 1000

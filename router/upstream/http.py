@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, cast
 
 import httpx
 
-from router.upstream.transport import Body
-
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
 
@@ -22,12 +20,6 @@ def parts_of(response: httpx.Response) -> AsyncGenerator[bytes, None]:
     """Return the parts of a response's body as they come; who reads them closes them."""
     assert isinstance(response.stream, httpx.AsyncByteStream)
     return cast("AsyncGenerator[bytes, None]", aiter(response.stream))
-
-
-def limit_reads(response: httpx.Response, limit_s: float) -> None:
-    """Let each further read of a response's body wait so long at most; then it raises ``httpx.ReadTimeout``."""
-    assert isinstance(response.stream, Body)
-    response.stream.limit_reads(limit_s)
 
 
 async def body_of(response: httpx.Response, limit: int | None = None) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ from typing_extensions import TypedDict
 
 from router.upstream.errors import EngineBroke, EngineStalled, without_trace
 from router.upstream.http import parts_of
+from router.upstream.transport import Body
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -148,13 +150,19 @@ class EventSource:
         response: Its body has not been read.
     """
 
-    __slots__ = ("_buffer", "_fault", "_over", "_parts")
+    __slots__ = ("_buffer", "_fault", "_limit_s", "_over", "_parts")
 
     def __init__(self, response: httpx.Response) -> None:
         self._parts = parts_of(response)
         self._buffer = bytearray()
-        self._over = False
+        self._over, self._limit_s = False, math.inf
         self._fault: EngineBroke | None = None
+
+    def limit_reads(self, limit_s: float) -> None:
+        """Let each further read wait so long at most."""
+        assert isinstance(self._parts, Body)
+        self._parts.limit_reads(limit_s)
+        self._limit_s = limit_s
 
     async def next(self) -> list[Chunk] | None:  # noqa: C901  once a chunk: calls would cost more than this
         """Return what came together, in order and at least one; None after the last.
@@ -184,8 +192,8 @@ class EventSource:
                     self._failed(EngineBroke(f"the engine's stream holds an event of over {MAX_EVENT_BYTES} bytes"))
             except EngineBroke as error:
                 self._failed(error)
-            except httpx.ReadTimeout as error:
-                self._failed(EngineStalled(f"the engine sent no token: {error}"))
+            except httpx.ReadTimeout:
+                self._failed(EngineStalled(f"the engine sent no token for {self._limit_s:g} s"))
             except httpx.HTTPError as error:
                 self._failed(_broken_off(error))
         if self._over:
