@@ -6,8 +6,9 @@ import socket
 from collections import deque
 
 KEPT = 500  # the first ones are given back then: their tests are over
-# Bound with SO_REUSEADDR and not listening: Linux gives such a port to nobody who asks for any (bind(0), connect), and
-# lets whoever names it bind there, with SO_REUSEADDR as servers do. Nobody is listening until that server is.
+# Bound and not listening: Linux gives such a port to nobody who asks for any (bind(0), connect). SO_REUSEADDR, set once it
+# is bound, lets whoever names it bind there, with SO_REUSEADDR as servers do; set before, it would let a second holder in,
+# such as another process of the tests. Nobody is listening until that server is.
 _held: deque[socket.socket] = deque()
 
 
@@ -30,12 +31,12 @@ def reserved_range(count: int) -> int:
 
 def _hold(port: int) -> int:
     held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         held.bind(("127.0.0.1", port))
     except OSError:
         held.close()
         raise
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     _held.append(held)
     if len(_held) > KEPT:
         _held.popleft().close()
