@@ -161,7 +161,8 @@ def _members(text: str) -> list[Member]:
 
 
 def _ended(text: str, position: int, found: list[Member]) -> list[Member]:
-    if _skip(text, position) != len(text):
+    position = _skip(text, position)
+    if position != len(text):
         raise json.JSONDecodeError("Extra data", text, position)
     return found
 
