@@ -113,10 +113,11 @@ def identity(path: Path) -> Identity:
         CheckpointError: The folder has no readable tokenizer.
     """
     definition, config, template = path / "tokenizer.json", path / "tokenizer_config.json", path / "chat_template.jinja"
-    source, text = definition if definition.is_file() else path / "tokenizer.model", ""
-    if not source.is_file():
-        raise CheckpointError(f"{path} has no tokenizer.json or tokenizer.model: not a model folder")
+    text = ""
     try:
+        source = definition if definition.is_file() else path / "tokenizer.model"
+        if not source.is_file():
+            raise CheckpointError(f"{path} has no tokenizer.json or tokenizer.model: not a model folder")
         canonical = source.read_bytes()
         if source is definition:
             canonical = json.dumps(json.loads(canonical), sort_keys=True).encode()

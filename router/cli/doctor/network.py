@@ -146,7 +146,7 @@ def otlp(_context: CheckContext) -> Iterator[Finding]:
 
 def running_router(context: CheckContext) -> Iterator[Finding]:
     """Check a running router's health, its replicas and its measurements."""
-    alive = _get(context.url, "/healthz")
+    alive = _get(context.url, "/healthz", context.key)
     if alive is None:
         yield ok(f"none answers at {context.url} ('make up' starts one)")
         return
@@ -154,7 +154,7 @@ def running_router(context: CheckContext) -> Iterator[Finding]:
         found = f"{context.url} is no router: HTTP {alive.status_code}"
         yield problem(found, "give the router's address with --url")
         return
-    ready = _get(context.url, "/readyz")
+    ready = _get(context.url, "/readyz", context.key)
     if ready is None or ready.status_code != httpx.codes.OK:
         then = "'qarr tiers' shows why; 'qarr logs --level warning' has what happened"
         yield problem(f"{context.url} is alive, but not ready", then)

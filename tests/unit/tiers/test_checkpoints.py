@@ -334,3 +334,9 @@ def test_two_that_make_in_one_store_take_turns(tmp_path: Path) -> None:
         assert not seen
     thread.join(10)
     assert seen == [True]
+
+
+def test_a_folder_that_cannot_be_looked_at_is_said_so(tmp_path: Path) -> None:
+    """Such as one of another user, or of a file system that is gone; here a name that is too long."""
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        identity(tmp_path / ("x" * 300))
