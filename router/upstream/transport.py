@@ -46,7 +46,7 @@ class Connection(asyncio.Protocol):
     Attributes:
         state: What it is doing.
         origin: Where it leads.
-        idle_since: When its last answer ended, by the monotonic clock in seconds.
+        idle_since: When its last answer had come, by the monotonic clock in seconds.
         reusable: Whether it can carry another request once the answer is complete.
         status: The answer's status; 0: its head has not come.
         headers: The answer's headers, as they were sent.
@@ -112,9 +112,12 @@ class Connection(asyncio.Protocol):
         Args:
             message: Head and body.
             head_only: Whether the answer has a head only.
+
+        Raises:
+            httpx.ReadError: The engine has closed it.
         """
-        assert self.state is ConnectionState.IDLE
-        assert self._transport is not None
+        if self.state is not ConnectionState.IDLE or self._transport is None:  # uvloop may tell of it before this runs
+            raise httpx.ReadError("the engine closed the connection at once")
         self.state, self._parser = ConnectionState.ACTIVE, httptools.HttpResponseParser(self)
         self.status, self.headers, self.parts, self.buffered = 0, [], [], 0
         self.complete = self.reusable = self._informational = self._body_ends_at_close = False
@@ -139,11 +142,15 @@ class Connection(asyncio.Protocol):
     def rest(self) -> bool:
         """End a request; return whether the connection can carry another one, else it is closed."""
         self._parser, self.parts, self.fault = None, [], None
+        if self.waiter is not None:  # somebody still reads
+            self.fault = httpx.ReadError("the answer was closed")
+            self._wake()
         if self.timer is not None:
             self.timer.cancel()
         self.timer = self.read_timeout_s = None
-        if self.complete and self.reusable and self.state is ConnectionState.ACTIVE:
-            self.state, self.idle_since = ConnectionState.IDLE, time.monotonic()
+        fresh = time.monotonic() - self.idle_since <= KEEP_ALIVE_S
+        if self.complete and self.reusable and fresh and self.state is ConnectionState.ACTIVE:
+            self.state = ConnectionState.IDLE
             self.resume_reading()
             return True
         self.close()
@@ -209,7 +216,7 @@ class Connection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._failed(httpx.RemoteProtocolError(f"the engine's answer is no HTTP ({type(error).__name__})"))
             return
         if not self.status:
@@ -243,9 +250,15 @@ class Connection(asyncio.Protocol):
             else:
                 self._failed(httpx.ReadError(f"the connection broke ({type(exc).__name__})"))
         self._transport = None
+        self._wake()
         self._on_lost(self)
 
     # httptools
+
+    def on_message_begin(self) -> None:
+        """Note an answer, or the beginning of a second one to one request."""
+        if self.complete:
+            self.reusable = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header; those after the body (trailers) say nothing that an engine's answer needs."""
@@ -283,11 +296,10 @@ class Connection(asyncio.Protocol):
         """Note the end of an answer, or of an informational one."""
         if self._informational:
             self._informational = False
-        elif self.complete:
-            self.reusable = False  # a second answer to one request
-        else:
+        elif not self.complete:
             assert self._parser is not None
             self.complete, self.reusable = True, self._parser.should_keep_alive()
+            self.idle_since = time.monotonic()  # the engine's time runs from here, whenever the answer is read
 
 
 class Body(httpx.AsyncByteStream):
@@ -388,13 +400,15 @@ class EngineTransport(httpx.AsyncBaseTransport):
         try:
             connection = self._take_idle(origin) or await self._connect(origin, times.get("connect"))
             self._active.add(connection)
+            if self._closed:
+                raise httpx.ReadError("the transport was closed")  # noqa: TRY301  what follows ends the connection
             connection.send(message, head_only=head_only)
             await connection.head()
             body = Body(connection, self._release)
             return httpx.Response(connection.status, headers=connection.headers, stream=body)
         except BaseException:
-            if connection is not None:
-                self._end(connection)
+            if connection is not None and self._end(connection):
+                connection.close()  # its whole answer came, and nobody wants it
             self._free_slot()
             raise
 
@@ -438,7 +452,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
         scheme, host, port = origin
         options: dict[str, Any] = {}
         if scheme == "https":
-            self._ssl = self._ssl or httpx.create_ssl_context()
+            self._ssl = self._ssl or httpx.create_ssl_context(trust_env=False)
             options = {"ssl": self._ssl, "server_hostname": host}
         make = partial(Connection, origin, self._lost)
         try:

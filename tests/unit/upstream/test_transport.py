@@ -187,6 +187,53 @@ async def test_a_connection_that_the_engine_closes_carries_nothing_more(*, idle:
         assert not connection.rest()
 
 
+@pytest.mark.parametrize("more", [b"HTT", PLAIN[:-3], b"x"])
+async def test_the_beginning_of_a_second_answer_spoils_the_connection(more: bytes) -> None:
+    connection, wire = connection_with_request()
+    connection.data_received(PLAIN + more)
+    assert await body_of(connection) == b"hello"
+    assert not connection.rest()
+    assert wire.closed
+
+
+async def test_an_answer_in_another_protocol_ends_the_wait() -> None:
+    connection, _ = connection_with_request()
+    connection.data_received(b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\nmore")
+    await connection.head()
+    assert connection.status == 101
+    assert not connection.rest()
+
+
+async def test_a_connection_that_was_closed_before_its_request_is_an_error() -> None:
+    """uvloop may read the end before whoever made the connection goes on."""
+    wire, connection = Wire(), Connection(("http", "engine", 80), lambda _: None)
+    connection.connection_made(wire)
+    connection.connection_lost(None)
+    with pytest.raises(httpx.ReadError):
+        connection.send(b"GET / HTTP/1.1\r\n\r\n", head_only=False)
+
+
+async def test_an_answer_that_was_read_late_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's time runs from the end of its answer."""
+    now = [1000.0]
+    monkeypatch.setattr("router.upstream.transport.time.monotonic", lambda: now[0])
+    connection, _ = connection_with_request()
+    connection.data_received(PLAIN)
+    now[0] += KEEP_ALIVE_S + 0.1
+    assert await body_of(connection) == b"hello"
+    assert not connection.rest()
+
+
+async def test_a_reader_of_an_answer_that_is_closed_does_not_wait_on() -> None:
+    connection, _ = connection_with_request()
+    connection.data_received(PLAIN[:-5])
+    reading = asyncio.create_task(body_of(connection))
+    await asyncio.sleep(0)
+    connection.rest()
+    with pytest.raises(httpx.ReadError):
+        await reading
+
+
 async def test_a_head_alone_is_the_whole_answer_to_head() -> None:
     connection, _ = connection_with_request(head_only=True)
     connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n")
