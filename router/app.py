@@ -24,8 +24,8 @@ from router.api.models import Models
 from router.api.openai import Completions
 from router.api.openapi import document
 from router.api.passthrough import Embeddings, Passthrough, Tokens
-from router.api.paths import CHAT, COMPLETIONS, EMBEDDINGS, PAGE, speaks_openai
-from router.api.problems import PROBLEMS, describe
+from router.api.paths import CHAT, COMPLETIONS, EMBEDDINGS, PAGE
+from router.api.problems import PROBLEMS, response_to
 from router.api.resumable import ResumableStreams
 from router.auth.network import is_loopback
 from router.auth.quota import Quotas
@@ -50,7 +50,6 @@ from router.server.memory import keep_handing_back
 from router.telemetry.logs import log_request
 from router.telemetry.record import log_outcome
 from router.upstream.client import Upstream
-from router.upstream.errors import EngineRefused
 from router.upstream.transport import EngineTransport
 from tiers.background import lasting
 from tiers.spec import ReplicaState
@@ -100,10 +99,16 @@ def create_app(
     metrics = Metrics(pipeline, wired.evaluation, wired.upstream.retries, about)
     admin = Admin(operations, keys).routes() if operations is not None else []
     status, streams = Status(wired, settings, server_state), ResumableStreams(settings.server)
-    handlers = dict.fromkeys((*PROBLEMS, ClientGone, Exception), status.problem)  # by type; Exception: all others
+    handlers = dict.fromkeys((*PROBLEMS, ClientGone, Exception), _problem)  # by type; Exception: all others
+    direct: dict[str, ASGIApp] = {
+        "/generate": Generate(pipeline, settings, streams),
+        CHAT: Completions(pipeline, settings, CHAT),
+        COMPLETIONS: Completions(pipeline, settings, COMPLETIONS),
+    }
     routes = [
         Endpoint(PAGE, Page(settings.server, keys).answer),
-        *_routes(wired, settings, status, streams),
+        *(Endpoint(path, served, methods=["POST"]) for path, served in direct.items()),
+        *_routes(wired, settings, status),
         *LiveEndpoints(pipeline, wired.evaluation, live, settings.telemetry).routes(),
         Endpoint("/metrics", metrics.answer),
         *admin,
@@ -112,7 +117,7 @@ def create_app(
     app.router.redirect_slashes = False  # a redirect would go to the host of the caller's Host header
     local_names = settings.server.allowed_hosts if is_loopback(settings.server.host) else None
     return telemetry.instrument(
-        Gate(app, keys, telemetry, server_state, answered=metrics.answered, local_names=local_names)
+        Gate(app, keys, telemetry, server_state, answered=metrics.answered, direct=direct, local_names=local_names)
     )
 
 
@@ -216,16 +221,13 @@ def _lifespan(
     return lifespan
 
 
-def _routes(wired: _Wired, settings: Settings, status: Status, streams: ResumableStreams) -> list[Endpoint]:
-    """Return every route."""
+def _routes(wired: _Wired, settings: Settings, status: Status) -> list[Endpoint]:
+    """Return the routes of what is asked more seldom."""
     pipeline = wired.pipeline
     models = Models(pipeline.fleet, settings.openai, pipeline.telemetry, wired.about["model"], int(time.time()))
     small = Passthrough(wired.upstream, pipeline.quotas, pipeline.fleet, pipeline.telemetry, settings)
     return [
-        Endpoint("/generate", Generate(pipeline, settings, streams), methods=["POST"]),
         Endpoint("/route", Route(pipeline, settings), methods=["POST"]),
-        Endpoint(CHAT, Completions(pipeline, settings, CHAT), methods=["POST"]),
-        Endpoint(COMPLETIONS, Completions(pipeline, settings, COMPLETIONS), methods=["POST"]),
         Endpoint(EMBEDDINGS, Embeddings(small), methods=["POST"]),
         Endpoint("/v1/models", models, methods=["GET"]),
         Endpoint("/v1/models/{id:path}", models, methods=["GET"]),
@@ -277,15 +279,10 @@ class Status:
         """Answer with the OpenAPI document."""
         return _json(document(self._about["version"], self._limits))
 
-    async def problem(self, request: Request, error: Exception) -> Response:
-        """Answer an error as a problem object."""
-        if isinstance(error, ClientGone):
-            return Response(status_code=499)
-        openai = speaks_openai(request.scope["path"])
-        if openai and isinstance(error, EngineRefused) and error.body:  # the engine's own, in OpenAI's form
-            headers = context_of(request.scope).headers
-            return Response(error.body, error.status, headers, "application/json")
-        return describe(error).response(context_of(request.scope), openai=openai)
+
+async def _problem(request: Request, error: Exception) -> Response:
+    """Answer an error as a problem object."""
+    return response_to(error, request.scope)
 
 
 def _json(body: object, status: int = 200) -> Response:

@@ -10,7 +10,7 @@ from starlette.datastructures import MutableHeaders
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from starlette.types import Message, Send
 
@@ -59,16 +59,19 @@ class ResponseTracker:
         complete: Whether all of its body was sent.
         status: The one sent; 499 if the client went away before.
         streams: Whether it is a stream of events.
+        write: Writes a part of the body at once, and tells whether the client can take more; None: the server cannot.
 
     Args:
         send: Sends through every middleware.
         send_body: Sends to the server directly: middleware has no use for bodies.
     """
 
-    __slots__ = ("_send", "_send_body", "_server_state", "begun", "complete", "status", "streams")
+    __slots__ = ("_send", "_send_body", "_server_state", "begun", "complete", "status", "streams", "write")
 
-    def __init__(self, send: Send, send_body: Send, server_state: ServerState) -> None:
-        self._send, self._send_body, self._server_state = send, send_body, server_state
+    def __init__(
+        self, send: Send, send_body: Send, server_state: ServerState, write: Callable[[bytes], bool] | None = None
+    ) -> None:
+        self._send, self._send_body, self._server_state, self.write = send, send_body, server_state, write
         self.begun = self.streams = self.complete = False
         self.status = CLIENT_GONE
 
@@ -79,14 +82,16 @@ class ResponseTracker:
             self.complete = not message.get("more_body", False)
             return
         if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            self.status = message["status"]
-            self.begun, self.streams = True, headers.get("content-type", "").startswith("text/event-stream")
+            self.begun, self.status = True, message["status"]
+            self.streams = any(
+                name == b"content-type" and value.startswith(b"text/event-stream")
+                for name, value in message.get("headers", ())
+            )
             if not self._server_state.open:
-                headers["connection"] = "close"
+                MutableHeaders(scope=message)["connection"] = "close"
         await self._send(message)
 
     async def put(self, events: Sequence[bytes], *, last: bool) -> None:
-        """Send events of a stream that has begun; ``last``: no more come."""
+        """Send events of a stream that has begun; ``last``: no more come. Without events, wait until they could be sent."""
         await self._send_body({"type": "http.response.body", "body": b"".join(events), "more_body": not last})
         self.complete = last

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-from starlette.datastructures import Headers
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping
+    from collections.abc import Mapping
 
     from starlette.types import Message, Receive, Scope
 
     from router.lifecycle import ResponseTracker
     from router.pipeline.request import RequestContext
 
-log = logging.getLogger(f"qarr.{__name__}")
 _KEY, _TRACKER = "qarr.context", "qarr.tracker"
+CLIENT = "qarr.client"  # in a scope: the request's ``Client``, where the server has one
+HOLD = "qarr.hold"  # in the message that starts an answer: its body follows at once
+
+
+class Client(Protocol):
+    """What our server knows of a request's client, beyond ASGI."""
+
+    @property
+    def disconnected(self) -> bool:
+        """Tell whether it has left before it had the whole answer."""
+
+    def cancel_on_disconnect(self, task: asyncio.Task[Any] | None) -> None:
+        """Cancel a task once it leaves before it has the whole answer; None: no longer."""
+
+    def write(self, data: bytes) -> bool:
+        """Write a part of the body of an answer that has begun; return whether it can take more now."""
+
+    async def send(self, message: Message) -> None:
+        """Send a message to it without passing middleware."""
 
 
 class ClientGone(Exception):
@@ -91,20 +105,24 @@ def tracker_of(scope: Scope) -> ResponseTracker:
     return tracker
 
 
-def untrack(scope: Scope) -> None:
-    """Forget it when the request ends: it leads back to the request."""
+def forget(scope: Scope) -> None:
+    """Forget what leads from a request that has ended back to it."""
     scope.pop(_TRACKER, None)
+    client: Client | None = scope.pop(CLIENT, None)
+    if client is not None:
+        client.cancel_on_disconnect(None)
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """Read a request's body, up to ``limit`` bytes. Its context then says when it was there.
+    """Read a request's body, up to ``limit`` bytes.
 
     Raises:
         BodyTooLarge: It is announced or found to be larger; the rest is left unread.
         ClientGone: The client went away before it was complete.
     """
-    announced = Headers(scope=scope).get("content-length", "")
-    if announced.isdecimal() and int(announced) > limit:
+    context = context_of(scope)
+    announced = context.sent.get(b"content-length", b"")
+    if announced.isdigit() and int(announced) > limit:
         raise BodyTooLarge(limit)
     parts: list[bytes] = []
     size = 0
@@ -118,49 +136,36 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             raise BodyTooLarge(limit)
         parts.append(part)
         if not message.get("more_body", False):
-            keep(scope, replace(context_of(scope), arrived=time.monotonic()))
-            return b"".join(parts)
+            context.arrived = time.monotonic()
+            return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def while_connected(scope: Scope, work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Answer a request, unless its client disconnects before it has the whole answer: then cancel the work.
+def cancel_on_disconnect(scope: Scope) -> None:
+    """Cancel the present task if the request's client leaves before it has the whole answer.
 
-    What is left to do after the last byte is always done: servers report the end of an answer as a disconnect as well.
+    What is left to do after the last byte is always done.
 
-    Args:
-        scope: The request's.
-        work: Answers.
-        receive: Tells of the disconnect.
+    Raises:
+        ClientGone: It has left already.
     """
-    tracker = tracker_of(scope)
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done() and tracker.complete:
-            await asyncio.wait({working})
-        if working.done():
-            working.result()
-        else:
-            log.debug("request %s: the client went away", context_of(scope).request_id)
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.wait({working, watching})
+    client: Client | None = scope.get(CLIENT)
+    if client is None:
+        return
+    if client.disconnected:
+        raise ClientGone
+    client.cancel_on_disconnect(asyncio.current_task())
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def start_message(headers: Mapping[str, str], media_type: str, more: Mapping[str, str]) -> Message:
-    """Return the ASGI message that starts an answer of status 200."""
+def start_message(
+    headers: Mapping[str, str], media_type: str, more: Mapping[str, str], *, hold: bool = False
+) -> Message:
+    """Return the ASGI message that starts an answer of status 200; with ``hold`` it is sent with what follows at once."""
     pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in {**headers, **more}.items()]
     return {
         "type": "http.response.start",
         "status": 200,
         "headers": [(b"content-type", media_type.encode("latin-1")), *pairs],
+        HOLD: hold,
     }
 
 

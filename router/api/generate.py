@@ -11,10 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
-from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from router.api.asgi import body_message, context_of, read_body, start_message, tracker_of, while_connected
+from router.api.asgi import body_message, cancel_on_disconnect, context_of, read_body, start_message, tracker_of
 from router.api.bodies import parse_generate
 from router.api.problems import describe
 from router.api.resumable import ResumableStream, ResumableStreams, ResumedElsewhere, StreamGone
@@ -24,6 +23,7 @@ from router.pipeline.request import PromptText, RoutingOptions, class_priority
 from router.policy.render import render_decision
 from router.upstream.engine_request import ChatRequest
 from router.upstream.engine_stream import EngineStream, continued_on
+from router.upstream.json_object import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from router.pipeline.request import RequestContext
     from router.policy.decision import Decision
     from router.settings import LimitSettings, Settings
-    from router.upstream.sse import Chunk
+    from router.upstream.sse import Chunk, PlainTexts
 
 STREAM_ID = "x-qarr-stream-id"
 
@@ -109,7 +109,8 @@ class Generate:
         pipeline.telemetry.name_server_span(scope, "/generate")
         content = await read_body(scope, receive, settings.server.max_body_bytes)
         context = context_of(scope)
-        if last_event_id := Headers(scope=scope).get("last-event-id"):
+        cancel_on_disconnect(scope)
+        if last_event_id := context.header(b"last-event-id"):
             await self._resume(last_event_id, context, scope, receive, send)
             return
         body = parse_generate(content, settings.limits)
@@ -120,26 +121,25 @@ class Generate:
             make = partial(self._make, request, decision)
             stream = self.streams.open(context.caller.key_id, make, context.request_id)
             if stream is not None:
-                await while_connected(scope, self._read(stream, 0, context, send), receive)
+                await self._read(stream, 0, context, send)
                 return
         if body.stream:
             begin = partial(self._begin, send, tracker_of(scope))
-            await while_connected(scope, serve_stream(pipeline, request, decision, begin), receive)
+            await serve_stream(pipeline, request, decision, begin)
         else:
-            await while_connected(scope, self._serve_whole(request, decision, send), receive)
+            await pipeline.serve(request, decision, partial(self._send_whole, send))
 
     async def _begin(
         self, send: Send, tracker: ResponseTracker, active: ActiveRequest, answer: EngineStream
     ) -> tuple[Encoder, Sink]:
         headers = answer_headers(active, self.pipeline, self.settings.telemetry)
-        await send(start_message(headers, EVENT_STREAM, STREAM_HEADERS))
-        return TextEvents(answer, active.context, numbered=True), tracker.put
+        await send(start_message(headers, EVENT_STREAM, STREAM_HEADERS, hold=True))
+        return TextEvents(answer, active.context, numbered=True), tracker
 
-    async def _serve_whole(self, request: GenerateRequest, decision: Decision, send: Send) -> None:
-        async with self.pipeline.serve(request, decision) as active:
-            headers, answer = answer_headers(active, self.pipeline, self.settings.telemetry), active.answer
-            assert isinstance(answer, EngineStream)
-            await send_whole(await _collect(answer, request.context), "application/json", headers, send)
+    async def _send_whole(self, send: Send, active: ActiveRequest) -> None:
+        headers, answer = answer_headers(active, self.pipeline, self.settings.telemetry), active.answer
+        assert isinstance(answer, EngineStream)
+        await send_whole(await _collect(answer, active.context), "application/json", headers, send)
 
     async def _make(self, request: GenerateRequest, decision: Decision, stream: ResumableStream) -> None:
         """Make a resumable stream's events."""
@@ -149,7 +149,7 @@ class Generate:
             headers = answer_headers(active, self.pipeline, self.settings.telemetry)
             own = {name: value for name, value in headers.items() if name not in context.headers}  # not the request's
             stream.begin({**own, STREAM_ID: stream.id})
-            return TextEvents(answer, context), stream.put
+            return TextEvents(answer, context), stream
 
         await serve_stream(self.pipeline, request, decision, begin)
 
@@ -178,7 +178,7 @@ class Generate:
             self.streams.drop(stream)
             await Response(status_code=204, headers=context.headers)(scope, receive, send)
             return
-        await while_connected(scope, self._read(stream, after, context, send), receive)
+        await self._read(stream, after, context, send)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +234,19 @@ class TextEvents:
         self._number = number
         return events
 
+    def plain(self, _events: bytes, texts: PlainTexts) -> bytes:
+        """Return an event for each text, joined; a text is written in JSON as the engine has written it."""
+        number = self._number
+        if number is None:
+            return b"".join(b'data: {"text":"%b"}\n\n' % text for text, _ in texts if text)
+        events = []
+        for text, _ in texts:
+            if text:
+                number += 1
+                events.append(b'id: %d\ndata: {"text":"%b"}\n\n' % (number, text))
+        self._number = number
+        return b"".join(events)
+
     def end(self) -> list[bytes]:
         """Return the last event of a complete answer."""
         return self._last(b"event: done\ndata: " + to_json(closing(self._answer)) + b"\n\n")
@@ -254,8 +267,14 @@ def error_event(error: Exception, context: RequestContext) -> bytes:
 async def _collect(answer: EngineStream, context: RequestContext) -> bytes:
     """Read a whole answer, and return it as one JSON object."""
     parts: list[str] = []
+
+    def take(_events: bytes, texts: PlainTexts) -> bool:
+        parts.append(read_json(b'"%b"' % b"".join(text for text, _ in texts)))
+        return True
+
     while (chunks := await answer.read()) is not None:
         parts.extend(chunk.text for chunk in chunks)
+        await answer.pump(take)
     return to_json({"text": "".join(parts), **closing(answer), **context.ids})
 
 

@@ -7,9 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
-from starlette.datastructures import Headers
 
-from router.api.asgi import context_of, read_body, start_message, tracker_of, while_connected
+from router.api.asgi import cancel_on_disconnect, context_of, read_body, start_message, tracker_of
 from router.api.bodies import ROUTING_ALLOWED, FieldProblem, InvalidBody, RoutingFields
 from router.api.models import read_document, resolve
 from router.api.openai_events import RelayedEvents, report_on, with_member
@@ -122,14 +121,13 @@ class Completions:
         pipeline = self.pipeline
         pipeline.telemetry.name_server_span(scope, self.path)
         document = read_document(await read_body(scope, receive, self.settings.server.max_body_bytes))
-        context = context_of(scope)
-        request = self._read(document, Headers(scope=scope), context)
+        cancel_on_disconnect(scope)
+        request = self._read(document, context_of(scope))
         decision = pipeline.decide(request)
         if request.streamed:
-            begin = partial(self._begin, request, send, tracker_of(scope))
-            await while_connected(scope, serve_stream(pipeline, request, decision, begin), receive)
+            await serve_stream(pipeline, request, decision, partial(self._begin, request, send, tracker_of(scope)))
         else:
-            await while_connected(scope, self._serve_whole(request, decision, send), receive)
+            await pipeline.serve(request, decision, partial(self._send_whole, request, send))
 
     async def _begin(
         self,
@@ -140,17 +138,16 @@ class Completions:
         answer: EngineStream,
     ) -> tuple[Encoder, Sink]:
         headers = answer_headers(active, self.pipeline, self.settings.telemetry)
-        await send(start_message(headers, answer.media_type or EVENT_STREAM, STREAM_HEADERS))
+        await send(start_message(headers, answer.media_type or EVENT_STREAM, STREAM_HEADERS, hold=True))
         report, chat = self._report(request, active), self.path == CHAT
-        return RelayedEvents(answer, report, chat=chat, wants_usage=request.wants_usage), tracker.put
+        return RelayedEvents(answer, report, chat=chat, wants_usage=request.wants_usage), tracker
 
-    async def _serve_whole(self, request: CompletionRequest, decision: Decision, send: Send) -> None:
-        async with self.pipeline.serve(request, decision) as active:
-            headers, answer = answer_headers(active, self.pipeline, self.settings.telemetry), active.answer
-            assert isinstance(answer, BufferedAnswer)
-            report = self._report(request, active)
-            content = with_member(answer.content, "qarr", report) if report else answer.content
-            await send_whole(content, answer.media_type or "application/json", headers, send)
+    async def _send_whole(self, request: CompletionRequest, send: Send, active: ActiveRequest) -> None:
+        headers, answer = answer_headers(active, self.pipeline, self.settings.telemetry), active.answer
+        assert isinstance(answer, BufferedAnswer)
+        report = self._report(request, active)
+        content = with_member(answer.content, "qarr", report) if report else answer.content
+        await send_whole(content, answer.media_type or "application/json", headers, send)
 
     def _report(self, request: CompletionRequest, active: ActiveRequest) -> dict[str, Any] | None:
         """Return who serves the answer and why, where its caller asked for it."""
@@ -159,7 +156,7 @@ class Completions:
             return None
         return report_on(active.decision, answer, self.pipeline.fleet.spec(answer.tier))
 
-    def _read(self, document: JsonObject, headers: Headers, context: RequestContext) -> CompletionRequest:
+    def _read(self, document: JsonObject, context: RequestContext) -> CompletionRequest:
         """Read what routing needs of a request for a completion.
 
         Raises:
@@ -169,7 +166,7 @@ class Completions:
         """
         settings, counter = self.settings, self.pipeline.counter
         chat, model = self.path == CHAT, resolve(document, settings.openai)
-        by_header, by_body = _from_headers(headers), _from_body(document)
+        by_header, by_body = _from_headers(context), _from_body(document)
         given = {**by_header, **by_body}
         if "sla" in given:
             given["sla"] = {**by_header.get("sla", {}), **by_body.get("sla", {})}
@@ -217,7 +214,7 @@ def _sequences(document: JsonObject, prompt: PromptText, most: int, *, chat: boo
     raise InvalidBody((problem,))
 
 
-def _from_headers(headers: Headers) -> dict[str, Any]:
+def _from_headers(context: RequestContext) -> dict[str, Any]:
     """Return the options in a request's headers, each checked by itself, so that errors name the header.
 
     Raises:
@@ -226,7 +223,7 @@ def _from_headers(headers: Headers) -> dict[str, Any]:
     given: dict[str, Any] = {}
     problems = []
     for name, path in HEADERS.items():
-        text = headers.get(name)
+        text = context.header(name.encode())
         if text is None:
             continue
         try:

@@ -7,6 +7,7 @@ Token ids, which failover needs, and log-probabilities, which the cascade needs,
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
 
     from router.policy.decision import Decision
     from router.upstream.engine_stream import EngineAnswer, EngineStream
-    from router.upstream.sse import Chunk
+    from router.upstream.sse import Chunk, PlainTexts
     from tiers.spec import TierSpec
 
 # Quotes in a JSON string are escaped, so these stand only where a member of that name does.
 _LOGPROBS, _FINGERPRINT = b'"logprobs":{', b'"system_fingerprint"'
 _IDS = (b'"token_ids":[', b'"prompt_token_ids":[')
+_PLAIN_IDS = re.compile(rb'"token_ids":\[[\d,]*+\]')
 
 
 class RelayedEvents:
@@ -49,6 +51,14 @@ class RelayedEvents:
     def events(self, chunks: Sequence[Chunk]) -> list[bytes]:
         """Return what came together, but for events that the caller would not have got from the engine."""
         return [event + SEPARATOR for chunk in chunks if (event := self._event(chunk)) is not None]
+
+    def plain(self, events: bytes, texts: PlainTexts) -> bytes:
+        """Return plain events without the token ids that only the router had asked for."""
+        if self._answer.progress is None:
+            return events
+        if len(texts) == 1:
+            return events.replace(b'"token_ids":[%b]' % texts[0][1], b'"token_ids":null')
+        return _PLAIN_IDS.sub(b'"token_ids":null', events)
 
     def end(self) -> list[bytes]:
         """Return the end; of an answer that was continued, with a comment that says so, which clients skip."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
-from router.api.asgi import context_of, no_body, read_body, while_connected
+from router.api.asgi import cancel_on_disconnect, context_of, no_body, read_body
 from router.api.models import read_document, resolve
 from router.api.paths import EMBEDDINGS
 from router.api.problems import NoEmbeddings
@@ -55,7 +55,8 @@ class Tokens:
         document = read_document(await read_body(scope, receive, deps.settings.server.max_body_bytes))
         resolve(document, deps.settings.openai)
         small = SmallRequest(self.path, "tokens", tuple(self._engines(document, context.caller.tiers)), tokens=0)
-        await while_connected(scope, pass_on(deps, context, small, send), receive)
+        cancel_on_disconnect(scope)
+        await pass_on(deps, context, small, send)
 
     def _engines(self, document: JsonObject, allowed: frozenset[TierName]) -> Iterator[AskedEngine]:
         """Yield whom to ask: ready engines, without a slot on them, for tokenizing takes nothing from generation."""
@@ -85,7 +86,8 @@ class Embeddings:
             AskedEngine(url, deps.settings.engine.api_key, body) for url in deps.settings.openai.embeddings_urls
         )
         small = SmallRequest(EMBEDDINGS, "embeddings", engines, tokens=count_input(document.get("input")))
-        await while_connected(scope, pass_on(deps, context, small, send), receive)
+        cancel_on_disconnect(scope)
+        await pass_on(deps, context, small, send)
 
 
 @dataclass(frozen=True, slots=True)

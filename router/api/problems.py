@@ -11,11 +11,23 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from router.api.asgi import BodyTooLarge, ForeignHost, ForeignPage, HeadTooLarge, NotHttp, TooManyConnections, TooSlow
+from router.api.asgi import (
+    BodyTooLarge,
+    ClientGone,
+    ForeignHost,
+    ForeignPage,
+    HeadTooLarge,
+    NotHttp,
+    TooManyConnections,
+    TooSlow,
+    context_of,
+)
 from router.api.bodies import FieldProblem, InvalidBody, json_response
+from router.api.paths import speaks_openai
 from router.api.resumable import ResumedElsewhere, StreamGone, UnknownStream
 from router.auth.api_keys import BeyondKey, Unauthorized
 from router.auth.quota import OverQuota
+from router.lifecycle import CLIENT_GONE
 from router.policy.decision import Decision, Refusal, Refused
 from router.policy.render import render_verdict
 from router.telemetry.trace_store import UnknownTrace
@@ -24,6 +36,8 @@ from tiers.errors import NotPossible, UnknownReplica
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from starlette.types import Scope
 
     from router.pipeline.request import RequestContext
 
@@ -131,6 +145,21 @@ def describe(error: Exception) -> Problem:
         if kind in PROBLEMS:
             return PROBLEMS[kind](error)
     return Problem(500, "internal-error", "Internal error", "see the router's log for the request id")
+
+
+def is_known(error: Exception) -> bool:
+    """Tell whether an exception is one that the router means to raise."""
+    return isinstance(error, (ClientGone, *PROBLEMS))
+
+
+def response_to(error: Exception, scope: Scope) -> Response:
+    """Return the response to a request that has ended with an exception."""
+    if isinstance(error, ClientGone):
+        return Response(status_code=CLIENT_GONE)
+    openai, context = speaks_openai(scope["path"]), context_of(scope)
+    if openai and isinstance(error, EngineRefused) and error.body:  # the engine's own, in OpenAI's form
+        return Response(error.body, error.status, context.headers, "application/json")
+    return describe(error).response(context, openai=openai)
 
 
 def _plain(

@@ -59,6 +59,8 @@ class ResumableStream:
         "headers", "id", "oldest", "over", "owner", "task",
     )  # fmt: skip
 
+    write = None  # events wait for a reader, and have ids
+
     def __init__(self, owner: str, max_bytes: int) -> None:
         self.id = secrets.token_urlsafe(12)
         self.owner = owner

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision
     from router.settings import TelemetrySettings
     from router.upstream.engine_stream import EngineAnswer
-    from router.upstream.sse import Chunk
+    from router.upstream.sse import Chunk, PlainTexts
 
     Begin = Callable[[ActiveRequest, EngineStream], Awaitable[tuple["Encoder", "Sink"]]]
 
@@ -35,6 +35,14 @@ class Encoder(Protocol):
     def events(self, chunks: Sequence[Chunk]) -> list[bytes]:
         """Return the events for what came together; none where nothing of it is shown."""
 
+    def plain(self, events: bytes, texts: PlainTexts) -> bytes:
+        """Return the events for plain ones of the engine, joined.
+
+        Args:
+            events: Whole ones, as they came.
+            texts: What they hold.
+        """
+
     def end(self) -> list[bytes]:
         """Return the events that end a complete answer."""
 
@@ -45,8 +53,12 @@ class Encoder(Protocol):
 class Sink(Protocol):
     """Takes a stream's events."""
 
-    async def __call__(self, events: Sequence[bytes], *, last: bool) -> None:
-        """Take some events, in order.
+    @property
+    def write(self) -> Callable[[bytes], bool] | None:
+        """Return what writes events at once, and tells whether it takes more now; None: there is no such thing."""
+
+    async def put(self, events: Sequence[bytes], *, last: bool) -> None:
+        """Take some events, in order, once they can be taken.
 
         Args:
             events: Each without an id.
@@ -63,20 +75,36 @@ async def serve_stream(pipeline: Pipeline, request: ParsedRequest, decision: Dec
         decision: Where to.
         begin: Sends the head; returns what encodes the chunks, and where the events go.
     """
-    async with pipeline.serve(request, decision) as active:
+
+    async def consume(active: ActiveRequest) -> None:
         stream = active.answer
         assert isinstance(stream, EngineStream)
         encoder, sink = await begin(active, stream)
         try:
-            while (chunks := await stream.read()) is not None:
-                if events := encoder.events(chunks):
-                    await sink(events, last=False)
+            await _relay(stream, encoder, sink)
             end = encoder.end()
         except UpstreamError as error:
             stream.error = error
             log.warning("request %s: %s on %s", request.context.request_id, error, stream.replica_id)
             end = encoder.failure(error)
-        await sink(end, last=True)
+        await sink.put(end, last=True)
+
+    await pipeline.serve(request, decision, consume)
+
+
+async def _relay(stream: EngineStream, encoder: Encoder, sink: Sink) -> None:
+    """Relay a stream's events up to its end: plain ones as the engine's socket has them, others one by one."""
+    write, plain, first = sink.write, encoder.plain, True
+    while True:
+        if write is not None:
+            await stream.pump(lambda events, texts: write(plain(events, texts)))
+        chunks = await stream.read()
+        if chunks is None:
+            return
+        events = encoder.events(chunks)
+        if events or first:  # the head goes out with the first ones
+            await sink.put(events, last=False)
+            first = False
 
 
 async def send_whole(content: bytes, media_type: str, headers: Mapping[str, str], send: Send) -> None:

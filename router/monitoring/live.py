@@ -17,7 +17,7 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.routing import Route as Endpoint
 
-from router.api.asgi import body_message, context_of, start_message, while_connected
+from router.api.asgi import body_message, cancel_on_disconnect, context_of, start_message
 from router.api.bodies import json_response, render_fleet, scope_of
 from router.api.paths import MOST_LISTED
 from router.policy.profiles import percentile
@@ -138,16 +138,14 @@ class Live:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until the client disconnects."""
+        del receive
         context = context_of(scope)
-
-        async def work() -> None:
-            with self.watching(context.caller) as reader:
-                await send(start_message(context.headers, "text/event-stream; charset=utf-8", STREAM_HEADERS))
-                async for events in reader.events():
-                    await send(body_message(events, more=True))
-                await send(body_message(b"", more=False))
-
-        await while_connected(scope, work(), receive)
+        cancel_on_disconnect(scope)
+        with self.watching(context.caller) as reader:
+            await send(start_message(context.headers, "text/event-stream; charset=utf-8", STREAM_HEADERS))
+            async for events in reader.events():
+                await send(body_message(events, more=True))
+            await send(body_message(b"", more=False))
 
     @contextmanager
     def watching(self, caller: Caller) -> Iterator[Reader]:

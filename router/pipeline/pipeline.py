@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +17,7 @@ from router.upstream.errors import EngineTooSlow
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from classifier import PromptFeatures, TokenCounter
     from router.auth.quota import Quotas
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from router.policy.decision_log import DecisionLog
     from router.policy.table import PolicyStore
     from router.telemetry.tracing import Telemetry
+    from router.upstream.engine_stream import EngineRequest
     from tiers.fleet import Fleet
 
 
@@ -104,9 +104,10 @@ class Pipeline:
         telemetry.record_decision(decision)  # on the server span too, which dashboards list
         return decision
 
-    @asynccontextmanager
-    async def serve(self, request: ParsedRequest, decision: Decision) -> AsyncIterator[ActiveRequest]:
-        """Open an answer, and give back quota and slot however the request ends.
+    async def serve(
+        self, request: ParsedRequest, decision: Decision, consume: Callable[[ActiveRequest], Awaitable[None]]
+    ) -> None:
+        """Open an answer, let ``consume`` have it, and give back quota and slot however the request ends.
 
         Raises:
             OverQuota: The caller's quota is used up.
@@ -115,37 +116,51 @@ class Pipeline:
         """
         wants_logprobs = request.checkable and self.cascade.watches(decision)
         asked = request.engine_request(decision, wants_logprobs=wants_logprobs)
-        context, priority = request.context, request.options.priority
-        with self.registry.entry(context, decision, priority) as active:
-            if decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY:
-                raise Refused(decision)
-            sent_at = time.monotonic()
-            grant = Grant(self.admission, context.caller.key_id)
+        active = self.registry.begin(request.context, decision, request.options.priority)
+        grant, error = Grant(self.admission, request.context.caller.key_id), None
+        try:
+            await self._open(active, grant, asked, request.options.priority)
+            await consume(active)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
             try:
-                tokens = min(decision.query.tokens_in_all, MAX_COUNT)
-                grant.quota = await self.quotas.enter(context.caller, tokens, context.limits)
-                try:
-                    grant.slot = await self.admission.enter(decision, context.caller.key_id, priority)
-                    active.let_in(grant.slot)
-                    answer = active.answer = await self.opener.open(grant.slot, asked, sent_at)
-                except (asyncio.CancelledError, EngineTooSlow):
-                    grant.used = decision.query.tokens_to_read  # an engine may have computed them
-                    raise
-                error: BaseException | None = None
-                try:
-                    self.telemetry.record_served(answer.tier, answer.replica_id, answer.failed_attempts)
-                    yield active
-                except BaseException as caught:
-                    error = caught
-                    raise
-                finally:
-                    prompt_tokens = answer.usage.get("prompt_tokens", decision.query.tokens_to_read)
-                    grant.used = prompt_tokens + answer.output_tokens
-                    if answer.complete and self.answer_observer is not None:
-                        self.answer_observer.offer(active.decision, answer.tier, asked.chat)
-                    await answer.aclose(error or answer.error)
+                await self._close(active, grant, asked, error)
             finally:
-                await grant.release()
+                self.registry.end(active, error)
+                error = None  # its trace leads here
+
+    async def _open(self, active: ActiveRequest, grant: Grant, asked: EngineRequest, priority: int) -> None:
+        """Take quota and slot, and open the answer."""
+        decision, caller, sent_at = active.decision, active.context.caller, time.monotonic()
+        if decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY:
+            raise Refused(decision)
+        tokens = min(decision.query.tokens_in_all, MAX_COUNT)
+        grant.quota = await self.quotas.enter(caller, tokens, active.context.limits)
+        try:
+            grant.slot = await self.admission.enter(decision, caller.key_id, priority)
+            active.let_in(grant.slot)
+            answer = active.answer = await self.opener.open(grant.slot, asked, sent_at)
+        except (asyncio.CancelledError, EngineTooSlow):
+            grant.used = decision.query.tokens_to_read  # an engine may have computed them
+            raise
+        self.telemetry.record_served(answer.tier, answer.replica_id, answer.failed_attempts)
+
+    async def _close(
+        self, active: ActiveRequest, grant: Grant, asked: EngineRequest, error: BaseException | None
+    ) -> None:
+        """Close the answer, and give back quota and slot."""
+        answer = active.answer
+        try:
+            if answer is not None:
+                prompt_tokens = answer.usage.get("prompt_tokens", active.decision.query.tokens_to_read)
+                grant.used = prompt_tokens + answer.output_tokens
+                if answer.complete and self.answer_observer is not None:
+                    self.answer_observer.offer(active.decision, answer.tier, asked.chat)
+                await answer.aclose(error or answer.error)
+        finally:
+            await grant.release()
 
 
 def engine_request_id(context: RequestContext) -> str:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +20,7 @@ from router.telemetry.record import Outcome, RequestRecord
 from router.upstream.engine_stream import continued_on
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from router.lifecycle import ServerState
     from router.pipeline.admission import Admitted
@@ -90,20 +89,16 @@ class RequestRegistry:
         """Return the open requests, the oldest first."""
         return list(self._open.values())
 
-    @contextmanager
-    def entry(self, context: RequestContext, decision: Decision, priority: int) -> Iterator[ActiveRequest]:
-        """Keep a request among the open ones, and record how it ends."""
+    def begin(self, context: RequestContext, decision: Decision, priority: int) -> ActiveRequest:
+        """Keep a request among the open ones."""
         request = ActiveRequest(context, decision, class_of(priority))
         self._open[id(request)] = request
-        error: BaseException | None = None
-        try:
-            yield request
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            del self._open[id(request)]
-            self._ended(self._record(request, error))
+        return request
+
+    def end(self, request: ActiveRequest, error: BaseException | None) -> None:
+        """Record how a request has ended."""
+        del self._open[id(request)]
+        self._ended(self._record(request, error))
 
     def _ended(self, record: RequestRecord) -> None:
         self.recent.append(record)

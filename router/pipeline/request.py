@@ -11,6 +11,8 @@ from router.auth.api_keys import ANONYMOUS, BeyondKey, Caller
 from router.policy.decision import PRIORITIES, Query, Sla
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from classifier import PromptFeatures, TokenCounter
     from router.policy.decision import Decision, Priority
     from router.upstream.engine_stream import EngineRequest
@@ -21,13 +23,14 @@ NO_BOUNDS = Sla()
 MAX_COUNT = 1 << 40  # bound of token counts: far above any context or quota, and safe in every counter
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestContext:
     """A request's ids and caller, from its first to its last byte.
 
     Attributes:
         request_id: The caller's own if it sent a usable one.
         route: The path.
+        sent: The request's headers, with names in lower case; of those that share a name, the first.
         arrived: When the whole request was there, by the monotonic clock, in seconds.
         limits: Headers about the key's quotas, filled once they are known; errors carry them as well.
     """
@@ -36,8 +39,14 @@ class RequestContext:
     trace_id: str
     caller: Caller = ANONYMOUS
     route: str = ""
+    sent: Mapping[bytes, bytes] = field(default_factory=dict)
     arrived: float = field(default_factory=time.monotonic)
     limits: dict[str, str] = field(default_factory=dict)
+
+    def header(self, name: bytes) -> str | None:
+        """Return one of the request's headers."""
+        value = self.sent.get(name)
+        return None if value is None else value.decode("latin-1")
 
     @property
     def ids(self) -> dict[str, str]:

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+import logging
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from pydantic_core import to_json
-from starlette.datastructures import Headers
 
-from router.api.asgi import ForeignHost, ForeignPage, body_message, context_of, keep, track, untrack
+from router.api.asgi import CLIENT, ForeignHost, ForeignPage, body_message, context_of, forget, keep, track
 from router.api.paths import PAGE, speaks_openai
-from router.api.problems import Draining, describe
+from router.api.problems import Draining, describe, is_known, response_to
 from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized
 from router.lifecycle import ResponseTracker, ServerPhase
 from router.pipeline.request import RequestContext
 from router.telemetry.logs import begin_request, log_failure
-from router.telemetry.tracing import SEND
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+    from router.api.asgi import Client
     from router.lifecycle import ServerState
     from router.telemetry.tracing import Telemetry
 
+log = logging.getLogger(f"qarr.{__name__}")
 # For load balancers, which have no keys, and for browsers, whose users enter a key on the page.
 OPEN_PATHS = {"/healthz", "/readyz", PAGE}
 SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}  # they change nothing, and pages of other origins cannot read their answers
@@ -42,6 +42,7 @@ class Gate:
         telemetry: Gives requests their ids.
         server_state: Tells whether the router takes requests.
         answered: Called with each answer's route, method and status.
+        direct: Applications that answer POST requests, by path, without passing the router's middleware and routing.
         local_names: Names besides localhost under which a router on loopback serves; None: it does not listen on
             loopback, and serves under any name.
     """
@@ -54,10 +55,11 @@ class Gate:
         server_state: ServerState,
         *,
         answered: Callable[[str, str, int], None],
+        direct: Mapping[str, ASGIApp],
         local_names: Collection[str] | None = None,
     ) -> None:
         self._app, self._keys, self._telemetry, self._server_state = app, keys, telemetry, server_state
-        self._answered = answered
+        self._answered, self._direct = answered, direct
         self._names = None if local_names is None else {"localhost", *(name.lower() for name in local_names)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,39 +69,56 @@ class Gate:
             return
         task = asyncio.current_task()
         assert task is not None
-        send_body = scope.pop(SEND, send)  # if it stayed in the scope, the two would refer to each other
-        tracker = ResponseTracker(send, send_body, self._server_state)
+        client: Client | None = scope.get(CLIENT)
+        if client is None:
+            tracker = ResponseTracker(send, send, self._server_state)
+        else:
+            tracker = ResponseTracker(send, client.send, self._server_state, client.write)
         self._server_state.active_requests.add(task)
         try:
             await self._enter(scope, receive, tracker)
         except asyncio.CancelledError:
-            if not self._server_state.deadline_passed:
+            gone = client is not None and client.disconnected
+            if not gone and not self._server_state.deadline_passed:
                 raise
             task.uncancel()
-            await _end_with_error(scope, receive, tracker)
+            if gone:
+                log.debug("request %s: the client went away", context_of(scope).request_id)
+            else:
+                await _end_with_error(scope, receive, tracker)
         finally:
             self._server_state.active_requests.discard(task)
-            untrack(scope)
+            forget(scope)
             log_failure(scope, tracker.status)
             self._answered(_route(scope), scope["method"], tracker.status)
 
     async def _enter(self, scope: Scope, receive: Receive, tracker: ResponseTracker) -> None:
-        headers = Headers(scope=scope)
-        ids = self._telemetry.request_ids(headers)
-        begin_request(*ids)
-        context = RequestContext(*ids, route=scope["path"])
+        sent = dict(reversed(scope["headers"]))  # the first of those that share a name
+        context = RequestContext(*self._telemetry.request_ids(sent), route=scope["path"], sent=sent)
+        begin_request(context.request_id, context.trace_id)
         keep(scope, context)
         track(scope, tracker)
         try:
-            caller = self._caller(scope, headers)
+            context.caller = self._caller(scope["method"], context)
         except (Unauthorized, Draining, ForeignHost, ForeignPage) as error:
-            response = describe(error).response(context, openai=speaks_openai(scope["path"]))
+            response = response_to(error, scope)
             response.headers["connection"] = "close"  # its body stays unread
             await response(scope, receive, tracker.send)
             return
-        keep(scope, replace(context, caller=caller))
-        self._telemetry.record_caller(caller.key_id)
-        await self._app(scope, receive, tracker.send)
+        self._telemetry.record_caller(context.caller.key_id)
+        endpoint = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
+        if endpoint is None:
+            await self._app(scope, receive, tracker.send)
+            return
+        scope["endpoint"] = endpoint
+        try:
+            await endpoint(scope, receive, tracker.send)
+        except Exception as error:  # as Starlette's middleware does it
+            if tracker.begun:
+                raise
+            await response_to(error, scope)(scope, receive, tracker.send)
+            if not is_known(error):
+                raise
 
     def _check_host(self, host: str) -> None:
         """Refuse a request to a name that the DNS may resolve.
@@ -122,18 +141,18 @@ class Gate:
                 "add')"
             ) from None
 
-    def _caller(self, scope: Scope, headers: Headers) -> Caller:
-        method, path = scope["method"], scope["path"]
-        resumes = path == "/generate" and "last-event-id" in headers  # no other router has the rest of a stream
+    def _caller(self, method: str, context: RequestContext) -> Caller:
+        path = context.route
+        resumes = path == "/generate" and b"last-event-id" in context.sent  # no other router has the rest of a stream
         if self._server_state.state is ServerPhase.DRAINING and method == "POST" and not resumes:
             raise Draining
         if not self._keys.required or path in OPEN_PATHS:
             if self._names is not None and path not in OPEN_PATHS:
-                self._check_host(headers.get("host", ""))
+                self._check_host(context.header(b"host") or "")
             if method not in SAFE_METHODS:
-                _check_origin(headers)
+                _check_origin(context)
             return ANONYMOUS
-        scheme, _, key = headers.get("authorization", "").partition(" ")
+        scheme, _, key = (context.header(b"authorization") or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthorized("send a key as 'Authorization: Bearer KEY'")
         return self._keys.find(key.strip())
@@ -151,7 +170,7 @@ async def _end_with_error(scope: Scope, receive: Receive, tracker: ResponseTrack
         await tracker.send(body_message(name + b"data: " + to_json(body) + b"\n\n", more=False))
 
 
-def _check_origin(headers: Headers) -> None:
+def _check_origin(context: RequestContext) -> None:
     """Refuse a request that a web page of another origin makes a browser send, if no key shows who sends it.
 
     Browsers name the origin's relation in ``Sec-Fetch-Site``, except old ones, and except towards a plain http address
@@ -160,13 +179,13 @@ def _check_origin(headers: Headers) -> None:
     Raises:
         ForeignPage: It comes from such a page.
     """
-    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    site, origin = context.header(b"sec-fetch-site"), context.header(b"origin")
     if site in {"same-origin", "none"} or (site is None and origin is None):
         return
     if site is None and origin is not None:
         scheme, _, authority = origin.lower().partition("://")
         port = DEFAULT_PORTS.get(scheme, "")
-        if authority and authority.removesuffix(port) == headers.get("host", "").lower().removesuffix(port):
+        if authority and authority.removesuffix(port) == (context.header(b"host") or "").lower().removesuffix(port):
             return
     raise ForeignPage(
         "without keys this router takes requests from programs and from its own page, and a browser says (Sec-Fetch-Site, "

@@ -20,13 +20,14 @@ from router.api.asgi import BodyTooLarge, HeadTooLarge, NotHttp, TooManyConnecti
 from router.api.paths import speaks_openai
 from router.api.problems import describe
 from router.pipeline.request import RequestContext
+from router.server.client import HttpClient
 
 if TYPE_CHECKING:
     import asyncio
     from collections import deque
     from collections.abc import Callable
 
-    from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
+    from uvicorn._types import ASGI3Application
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
     from router.settings import ServerSettings
@@ -85,7 +86,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _discarded = 0
     _heard = 0.0  # when a refused client last sent something, by the loop's clock
     _fault: Exception | None = None
-    _running: RequestResponseCycle | None = None  # the request that is answered; ``cycle`` is the last one read
+    _client: HttpClient | None = None  # of the request that is answered; ``cycle`` is the last one read
     _deadline: asyncio.TimerHandle | None = None  # for what the client must send
     _stalled: asyncio.TimerHandle | None = None  # for what it must read
 
@@ -107,7 +108,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._unstall()
         super().connection_lost(exc)
         # They refer to this connection: without them its memory is freed without a garbage collection.
-        self._running = self.cycle = None  # type: ignore[assignment]
+        self._client = self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         """Read data within the bounds; discard what a refused client still sends."""
@@ -203,8 +204,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._close()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._running = cycle
-        super()._start_asgi_task(cycle, _Unchunked(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
+        self._client = HttpClient(app, cycle)
+        super()._start_asgi_task(cycle, self._client)
 
     def _unsupported_upgrade_warning(self) -> None:
         """Log nothing: a request for another protocol may be answered in this one."""
@@ -269,12 +270,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _abandon(self) -> bool:
         """Disconnect every unanswered request; return whether an answer had begun."""
-        begun = False
-        for cycle in (self._running, self.cycle):
-            if cycle is not None and not cycle.response_complete:
-                begun = begun or cycle.response_started
-                cycle.disconnected = True
-                cycle.message_event.set()
+        begun, client = False, self._client
+        if client is not None and not client.cycle.response_complete:
+            begun = client.cycle.response_started
+            client.leave()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
         self.pipeline.clear()
         return begun
 
@@ -325,31 +326,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _cut(self) -> None:
         log.info("a client did not take its answer for %g s: cut", self.bounds.write_timeout_s)
         self.transport.abort()
-
-
-class _Unchunked:
-    """An application for one request of HTTP/1.0, which has no chunks: the connection's end ends the answer."""
-
-    __slots__ = ("_app", "_cycle")
-
-    def __init__(self, app: ASGI3Application, cycle: RequestResponseCycle) -> None:
-        self._app, self._cycle = app, cycle
-
-    async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        cycle, endless = self._cycle, False
-
-        async def plain(message: ASGISendEvent) -> None:
-            nonlocal endless
-            if message["type"] == "http.response.start":
-                names = {name.lower() for name, _ in message.get("headers", ())}
-                endless = b"content-length" not in names
-                if endless:
-                    cycle.chunked_encoding = False
-            elif message["type"] == "http.response.body" and endless:
-                cycle.expected_content_length = len(message.get("body", b""))  # no length is announced
-            await send(message)
-
-        await self._app(scope, receive, plain)
 
 
 class _Line(list[Any]):

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
 from opentelemetry.trace import (
     SpanContext,
@@ -132,6 +134,46 @@ class RecordAll(Sampler):
     def get_description(self) -> str:
         """Return both samplers' names."""
         return f"RecordAll{{{self._root.get_description()}}}"
+
+
+DECIDED: ContextVar[tuple[int, SamplingResult] | None] = ContextVar("qarr_decided", default=None)
+
+
+class Decided(Sampler):
+    """Returns what was decided for the next span, with its trace id; of other spans another sampler decides."""
+
+    def __init__(self, other: Sampler) -> None:
+        self._other = other
+
+    def should_sample(  # noqa: PLR0917  the library's signature
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: SpanKind | None = None,
+        attributes: Attributes = None,
+        links: Sequence[Link] | None = None,
+        trace_state: TraceState | None = None,
+    ) -> SamplingResult:
+        """Return the decision, with the span's attributes."""
+        decided = DECIDED.get()
+        if decided is None or decided[0] != trace_id:
+            return self._other.should_sample(parent_context, trace_id, name, kind, attributes, links, trace_state)
+        DECIDED.set(None)
+        return SamplingResult(decided[1].decision, attributes, decided[1].trace_state)
+
+    def get_description(self) -> str:
+        """Return the other sampler's description."""
+        return self._other.get_description()
+
+
+class DecidedIds(RandomIdGenerator):
+    """Gives the next trace the id for which was decided."""
+
+    def generate_trace_id(self) -> int:
+        """Return an id."""
+        decided = DECIDED.get()
+        return super().generate_trace_id() if decided is None else decided[0]
 
 
 class TraceStore(SpanProcessor):

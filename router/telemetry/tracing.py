@@ -9,7 +9,6 @@ Exporting is configured by the standard variables: ``OTEL_EXPORTER_OTLP_ENDPOINT
 from __future__ import annotations
 
 import os
-import secrets
 from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,11 +22,21 @@ from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
+from opentelemetry.sdk.trace.sampling import Decision as Sampling
 from opentelemetry.trace import Status, StatusCode
 from starlette.datastructures import Headers
 
 from router.telemetry.record import Outcome
-from router.telemetry.trace_store import KEY_ID, KeptFor, RecordAll, TokenBucket, TraceStore
+from router.telemetry.trace_store import (
+    DECIDED,
+    KEY_ID,
+    Decided,
+    DecidedIds,
+    KeptFor,
+    RecordAll,
+    TokenBucket,
+    TraceStore,
+)
 from tiers.spec import OtlpTarget
 
 if TYPE_CHECKING:
@@ -51,7 +60,6 @@ HTTP, GRPC = "http/protobuf", "grpc"
 RECENT_PER_S = 10
 MOST_OPEN_FOR_MEMORY = 50
 UNTRACED = {"/route"}  # it serves nothing, and the page asks it while somebody types
-SEND = "qarr.send"  # in a scope: the server's own ``send``, for bodies
 _PARENT = ContextVar("qarr_parent", default="")  # traceparent for the engines of a request that has no spans
 _NO_SPAN = nullcontext(trace.INVALID_SPAN)
 DEFAULT_ENDPOINTS = {HTTP: "http://localhost:4318", GRPC: "http://localhost:4317"}
@@ -93,6 +101,8 @@ class Telemetry:
     ) -> None:
         self._provider, self.traces, self._record_prompts = provider, traces, record_prompts
         self._allowance = allowance
+        if provider is not None:
+            provider.sampler, provider.id_generator = Decided(provider.sampler), DecidedIds()
         self._tracer: Tracer = (provider or trace.NoOpTracerProvider()).get_tracer("qarr")
 
     def instrument(self, app: ASGIApp) -> ASGIApp:
@@ -112,21 +122,35 @@ class Telemetry:
         async def traced(scope: Scope, receive: Receive, send: Send) -> None:
             if scope.get("method") != "POST" or scope["path"] in UNTRACED:
                 await app(scope, receive, send)
-            elif self._has_spans():
+                return
+            given = next((value for name, value in scope["headers"] if name == b"traceparent"), b"").decode("latin-1")
+            trace_id = _trace_id_of(given)
+            if self._has_spans(scope, int(trace_id, 16) if trace_id else 0):
                 _PARENT.set("")  # the request before on this connection may have left one
-                scope[SEND] = send
                 await wrapped(scope, receive, send)
             else:
-                _PARENT.set(_parent_of(scope))
+                random = os.urandom(24).hex()
+                _PARENT.set(given if trace_id else f"00-{random[:32]}-{random[32:]}-00")
                 await app(scope, receive, send)
 
         return traced
 
-    def _has_spans(self) -> bool:
-        """Tell whether the present request has spans: not where nothing is exported and enough is recorded."""
-        if self._allowance is None:
-            return True
-        return (self.traces is None or self.traces.open < MOST_OPEN_FOR_MEMORY) and self._allowance.take()
+    def _has_spans(self, scope: Scope, trace_id: int) -> bool:
+        """Tell whether a request has spans; the middleware costs too much to ask it of every one.
+
+        Without an exporter it has if enough are not recorded yet. Else the sampler decides, once, for a trace id given here.
+        """
+        assert self._provider is not None
+        if self._allowance is not None:
+            open_ = 0 if self.traces is None else self.traces.open
+            return open_ < MOST_OPEN_FOR_MEMORY and self._allowance.take()
+        parent = propagate.extract(Headers(scope=scope)) if trace_id else Context()
+        trace_id = trace_id or self._provider.id_generator.generate_trace_id()
+        found = self._provider.sampler.should_sample(parent, trace_id, scope["method"], trace.SpanKind.SERVER)
+        if found.decision is Sampling.DROP:
+            return False
+        DECIDED.set((trace_id, found))
+        return True
 
     def name_server_span(self, scope: Scope, route: str) -> None:
         """Give the server span its route, which the middleware cannot know under Starlette."""
@@ -134,16 +158,18 @@ class Telemetry:
             span.update_name(f"{scope['method']} {route}")
             span.set_attribute("http.route", route)
 
-    def request_ids(self, headers: Mapping[str, str]) -> tuple[str, str]:
+    def request_ids(self, headers: Mapping[bytes, bytes]) -> tuple[str, str]:
         """Return the request's id and its trace id: the caller's where valid, else new ones."""
+        random = os.urandom(32).hex()
         context = trace.get_current_span().get_span_context()
         if context.is_valid:
             trace_id = trace.format_trace_id(context.trace_id)
         else:
-            trace_id = _trace_id_of(_PARENT.get() or headers.get("traceparent", "")) or secrets.token_hex(16)
-        asked = headers.get("x-request-id", "")
-        usable = 0 < len(asked) <= 128 and asked.isascii() and asked.replace("-", "").replace("_", "").isalnum()  # noqa: PLR2004
-        return asked if usable else secrets.token_hex(16), trace_id
+            given = _PARENT.get() or headers.get(b"traceparent", b"").decode("latin-1")
+            trace_id = _trace_id_of(given) or random[:32]
+        asked = headers.get(b"x-request-id", b"")
+        usable = 0 < len(asked) <= 128 and asked.replace(b"-", b"").replace(b"_", b"").isalnum()  # noqa: PLR2004
+        return asked.decode() if usable else random[32:], trace_id
 
     def record_caller(self, key_id: str) -> None:
         """Put the id of the caller's key, which is no secret, on the server span."""
@@ -449,12 +475,6 @@ def _trace_id_of(parent: str) -> str:
     given = parts[1] if len(parts) == 4 else ""  # noqa: PLR2004
     usable = len(given) == 32 and given != "0" * 32 and all(c in "0123456789abcdef" for c in given)  # noqa: PLR2004
     return given if usable else ""
-
-
-def _parent_of(scope: Scope) -> str:
-    """Return the ``traceparent`` of a request; of a request without, one of a new trace that is not sampled."""
-    given = Headers(scope=scope).get("traceparent", "")
-    return given if _trace_id_of(given) else f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"
 
 
 def _decision_attributes(decision: Decision) -> dict[str, Any]:

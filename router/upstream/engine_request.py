@@ -171,11 +171,11 @@ class RelayRequest:
 
     def _stream_options(self) -> bytes | None:
         """Return the caller's options, asking for token counts; None leaves options that are no object to the engine."""
-        text = self.document.text_of("stream_options")
-        if text in {"", "null"}:
+        options = self.document.get("stream_options")
+        if options is None or options == {"include_usage": True}:
             return b'{"include_usage":true}'
         try:
-            given = JsonObject.parse(text.encode())
+            given = JsonObject.parse(self.document.text_of("stream_options").encode("utf-8", "surrogatepass"))
         except NotJson:
             return None
         # Without the final counts vLLM gives none with each chunk either.

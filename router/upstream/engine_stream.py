@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
     from router.upstream.progress import Resumption
-    from router.upstream.sse import Chunk
+    from router.upstream.sse import Chunk, PlainTexts, TakePlain
     from tiers.fleet import Lease, Replica
 
 MAX_ANSWER_BYTES = 1 << 28  # of one that is not streamed: log-probabilities of a long prompt take many
@@ -238,6 +238,7 @@ class EngineStream(EngineAnswer):
         self._held: list[Chunk] = []
         self._pending: asyncio.Future[list[Chunk] | None] | None = None
         self._rest: AsyncGenerator[Chunk, None] | None = None  # from other engines
+        self._take: TakePlain | None = None
         self._why: tuple[type[EngineBroke], str] = EngineBroke, ""  # they compute it
 
     @property
@@ -327,6 +328,28 @@ class EngineStream(EngineAnswer):
             self._attempt.lease.produced(tokens)
         return chunks
 
+    async def pump(self, take: TakePlain) -> None:
+        """Let ``take`` have plain events as they come; return when the answer may, or must, be read.
+
+        Args:
+            take: Gets whole events and their texts; returns whether it takes more.
+        """
+        if self._rest is None and not self._held and self._pending is None:
+            self._take = take
+            await self._source.pump(self._pass_on)
+            self._take = None
+
+    def _pass_on(self, events: bytes, texts: PlainTexts) -> bool:
+        assert self._take is not None
+        tokens = len(texts)
+        if self.progress is not None:
+            self.progress.keep(texts)
+            tokens = sum(ids.count(b",") for _, ids in texts) + tokens
+        self._tokens += tokens
+        self._last_at = time.monotonic()
+        self._attempt.lease.produced(tokens)
+        return self._take(events, texts)
+
     async def _fail_over(self, broken: EngineBroke) -> Sequence[Chunk] | None:
         """Read on from another engine.
 
@@ -336,6 +359,7 @@ class EngineStream(EngineAnswer):
         try:
             if self.resume is None or self.progress is None:
                 raise broken
+            self.progress.catch_up()
             self._why, self._rest = (type(broken), str(broken)), self.resume(self, broken)
         finally:
             del broken  # its trace leads here
@@ -349,6 +373,7 @@ class EngineStream(EngineAnswer):
             self._last_at = time.monotonic()
             self._tokens += len(chunk.token_ids)
             return (chunk,)
+        self.progress.catch_up()
         if self.parts or not self.usage:  # else all of the answer had come, and its counts
             self.usage = self.progress.usage
         self.finish_reason = self.progress.finish_reason

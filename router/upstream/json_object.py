@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _SPACE = re.compile(r"[ \t\r\n]*")
+_SCALAR = re.compile(rb'[ \t\r\n]*:[ \t\r\n]*("[^"\\]*"|-?[0-9.eE+-]+|true|false|null)')  # after a key
+_ESCAPED_LETTER = re.compile(rb"\\u00[4-7]")
 MOST_NESTED = 200  # lists and objects within one another, as the parser of our own bodies (jiter) and vLLM's allow
 
 
@@ -50,6 +53,8 @@ _BOOLEAN: TypeAdapter[bool] = TypeAdapter(bool)
 
 def as_integer(value: Any) -> int | None:
     """Return a value as vLLM, whose models are lax, would read it where it wants an integer; None where it would refuse."""
+    if type(value) is int:
+        return value
     try:
         return None if isinstance(value, bool) else _INTEGER.validate_python(value)
     except ValidationError:
@@ -58,6 +63,8 @@ def as_integer(value: Any) -> int | None:
 
 def as_boolean(value: Any) -> bool:
     """Return a value as vLLM would read it where it wants a boolean; False where it would refuse."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
     try:
         return _BOOLEAN.validate_python(value)
     except ValidationError:
@@ -74,11 +81,14 @@ class Member:
     value_text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class JsonObject:
-    """A JSON object. Of members that share a key the last counts, as in most decoders."""
+    """A JSON object. Of members that share a key the last counts, as in most decoders.
 
-    members: tuple[Member, ...]
+    It is decoded at once; its members' texts are looked for when something needs them, which most requests do not.
+    """
+
+    raw: bytes
     values: Mapping[str, Any]
 
     @staticmethod
@@ -89,21 +99,17 @@ class JsonObject:
             NotJson: It is not UTF-8, not JSON, nested too deep, or not an object.
         """
         try:
-            text = body.decode()
-            members = tuple(_members(text))
-        except UnicodeDecodeError as error:
-            raise NotJson(f"not UTF-8: {error.reason} at byte {error.start}") from None
-        except RecursionError:
-            raise NotJson("nested too deep") from None
-        except json.JSONDecodeError as error:
-            raise NotJson(f"{error.msg} at line {error.lineno} column {error.colno}") from None
-        except NotJson:
-            raise
-        except ValueError as error:  # a number of more digits than Python converts
-            raise NotJson(str(error)) from None
-        if text.count("[") + text.count("{") > MOST_NESTED and _nested([m.value for m in members]) >= MOST_NESTED:
-            raise NotJson(f"nested more than {MOST_NESTED} deep")
-        return JsonObject(members, {member.key: member.value for member in members})
+            values = from_json(body, allow_inf_nan=False, cache_strings="keys")
+        except ValueError:  # why, and lone surrogates, which Python's decoder takes
+            values = None
+        if isinstance(values, dict) and body.count(b"[") + body.count(b"{") <= MOST_NESTED:
+            return JsonObject(body, values)
+        return JsonObject(body, {member.key: member.value for member in _members_of(body)})
+
+    @cached_property
+    def members(self) -> tuple[Member, ...]:
+        """Return the members in order, with their texts."""
+        return _members_of(self.raw)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a member's value."""
@@ -111,17 +117,68 @@ class JsonObject:
 
     def text_of(self, key: str) -> str:
         """Return a member's value as it is written; empty where there is none."""
+        if key not in self.values:
+            return ""
         return next((member.value_text for member in reversed(self.members) if member.key == key), "")
 
     def edited(self, changes: Mapping[str, Any]) -> bytes:
         """Return the object as JSON with members replaced, added, or, by None, left out; ``bytes`` are JSON already."""
+        new = {
+            key: value if isinstance(value, bytes) else to_json(value)
+            for key, value in changes.items()
+            if value is not None
+        }
+        if (quickly := self._edited_in_place(changes, new)) is not None:
+            return quickly
         kept = [f"{m.key_text}:{m.value_text}" for m in self.members if m.key not in changes]
-        new = [
-            f"{to_json(k).decode()}:{(v if isinstance(v, bytes) else to_json(v)).decode()}"
-            for k, v in changes.items()
-            if v is not None
-        ]
-        return ("{" + ",".join([*kept, *new]) + "}").encode("utf-8", "surrogatepass")
+        added = [f"{to_json(key).decode()}:{value.decode()}" for key, value in new.items()]
+        return ("{" + ",".join([*kept, *added]) + "}").encode("utf-8", "surrogatepass")
+
+    def _edited_in_place(self, changes: Mapping[str, Any], new: Mapping[str, bytes]) -> bytes | None:
+        """Return the edited object where that takes a replaced scalar or two; None where members must be told apart.
+
+        A key that has a member and is written once in the text is written there, unless it is written with escapes.
+        """
+        raw, added, values = self.raw, [], self.values
+        if not values:
+            return None
+        for key in changes:
+            value = new.get(key)
+            if key not in values:
+                if value is not None:
+                    added.append(b",%b:%b" % (to_json(key), value))
+                continue
+            name = b'"%b"' % key.encode()
+            found = _SCALAR.match(raw, raw.find(name) + len(name)) if value is not None else None
+            if found is None or value is None or raw.count(name) != 1 or _ESCAPED_LETTER.search(raw):
+                return None
+            raw = raw[: found.start(1)] + value + raw[found.end() :]
+        end = raw.rindex(b"}") if added else len(raw)
+        return b"".join((raw[:end], *added, raw[end:]))
+
+
+def _members_of(body: bytes) -> tuple[Member, ...]:
+    """Read an object's members.
+
+    Raises:
+        NotJson: It is not UTF-8, not JSON, nested too deep, or not an object.
+    """
+    try:
+        text = body.decode()
+        members = tuple(_members(text))
+    except UnicodeDecodeError as error:
+        raise NotJson(f"not UTF-8: {error.reason} at byte {error.start}") from None
+    except RecursionError:
+        raise NotJson("nested too deep") from None
+    except json.JSONDecodeError as error:
+        raise NotJson(f"{error.msg} at line {error.lineno} column {error.colno}") from None
+    except NotJson:
+        raise
+    except ValueError as error:  # a number of more digits than Python converts
+        raise NotJson(str(error)) from None
+    if text.count("[") + text.count("{") > MOST_NESTED and _nested([m.value for m in members]) >= MOST_NESTED:
+        raise NotJson(f"nested more than {MOST_NESTED} deep")
+    return members
 
 
 def _nested(values: Iterable[Any]) -> int:

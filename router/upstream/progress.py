@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from router.upstream.json_object import as_boolean, as_integer
+from router.upstream.json_object import as_boolean, as_integer, read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from router.upstream.sse import Chunk
+    from router.upstream.sse import Chunk, PlainTexts
 
 
 class Point(NamedTuple):
@@ -55,6 +55,8 @@ class Progress:
     _parts: list[str] = field(default_factory=list)
     _points: list[Point] = field(default_factory=lambda: [BEGINNING])
     _spoken: bool = False  # the engine that computes has sent text
+    _kept: bytearray = field(default_factory=bytearray)  # texts and ids of plain events that are not looked at yet
+    _after: list[Chunk] = field(default_factory=list)  # chunks that came after those
 
     @property
     def text(self) -> str:
@@ -71,20 +73,46 @@ class Progress:
         """Tell whether nothing is kept back at the last such point, and all that came was the text up to there."""
         return self.point.characters == self.told and not (self.held_back and self._spoken)
 
+    def keep(self, texts: PlainTexts) -> None:
+        """Note plain events; what they hold is looked at by ``catch_up``."""
+        if self._after:
+            self.catch_up()
+        for text, ids in texts:
+            self._kept += b"%b\t%b\n" % (text, ids)
+
+    def catch_up(self) -> None:
+        """Look at what was noted, so that everything here holds for all that came."""
+        kept, after = bytes(self._kept), self._after
+        self._kept, self._after = bytearray(), []
+        for line in kept.splitlines():
+            text, _, ids = line.partition(b"\t")
+            try:
+                self._add(read_json(b'"%b"' % text), read_json(b"[%b]" % ids))
+            except ValueError:  # the ids are none
+                self._add(read_json(b'"%b"' % text), ())
+        for chunk in after:
+            self.note(chunk)
+
     def note(self, chunk: Chunk) -> None:
         """Note one more chunk that an engine sent."""
-        token_ids = chunk.token_ids
-        alone = len(token_ids) == 1
-        self.output_ids += token_ids
+        if self._kept:
+            self._after.append(chunk)
+            return
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
         if chunk.other:  # not text that could be gone on with
-            self.close(counted=bool(token_ids))
-        if chunk.text:
+            self.close(counted=bool(chunk.token_ids))
+        self._add(chunk.text, chunk.token_ids)
+
+    def _add(self, text: str, token_ids: Sequence[int]) -> None:
+        """Add a text and its tokens."""
+        alone = len(token_ids) == 1
+        self.output_ids += token_ids
+        if text:
             while len(self._points) > 1 and self._points[1].characters <= self.told:
                 del self._points[0]
-            self._parts.append(chunk.text)
-            self.told += len(chunk.text)
+            self._parts.append(text)
+            self.told += len(text)
             self._spoken = True
             if alone:
                 self._points.append(Point(len(self.output_ids), self.told + self.held_back))

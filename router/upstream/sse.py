@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,13 +16,24 @@ from router.upstream.http import parts_of
 from router.upstream.transport import Body
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    # The text of each plain event as it is written in JSON, and its token ids, separated by commas; empty: there are none.
+    PlainTexts = list[tuple[bytes, bytes]]
+    TakePlain = Callable[[bytes, PlainTexts], bool]
 
 SEPARATOR, DONE = b"\n\n", b"data: [DONE]"
 MAX_EVENT_BYTES = 1 << 24  # of one event: enough for the token ids of a prompt of two million tokens
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 NOT_A_CHUNK = "the engine's stream holds something that is not a chunk"
 
+# A plain event: one piece of text and nothing else, as vLLM writes it; all of it is checked, so it need not be parsed.
+_PLAIN = re.compile(
+    rb'(?<![^\n])data: \{"id":"[^"\\]*+","object":"[a-z._]*+","created":\d++,"model":"[^"\\]*+","choices":\[\{"index":\d++,'
+    rb'"(?:delta":\{"content|text)":"((?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u00[0-9a-fA-F]{2}))*+)"\}?,'
+    rb'"logprobs":null,"finish_reason":null(?:,"(?:stop_reason|prompt_logprobs|prompt_token_ids)":null)*+'
+    rb'(?:,"token_ids":(?:\[([\d,]*+)\]|null))?\}\]\}\n\n'
+)
 # The members that the router reads; all others are kept as they are. Only keys are interned: values are what people ask
 # and engines answer, and the parser's cache would hold on to them (jiter's ``py_string_cache.rs``).
 _READ = ConfigDict(extra="allow", strict=True, cache_strings="keys", hide_input_in_errors=True)
@@ -150,11 +162,13 @@ class EventSource:
         response: Its body has not been read.
     """
 
-    __slots__ = ("_buffer", "_fault", "_limit_s", "_over", "_parts")
+    __slots__ = ("_buffer", "_fault", "_limit_s", "_over", "_parts", "_ready", "_take")
 
     def __init__(self, response: httpx.Response) -> None:
         self._parts = parts_of(response)
         self._buffer = bytearray()
+        self._ready = b""  # whole events that ``pump`` left
+        self._take: TakePlain = _none
         self._over, self._limit_s = False, math.inf
         self._fault: EngineBroke | None = None
 
@@ -173,8 +187,9 @@ class EventSource:
         found: list[Chunk] = []
         while not found and not self._over:
             try:
-                data = await anext(self._parts, None)
-                if data is None:
+                data = self._ready or await anext(self._parts, b"")
+                self._ready = b""
+                if not data:
                     self._failed(EngineBroke("the engine's stream ended early"))
                     break
                 whole = SEPARATOR in self._buffer[-1:] + data
@@ -202,6 +217,40 @@ class EventSource:
             self.check()
         return found or None
 
+    async def pump(self, take: TakePlain) -> None:
+        """Let ``take`` have plain events as they come, without waking a task for each; return when it may, or must, be read.
+
+        Args:
+            take: Gets whole events and their texts; returns whether it takes more.
+        """
+        if not self._over and not self._ready:
+            assert isinstance(self._parts, Body)
+            self._take = take
+            await self._parts.pump(self._feed)
+            self._take = _none
+
+    def _feed(self, data: bytes) -> bool:
+        """Pass on the plain events that have come; keep the rest, and return whether there may be more of them."""
+        if self._buffer:
+            data = bytes(self._buffer) + data
+            self._buffer.clear()
+        if not data.endswith(SEPARATOR):
+            end = data.rfind(SEPARATOR) + len(SEPARATOR)
+            if end < len(SEPARATOR):
+                self._buffer += data
+                return len(data) <= MAX_EVENT_BYTES
+            self._buffer += data[end:]
+            data = data[:end]
+        texts = _PLAIN.findall(data)
+        if 2 * len(texts) != data.count(b"\n") or not _is_utf8(data):
+            end = _plain_end(data)
+            self._ready, data = data[end:] + self._buffer, data[:end]
+            self._buffer.clear()
+            texts = texts[: data.count(SEPARATOR)]
+        if data and not self._take(data, texts):
+            return False
+        return not self._ready
+
     def _failed(self, fault: EngineBroke) -> None:
         """Read no more; the fault is raised after what came before it."""
         self._over, self._fault = True, without_trace(fault)
@@ -222,6 +271,28 @@ class EventSource:
     async def aclose(self) -> None:
         """Read no more."""
         await self._parts.aclose()
+
+
+def _none(_events: bytes, _texts: PlainTexts) -> bool:
+    return False
+
+
+def _plain_end(data: bytes) -> int:
+    """Return where the plain events at the beginning of some whole events end."""
+    end = 0
+    while (found := _PLAIN.match(data, end)) is not None and _is_utf8(found[0]):
+        end = found.end()
+    return end
+
+
+def _is_utf8(data: bytes) -> bool:
+    if data.isascii():
+        return True
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _broken_off(error: BaseException) -> EngineBroke:

@@ -53,6 +53,7 @@ class Connection(asyncio.Protocol):
         complete: Whether the whole answer has come.
         read_timeout_s: Longest time that one read of the present answer may wait; None: any.
         parts: Of the answer's body that have come and were not read.
+        take: Takes parts as they come, in place of a task that would be woken for each; returns whether it takes more.
         buffered: Their bytes.
         paused: Whether the socket is not read, since they are many.
         fault: Why no more comes; what has come can still be read.
@@ -81,6 +82,7 @@ class Connection(asyncio.Protocol):
         "reusable",
         "state",
         "status",
+        "take",
         "timer",
         "waiter",
         "waiting_since",
@@ -94,6 +96,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self.parts: list[bytes] = []
+        self.take: Callable[[bytes], bool] | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.read_timeout_s: float | None = None
@@ -133,11 +136,7 @@ class Connection(asyncio.Protocol):
         while not self.status:
             if self.fault is not None:
                 self.raise_fault()
-            self.waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self.waiter
-            finally:
-                self.waiter = None
+            await self.wait()
 
     def rest(self) -> bool:
         """End a request; return whether the connection can carry another one, else it is closed."""
@@ -161,6 +160,19 @@ class Connection(asyncio.Protocol):
         self.state = ConnectionState.CLOSED
         if self._transport is not None:
             self._transport.abort()
+
+    async def wait(self) -> None:
+        """Wait until something has come, or no more comes."""
+        loop = asyncio.get_running_loop()
+        self.waiter = loop.create_future()
+        if (limit_s := self.read_timeout_s) is not None:
+            self.waiting_since = time.monotonic()
+            if self.timer is None:
+                self.timer = loop.call_later(limit_s, self.look, limit_s)
+        try:
+            await self.waiter
+        finally:
+            self.waiter = None
 
     def look(self, limit_s: float) -> None:
         """End a wait that takes too long; otherwise look again when it would. One timer serves all waits of an answer."""
@@ -222,15 +234,24 @@ class Connection(asyncio.Protocol):
         if not self.status:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._failed(
-                    httpx.RemoteProtocolError(f"the head of the engine's answer is over {MAX_HEAD_BYTES} bytes")
-                )
+                self._head_too_long()
+            return
+        if self.take is not None and self.parts and self.pass_on(self.take) and not self.complete:
             return
         if self.buffered > READ_BUFFER_BYTES and not self.paused and self._transport is not None:
             self.paused = True
             self._transport.pause_reading()
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
+
+    def pass_on(self, take: Callable[[bytes], bool]) -> bool:
+        """Let ``take`` have the parts that have come; return whether it takes more."""
+        parts, self.parts, self.buffered = self.parts, [], 0
+        self.waiting_since = time.monotonic()
+        if take(parts[0] if len(parts) == 1 else b"".join(parts)):
+            return True
+        self.take = None
+        return False
 
     def eof_received(self) -> None:
         """Note that the engine closes; ``connection_lost`` follows."""
@@ -244,7 +265,6 @@ class Connection(asyncio.Protocol):
         if self._parser is not None and not self.complete:
             if exc is None and self.status and self._body_ends_at_close:
                 self.complete = True
-                self._wake()
             elif exc is None:
                 self._failed(httpx.RemoteProtocolError("the engine closed the connection before the end of its answer"))
             else:
@@ -327,27 +347,34 @@ class Body(httpx.AsyncByteStream):
         connection = self._connection
         if connection is None:
             raise StopAsyncIteration
-        # Once a token, so no calls.
         while not connection.parts:
             if connection.complete:
                 await self.aclose()
                 raise StopAsyncIteration
             if connection.fault is not None:
                 connection.raise_fault()
-            loop = asyncio.get_running_loop()
-            connection.waiter = loop.create_future()
-            if (limit_s := connection.read_timeout_s) is not None:
-                connection.waiting_since = time.monotonic()
-                if connection.timer is None:
-                    connection.timer = loop.call_later(limit_s, connection.look, limit_s)
-            try:
-                await connection.waiter
-            finally:
-                connection.waiter = None
+            await connection.wait()
         parts, connection.parts, connection.buffered = connection.parts, [], 0
         if connection.paused:
             connection.resume_reading()
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def pump(self, take: Callable[[bytes], bool]) -> None:
+        """Let ``take`` have what comes, as it comes, until it returns False or nothing more comes.
+
+        No task is woken for it. What ends it is raised, or returned, by the next read.
+        """
+        connection = self._connection
+        if connection is None or (connection.parts and not connection.pass_on(take)):
+            return
+        if connection.paused:
+            connection.resume_reading()
+        if not connection.complete and connection.fault is None:
+            connection.take = take
+            try:
+                await connection.wait()
+            finally:
+                connection.take = None
 
     async def aclose(self) -> None:
         """Give the connection back, or close it where the answer has not come to its end."""

@@ -1,7 +1,7 @@
 """Requests that are cut off at one of their awaits, one after another, and what a router still holds afterwards.
 
 A request's tasks are stepped: every time one of them waits, that is an await of the request, and at the chosen one the request
-ends in one of four ways. So what is cut off is the same in every run, whichever moment a client would have to leave at for it.
+ends in one of three ways. So what is cut off is the same in every run, whichever moment a client would have to leave at for it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
+from router.api.asgi import CLIENT
 from router.api.generate import Generate
 from router.auth.api_keys import add_key
 from router.policy.profiles import profile_name
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
 
     from tiers.fleet import Lease
 
-# waits: the work is cancelled while it waits. served: it is cancelled when what it waits for is there, before it has it.
-# leaves: the client disconnects. stops: the server cancels the whole request.
-Way = Literal["waits", "served", "leaves", "stops"]
+# leaves: the client disconnects while the request waits. served: it does when what the request waits for is there, before it
+# has it. stops: the server cancels the request.
+Way = Literal["leaves", "served", "stops"]
 WAYS: tuple[Way, ...] = get_args(Way)
 PATIENCE_S = 30.0
 OCCUPIED_S = 0.03  # until a place frees for those that queue
@@ -46,22 +47,23 @@ FAST, BALANCED, PRECISE = TierName
 
 @dataclass(slots=True)
 class Cut:
-    """Ends a request at one of its awaits.
+    """Ends a request at one of its awaits, and is its client, as the server tells of it.
 
     Attributes:
         at: Number of the await, from 1.
         awaits: So far.
         request: The request's own task.
-        worker: The task that answers it, once there is one.
-        gone: Tells the request that its client left.
+        disconnected: Whether the client has left.
+        gone: Tells who waits for a message of the client that it has.
     """
 
     at: int
     way: Way
     awaits: int = 0
     request: asyncio.Task[None] | None = None
-    worker: asyncio.Task[Any] | None = None
+    disconnected: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)
+    _told: asyncio.Task[Any] | None = None
 
     @property
     def fired(self) -> bool:
@@ -73,20 +75,35 @@ class Cut:
         self.awaits += 1
         if self.awaits != self.at:
             return
-        if self.way == "leaves":
-            self.gone.set()
+        if self.way == "stops":
+            assert self.request is not None
+            self.request.cancel()
         elif self.way == "served" and isinstance(awaited, asyncio.Future):
             awaited.add_done_callback(
-                lambda _: self._cancel()
+                lambda _: self._leave()
             )  # comes before the task's own: it does not run in between
         else:
-            self._cancel()
+            self._leave()
 
-    def _cancel(self) -> None:
-        working = self.worker is not None and not self.worker.done() and self.way != "stops"
-        task = self.worker if working else self.request
-        assert task is not None
-        task.cancel()
+    def _leave(self) -> None:
+        self.disconnected = True
+        self.gone.set()
+        if self._told is not None:
+            self._told.cancel()
+
+    def cancel_on_disconnect(self, task: asyncio.Task[Any] | None) -> None:
+        """Note whom to cancel."""
+        self._told = task
+
+    def write(self, _data: bytes) -> bool:
+        """Take a part of the answer at once."""
+        return True
+
+    async def send(self, message: Message) -> None:
+        """Take a part of the answer a moment later; after the last one, the client has not left before it."""
+        await asyncio.sleep(0)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._told = None
 
 
 _CUT: ContextVar[Cut | None] = ContextVar("cut", default=None)
@@ -120,13 +137,11 @@ def _stepping(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], *
     """Make a task; one that belongs to a request that is to be cut off is stepped."""
     cut = _CUT.get()
     name = getattr(work, "__qualname__", "")  # a generator that is closed has none
-    if cut is None or name in {"", "_disconnected"}:  # who watches for the client does none of the work
+    if cut is None or not name:
         return asyncio.Task(work, loop=loop, **options)
     task = asyncio.Task(_Stepped(work, cut), loop=loop, **options)
     if cut.request is None:
         cut.request = task
-    elif cut.worker is None and asyncio.current_task() is cut.request and name != "_made":
-        cut.worker = task  # what makes a resumable stream goes on without its client
     return task
 
 
@@ -252,16 +267,13 @@ class CutRouter:
             await cut.gone.wait()
             return {"type": "http.disconnect"}
 
-        async def send(_message: Message) -> None:
-            await asyncio.sleep(0)
-
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
             "path": scenario.path, "raw_path": scenario.path.encode(), "query_string": b"", "root_path": "",
             "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
+            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), CLIENT: cut,
         }  # fmt: skip
-        await self.stack.app(scope, receive, send)
+        await self.stack.app(scope, receive, cut.send)
 
     async def left(self, patience_s: float = PATIENCE_S) -> dict[str, int]:
         """Return what is still held, once nothing is or a while has passed."""
@@ -298,7 +310,7 @@ class CutRouter:
     async def begin(self) -> None:
         """Send one request of each kind, and note which tasks there are from then on."""
         for scenario in scenarios()[: len(REQUESTS)]:
-            await self.request(scenario, Cut(0, "waits"))
+            await self.request(scenario, Cut(0, "leaves"))
         self._usual = _tasks()
         while await self.left(1):
             self._usual = _tasks()

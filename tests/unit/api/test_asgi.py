@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from router.api.asgi import (
+    CLIENT,
+    HOLD,
     BodyTooLarge,
     ClientGone,
     body_message,
+    cancel_on_disconnect,
     context_of,
+    forget,
     keep,
     no_body,
     read_body,
     start_message,
     track,
     tracker_of,
-    untrack,
-    while_connected,
 )
 from router.lifecycle import ResponseTracker, ServerState
 from router.pipeline.request import RequestContext
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from starlette.types import Message, Receive, Scope
 
 pytestmark = pytest.mark.anyio
@@ -37,7 +37,7 @@ def scope_with(**headers: str) -> Scope:
     """Return a request's scope as the gate leaves it."""
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope: Scope = {"type": "http", "method": "POST", "path": "/generate", "headers": raw}
-    keep(scope, RequestContext("request", "trace"))
+    keep(scope, RequestContext("request", "trace", sent=dict(raw)))
 
     async def taken(_message: Message) -> None:
         pass
@@ -62,9 +62,9 @@ def body_in(*parts: bytes | None) -> Receive:
 @pytest.mark.parametrize("parts", [(b"",), (b"hello",), (b"a" * LIMIT,), (b"a" * 4, b"", b"b" * 6)])
 async def test_a_body_is_read_up_to_its_limit(parts: tuple[bytes, ...]) -> None:
     scope = scope_with()
-    before = context_of(scope)
+    before = context_of(scope).arrived
     assert await read_body(scope, body_in(*parts), LIMIT) == b"".join(parts)
-    assert context_of(scope).arrived > before.arrived, "the request is here once its body is"
+    assert context_of(scope).arrived > before, "the request is here once its body is"
 
 
 @pytest.mark.parametrize("parts", [(b"a" * (LIMIT + 1),), (b"a" * LIMIT, b"b"), (b"a" * 99, b"never read")])
@@ -88,106 +88,51 @@ async def test_a_client_that_leaves_in_its_body_is_gone() -> None:
         await read_body(scope_with(), body_in(b"half", None), LIMIT)
 
 
-class Client:
-    """A client's connection, which can be closed."""
+class LeavingClient:
+    """A client's connection, as the server tells of it."""
 
-    def __init__(self) -> None:
-        self.closed = asyncio.Event()
+    def __init__(self, *, disconnected: bool = False) -> None:
+        self.disconnected, self.task = disconnected, None
 
-    async def receive(self) -> Message:
-        await self.closed.wait()
-        return {"type": "http.disconnect"}
-
-
-class Work:
-    """Work that waits until it is told to end; ``ended`` says how it did."""
-
-    def __init__(self, error: Exception | None = None, at_start: Callable[[], None] = lambda: None) -> None:
-        self.may_end, self.begun, self.ended = asyncio.Event(), asyncio.Event(), ""
-        self._error, self._at_start = error, at_start
-
-    async def __call__(self) -> None:
-        self.begun.set()
-        self._at_start()
-        try:
-            await self.may_end.wait()
-            if self._error is not None:
-                raise self._error
-            self.ended = "done"
-        except asyncio.CancelledError:
-            self.ended = "cancelled"
-            raise
+    def cancel_on_disconnect(self, task: asyncio.Task[Any] | None) -> None:
+        self.task = task
 
 
-async def serve(work: Work, client: Client, scope: Scope | None = None) -> asyncio.Task[Any]:
-    """Begin to serve."""
-    serving = asyncio.create_task(while_connected(scope or scope_with(), work(), client.receive))
-    await work.begun.wait()
-    return serving
+async def test_a_task_is_cancelled_when_its_client_leaves() -> None:
+    """The present task, until its request has ended."""
+    scope, client = scope_with(), LeavingClient()
+    scope[CLIENT] = client
+    cancel_on_disconnect(scope)
+    assert client.task is asyncio.current_task()
+    forget(scope)
+    assert client.task is None
+    assert CLIENT not in scope
 
 
-async def test_work_is_done_while_the_client_waits() -> None:
-    work, client = Work(), Client()
-    serving = await serve(work, client)
-    work.may_end.set()
-    await serving
-    assert work.ended == "done"
+async def test_nothing_is_begun_for_a_client_that_has_left() -> None:
+    scope = scope_with()
+    scope[CLIENT] = LeavingClient(disconnected=True)
+    with pytest.raises(ClientGone):
+        cancel_on_disconnect(scope)
 
 
-async def test_work_ends_when_the_client_leaves() -> None:
-    work, client = Work(), Client()
-    serving = await serve(work, client)
-    client.closed.set()
-    await serving
-    assert work.ended == "cancelled"
-
-
-async def test_what_is_left_after_the_last_byte_is_done() -> None:
-    """Servers report the end of an answer as a disconnect as well."""
-    scope, client = scope_with(), Client()
-
-    def answered() -> None:
-        tracker_of(scope).complete = True
-
-    work = Work(at_start=answered)
-    serving = await serve(work, client, scope)
-    client.closed.set()
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert not serving.done()
-    work.may_end.set()
-    await serving
-    assert work.ended == "done"
-
-
-async def test_an_error_of_the_work_is_raised() -> None:
-    work, client = Work(ValueError("own")), Client()
-    serving = await serve(work, client)
-    work.may_end.set()
-    with pytest.raises(ValueError, match="own"):
-        await serving
-
-
-async def test_work_ends_with_who_serves_it() -> None:
-    work, client = Work(), Client()
-    serving = await serve(work, client)
-    serving.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await serving
-    assert work.ended == "cancelled"
+async def test_a_server_that_does_not_tell_of_clients_is_none_to_ask() -> None:
+    cancel_on_disconnect(scope_with())
 
 
 async def test_messages_are_as_asgi_has_them() -> None:
     """A header's characters that HTTP cannot carry are replaced, not refused."""
     started = start_message({"x-a": "1", "x-b": "\u4e16"}, "text/plain", {"x-a": "2"})
     assert started["headers"] == [(b"content-type", b"text/plain"), (b"x-a", b"2"), (b"x-b", b"?")]
+    assert not started[HOLD]
+    assert start_message({}, "text/plain", {}, hold=True)[HOLD]
     assert body_message(b"a", more=True) == {"type": "http.response.body", "body": b"a", "more_body": True}
     assert (await no_body())["more_body"] is False
 
 
 async def test_a_request_that_has_ended_is_tracked_no_more() -> None:
     scope = scope_with()
-    untrack(scope)
-    untrack(scope)
+    forget(scope)
+    forget(scope)
     with pytest.raises(KeyError):
         tracker_of(scope)

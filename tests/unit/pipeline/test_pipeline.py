@@ -110,9 +110,28 @@ class Line:
     @asynccontextmanager
     async def serving(self, request: Asked) -> AsyncIterator[ActiveRequest]:
         """Decide on a request, and serve it."""
+        loop = asyncio.get_running_loop()
+        opened: asyncio.Future[ActiveRequest] = loop.create_future()
+        consumed: asyncio.Future[None] = loop.create_future()
+
+        async def consume(active: ActiveRequest) -> None:
+            opened.set_result(active)
+            await consumed
+
         decision = self.pipeline.decide(request)
-        async with self.pipeline.serve(request, decision) as active:
-            yield active
+        task = asyncio.create_task(self.pipeline.serve(request, decision, consume))
+        try:
+            await asyncio.wait({task, opened}, return_when=asyncio.FIRST_COMPLETED)
+            yield opened.result() if opened.done() else await task  # type: ignore[misc]
+            consumed.set_result(None)
+        except BaseException as error:
+            if opened.done() and not consumed.done():
+                consumed.set_exception(error)
+            else:
+                task.cancel()
+            await asyncio.wait({task})
+            raise
+        await task
 
     async def served(self, request: Asked) -> str:
         """Return a request's answer."""

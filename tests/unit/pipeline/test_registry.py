@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,9 @@ from tests.unit.upstream_stack import QUERY, text_of, upstream_stack
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from router.pipeline.registry import ActiveRequest
     from router.policy.decision import Decision
     from tests.unit.upstream_stack import UpstreamStack
 
@@ -44,9 +47,24 @@ def too_long(stack: UpstreamStack) -> Decision:
     return decide(replace(QUERY, prompt_tokens=10**6), stack.fleet.snapshot(), stack.policy.table)
 
 
+@contextmanager
+def entry(
+    registry: RequestRegistry, context: RequestContext, decision: Decision, priority: int
+) -> Iterator[ActiveRequest]:
+    """Keep a request among the open ones for as long as the block takes, and end it as the block ends."""
+    request, error = registry.begin(context, decision, priority), None
+    try:
+        yield request
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        registry.end(request, error)
+
+
 def ended(registry: RequestRegistry, decision: Decision, error: BaseException) -> RequestRecord:
     """Let a request end by an error before it was admitted, and return its record."""
-    with pytest.raises(type(error)), registry.entry(context(), decision, 0):
+    with pytest.raises(type(error)), entry(registry, context(), decision, 0):
         raise error
     return registry.recent[-1]
 
@@ -54,7 +72,7 @@ def ended(registry: RequestRegistry, decision: Decision, error: BaseException) -
 async def test_a_record_tells_what_was_decided_and_who_served() -> None:
     async with upstream_stack(balanced=Behaviour(prompt_tokens=33)) as stack:
         registry, decision = registry_of(stack), stack.decision(BALANCED)
-        with registry.entry(context(arrived=0.0), decision, 0) as request:
+        with entry(registry, context(arrived=0.0), decision, 0) as request:
             assert registry.open == [request]
             answer = await stack.stream(BALANCED)
             request.let_in(Admitted(decision, answer._attempt.lease, waited_ms=5.0))
@@ -86,7 +104,7 @@ async def test_a_time_to_the_first_token_is_counted_from_the_arrival() -> None:
 async def test_a_request_waits_then_computes_its_prompt_then_its_output() -> None:
     async with upstream_stack() as stack:
         registry, first, later = registry_of(stack), stack.decision(FAST), stack.decision(BALANCED)
-        with registry.entry(context(), first, 0) as request:
+        with entry(registry, context(), first, 0) as request:
             assert (request.state, request.now_on, request.admitted) == ("waiting", None, None)
             answer = await stack.stream(BALANCED)
             request.let_in(Admitted(later, answer._attempt.lease))
@@ -133,7 +151,7 @@ async def test_an_answer_that_broke_is_an_error_though_nothing_was_raised() -> N
     """Its endpoint has told the caller in the stream, and ended well itself."""
     async with upstream_stack() as stack:
         registry = registry_of(stack)
-        with registry.entry(context(), stack.decision(), 0) as request:
+        with entry(registry, context(), stack.decision(), 0) as request:
             request.answer = await stack.stream()
             request.answer.error = EngineBroke("gone")
             await request.answer.aclose()
@@ -147,7 +165,7 @@ async def test_an_answer_that_broke_is_an_error_though_nothing_was_raised() -> N
 )
 async def test_any_number_of_vllms_has_a_class(priority: int, name: str) -> None:
     async with upstream_stack() as stack:
-        with registry_of(stack).entry(context(), stack.decision(), priority) as request:
+        with entry(registry_of(stack), context(), stack.decision(), priority) as request:
             assert request.priority == name
 
 
@@ -177,7 +195,7 @@ async def test_bounds_on_times_are_met_or_not_or_nobody_knows(
         decision = replace(decision, query=replace(decision.query, sla=sla))
         with (
             suppress(EngineBroke, asyncio.CancelledError),
-            registry.entry(context(arrived=0.0), decision, 0) as request,
+            entry(registry, context(arrived=0.0), decision, 0) as request,
         ):
             request.answer = await stack.stream()
             await text_of(request.answer)
@@ -195,7 +213,7 @@ async def test_an_observer_that_fails_keeps_nothing_from_the_others(caplog: pyte
             raise RuntimeError("full disk")
 
         registry.observers += [fail, seen.append]
-        with registry.entry(context(), stack.decision(), 0):
+        with entry(registry, context(), stack.decision(), 0):
             pass
         assert seen == [registry.recent[-1]]
         assert "full disk" in caplog.text
@@ -207,7 +225,7 @@ async def test_only_the_last_records_are_kept() -> None:
         for kept in (0, 2):
             registry = registry_of(stack, kept)
             for number in range(3):
-                with registry.entry(context(request_id=str(number)), stack.decision(), 0):
+                with entry(registry, context(request_id=str(number)), stack.decision(), 0):
                     pass
             assert [record.request_id for record in registry.recent] == ["1", "2"][:kept]
             assert (registry.totals["requests"], registry.totals["ok"]) == (3, 3)

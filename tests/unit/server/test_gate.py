@@ -65,6 +65,7 @@ class Doorway:
             Telemetry(None),
             self.state,
             answered=lambda *answer: self.answers.append(answer),
+            direct={},
             local_names=self.local_names,
         )
         await gate(scope, receive, send)

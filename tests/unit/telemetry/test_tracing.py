@@ -160,7 +160,7 @@ def test_spans_are_made_where_somebody_gets_them(
 )  # fmt: skip
 def test_a_callers_request_id_is_kept_where_it_is_harmless(asked: str, *, kept: bool) -> None:
     """Else it gets a new one: ids are written to logs, headers and Redis."""
-    own, _ = Telemetry(None).request_ids({"x-request-id": asked})
+    own, _ = Telemetry(None).request_ids({b"x-request-id": asked.encode()})
     assert (own == asked) is kept
     assert own
 
@@ -178,7 +178,7 @@ def test_a_callers_request_id_is_kept_where_it_is_harmless(asked: str, *, kept: 
 )
 def test_a_callers_trace_is_continued_where_it_is_one(parent: str, *, kept: bool) -> None:
     """By W3C's rules; else a new trace id is given, which is never all zeros."""
-    _, trace_id = Telemetry(None).request_ids({"traceparent": parent})
+    _, trace_id = Telemetry(None).request_ids({b"traceparent": parent.encode()})
     assert (trace_id == "a" * 32) is kept
     assert len(trace_id) == 32
     assert trace_id != "0" * 32
@@ -188,7 +188,7 @@ def test_the_servers_trace_goes_before_the_headers() -> None:
     """Its span has read them already."""
     made, _, provider = telemetry()
     with server_span(provider) as span:
-        _, trace_id = made.request_ids({"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"})
+        _, trace_id = made.request_ids({b"traceparent": f"00-{'a' * 32}-{'b' * 16}-01".encode()})
     assert trace_id == f"{span.get_span_context().trace_id:032x}"
 
 

@@ -118,3 +118,23 @@ def test_json_that_is_none_is_an_error() -> None:
     assert read_json(b'{"a": [1, "b"]}') == {"a": [1, "b"]}
     with pytest.raises(ValueError, match="EOF"):
         read_json(b'{"a"')
+
+
+@pytest.mark.parametrize(
+    ("text", "edited"),
+    [
+        ('{"model": "a", "n": 1}', '{"model": "b", "n": 1}'),  # in place: all other bytes stay
+        ('{"n":1.0 , "model" :\t"a"}\n', '{"n":1.0 , "model" :\t"b"}\n'),
+        ('{"n": {"model": "x"}}', '{"n": {"model": "x"},"model":"b"}'),
+        ('{"n": {"model": "x"}, "model": "a"}', '{"n":{"model": "x"},"model":"b"}'),  # which one is meant takes a look
+        ('{"n": "model", "model": "a"}', '{"n":"model","model":"b"}'),
+        (r'{"n": {"model": "x"}, "mod\u0065l": "a"}', '{"n":{"model": "x"},"model":"b"}'),
+        (r'{"n": "a \"model\" b", "model": null}', r'{"n": "a \"model\" b", "model": "b"}'),
+        ('{"model": {"name": "a"}}', '{"model":"b"}'),
+        ("{}", '{"model":"b"}'),
+    ],
+)
+def test_a_member_is_replaced_where_it_stands(text: str, edited: str) -> None:
+    found = JsonObject.parse(text.encode()).edited({"model": "b", "gone": None})
+    assert found.decode() == edited
+    assert json.loads(found) == {**json.loads(text), "model": "b"}
