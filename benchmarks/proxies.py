@@ -153,11 +153,13 @@ def _rust_options(place: Place, policy: str) -> list[str]:
 
 
 def commit() -> str:
-    """Return the commit of this project that runs."""
-    said = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return said.stdout.strip() or "unknown commit"
+    """Return the commit of this project that runs, and whether something else than results differs from it."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    changed = git("diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results").returncode == 1
+    return (git("rev-parse", "--short", "HEAD").stdout.strip() or "unknown") + (" with changes" if changed else "")
 
 
 def _two_workers() -> str:

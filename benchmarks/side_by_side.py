@@ -74,8 +74,8 @@ class Load:
 
     @property
     def stagger_ms(self) -> float:
-        """Return the time between two connections' starts that spreads paced streams evenly."""
-        return STREAM_TOKENS * self.pause_us / 1000 / self.connections
+        """Return the time between two starts that spreads paced streams evenly, over an answer and over a pause."""
+        return (STREAM_TOKENS + 1) * self.pause_us / 1000 / self.connections
 
 
 LOADS: dict[str, Load] = {
