@@ -121,7 +121,9 @@ def _nginx(place: Place) -> tuple[list[str], dict[str, str]]:
     )
 
 
-def _from_index(name: str) -> Callable[[], str]:
+def from_index(name: str) -> Callable[[], str]:
+    """Return a function that makes a peer's environment where it is missing, and returns the version in its lock."""
+
     def version() -> str:
         made = subprocess.run(["scripts/setup", name], cwd=ROOT, capture_output=True, text=True, check=False)
         if made.returncode:
@@ -194,9 +196,9 @@ def _qarr(workers: int) -> Callable[[Place], tuple[list[str], dict[str, str]]]:
 PROXIES: dict[str, Proxy] = {
     "direct": Proxy(lambda: "the stub engine alone", None),
     "nginx": Proxy(_nginx_version, _nginx),
-    "vllm-router round_robin": Proxy(_from_index("vllm-router"), _router("round_robin")),
-    BASE: Proxy(_from_index("vllm-router"), _router("cache_aware")),
-    "smg cache_aware": Proxy(_from_index("smg"), _smg),
+    "vllm-router round_robin": Proxy(from_index("vllm-router"), _router("round_robin")),
+    BASE: Proxy(from_index("vllm-router"), _router("cache_aware")),
+    "smg cache_aware": Proxy(from_index("smg"), _smg),
     OURS: Proxy(commit, _qarr(1), ours=True),
     OURS_GENERATE: Proxy(commit, _qarr(1), ours=True, generate=True, shares=OURS),
     OURS_TWO: Proxy(_two_workers, _qarr(2), ours=True, workers=2),

@@ -182,6 +182,13 @@ async def test_the_table_tells_ratios_targets_and_errors(benchmark: Any) -> None
     )
 
 
+async def test_a_peer_that_cannot_be_installed_is_skipped_with_a_word(benchmark: Any) -> None:
+    """The word names the command that failed; here there is no such environment."""
+    module = benchmark("proxies")
+    with pytest.raises(module.Skipped, match="could not be made \\(scripts/setup no-such-router\\)"):
+        module.from_index("no-such-router")()
+
+
 @two_cores
 @pytest.mark.timeout(240)
 async def test_a_short_run_without_peers(tmp_path: Path) -> None:
