@@ -2,9 +2,9 @@
 
 usage: python benchmarks/side_by_side.py [--seconds 5] [--passes 3] [--only ROW,ROW] [--json FILE]
 
-Each proxy is alone on the first core; the stub engine and the load share the last one. All of them run, one is asked at a
-time, and every pass asks each of them, so that a slow minute hits all. Trust CPU time an answer first, and only ratios of
-one run. The table goes to standard output, progress to standard error. Peers come from the package index into cached
+Proxies have the first core; stub engine and load share the last one (from four cores on, each has its own). All proxies
+run, one is asked at a time, and every pass asks each, so that a slow minute hits all. Trust CPU time an answer first, and
+only ratios of one run. The table goes to standard output, progress to standard error. Peers come from the package index into cached
 environments of their own (``scripts/setup vllm-router smg``), nginx from the system; what cannot be had is skipped.
 """
 
@@ -239,12 +239,17 @@ def _head(options: argparse.Namespace, cores: Sequence[int]) -> list[str]:
     return [
         f"$ python benchmarks/side_by_side.py {shlex.join(sys.argv[1:])}".rstrip(),
         f"commit {commit()}, {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC; {machine}",
-        f"Proxies on core {cores[0]}, stub engine and load on core {cores[-1]}.",
+        f"Proxies on core {cores[0]}, stub engine on core {_stub_core(cores)}, load on core {cores[-1]}.",
         f"Medians of {options.passes} passes of {options.seconds:g} s, all proxies in turns.",
         f"ratio: CPU time an answer to that of {BASE} in the same pass.",
         "QARR runs with classifier, policy with three tiers, metrics, a log line for each request, and 1 % of traces",
         f"exported; it has prompt tokens {counted}. Peers log warnings only.",
     ]
+
+
+def _stub_core(cores: Sequence[int]) -> int:
+    """Return the core of the stub engine: one of its own where two remain for a proxy's workers."""
+    return cores[-2] if len(cores) > 3 else cores[-1]
 
 
 def _start(
@@ -253,7 +258,7 @@ def _start(
     """Start the stub and every proxy that can be had; return those by name, and the stub's port."""
     ports = [free_port() for _ in range(3)]
     argv = [sys.executable, "benchmarks/token_stub.py", *map(str, ports)]
-    stub = stack.enter_context(process(argv, cores[-1]))
+    stub = stack.enter_context(process(argv, _stub_core(cores)))
     wait_for(ports[0], "/health")
     engines = tuple(f"http://127.0.0.1:{port}" for port in ports)
     running: dict[str, Started] = {}

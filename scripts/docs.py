@@ -74,7 +74,7 @@ def cost() -> str:
     ours = [rows[load]["QARR /v1/chat/completions"] for load in ("non-streaming", "saturated", "paced")]
     costs, ratios = [f"{row['cpu_us']:,.0f}" for row in ours], [f"{row['ratio']:.1f}" for row in ours]
     text = (
-        f"- **Cost.** An answer takes {costs[0]} µs of one core, a 64-token stream {costs[1]}, at 5 ms a token "
+        f"- **Cost.** An unstreamed answer takes {costs[0]} µs of one core, a 64-token stream {costs[1]}, at 5 ms a token "
         f"{costs[2]}: {ratios[0]}, {ratios[1]} and {ratios[2]} times vllm-router's `cache_aware` "
         "([side by side](benchmarks/results/side_by_side.txt))."
     )
