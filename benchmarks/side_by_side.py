@@ -4,8 +4,10 @@ usage: python benchmarks/side_by_side.py [--seconds 5] [--passes 3] [--only ROW,
 
 Proxies have the first core; stub engine and load share the last one (from four cores on, each has its own). All proxies
 run, one is asked at a time, and every pass asks each, so that a slow minute hits all. Trust CPU time an answer first, and
-only ratios of one run. The table goes to standard output, progress to standard error. Peers come from the package index into cached
-environments of their own (``scripts/setup vllm-router smg``), nginx from the system; what cannot be had is skipped.
+only ratios of one run. The table goes to standard output, progress to standard error.
+
+Peers come from the package index into cached environments of their own (``scripts/setup vllm-router smg``), nginx from the
+system; what cannot be had is skipped.
 """
 
 from __future__ import annotations
