@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,15 +31,43 @@ def free_port() -> int:
 
 
 @contextmanager
-def process(argv: Sequence[str], core: int | None) -> Iterator[psutil.Process]:
-    """Run a process, on one core where there is more than one; stop it at the end."""
+def process(
+    argv: Sequence[str], core: int | str | None, *, env: Mapping[str, str] | None = None, log: Path | None = None
+) -> Iterator[psutil.Process]:
+    """Run a process, on one core (or a list, as taskset takes it) where there is more than one; stop its tree at the end."""
     pinned = ["taskset", "-c", str(core), *argv] if core is not None and (os.cpu_count() or 1) > 1 else list(argv)
-    running = subprocess.Popen(pinned, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with (log or Path(os.devnull)).open("wb") as output:
+        running = subprocess.Popen(pinned, cwd=ROOT, env=env, stdout=output, stderr=output)
+    started = psutil.Process(running.pid)
     try:
-        yield psutil.Process(running.pid)
+        yield started
     finally:
+        of_tree = tree(started)
         running.terminate()
-        running.wait(20)
+        try:
+            running.wait(20)
+        finally:
+            for left in of_tree:
+                with suppress(psutil.NoSuchProcess):
+                    left.kill()
+
+
+def tree(root: psutil.Process) -> list[psutil.Process]:
+    """Return a process and all that it has started, as far as they live."""
+    try:
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def cpu_s(root: psutil.Process) -> float:
+    """Return the CPU time of a process and of all that it has started, in seconds."""
+    found = 0.0
+    for process_of_tree in tree(root):
+        with suppress(psutil.NoSuchProcess):
+            times = process_of_tree.cpu_times()
+            found += float(times.user + times.system)
+    return found
 
 
 @contextmanager
@@ -108,9 +136,9 @@ async def load(
             totals.append(time.perf_counter() - started)
         writer.close()
 
-    before, began = _cpu_s(watched), time.perf_counter()
+    before, began = cpu_s(watched), time.perf_counter()
     await asyncio.gather(*(client() for _ in range(connections)))
-    took, cpu = time.perf_counter() - began, _cpu_s(watched) - before
+    took, cpu = time.perf_counter() - began, cpu_s(watched) - before
     ordered = sorted(totals)
     return Result(
         requests=len(totals),
@@ -120,8 +148,3 @@ async def load(
         first_p50=statistics.median(firsts) * 1000,
         cpu_us=cpu / len(totals) * 1e6,
     )
-
-
-def _cpu_s(watched: psutil.Process) -> float:
-    times = watched.cpu_times()
-    return float(times.user + times.system)

@@ -1,4 +1,4 @@
-"""Write the generated documentation: docs/settings.md, docs/settings.schema.json, docs/cli.md.
+"""Write the generated documentation: docs/settings.md, docs/settings.schema.json, docs/cli.md, and README's figures.
 
 usage: .venv/bin/python scripts/docs.py
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -15,6 +16,9 @@ from router.cli.main import make_app
 from router.settings import schema, table
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+README = "../README.md"
+FIGURES = DOCS / "../benchmarks/results/side_by_side.json"
+COST = re.compile(r"^- \*\*Cost\.\*\*.*?\n(?=- |\n)", re.MULTILINE | re.DOTALL)  # README's paragraph
 COMMANDS = (
     (),
     ("up",),
@@ -59,8 +63,22 @@ def render() -> dict[str, str]:
     return {
         "settings.md": f"{SETTINGS_HEAD}\n{table()}\n",
         "settings.schema.json": portable + "\n",
+        README: COST.sub(lambda _: cost(), (DOCS / README).read_text("utf-8"), count=1),
         "cli.md": "# The command\n\n" + "\n".join(_help(command) for command in COMMANDS),
     }
+
+
+def cost() -> str:
+    """Return README's paragraph on what an answer costs, from the side-by-side benchmark's figures."""
+    rows = json.loads(FIGURES.read_text("utf-8"))["rows"]
+    ours = [rows[load]["QARR /v1/chat/completions"] for load in ("non-streaming", "saturated", "paced")]
+    costs, ratios = [f"{row['cpu_us']:,.0f}" for row in ours], [f"{row['ratio']:.1f}" for row in ours]
+    text = (
+        f"- **Cost.** An unstreamed answer takes {costs[0]} µs of one core, a 64-token stream {costs[1]}, at 5 ms a token "
+        f"{costs[2]}: {ratios[0]}, {ratios[1]} and {ratios[2]} times vllm-router's `cache_aware` "
+        "([side by side](benchmarks/results/side_by_side.txt))."
+    )
+    return textwrap.fill(text, 115, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False) + "\n"
 
 
 def _help(command: tuple[str, ...]) -> str:
@@ -72,4 +90,4 @@ def _help(command: tuple[str, ...]) -> str:
 if __name__ == "__main__":
     for name, text in render().items():
         (DOCS / name).write_text(text, "utf-8")
-        print(f"docs/{name}: {len(text)} characters")
+        print(f"{(DOCS / name).resolve().relative_to(DOCS.parent)}: {len(text)} characters")

@@ -1,0 +1,230 @@
+"""The proxies of the side-by-side benchmark: how each is started in front of the stub, or why it cannot be."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from measure import ROOT, free_port, process, wait_for
+from token_load import Question
+from token_stub import MODEL
+
+from router.settings import Settings, cache_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    import psutil
+
+BASE = "vllm-router cache_aware"  # what all ratios are to
+OURS, OURS_GENERATE, OURS_TWO = "QARR /v1/chat/completions", "QARR /generate", "QARR /v1, 2 workers"
+PROMPT = "Explain how a reverse proxy works, and what one does that a load balancer does not. " * 3
+WHOLE_TOKENS, STREAM_TOKENS = 8, 64
+NGINX = """worker_processes 1; daemon off; pid {folder}/nginx.pid; error_log {folder}/nginx.log warn;
+events {{ worker_connections 4096; }}
+http {{
+  access_log off; keepalive_requests 100000000;
+  client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+  upstream engines {{ {servers} keepalive 256; keepalive_requests 100000000; }}
+  server {{
+    listen 127.0.0.1:{port} backlog=1024; client_body_buffer_size 64k;
+    location / {{
+      proxy_pass http://engines; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off;
+    }}
+  }}
+}}
+"""
+
+
+class Skipped(Exception):
+    """A proxy cannot be had. The text says why, and how to get it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a proxy is to run.
+
+    Attributes:
+        engines: URLs of the stub.
+        port: That the proxy listens on.
+        core: Or cores, as taskset takes them.
+        folder: For its files.
+        tokenizer: The model's folder; None: QARR estimates tokens.
+    """
+
+    engines: tuple[str, ...]
+    port: int
+    core: str
+    folder: Path
+    tokenizer: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A proxy that answers."""
+
+    port: int
+    process: psutil.Process
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    """A row of the table.
+
+    Attributes:
+        version: Returns what it is, or raises Skipped.
+        command: Returns the command that starts it, and its environment; None: there is none, and the stub is asked.
+        ours: Whether it is this project.
+        generate: Whether it is asked on ``/generate``.
+        shares: Name of the row whose process it is measured on.
+        workers: Processes that it is told to have.
+    """
+
+    version: Callable[[], str]
+    command: Callable[[Place], tuple[list[str], dict[str, str]]] | None
+    ours: bool = False
+    generate: bool = False
+    shares: str = ""
+    workers: int = 1
+
+    def question(self, *, streamed: bool) -> Question:
+        """Return what it is asked; the answer is the same for all."""
+        tokens = STREAM_TOKENS if streamed else WHOLE_TOKENS
+        common = {"max_tokens": tokens, "temperature": 0.7, "stream": streamed}
+        if self.generate:
+            return Question(
+                "/generate", {"prompt": PROMPT, **common}, tokens, b"event: done" if streamed else b'"finish_reason"'
+            )
+        body = {"model": "auto" if self.ours else MODEL, "messages": [{"role": "user", "content": PROMPT}], **common}
+        return Question("/v1/chat/completions", body, tokens, b"data: [DONE]" if streamed else b'"finish_reason"')
+
+
+def _nginx_version() -> str:
+    if shutil.which("nginx") is None:
+        raise Skipped("nginx is not installed: apt-get install nginx-light, or scripts/setup services")
+    said = subprocess.run(["nginx", "-v"], capture_output=True, text=True, check=True).stderr
+    return said.strip().rpartition("/")[2]
+
+
+def _nginx(place: Place) -> tuple[list[str], dict[str, str]]:
+    servers = " ".join(f"server {url.removeprefix('http://')};" for url in place.engines)
+    config = place.folder / "nginx.conf"
+    config.write_text(NGINX.format(folder=place.folder, servers=servers, port=place.port))
+    return ["nginx", "-p", str(place.folder), "-e", str(place.folder / "nginx.log"), "-c", str(config)], dict(
+        os.environ
+    )
+
+
+def from_index(name: str) -> Callable[[], str]:
+    """Return a function that makes a peer's environment where it is missing, and returns the version in its lock."""
+
+    def version() -> str:
+        made = subprocess.run(["scripts/setup", name], cwd=ROOT, capture_output=True, text=True, check=False)
+        if made.returncode:
+            said = next((line for line in made.stderr.splitlines() if "error" in line), "no word")
+            raise Skipped(f"its environment could not be made (scripts/setup {name}): {said.strip()[:200]}")
+        pinned = re.search(rf"^{name}==(\S+)", (ROOT / f"requirements/{name}.txt").read_text("utf-8"), re.MULTILINE)
+        assert pinned is not None
+        return pinned[1]
+
+    return version
+
+
+def _router(policy: str) -> Callable[[Place], tuple[list[str], dict[str, str]]]:
+    def command(place: Place) -> tuple[list[str], dict[str, str]]:
+        argv = [".venv-vllm-router/bin/vllm-router", "--log-level", "warning"]
+        return [*argv, *_rust_options(place, policy)], dict(os.environ)
+
+    return command
+
+
+def _smg(place: Place) -> tuple[list[str], dict[str, str]]:
+    argv = [".venv-smg/bin/smg", "launch", "--backend", "vllm", "--disable-tokenizer-autoload", "--log-level", "warn"]
+    return [*argv, *_rust_options(place, "cache_aware")], dict(os.environ)
+
+
+def _rust_options(place: Place, policy: str) -> list[str]:
+    listen = ["--host", "127.0.0.1", "--port", str(place.port), "--prometheus-port", str(free_port())]
+    return ["--worker-urls", *place.engines, "--policy", policy, *listen, "--worker-startup-check-interval", "1"]
+
+
+def commit() -> str:
+    """Return the commit of this project that runs, and whether something else than results differs from it."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    changed = git("diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results").returncode == 1
+    return (git("rev-parse", "--short", "HEAD").stdout.strip() or "unknown") + (" with changes" if changed else "")
+
+
+def _two_workers() -> str:
+    if "workers" not in type(Settings().server).model_fields:
+        raise Skipped("this QARR has no setting server.workers")
+    return commit()
+
+
+def _qarr(workers: int) -> Callable[[Place], tuple[list[str], dict[str, str]]]:
+    def command(place: Place) -> tuple[list[str], dict[str, str]]:
+        config = place.folder / "qarr.toml"
+        config.write_text(f"[server]\nworkers = {workers}\n" if workers > 1 else "")
+        fast, balanced, precise = place.engines
+        argv = [".venv/bin/qarr", "serve", "--config", str(config), "--port", str(place.port)]
+        argv += ["--fast", fast, "--balanced", balanced, "--precise", precise]
+        argv += ["--tokenizer", str(place.tokenizer)] if place.tokenizer else []
+        inherited = {
+            n: v for n, v in os.environ.items() if not n.startswith(("QARR_", "OTEL_")) or n == "QARR_CACHE_DIR"
+        }
+        return argv, inherited | {
+            "QARR_ENGINE__LOG_DIR": str(place.folder),
+            "QARR_POLICY__PROFILES": str(place.folder / "profiles"),
+            "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+            "OTEL_TRACES_SAMPLER_ARG": "0.01",
+            "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": fast,
+        }
+
+    return command
+
+
+PROXIES: dict[str, Proxy] = {
+    "direct": Proxy(lambda: "the stub engine alone", None),
+    "nginx": Proxy(_nginx_version, _nginx),
+    "vllm-router round_robin": Proxy(from_index("vllm-router"), _router("round_robin")),
+    BASE: Proxy(from_index("vllm-router"), _router("cache_aware")),
+    "smg cache_aware": Proxy(from_index("smg"), _smg),
+    OURS: Proxy(commit, _qarr(1), ours=True),
+    OURS_GENERATE: Proxy(commit, _qarr(1), ours=True, generate=True, shares=OURS),
+    OURS_TWO: Proxy(_two_workers, _qarr(2), ours=True, workers=2),
+}
+
+
+def default_tokenizer() -> Path | None:
+    """Return the folder of a model that ``qarr model prepare`` made, with its tokenizer; None: there is none."""
+    found = sorted((cache_dir() / "models").glob("*/bf16-*/tokenizer.json"))
+    return found[-1].parent if found else None
+
+
+@contextmanager
+def started(proxy: Proxy, place: Place) -> Iterator[Started]:
+    """Run a proxy until it answers.
+
+    Raises:
+        Skipped: It did not start.
+    """
+    assert proxy.command is not None
+    argv, env = proxy.command(place)
+    log = place.folder / "output.log"
+    with process(argv, place.core, env=env, log=log) as running:
+        try:
+            wait_for(place.port, "/readyz" if proxy.ours else "/health", 30)
+        except TimeoutError as error:
+            said = log.read_text("utf-8", "replace").strip().splitlines() or ["nothing"]
+            raise Skipped(f"it did not start within 30 s; it said: {said[-1][:200]}") from error
+        yield Started(place.port, running)
