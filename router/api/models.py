@@ -87,6 +87,8 @@ def resolve(document: JsonObject, settings: OpenAISettings) -> ModelChoice:
     name = document.get("model")
     if name is None:
         return "auto"
+    if isinstance(name, str) and name in MODELS and name not in settings.aliases:
+        return MODELS[name]
     names = model_names(settings)
     if not isinstance(name, str) or name not in names:
         raise UnknownModel(str(name), tuple(names))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
 from router.api.asgi import cancel_on_disconnect, context_of, read_body, start_message, tracker_of
 from router.api.bodies import ROUTING_ALLOWED, FieldProblem, InvalidBody, RoutingFields
-from router.api.models import read_document, resolve
+from router.api.models import ModelChoice, read_document, resolve
 from router.api.openai_events import RelayedEvents, report_on, with_member
 from router.api.openai_prompt import read_chat, read_completion
 from router.api.paths import CHAT
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from router.upstream.json_object import JsonObject
 
 # Header → member of the ``qarr`` object; numbers are written as such.
-HEADERS: dict[str, tuple[str, ...]] = {
-    "x-qarr-tier": ("tier",),
-    "x-qarr-tier-policy": ("tier_policy",),
-    "x-qarr-priority": ("priority",),
-    "x-qarr-sla-ttft-ms": ("sla", "ttft_ms"),
-    "x-qarr-sla-tpot-ms": ("sla", "tpot_ms"),
-    "x-qarr-sla-max-quality-loss": ("sla", "max_quality_loss"),
-    "x-qarr-sla-confidence": ("sla", "confidence"),
+HEADERS: dict[bytes, tuple[str, ...]] = {
+    b"x-qarr-tier": ("tier",),
+    b"x-qarr-tier-policy": ("tier_policy",),
+    b"x-qarr-priority": ("priority",),
+    b"x-qarr-sla-ttft-ms": ("sla", "ttft_ms"),
+    b"x-qarr-sla-tpot-ms": ("sla", "tpot_ms"),
+    b"x-qarr-sla-max-quality-loss": ("sla", "max_quality_loss"),
+    b"x-qarr-sla-confidence": ("sla", "confidence"),
 }
 ALLOWED = {
     **ROUTING_ALLOWED,
@@ -54,6 +54,10 @@ class OpenAIFields(RoutingFields):
     """The ``qarr`` object of a body (``extra_body`` in the SDKs)."""
 
     report: bool = False
+
+
+# Of requests that say nothing about routing but a model's name.
+PLAIN_FIELDS = {choice: OpenAIFields(tier=choice) for choice in get_args(ModelChoice)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +170,7 @@ class Completions:
         """
         settings, counter = self.settings, self.pipeline.counter
         chat, model = self.path == CHAT, resolve(document, settings.openai)
-        by_header, by_body = _from_headers(context), _from_body(document)
-        given = {**by_header, **by_body}
-        if "sla" in given:
-            given["sla"] = {**by_header.get("sla", {}), **by_body.get("sla", {})}
-        hint_field = (
-            "qarr.tier" if "tier" in (document.get("qarr") or {}) else "x-qarr-tier" if "tier" in given else "model"
-        )
-        fields = OpenAIFields.model_validate({"tier": model, **given})
+        fields, hint_field = _fields(document, context, model)
         prompt = (read_chat if chat else read_completion)(document, counter)
         limit = as_integer(document.get("max_completion_tokens")) if chat else None
         limit = limit or as_integer(document.get("max_tokens")) or settings.limits.default_max_tokens
@@ -191,6 +188,22 @@ class Completions:
             priority=priority,
             report=fields.report,
         )
+
+
+def _fields(document: JsonObject, context: RequestContext, model: ModelChoice) -> tuple[OpenAIFields, str]:
+    """Return the routing options of a request, and the field that names its tier.
+
+    Raises:
+        InvalidBody: They are not valid.
+    """
+    by_header, by_body = _from_headers(context), _from_body(document)
+    if not by_header and not by_body:
+        return PLAIN_FIELDS[model], "model"
+    given = {**by_header, **by_body}
+    if "sla" in given:
+        given["sla"] = {**by_header.get("sla", {}), **by_body.get("sla", {})}
+    field = "qarr.tier" if "tier" in (document.get("qarr") or {}) else "x-qarr-tier" if "tier" in given else "model"
+    return OpenAIFields.model_validate({"tier": model, **given}), field
 
 
 def _sequences(document: JsonObject, prompt: PromptText, most: int, *, chat: bool) -> int:
@@ -222,16 +235,14 @@ def _from_headers(context: RequestContext) -> dict[str, Any]:
     """
     given: dict[str, Any] = {}
     problems = []
-    for name, path in HEADERS.items():
-        text = context.header(name.encode())
-        if text is None:
-            continue
+    for name in [name for name in HEADERS if name in context.sent]:
+        text, path = context.sent[name].decode("latin-1"), HEADERS[name]
         try:
             value: Any = float(text) if path[0] == "sla" else text
             one = {path[-1]: value} if len(path) == 1 else {path[0]: {path[1]: value}}
             OpenAIFields.model_validate(one)
         except ValueError:  # pydantic's is one as well
-            problems.append(FieldProblem(name, f"is {text[:40]!r}", ALLOWED[".".join(path)]))
+            problems.append(FieldProblem(name.decode(), f"is {text[:40]!r}", ALLOWED[".".join(path)]))
             continue
         if len(path) == 1:
             given[path[0]] = value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +12,7 @@ from router.pipeline.admission import Grant
 from router.pipeline.request import MAX_COUNT, query_of
 from router.policy.decide import decide
 from router.policy.decision import Refusal, Refused
+from router.telemetry.ids import random_hex
 from router.upstream.errors import EngineTooSlow
 from tiers.spec import TierName
 
@@ -165,7 +165,7 @@ class Pipeline:
 
 def engine_request_id(context: RequestContext) -> str:
     """Return an id that is unique even if callers repeat theirs: an engine mixes up requests with the same id."""
-    return f"{context.request_id}-{secrets.token_hex(4)}"
+    return f"{context.request_id}-{random_hex(8)}"
 
 
 def _check_hint(context: RequestContext, options: RoutingOptions) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import lru_cache
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,7 @@ class Gate:
     ) -> None:
         self._app, self._keys, self._telemetry, self._server_state = app, keys, telemetry, server_state
         self._answered, self._direct = answered, direct
-        self._names = None if local_names is None else {"localhost", *(name.lower() for name in local_names)}
+        self._names = None if local_names is None else frozenset({"localhost", *(n.lower() for n in local_names)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it with its body unread."""
@@ -129,17 +130,12 @@ class Gate:
         Raises:
             ForeignHost: The name is neither localhost nor a configured one.
         """
-        name = (host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host).lower()
-        if not name or name in (self._names or ()) or name.endswith(".localhost"):
-            return
-        try:
-            ip_address(name.strip("[]"))
-        except ValueError:
+        if not is_address_or_local(host, self._names or frozenset()):
             raise ForeignHost(
                 "without keys a router on this machine serves requests to an address or to localhost only, since any web "
                 "page could reach it by a name of its own: add this name to server.allowed_hosts, or make keys ('qarr keys "
                 "add')"
-            ) from None
+            )
 
     def _caller(self, method: str, context: RequestContext) -> Caller:
         path = context.route
@@ -156,6 +152,19 @@ class Gate:
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthorized("send a key as 'Authorization: Bearer KEY'")
         return self._keys.find(key.strip())
+
+
+@lru_cache(1024)
+def is_address_or_local(host: str, names: frozenset[str]) -> bool:
+    """Tell whether a Host header names an address, localhost, one of some names, or nothing."""
+    name = (host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host).lower()
+    if not name or name in names or name.endswith(".localhost"):
+        return True
+    try:
+        ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 async def _end_with_error(scope: Scope, receive: Receive, tracker: ResponseTracker) -> None:

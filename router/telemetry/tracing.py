@@ -26,6 +26,7 @@ from opentelemetry.sdk.trace.sampling import Decision as Sampling
 from opentelemetry.trace import Status, StatusCode
 from starlette.datastructures import Headers
 
+from router.telemetry.ids import random_hex
 from router.telemetry.record import Outcome
 from router.telemetry.trace_store import (
     DECIDED,
@@ -40,7 +41,7 @@ from router.telemetry.trace_store import (
 from tiers.spec import OtlpTarget
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     from opentelemetry.trace import Span, Tracer
@@ -129,8 +130,7 @@ class Telemetry:
                 _PARENT.set("")  # the request before on this connection may have left one
                 await wrapped(scope, receive, send)
             else:
-                random = os.urandom(24).hex()
-                _PARENT.set(given if trace_id else f"00-{random[:32]}-{random[32:]}-00")
+                _PARENT.set(given if trace_id else f"00-{random_hex(32)}-{random_hex(16)}-00")
                 await app(scope, receive, send)
 
         return traced
@@ -160,16 +160,15 @@ class Telemetry:
 
     def request_ids(self, headers: Mapping[bytes, bytes]) -> tuple[str, str]:
         """Return the request's id and its trace id: the caller's where valid, else new ones."""
-        random = os.urandom(32).hex()
         context = trace.get_current_span().get_span_context()
         if context.is_valid:
             trace_id = trace.format_trace_id(context.trace_id)
         else:
             given = _PARENT.get() or headers.get(b"traceparent", b"").decode("latin-1")
-            trace_id = _trace_id_of(given) or random[:32]
+            trace_id = _trace_id_of(given) or random_hex(32)
         asked = headers.get(b"x-request-id", b"")
         usable = 0 < len(asked) <= 128 and asked.replace(b"-", b"").replace(b"_", b"").isalnum()  # noqa: PLR2004
-        return asked.decode() if usable else random[32:], trace_id
+        return asked.decode() if usable else random_hex(32), trace_id
 
     def record_caller(self, key_id: str) -> None:
         """Put the id of the caller's key, which is no secret, on the server span."""
@@ -341,12 +340,14 @@ class Telemetry:
             },
         )
 
-    def inject(self, span: Span, headers: MutableMapping[str, str]) -> None:
-        """Add the W3C trace context to an upstream request's headers: the span's, or without one the caller's."""
+    def context_headers(self, span: Span) -> list[tuple[bytes, bytes]]:
+        """Return the headers that carry the W3C trace context to an engine: the span's, or without one the caller's."""
         if span.get_span_context().is_valid:
-            propagate.inject(headers, trace.set_span_in_context(span))
-        elif parent := _PARENT.get():
-            headers["traceparent"] = parent
+            carrier: dict[str, str] = {}
+            propagate.inject(carrier, trace.set_span_in_context(span))
+            return [(name.encode("ascii"), value.encode("latin-1")) for name, value in carrier.items()]
+        parent = _PARENT.get()
+        return [(b"traceparent", parent.encode("latin-1"))] if parent else []
 
     def shutdown(self) -> None:
         """Export what is left."""

@@ -438,6 +438,8 @@ class BufferedAnswer(EngineAnswer):
         """Read the whole answer."""
         try:
             self.content = await body_of(self._attempt.response, MAX_ANSWER_BYTES)
+        except httpx.ReadTimeout:
+            raise
         except httpx.HTTPError as error:
             raise EngineBroke(f"the engine's answer broke off ({type(error).__name__})") from error
         try:

@@ -52,6 +52,7 @@ class Connection(asyncio.Protocol):
         headers: The answer's headers, as they were sent.
         complete: Whether the whole answer has come.
         read_timeout_s: Longest time that one read of the present answer may wait; None: any.
+        from_sending: Whether that time is counted from when the request was sent, for all reads together.
         parts: Of the answer's body that have come and were not read.
         take: Takes parts as they come, in place of a task that would be woken for each; returns whether it takes more.
         buffered: Their bytes.
@@ -73,6 +74,7 @@ class Connection(asyncio.Protocol):
         "buffered",
         "complete",
         "fault",
+        "from_sending",
         "headers",
         "idle_since",
         "origin",
@@ -100,7 +102,7 @@ class Connection(asyncio.Protocol):
         self.waiter: asyncio.Future[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.read_timeout_s: float | None = None
-        self.waiting_since = 0.0
+        self.waiting_since, self.from_sending = 0.0, False
         self.fault: httpx.TransportError | None = None
         self.buffered = self._head_bytes = 0
         self.paused = self._informational = self._head_only = self._body_ends_at_close = False
@@ -109,12 +111,13 @@ class Connection(asyncio.Protocol):
         scheme, host, port = self.origin
         return f"<Connection {self.state.value} {scheme}://{host}:{port}>"
 
-    def send(self, message: bytes, *, head_only: bool) -> None:
+    def send(self, message: bytes, *, head_only: bool, limit_s: float | None = None) -> None:
         """Send a request on an idle connection.
 
         Args:
             message: Head and body.
             head_only: Whether the answer has a head only.
+            limit_s: Time for the whole answer, or until ``Body.limit_reads``; None: any.
 
         Raises:
             httpx.ReadError: The engine has closed it.
@@ -125,6 +128,7 @@ class Connection(asyncio.Protocol):
         self.status, self.headers, self.parts, self.buffered = 0, [], [], 0
         self.complete = self.reusable = self._informational = self._body_ends_at_close = False
         self._head_bytes, self._head_only, self.fault = 0, head_only, None
+        self.read_timeout_s, self.from_sending, self.waiting_since = limit_s, limit_s is not None, time.monotonic()
         self._transport.write(message)
 
     async def head(self) -> None:
@@ -166,7 +170,8 @@ class Connection(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self.waiter = loop.create_future()
         if (limit_s := self.read_timeout_s) is not None:
-            self.waiting_since = time.monotonic()
+            if not self.from_sending:
+                self.waiting_since = time.monotonic()
             if self.timer is None:
                 self.timer = loop.call_later(limit_s, self.look, limit_s)
         try:
@@ -177,7 +182,7 @@ class Connection(asyncio.Protocol):
     def look(self, limit_s: float) -> None:
         """End a wait that takes too long; otherwise look again when it would. One timer serves all waits of an answer."""
         self.timer = None
-        if self.waiter is None:
+        if self.waiter is None and not self.from_sending:
             return  # the next wait sets it
         left_s = self.waiting_since + limit_s - time.monotonic()
         if left_s > 0:
@@ -340,8 +345,12 @@ class Body(httpx.AsyncByteStream):
 
     def limit_reads(self, limit_s: float) -> None:
         """Let each further read wait so long at most."""
-        if self._connection is not None:
-            self._connection.read_timeout_s = limit_s
+        connection = self._connection
+        if connection is not None:
+            connection.read_timeout_s, connection.from_sending = limit_s, False
+            if connection.timer is not None:
+                connection.timer.cancel()
+                connection.timer = None
 
     async def __anext__(self) -> bytes:
         connection = self._connection
@@ -386,8 +395,8 @@ class Body(httpx.AsyncByteStream):
 class EngineTransport(httpx.AsyncBaseTransport):
     """Connections to engines, used again one after another.
 
-    Of ``request.extensions["timeout"]`` the times ``connect`` and ``pool`` are kept, in seconds; how long an answer may
-    take is its reader's to say.
+    Of ``request.extensions["timeout"]`` the times ``connect``, ``pool`` and ``read`` are kept, in seconds. Other than in
+    httpx, ``read`` is for the whole answer, unless its reader limits each read (``Body.limit_reads``).
 
     Args:
         max_requests: Requests at once; further ones wait for at most the ``pool`` time. 0: any number.
@@ -414,6 +423,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
             httpx.ConnectError: None could be made.
             httpx.LocalProtocolError: The request's head holds control characters.
             httpx.ReadError: The connection broke.
+            httpx.ReadTimeout: The head did not come in time.
             httpx.RemoteProtocolError: It was closed before the answer's end, or what came is no HTTP.
         """
         if self._closed:
@@ -429,7 +439,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
             self._active.add(connection)
             if self._closed:
                 raise httpx.ReadError("the transport was closed")  # noqa: TRY301  what follows ends the connection
-            connection.send(message, head_only=head_only)
+            connection.send(message, head_only=head_only, limit_s=times.get("read"))
             await connection.head()
             body = Body(connection, self._release)
             return httpx.Response(connection.status, headers=connection.headers, stream=body)
@@ -523,7 +533,7 @@ async def _message(request: httpx.Request) -> bytes:
     Raises:
         httpx.LocalProtocolError: Its head would hold something that ends a line, or a NUL.
     """
-    content = await request.aread()
+    content = request.read() if isinstance(request.stream, httpx.ByteStream) else await request.aread()
     lines = [b"%b %b HTTP/1.1" % (request.method.encode("ascii"), request.url.raw_path)]
     lines += [b"%b: %b" % header for header in request.headers.raw]
     head = b"\r\n".join(lines)
