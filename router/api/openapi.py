@@ -181,7 +181,12 @@ def _completion(summary: str, field: str) -> Schema:
         "Whatever vLLM accepts; everything but model and qarr is passed on unchanged"
     )
     operation["parameters"] = [
-        {"name": name, "in": "header", "schema": _header_schema(path), "description": f"As qarr.{'.'.join(path)}"}
+        {
+            "name": name.decode(),
+            "in": "header",
+            "schema": _header_schema(path),
+            "description": f"As qarr.{'.'.join(path)}",
+        }
         for name, path in HEADERS.items()
     ]
     operation["responses"]["200"]["headers"] = _answer_headers()

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from router.pipeline.cascade import Cascade
     from router.pipeline.opening import Opener
     from router.pipeline.registry import ActiveRequest, RequestRegistry
-    from router.pipeline.request import ParsedRequest, RequestContext, RoutingOptions
-    from router.policy.decision import Decision
+    from router.pipeline.request import ParsedRequest, PromptText, RequestContext, RoutingOptions
+    from router.policy.decision import Decision, PolicyParameters, Query
     from router.policy.decision_log import DecisionLog
     from router.policy.table import PolicyStore
     from router.telemetry.tracing import Telemetry
     from router.upstream.engine_stream import EngineRequest
-    from tiers.fleet import Fleet
+    from tiers.fleet import Fleet, FleetSnapshot
 
 
 class PromptObserver(Protocol):
@@ -76,7 +76,7 @@ class Pipeline:
     on_request: Callable[[], None]
 
     def decide(self, request: ParsedRequest, *, serve: bool = True) -> Decision:
-        """Classify a request and decide, each under its span.
+        """Classify a request and decide, each under its span where the request has spans.
 
         Args:
             request: The request.
@@ -85,23 +85,34 @@ class Pipeline:
         Raises:
             BeyondKey: The caller's key refuses the hinted tier.
         """
-        telemetry, prompt = self.telemetry, request.prompt
         _check_hint(request.context, request.options)
         if serve:
             self.on_request()
-        with telemetry.classify() as span:
-            features = prompt.classify(self.counter)
-            telemetry.record_features(span, features, prompt.text)
-        with telemetry.route():
-            fleet, table = self.fleet.snapshot(), self.policy.table
-            decision = decide(query_of(request, features, fleet.template), fleet, table)
-            telemetry.record_decision(decision)
-            telemetry.record_verdicts(decision)
+        traced = request.context.traced
+        features = self._classify(request.prompt) if traced else request.prompt.classify(self.counter)
+        fleet, table = self.fleet.snapshot(), self.policy.table
+        query = query_of(request, features, fleet.template)
+        decision = self._decide(query, fleet, table) if traced else decide(query, fleet, table)
         if serve and self.prompt_observer is not None:
-            self.prompt_observer.offer(prompt.text, features)
+            self.prompt_observer.offer(request.prompt.text, features)
         if serve and self.decisions is not None:
             self.decisions.decided(request.context.request_id, decision, fleet, table)
-        telemetry.record_decision(decision)  # on the server span too, which dashboards list
+        return decision
+
+    def _classify(self, prompt: PromptText) -> PromptFeatures:
+        """Classify a prompt under a span."""
+        with self.telemetry.classify() as span:
+            features = prompt.classify(self.counter)
+            self.telemetry.record_features(span, features, prompt.text)
+        return features
+
+    def _decide(self, query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decision:
+        """Decide under a span; the server span, which dashboards list, gets the decision as well."""
+        with self.telemetry.route():
+            decision = decide(query, fleet, table)
+            self.telemetry.record_decision(decision)
+            self.telemetry.record_verdicts(decision)
+        self.telemetry.record_decision(decision)
         return decision
 
     async def serve(
@@ -145,7 +156,8 @@ class Pipeline:
         except (asyncio.CancelledError, EngineTooSlow):
             grant.used = decision.query.tokens_to_read  # an engine may have computed them
             raise
-        self.telemetry.record_served(answer.tier, answer.replica_id, answer.failed_attempts)
+        if active.context.traced:
+            self.telemetry.record_served(answer.tier, answer.replica_id, answer.failed_attempts)
 
     async def _close(
         self, active: ActiveRequest, grant: Grant, asked: EngineRequest, error: BaseException | None

@@ -95,7 +95,8 @@ class Gate:
 
     async def _enter(self, scope: Scope, receive: Receive, tracker: ResponseTracker) -> None:
         sent = dict(reversed(scope["headers"]))  # the first of those that share a name
-        context = RequestContext(*self._telemetry.request_ids(sent), route=scope["path"], sent=sent)
+        traced = self._telemetry.recording
+        context = RequestContext(*self._telemetry.request_ids(sent), route=scope["path"], sent=sent, traced=traced)
         begin_request(context.request_id, context.trace_id)
         keep(scope, context)
         track(scope, tracker)
@@ -106,7 +107,8 @@ class Gate:
             response.headers["connection"] = "close"  # its body stays unread
             await response(scope, receive, tracker.send)
             return
-        self._telemetry.record_caller(context.caller.key_id)
+        if traced:
+            self._telemetry.record_caller(context.caller.key_id)
         endpoint = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
         if endpoint is None:
             await self._app(scope, receive, tracker.send)

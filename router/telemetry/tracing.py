@@ -158,6 +158,11 @@ class Telemetry:
             span.update_name(f"{scope['method']} {route}")
             span.set_attribute("http.route", route)
 
+    @property
+    def recording(self) -> bool:
+        """Tell whether the present request has spans that record."""
+        return _recording() is not None
+
     def request_ids(self, headers: Mapping[bytes, bytes]) -> tuple[str, str]:
         """Return the request's id and its trace id: the caller's where valid, else new ones."""
         context = trace.get_current_span().get_span_context()

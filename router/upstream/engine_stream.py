@@ -194,8 +194,9 @@ class EngineAnswer(ABC):
         elif isinstance(error, UpstreamError):
             lease.failed(type(error).__name__)
         lease.release()
-        span.set_attributes(self._attributes())
-        end_span(span, error)
+        if span.is_recording():
+            span.set_attributes(self._attributes())
+            end_span(span, error)
         await self._disconnect()
 
     async def _disconnect(self) -> None:
@@ -336,8 +337,10 @@ class EngineStream(EngineAnswer):
         """
         if self._rest is None and not self._held and self._pending is None:
             self._take = take
-            await self._source.pump(self._pass_on)
-            self._take = None
+            try:
+                await self._source.pump(self._pass_on)
+            finally:
+                self._take = None  # it leads here
 
     def _pass_on(self, events: bytes, texts: PlainTexts) -> bool:
         assert self._take is not None

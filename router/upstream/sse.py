@@ -226,8 +226,10 @@ class EventSource:
         if not self._over and not self._ready:
             assert isinstance(self._parts, Body)
             self._take = take
-            await self._parts.pump(self._feed)
-            self._take = _none
+            try:
+                await self._parts.pump(self._feed)
+            finally:
+                self._take = _none  # it leads here
 
     def _feed(self, data: bytes) -> bool:
         """Pass on the plain events that have come; keep the rest, and return whether there may be more of them."""
@@ -243,7 +245,7 @@ class EventSource:
             data = data[:end]
         texts = _PLAIN.findall(data)
         if 2 * len(texts) != data.count(b"\n") or not _is_utf8(data):
-            end = _plain_end(data)
+            end = plain_end(data)
             self._ready, data = data[end:] + self._buffer, data[:end]
             self._buffer.clear()
             texts = texts[: data.count(SEPARATOR)]
@@ -277,7 +279,7 @@ def _none(_events: bytes, _texts: PlainTexts) -> bool:
     return False
 
 
-def _plain_end(data: bytes) -> int:
+def plain_end(data: bytes) -> int:
     """Return where the plain events at the beginning of some whole events end."""
     end = 0
     while (found := _PLAIN.match(data, end)) is not None and _is_utf8(found[0]):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from router.upstream.sse import plain_end
 from tests.fakes.engine import FakeEngine, serving
 from tiers.probe import EngineProbe
 
@@ -49,6 +50,11 @@ async def script(url: str, key: str) -> dict[str, Any]:
             "uncounted": await _uncounted(client, {**chat, "temperature": 0}),
             "detokenize": list((await client.post("/detokenize", json={"tokens": [1, 2], **_of(chat)})).json()),
             "completions": await _shape(client, "/v1/completions", {**text, **extra}),
+            "plain": [
+                await _plain(client, path, {**body, **extra, "max_tokens": 16, **ids})
+                for path, body in (("/v1/chat/completions", chat), ("/v1/completions", text))
+                for ids in ({}, {"return_token_ids": True})
+            ],
             "held back": [
                 await _held_back(client, path, {**body, **extra, "max_tokens": 32, "return_token_ids": True})
                 for path, body in (("/v1/chat/completions", chat), ("/v1/completions", text))
@@ -77,6 +83,13 @@ async def _shape(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
         "choices_with_usage": chunks[-1]["choices"],
         "tokens": chunks[-1]["usage"]["completion_tokens"],
     }
+
+
+async def _plain(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> bool:
+    """Tell whether every event between the first and the last ones is one that the router passes on without parsing it."""
+    events = [event + b"\n\n" for event in (await client.post(path, json=body)).content.split(b"\n\n") if event]
+    inner = b"".join(event for event in events[1:-1] if b'"finish_reason":null' in event)
+    return inner.count(b"data: ") > 2 and plain_end(inner) == len(inner)
 
 
 STOP = "~~~~~~"  # in no answer

@@ -356,7 +356,9 @@ class FakeEngine:
             rest: dict[str, Any] = {"usage": self._usage(len(pieces)), "system_fingerprint": FINGERPRINT}
             if body.get("return_token_ids"):
                 rest["prompt_token_ids"] = [1, 2, 3]
-            answer = JSONResponse(self._fields({"choices": choices, **rest}))
+            answer = JSONResponse(
+                self._fields({"choices": choices, **rest}, "chat.completion" if chat else "text_completion")
+            )
             b.sent.append(bytes(answer.body))
             return answer
         finally:
@@ -431,7 +433,7 @@ class FakeEngine:
                 stop_reason=written.stopped, **({} if counted else last),
             )  # fmt: skip
             if counted:
-                yield self._event({"choices": [], "usage": self._usage(number + 1 - done), **last})
+                yield self._event({"choices": [], "usage": self._usage(number + 1 - done), **last}, chat=chat)
             yield b"data: [DONE]\n\n"
         finally:
             b.running -= 1
@@ -475,12 +477,15 @@ class FakeEngine:
         stop_reason: str | None = None,
         **more: Any,
     ) -> bytes:
-        part: dict[str, Any] = {"delta": delta, "logprobs": logprobs}
-        if not chat:
-            part = {"text": delta["content"], "prompt_token_ids": prompt}
-        if reason is not None:
-            part["stop_reason"] = stop_reason
-        return self._event({"choices": [{"index": 0, **part, "finish_reason": reason, "token_ids": ids}], **more})
+        """Return a chunk with its members in vLLM's order, and with those that vLLM writes even where they are null."""
+        stopped = {"stop_reason": stop_reason}
+        if chat:
+            first = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+            choice = first if "role" in delta else {**first, **(stopped if reason else {}), "token_ids": ids}
+        else:
+            first = {"index": 0, "text": delta["content"], "logprobs": None, "finish_reason": reason, **stopped}
+            choice = {**first, "prompt_token_ids": prompt, "token_ids": ids}
+        return self._event({"choices": [choice], **more}, chat=chat)
 
     def _done(self, body: dict[str, Any]) -> int:
         """Return how many pieces of the answer are in the prompt already."""
@@ -491,11 +496,13 @@ class FakeEngine:
             else 0
         )
 
-    def _fields(self, fields: dict[str, Any]) -> dict[str, Any]:
-        return {"id": "x", "object": "chunk", "created": int(time.time()), "model": self._model, **fields}
+    def _fields(self, fields: dict[str, Any], kind: str) -> dict[str, Any]:
+        return {"id": "x", "object": kind, "created": int(time.time()), "model": self._model, **fields}
 
-    def _event(self, fields: dict[str, Any]) -> bytes:
-        return b"data: " + json.dumps(self._fields(fields), separators=(",", ":")).encode() + b"\n\n"
+    def _event(self, fields: dict[str, Any], *, chat: bool) -> bytes:
+        whole = self._fields(fields, "chat.completion.chunk" if chat else "text_completion")
+        text = json.dumps(whole, separators=(",", ":"), ensure_ascii=False)
+        return b"data: " + text.encode("utf-8", "surrogatepass") + b"\n\n"
 
 
 def _measures_speed(body: dict[str, Any]) -> bool:
