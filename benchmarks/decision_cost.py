@@ -17,7 +17,8 @@ from router.policy.decide import decide
 from router.policy.decision import ExpectedLoss, PolicyParameters, Query, Sla
 from router.policy.decision_log import DecisionLog
 from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
-from tiers.fleet import Fleet, Replica
+from tiers.fleet import Fleet
+from tiers.replica import Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import SpeedModel
 

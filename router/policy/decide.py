@@ -13,8 +13,8 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from router.policy.decision import CHOSEN, Basis, Decision, Refusal, TierReport
-from tiers.fleet import has_slots
 from tiers.preparing import about
+from tiers.snapshot import has_slots
 from tiers.spec import ReplicaState, TierName
 from tiers.speed import HALF_LIFE_S, IDLE
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from router.policy.decision import Bound, ExpectedLoss, PolicyParameters, Query
-    from tiers.fleet import Expectation, FleetSnapshot, ReplicaSnapshot, TierSnapshot
+    from tiers.snapshot import Expectation, FleetSnapshot, ReplicaSnapshot, TierSnapshot
     from tiers.speed import SpeedModel
 
 STARTING_RETRY_S = 10.0  # engines start and warm in tens of seconds

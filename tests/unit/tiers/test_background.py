@@ -11,7 +11,7 @@ import pytest
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
 from tiers.background import Faults, lasting
-from tiers.fleet import Replica
+from tiers.replica import Replica
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:

@@ -12,19 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiers.breaker import BreakerState
-from tiers.fleet import (
-    FOREIGN_POLLS,
-    Demand,
-    Fleet,
-    Gauges,
-    Lease,
-    PeerLoad,
-    Replica,
-    Share,
-    TemplateTokens,
-    fits,
-    has_slots,
-)
+from tiers.fleet import Demand, Fleet, Lease
+from tiers.replica import FOREIGN_POLLS, PeerLoad, Replica, Share
+from tiers.snapshot import Gauges, TemplateTokens, fits, has_slots
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import HALF_LIFE_S, PREFILL_MEMORY_MS, Seen, SpeedModel, Trend
 
