@@ -11,16 +11,17 @@ import math
 import time
 from collections import Counter
 from dataclasses import astuple, dataclass, field, replace
+from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tiers.preparing import Preparations
-from tiers.replica import FleetOptions, Replica, Share
-from tiers.snapshot import FleetSnapshot, TemplateTokens, TierSnapshot, fits, has_slots
+from tiers.replica import FleetOptions, Replica, Share, Totals
+from tiers.snapshot import FleetSnapshot, KeptTier, Moment, TemplateTokens, Wanted, least_loaded
 from tiers.spec import ReplicaState, TierName, TierSpec
-from tiers.speed import Seen, SpeedModel, Times
+from tiers.speed import Load, Seen, SpeedModel, Times
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 OUTPUT_MEMORY = 0.95  # weight of the past in ``Fleet.output_share``: about the last twenty answers
 
@@ -59,7 +60,8 @@ class Lease:
     _slots_taken: int  # on the replica, by all routers
     _unqueued_ms: float | None
     _probe: int
-    _seen: Seen
+    _load: Load  # of the replica, without the request
+    _seen: Seen | None = None
     _begun: tuple[float, float, int] | None = None  # time of the first token, and the replica's work then
     _judged: bool = False
     _released: bool = False
@@ -72,15 +74,17 @@ class Lease:
             ttft_ms: Time to the first token, to learn from; None: nothing is learned. Nothing is learned from a request
                 of several sequences either: its first token is the first of any.
         """
-        replica, speed, now = self.replica, self.replica.speed, time.monotonic()
+        replica, speed, now, prompt_tokens = self.replica, self.replica.speed, time.monotonic(), self._prompt_tokens
         replica.progressed(now)
-        replica.prompt_tokens -= self._prompt_tokens
+        replica.changed()
+        replica.prompt_tokens -= prompt_tokens
         self._prompt_tokens = 0
         self._answered()
         if ttft_ms is None or self.sequences > 1:
             return
         if replica.learns:
-            self._seen, self._begun = self._seen._replace(ttft_ms=ttft_ms), (now, *replica.work(now))
+            load, self._begun = self._load, (now, *replica.work(now))
+            self._seen = Seen(prompt_tokens, load.sequences, load.prompt_tokens, load.neighbours, ttft_ms)
         if self._unqueued_ms is not None:
             expected_ms = self._unqueued_ms * math.exp(max(replica.ttft_trend.mean, 0.0))
             replica.limiter.sample(expected_ms, ttft_ms, self._slots_taken)
@@ -91,13 +95,13 @@ class Lease:
         """Count output tokens that have arrived."""
         if self._released:
             return
-        replica = self.replica
-        replica._silence_s, replica._silent_from = 0.0, time.monotonic()  # noqa: SLF001  once per token, so not a call
+        replica, left = self.replica, self._output_tokens  # once per token, so without a call
+        replica._silence_s, replica._silent_from = 0.0, monotonic()  # noqa: SLF001
         replica.generated += tokens
         self._generated += tokens
-        tokens = min(tokens, self._output_tokens)
+        tokens = min(tokens, left)
         replica.output_tokens -= tokens
-        self._output_tokens -= tokens
+        self._output_tokens = left - tokens
 
     def finished(self, tpot_ms: float | None, output_tokens: int = 0) -> None:
         """Note a complete answer.
@@ -109,6 +113,7 @@ class Lease:
         """
         replica, speed, now = self.replica, self.replica.speed, time.monotonic()
         replica.served += 1
+        replica.changed()
         replica.generated += max(output_tokens - self._generated, 0)  # of an answer that was not streamed
         replica.progressed(now)
         self._answered()
@@ -122,9 +127,10 @@ class Lease:
     def _note(self, now: float, tpot_ms: float | None, output_tokens: int) -> None:
         """Note the answer's times and the replica's work meanwhile, if the replica's speed is learned from answers."""
         replica = self.replica
-        if self._begun is None or not replica.learns:  # several sequences never begin
+        seen, begun = self._seen, self._begun
+        if seen is None or begun is None or not replica.learns:  # several sequences never begin
             return
-        seen, (began, sequence_s, prompts) = self._seen, self._begun
+        began, sequence_s, prompts = begun
         if tpot_ms is not None and tpot_ms > 0 and now > began:
             batch, prefilled = replica.work(now)
             seen = seen._replace(
@@ -137,6 +143,7 @@ class Lease:
     def failed(self, error: str) -> None:
         """Count a failed attempt, by its kind of error."""
         self.replica.failed += 1
+        self.replica.changed()
         self._fleet.failures[self.replica.spec.name, error] += 1
         self.replica.limiter.failed()
         self._judged = True
@@ -152,13 +159,14 @@ class Lease:
         if self._released:
             return
         self._released = True
-        self.replica.took(-1, time.monotonic(), self.sequences)
-        self.replica.prompt_tokens -= self._prompt_tokens
+        replica = self.replica
+        replica.took(-1, time.monotonic(), self.sequences)
+        replica.prompt_tokens -= self._prompt_tokens
         self._prompt_tokens = 0  # a late first token must not count down again
-        self.replica.output_tokens -= self._output_tokens
-        self.replica.kv_tokens_held -= self._kv_tokens
+        replica.output_tokens -= self._output_tokens
+        replica.kv_tokens_held -= self._kv_tokens
         if not self._judged:
-            self.replica.breaker.given_up(probe=self._probe)
+            replica.breaker.given_up(probe=self._probe)
         self._fleet.on_capacity()
 
     def __enter__(self) -> Self:
@@ -198,17 +206,33 @@ class Fleet:
     first_share: Share | None = None
     measuring: asyncio.Lock = field(default_factory=asyncio.Lock)
     preparations: Preparations = field(default_factory=Preparations)
+    _members: dict[TierName, list[Replica]] = field(default_factory=dict)  # the replicas, by tier
+    _totals: Totals = field(default_factory=Totals)
+
+    def __post_init__(self) -> None:
+        given, self.replicas = self.replicas, []
+        for replica in given:
+            self._enter(replica)
 
     def add(self, replica: Replica) -> Replica:
         """Add a replica. It gets requests once it is marked ready."""
         replica.adopt(self.options)
         replica.share = self.first_share
-        self.replicas.append(replica)
+        self._enter(replica)
         return replica
+
+    def _enter(self, replica: Replica) -> None:
+        self.replicas.append(replica)
+        self._members.setdefault(replica.spec.name, []).append(replica)
+        replica.totals = self._totals
+        self._totals.count(replica.spec.name, replica.view)
 
     def remove(self, replica: Replica) -> None:
         """Remove a replica. Its leases end as usual."""
         self.replicas.remove(replica)
+        self._members[replica.spec.name].remove(replica)
+        self._totals.count(replica.spec.name, replica.view, -1)
+        replica.totals = Totals()
 
     def configure(self, spec: TierSpec) -> None:
         """Replace a tier's configuration, for example when its checkpoint is finished."""
@@ -246,19 +270,20 @@ class Fleet:
             over_limit: Ignore the replica's limits: the request was admitted before, on another replica.
         """
         now, output_tokens = time.monotonic(), max_tokens * sequences
-        demand = Demand(prompt_tokens, max_tokens, sequences)
-        replica = min(self._able((tier,), None if over_limit else demand, exclude, now), key=_load, default=None)
+        kv_tokens = prompt_tokens + math.ceil(self.output_share * output_tokens)
+        replica = self._least_loaded(
+            tier, None if over_limit else Wanted(kv_tokens, sequences, self._is_long(prompt_tokens)), exclude, now
+        )
         if replica is None:
             return None
-        kv_tokens = self._kv_tokens(demand)
-        predicted, unqueued_ms, most = None, None, replica.spec.max_num_seqs
-        load = replica.load(now, self._neighbours(replica))
-        if replica.speed is not None:
-            predicted = replica.speed.times(prompt_tokens, load, most, self.output_share, sequences)
+        predicted, unqueued_ms, speed, most = None, None, replica.speed, replica.spec.max_num_seqs
+        load = replica.view.load(replica.output_tokens, self._moment(now))
+        if speed is not None:
+            predicted = speed.times(prompt_tokens, load, most, self.output_share, sequences)
             unqueued_ms = predicted.ttft_ms
             if load.sequences >= most:  # the engine queues the request
                 computed = replace(load, sequences=most - 1)
-                unqueued_ms = replica.speed.times(prompt_tokens, computed, most, self.output_share).ttft_ms
+                unqueued_ms = speed.times(prompt_tokens, computed, most, self.output_share).ttft_ms
         probe = replica.breaker.begin(now)
         replica.prompt_sent(prompt_tokens, now)
         replica.took(1, now, sequences)
@@ -266,9 +291,9 @@ class Fleet:
         replica.output_tokens += output_tokens
         replica.kv_tokens_held += kv_tokens
         return Lease(
-            replica=replica,
-            predicted=predicted,
-            sequences=sequences,
+            replica,
+            predicted,
+            sequences,
             _fleet=self,
             _prompt_tokens=prompt_tokens,
             _output_tokens=output_tokens,
@@ -277,92 +302,82 @@ class Fleet:
             _slots_taken=replica.slots + replica.others.slots,
             _unqueued_ms=unqueued_ms,
             _probe=probe,
-            _seen=Seen(prompt_tokens, load.sequences, load.prompt_tokens, load.neighbours, 0.0),
+            _load=load,
         )
+
+    def _least_loaded(
+        self, tier: TierName, wanted: Wanted | None, exclude: Collection[str], now: float
+    ) -> Replica | None:
+        """Return the tier's least loaded replica that takes a request; without ``wanted``, whatever their limits."""
+        self._renew(now)
+        members = self._members.get(tier, [])
+        if exclude:
+            members = [r for r in members if r.id not in exclude]
+        if wanted is None:
+            members = [r for r in members if r.view.open]
+            return min(members, key=lambda r: (r.prompt_tokens + r.output_tokens, r.view.sequences), default=None)
+        found = least_loaded([r.view for r in members], [r.output_tokens for r in members], wanted)
+        return members[found] if found >= 0 else None
+
+    def _renew(self, now: float) -> None:
+        """Make the views anew that have changed."""
+        for replica in self.replicas:
+            if replica.stale_at <= now:
+                replica.keep(now)
+
+    def _moment(self, now: float) -> Moment:
+        return Moment(now, self._totals.busy, max(len(self.replicas) - 1, 1))
 
     def has_capacity(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> bool:
         """Tell whether a request could be leased on one of several tiers, apart from the excluded replicas."""
-        return next(self._able(tiers, demand, exclude, time.monotonic()), None) is not None
+        now, tokens = time.monotonic(), self._kv_tokens(demand)
+        wanted = Wanted(tokens, demand.sequences, self._is_long(demand.prompt_tokens))
+        return any(self._least_loaded(tier, wanted, exclude, now) is not None for tier in tiers)
 
     def is_ready(self, tier: TierName) -> bool:
         """Tell whether a tier has a ready replica."""
-        return any(r.spec.name is tier and r.state is ReplicaState.READY for r in self.replicas)
+        return any(r.state is ReplicaState.READY for r in self._members.get(tier, ()))
 
     def nearest(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> str | None:
         """Return the id of the replica with free slots that lacks least of what a request needs; None: no replica."""
-        tokens, long = self._kv_tokens(demand), self._is_long(demand)
+        tokens, long = self._kv_tokens(demand), self._is_long(demand.prompt_tokens)
+        self._renew(time.monotonic())
 
         def lacking(replica: Replica) -> tuple[int, int]:
-            slots = replica.slots + demand.sequences - replica.limit
-            return max(slots, 0), replica.kv_tokens_held + replica.others.kv_tokens + tokens - replica.kv_tokens
+            view = replica.view
+            return max(view.taken + demand.sequences - view.limit, 0), view.kv_tokens_held + tokens - view.kv_tokens
 
-        able = self._able(tiers, None, exclude, time.monotonic())
-        partly = [r for r in able if r.slots < r.limit and not (long and r.kv_pressure)]
+        able = [r for r in self.replicas if r.spec.name in tiers and r.view.open and r.id not in exclude]
+        partly = [r for r in able if r.view.taken < r.view.limit and not (long and r.view.kv_pressure)]
         return min(partly, key=lacking).id if partly else None
-
-    def _able(
-        self, tiers: Collection[TierName], demand: Demand | None, exclude: Collection[str], now: float
-    ) -> Iterator[Replica]:
-        """Yield the replicas that take a request; without a demand, whatever their limits."""
-        for r in self.replicas:
-            if r.spec.name not in tiers or r.state is not ReplicaState.READY or r.id in exclude:
-                continue
-            if r.breaker.admits(now) and (demand is None or self._takes(r, demand)):
-                yield r
-
-    def _takes(self, replica: Replica, demand: Demand) -> bool:
-        if not has_slots(demand.sequences, replica.slots, replica.limit):
-            return False
-        if replica.kv_pressure and self._is_long(demand):
-            return False
-        return fits(self._kv_tokens(demand), replica.kv_tokens_held + replica.others.kv_tokens, replica.kv_tokens)
 
     def _kv_tokens(self, demand: Demand) -> int:
         return demand.prompt_tokens + math.ceil(self.output_share * demand.max_tokens * demand.sequences)
 
-    def _is_long(self, demand: Demand) -> bool:
-        return demand.prompt_tokens > self.options.long_prompt_tokens
+    def _is_long(self, prompt_tokens: int) -> bool:
+        return prompt_tokens > self.options.long_prompt_tokens
 
     def freed_per_s(self, tier: TierName) -> float:
         """Predict a tier's slots that become free per second; 0 if no replica takes requests."""
         now = time.monotonic()
-        return sum(
-            r.freed_per_s(now, self._neighbours(r), self.output_share)
-            for r in self.replicas
-            if r.spec.name is tier and r.state is ReplicaState.READY and r.breaker.admits(now)
-        )
-
-    def _neighbours(self, replica: Replica) -> float:
-        """Return the share of the other replicas that have requests."""
-        others = len(self.replicas) - 1
-        return sum(r.sequences > 0 for r in self.replicas if r is not replica) / others if others else 0.0
+        self._renew(now)
+        moment = self._moment(now)
+        return sum(r.freed_per_s(moment, self.output_share) for r in self._members.get(tier, ()) if r.view.open)
 
     def note_template(self, template: TemplateTokens) -> None:
         """Note what an engine's chat template adds to prompts; the larger of each figure counts."""
         self.template = TemplateTokens(*map(max, astuple(self.template), astuple(template)))
 
     def snapshot(self, reserved: Collection[str] = ()) -> FleetSnapshot:
-        """Return a frozen copy of the fleet, in which reserved replicas (by id) have no free slots."""
-        now, others = time.monotonic(), max(len(self.replicas) - 1, 1)
-        busy = {r.id for r in self.replicas if r.sequences}
-        return FleetSnapshot(
-            tiers=tuple(
-                TierSnapshot(
-                    spec,
-                    tuple(
-                        r.snapshot(now, (len(busy) - (r.id in busy)) / others, reserved=r.id in reserved)
-                        for r in self.replicas
-                        if r.spec.name is spec.name
-                    ),
-                    self.preparations.of(spec.name),
-                )
-                for spec in self.specs
-            ),
-            template=self.template,
-            output_share=self.output_share,
-            long_prompt_tokens=self.options.long_prompt_tokens,
-        )
-
-
-def _load(replica: Replica) -> tuple[int, int]:
-    return replica.prompt_tokens + replica.output_tokens, replica.sequences
+        """Return the fleet as it is, frozen; in it, reserved replicas (by id) have no free slots."""
+        now = time.monotonic()
+        self._renew(now)
+        moment, tiers = self._moment(now), []
+        for spec in self.specs:
+            members = self._members.get(spec.name, ())
+            views = [r.view for r in members]
+            if reserved:
+                views = [replace(v, limit=min(v.limit, v.taken)) if v.id in reserved else v for v in views]
+            outputs, taken = [r.output_tokens for r in members], self._totals.taken[spec.name]
+            tiers.append(KeptTier(spec, views, outputs, taken, moment, preparing=self.preparations.of(spec.name)))
+        return FleetSnapshot(tuple(tiers), self.template, self.output_share, self.options.long_prompt_tokens)

@@ -1,18 +1,22 @@
-"""The fleet's own record of a replica: its state, its load, and what was seen of its speed."""
+"""The fleet's own record of a replica: its state, its load, and what was seen of its speed.
+
+A replica keeps the view of itself that snapshots take (``tiers.snapshot``). Whatever changes the view calls ``changed``;
+assigning to an attribute that others may assign to does (``_Shown``).
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from tiers.breaker import Breaker, BreakerOptions
 from tiers.limit import ConcurrencyLimit
-from tiers.snapshot import Gauges, ReplicaSnapshot
-from tiers.spec import ReplicaState, TierSpec
-from tiers.speed import PREFILL_MEMORY_MS, STEADY, Load, Seen, SpeedModel, Trend
+from tiers.snapshot import Gauges, KeptReplica, Moment, faded_rate
+from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.speed import PREFILL_MEMORY_MS, STEADY, Seen, SpeedModel, Trend
 from tiers.turnover import Turnover
 
 SHORTEST_HOLD_S = 1e-3  # of a slot
@@ -66,7 +70,49 @@ class FleetOptions:
     long_prompt_tokens: int = 512
 
 
-@dataclass(slots=True, eq=False)
+T = TypeVar("T")
+
+
+class _Shown(Generic[T]):
+    """An attribute of a replica that is part of its view.
+
+    Args:
+        default: The value of a new replica.
+    """
+
+    def __init__(self, default: T) -> None:
+        self._default, self._slot = default, ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._slot = f"_shown_{name}"
+
+    def __get__(self, replica: Replica | None, owner: type) -> T:
+        return self._default if replica is None else replica.__dict__[self._slot]
+
+    def __set__(self, replica: Replica, value: T) -> None:
+        replica.__dict__[self._slot] = value
+        replica.stale_at = 0.0
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over a fleet's views.
+
+    Attributes:
+        busy: Replicas that have requests.
+        taken: This router's slots, by tier.
+    """
+
+    busy: int = 0
+    taken: Counter[TierName] = field(default_factory=Counter)
+
+    def count(self, tier: TierName, view: KeptReplica, sign: int = 1) -> None:
+        """Add a view of one of a tier's replicas, or take it out (-1)."""
+        self.busy += sign * (view.sequences > 0)
+        self.taken[tier] += sign * view.taken
+
+
+@dataclass(eq=False)
 class Replica:
     """The fleet's own record of a replica.
 
@@ -78,6 +124,9 @@ class Replica:
         generated: Output tokens so far.
         seen: The last answers, to learn the speed from.
         noted: Number of answers that ``seen`` was ever given.
+        view: As last made.
+        stale_at: When it must be made again, in monotonic seconds.
+        totals: Of the fleet.
     """
 
     id: str
@@ -87,9 +136,9 @@ class Replica:
     model: str
     takes_priority: bool = True
     fingerprint: str | None = None
-    pid: int | None = None
-    state: ReplicaState = ReplicaState.STARTING
-    detail: str | None = None
+    pid: _Shown[int | None] = _Shown(None)
+    state: _Shown[ReplicaState] = _Shown(ReplicaState.STARTING)
+    detail: _Shown[str | None] = _Shown(None)
     in_flight: int = 0
     slots: int = 0
     prompt_tokens: int = 0
@@ -97,20 +146,23 @@ class Replica:
     kv_tokens_held: int = 0
     kv_tokens: int = 0
     kv_pressure: bool = False
-    share: Share | None = None
+    share: _Shown[Share | None] = _Shown(None)
     served: int = 0
     failed: int = 0
     generated: int = 0
-    gauges: Gauges | None = None
-    speed: SpeedModel | None = None
-    ttft_trend: Trend = STEADY
-    tpot_trend: Trend = STEADY
+    gauges: _Shown[Gauges | None] = _Shown(None)
+    speed: _Shown[SpeedModel | None] = _Shown(None)
+    ttft_trend: _Shown[Trend] = _Shown(STEADY)
+    tpot_trend: _Shown[Trend] = _Shown(STEADY)
     options: FleetOptions = field(default_factory=FleetOptions)
     breaker: Breaker = field(init=False)
     limiter: ConcurrencyLimit = field(init=False)
     turnover: Turnover = field(default_factory=Turnover)
     seen: deque[Seen] = field(default_factory=lambda: deque(maxlen=KEPT_ANSWERS))
     noted: int = 0
+    view: KeptReplica = field(init=False)
+    stale_at: float = 0.0
+    totals: Totals = field(default_factory=Totals)
     _others: PeerLoad = NO_PEERS
     _others_until: float = 0.0  # monotonic; later ``_others`` is out of date
     _prefill_rate: float = 0.0  # prompt tokens per millisecond at ``_prefill_at``
@@ -125,11 +177,69 @@ class Replica:
 
     def __post_init__(self) -> None:
         self.adopt(self.options)
+        self.view = self._look(0.0)
+        self.changed()
 
     def adopt(self, options: FleetOptions) -> None:
         """Take the fleet's options."""
-        self.options, self.breaker = options, Breaker(options.breaker)
+        self.options, self.breaker = options, Breaker(options.breaker, on_open=self.changed)
         self.limiter = ConcurrencyLimit.starting(self.spec.max_num_seqs, self.spec.max_in_flight)
+        self.changed()
+
+    def changed(self) -> None:
+        """Note that the view has changed."""
+        self.stale_at = 0.0
+
+    def keep(self, now: float) -> None:
+        """Make the view, and keep it until the replica changes."""
+        before, self.view = self.view, self._look(now)
+        if before.taken != self.view.taken or before.sequences != self.view.sequences:
+            self.totals.count(self.spec.name, before, -1)
+            self.totals.count(self.spec.name, self.view)
+
+    def _look(self, now: float) -> KeptReplica:
+        """Return the view, and note when time ends it: a share or a report of other routers expires, a pause ends."""
+        speed, share, breaker, others = self.speed, self.share, self.breaker, NO_PEERS
+        limit, self.stale_at = self.whole_limit, math.inf
+        if share is not None:
+            limit = min(limit, max(share.holds(now), 1))
+            if now < share.until:
+                self.stale_at = share.until
+        if now < self._others_until:
+            others, self.stale_at = self._others, min(self.stale_at, self._others_until)
+        admits = breaker.closed or breaker.admits(now)
+        if not breaker.closed:
+            self.stale_at = now
+        state, sequences = self.state, self.slots + others.slots + self._foreign
+        return KeptReplica(
+            self.id,
+            self.url,
+            self.pid,
+            state,
+            self.detail,
+            self.in_flight,
+            self.prompt_tokens,
+            self.served,
+            self.failed,
+            self.gauges,
+            speed,
+            self.ttft_trend,
+            self.tpot_trend,
+            breaker.state(now),
+            admits,
+            breaker.admits_in_s(now),
+            limit,
+            self.kv_tokens,
+            self.kv_tokens_held + others.kv_tokens,
+            self.kv_pressure,
+            self.slots,
+            state is ReplicaState.READY and admits,
+            sequences,
+            self.prompt_tokens + others.prompt_tokens,
+            others.output_tokens,
+            self._prefill_rate,
+            self._prefill_at,
+        )
 
     @property
     def whole_limit(self) -> int:
@@ -147,11 +257,11 @@ class Replica:
     @property
     def others(self) -> PeerLoad:
         """Return other routers' load on the replica; nothing once their report is out of date."""
-        return self._others if time.monotonic() < self._others_until else NO_PEERS
+        return self._others if self._others_until and time.monotonic() < self._others_until else NO_PEERS
 
     def note_others(self, others: PeerLoad, until: float) -> None:
         """Note other routers' load, valid until a monotonic time."""
-        self._others, self._others_until = others, until
+        self._others, self._others_until, self.stale_at = others, until, 0.0
 
     def __repr__(self) -> str:
         return f"<Replica {self.id} {self.state.value} in_flight={self.in_flight} {self.url}>"
@@ -167,6 +277,7 @@ class Replica:
             self._surplus.clear()
             self.seen.clear()
             self._foreign = self.noted = 0
+        self.changed()
 
     def silence_s(self, now: float) -> float:
         """Return the seconds without progress; times without requests do not count."""
@@ -178,11 +289,14 @@ class Replica:
 
     def took(self, change: int, now: float, slots: int = 1) -> None:
         """Count a request that was sent (1) or has ended (-1), and its slots."""
-        self._silence_s, self._silent_from = self.silence_s(now), now
+        if self.in_flight:
+            self._silence_s += now - self._silent_from
+        self._silent_from = now
         self._sequence_s, self._summed_at = self.work(now)[0], now
         self.turnover.note(now, self.slots, slots if change < 0 else 0)
         self.in_flight += change
         self.slots += change * slots
+        self.stale_at = 0.0
 
     @property
     def learns(self) -> bool:
@@ -198,13 +312,13 @@ class Replica:
         self.seen.append(seen)
         self.noted += 1
 
-    def freed_per_s(self, now: float, neighbours: float, output_share: float) -> float:
+    def freed_per_s(self, moment: Moment, output_share: float) -> float:
         """Predict the slots that become free per second, from past hold times, else from the speed model."""
-        load, relief_s = self.load(now, neighbours), 0.0
+        load, relief_s = self.view.load(self.output_tokens, moment), 0.0
         if self.speed is not None:
             relief_s = self.speed.relief_ms(load, self.spec.max_num_seqs, output_share) / 1000
         predicted_s = max(load.sequences, 1) * (relief_s or UNKNOWN_RELIEF_S)
-        return max(self.slots, 1) / max(self.turnover.hold_s(now, self.slots, predicted_s), SHORTEST_HOLD_S)
+        return max(self.slots, 1) / max(self.turnover.hold_s(moment.now, self.slots, predicted_s), SHORTEST_HOLD_S)
 
     @property
     def sequences(self) -> int:
@@ -220,6 +334,7 @@ class Replica:
         self.kv_pressure = gauges.kv_cache_usage >= bound
         self._surplus.append(gauges.running + gauges.waiting - self.slots - self.others.slots)
         self._foreign = max(min(self._surplus), 0) if len(self._surplus) == FOREIGN_POLLS else 0
+        self.changed()
 
     def measured(self, speed: SpeedModel) -> None:
         """Set the speed, and forget the errors of the last one."""
@@ -227,51 +342,11 @@ class Replica:
         self.ttft_trend = Trend(0.0, speed.ttft_spread**2, 0.0)
         self.tpot_trend = Trend(0.0, speed.tpot_spread**2, 0.0)
 
-    def load(self, now: float, neighbours: float) -> Load:
-        """Return the replica's load."""
-        others = self.others
-        return Load(
-            self.slots + others.slots + self._foreign,
-            self.prompt_tokens + others.prompt_tokens,
-            self.output_tokens + others.output_tokens,
-            neighbours,
-            self._faded_prefill_rate(now),
-        )
-
     def _faded_prefill_rate(self, now: float) -> float:
-        return self._prefill_rate * math.exp((self._prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
+        return faded_rate(self._prefill_rate, self._prefill_at, now)
 
     def prompt_sent(self, prompt_tokens: int, now: float) -> None:
         """Count a prompt into the rate of prompt tokens, an exponentially weighted mean."""
         self._prefill_rate = self._faded_prefill_rate(now) + prompt_tokens / PREFILL_MEMORY_MS
-        self._prefill_at = now
+        self._prefill_at, self.stale_at = now, 0.0
         self._prompts_sent += prompt_tokens
-
-    def snapshot(self, now: float, neighbours: float, *, reserved: bool = False) -> ReplicaSnapshot:
-        """Return a frozen copy. A reserved replica has no free slots in it."""
-        speed, breaker, limit = self.speed, self.breaker, self.limit
-        return ReplicaSnapshot(
-            id=self.id,
-            url=self.url,
-            pid=self.pid,
-            state=self.state,
-            detail=self.detail,
-            in_flight=self.in_flight,
-            prompt_tokens_outstanding=self.prompt_tokens,
-            output_tokens_outstanding=self.output_tokens,
-            served=self.served,
-            failed=self.failed,
-            gauges=self.gauges,
-            load=self.load(now, neighbours),
-            speed=speed,
-            ttft_trend=self.ttft_trend.faded(now, speed.ttft_spread) if speed else STEADY,
-            tpot_trend=self.tpot_trend.faded(now, speed.tpot_spread) if speed else STEADY,
-            breaker=breaker.state(now),
-            admits=breaker.admits(now),
-            admits_in_s=breaker.admits_in_s(now),
-            limit=min(limit, self.slots) if reserved else limit,
-            kv_tokens=self.kv_tokens,
-            kv_tokens_held=self.kv_tokens_held + self.others.kv_tokens,
-            kv_pressure=self.kv_pressure,
-            places=self.slots,
-        )

@@ -1,15 +1,24 @@
-"""Snapshots of the fleet: frozen values that decisions are made from, and that are logged and shown."""
+"""Snapshots of the fleet: frozen values that decisions are made from, and that are logged and shown.
+
+Each replica keeps its view (``KeptReplica``), and replaces it when the replica changes. What changes by itself is not in
+it: output tokens to come, with every token; neighbours, with every other replica; and the recent rate of prompts and errors
+of predictions, which fade. A snapshot takes the views that are there, notes the rest once for all (``Moment``), and puts
+both together where somebody reads a replica. The result is the same as if every replica had been copied.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiers.breaker import BreakerState
 from tiers.preparing import Preparing  # noqa: TC001  pydantic reads these for the decision log
 from tiers.spec import ReplicaState, TierName, TierSpec
-from tiers.speed import IDLE, STEADY, Load, SpeedModel, Trend
+from tiers.speed import IDLE, PREFILL_MEMORY_MS, STEADY, Load, SpeedModel, Times, Trend
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +92,153 @@ class ReplicaSnapshot:
         if self.speed is None:
             return None
         times = self.speed.times(prompt_tokens, self.load, max_num_seqs, output_share, sequences)
-        return Expectation(
-            times.ttft_ms * math.exp(self.ttft_trend.mean),
-            times.tpot_ms * math.exp(self.tpot_trend.mean),
-            math.sqrt(self.ttft_trend.variance),
-            math.sqrt(self.tpot_trend.variance),
+        ttft, tpot = self.ttft_trend, self.tpot_trend
+        return _expectation(times, ttft.mean, ttft.variance, tpot.mean, tpot.variance)
+
+
+def _expectation(
+    times: Times, ttft_mean: float, ttft_variance: float, tpot_mean: float, tpot_variance: float
+) -> Expectation:
+    """Correct predicted times by the recent errors of predictions: mean and variance of log(seen / predicted)."""
+    return Expectation(
+        times.ttft_ms * math.exp(ttft_mean),
+        times.tpot_ms * math.exp(tpot_mean),
+        math.sqrt(ttft_variance),
+        math.sqrt(tpot_variance),
+    )
+
+
+class Moment(NamedTuple):
+    """What all replicas' views lack.
+
+    Attributes:
+        now: Monotonic seconds.
+        busy: Number of replicas that have requests.
+        others: Number of replicas beside each one, at least 1.
+    """
+
+    now: float
+    busy: int
+    others: int
+
+
+@dataclass(slots=True, eq=False)  # never changed; freezing would make each ten times as dear to make
+class KeptReplica:
+    """A replica's view, as ``ReplicaSnapshot``, apart from what changes by itself.
+
+    Attributes:
+        prompt_tokens: Of this router's requests, to be computed.
+        open: It gets requests.
+        sequences: On the replica, those of other routers and clients included.
+        prompt_tokens_there: As ``prompt_tokens``, with other routers' requests.
+        output_tokens_elsewhere: Output tokens to come of other routers' requests.
+        prefill_rate: Prompt tokens per millisecond at ``prefill_at``.
+    """
+
+    id: str
+    url: str
+    pid: int | None
+    state: ReplicaState
+    detail: str | None
+    in_flight: int
+    prompt_tokens: int
+    served: int
+    failed: int
+    gauges: Gauges | None
+    speed: SpeedModel | None
+    ttft_trend: Trend
+    tpot_trend: Trend
+    breaker: BreakerState
+    admits: bool
+    admits_in_s: float
+    limit: int
+    kv_tokens: int
+    kv_tokens_held: int
+    kv_pressure: bool
+    taken: int
+    open: bool
+    sequences: int
+    prompt_tokens_there: int
+    output_tokens_elsewhere: int
+    prefill_rate: float
+    prefill_at: float
+
+    def load(self, output_tokens: int, moment: Moment) -> Load:
+        """Return the load, with this router's output tokens to come."""
+        return Load(
+            self.sequences,
+            self.prompt_tokens_there,
+            output_tokens + self.output_tokens_elsewhere,
+            (moment.busy - (self.sequences > 0)) / moment.others,
+            faded_rate(self.prefill_rate, self.prefill_at, moment.now) if self.prefill_rate else 0.0,
         )
+
+    def whole(self, output_tokens: int, moment: Moment) -> ReplicaSnapshot:
+        """Return the replica at one moment."""
+        speed, now = self.speed, moment.now
+        return ReplicaSnapshot(
+            id=self.id,
+            url=self.url,
+            pid=self.pid,
+            state=self.state,
+            detail=self.detail,
+            in_flight=self.in_flight,
+            prompt_tokens_outstanding=self.prompt_tokens,
+            output_tokens_outstanding=output_tokens,
+            served=self.served,
+            failed=self.failed,
+            gauges=self.gauges,
+            load=self.load(output_tokens, moment),
+            speed=speed,
+            ttft_trend=self.ttft_trend.faded(now, speed.ttft_spread) if speed else STEADY,
+            tpot_trend=self.tpot_trend.faded(now, speed.tpot_spread) if speed else STEADY,
+            breaker=self.breaker,
+            admits=self.admits,
+            admits_in_s=self.admits_in_s,
+            limit=self.limit,
+            kv_tokens=self.kv_tokens,
+            kv_tokens_held=self.kv_tokens_held,
+            kv_pressure=self.kv_pressure,
+            places=self.taken,
+        )
+
+
+def faded_rate(rate: float, at: float, now: float) -> float:
+    """Return an exponentially weighted rate of prompt tokens, known at one time, at another (monotonic seconds)."""
+    return rate * math.exp((at - now) * 1000 / PREFILL_MEMORY_MS)
+
+
+class Wanted(NamedTuple):
+    """What a request needs of a replica.
+
+    Attributes:
+        tokens: Of its prompts, and of its expected output.
+        sequences: Answers computed at the same time.
+        long: Its prompts are too long for a replica whose KV cache is nearly full.
+        most: No replica counts as having more slots.
+    """
+
+    tokens: float
+    sequences: int
+    long: bool
+    most: int = 1 << 30
+
+
+class Offer(NamedTuple):
+    """What a tier offers a request: of the replica that would serve it, or, if all are full, of its first ready one.
+
+    Attributes:
+        free: The replica takes the request now.
+        speed: Of the replica; None: unknown, or no replica is ready.
+        times: Predicted for the request; None: unknown.
+    """
+
+    free: bool
+    speed: SpeedModel | None
+    times: Expectation | None
+
+
+NO_OFFER = Offer(free=False, speed=None, times=None)
 
 
 def has_slots(sequences: int, taken: int, limit: int) -> bool:
@@ -119,11 +269,19 @@ class TierSnapshot:
         return tuple(r for r in self.replicas if r.state is ReplicaState.READY)
 
     @property
+    def views(self) -> Sequence[ReplicaSnapshot | KeptReplica]:
+        """Return the ready replicas where load and speed do not matter."""
+        return self.ready
+
+    @property
+    def taken(self) -> int:
+        """Return the number of taken slots."""
+        return sum(r.taken for r in self.replicas)
+
+    @property
     def state(self) -> ReplicaState:
         """Return the state of the tier's best replica; without replicas, whether one is being prepared."""
-        if not self.replicas and self.preparing is not None:
-            return ReplicaState.PREPARING if self.preparing.failed is None else ReplicaState.FAILED
-        return min((r.state for r in self.replicas), key=_BEST_FIRST.index, default=ReplicaState.STOPPED)
+        return _best([replica.state for replica in self.replicas], self.preparing)
 
     def next(
         self, prompt_tokens: int, output_tokens: float, long_prompt_tokens: int, sequences: int = 1
@@ -147,6 +305,125 @@ class TierSnapshot:
             and not (long and r.kv_pressure)
         ]
         return free[0] if len(free) == 1 else min(free, key=_snapshot_load, default=None)
+
+    def offer(self, prompt_tokens: int, output_tokens: float, sequences: int, fleet: FleetSnapshot) -> Offer:
+        """Return what the tier offers a request; the arguments are those of ``next``."""
+        found = self.next(prompt_tokens, output_tokens, fleet.long_prompt_tokens, sequences)
+        replica = found or next(iter(self.ready), None)
+        if replica is None:
+            return NO_OFFER
+        times = replica.expect(prompt_tokens, self.spec.max_num_seqs, fleet.output_share, sequences)
+        return Offer(found is not None, replica.speed, times)
+
+
+class KeptTier(TierSnapshot):
+    """A tier of kept views. Its whole replicas are made when they are read for the first time."""
+
+    __slots__ = ("_moment", "_outputs", "_taken", "_views")
+    _moment: Moment
+    _outputs: Sequence[int]
+    _taken: int
+    _views: Sequence[KeptReplica]
+
+    def __init__(
+        self,
+        spec: TierSpec,
+        views: Sequence[KeptReplica],
+        outputs: Sequence[int],
+        taken: int,
+        moment: Moment,
+        *,
+        preparing: Preparing | None,
+    ) -> None:
+        fill = object.__setattr__
+        fill(self, "_taken", taken)
+        fill(self, "spec", spec)
+        fill(self, "preparing", preparing)
+        fill(self, "_views", views)
+        fill(self, "_outputs", outputs)
+        fill(self, "_moment", moment)
+
+    if not TYPE_CHECKING:  # a type checker would allow any name
+
+        def __getattr__(self, name: str) -> Any:
+            if name != "replicas":
+                raise AttributeError(name)
+            found = tuple(v.whole(o, self._moment) for v, o in zip(self._views, self._outputs, strict=True))
+            object.__setattr__(self, "replicas", found)
+            return found
+
+    @property
+    def views(self) -> Sequence[ReplicaSnapshot | KeptReplica]:
+        """Return the ready replicas' views."""
+        return [view for view in self._views if view.state is ReplicaState.READY]
+
+    @property
+    def taken(self) -> int:
+        """Return the number of taken slots."""
+        return self._taken
+
+    @property
+    def state(self) -> ReplicaState:
+        """Return the state of the tier's best replica; without replicas, whether one is being prepared."""
+        return _best([view.state for view in self._views], self.preparing)
+
+    def next(
+        self, prompt_tokens: int, output_tokens: float, long_prompt_tokens: int, sequences: int = 1
+    ) -> ReplicaSnapshot | None:
+        """Return the replica that would serve a request, as ``TierSnapshot.next``."""
+        found = self._least_loaded(prompt_tokens, output_tokens, long_prompt_tokens, sequences)
+        return self.replicas[found] if found >= 0 else None
+
+    def offer(self, prompt_tokens: int, output_tokens: float, sequences: int, fleet: FleetSnapshot) -> Offer:
+        """Return what the tier offers a request."""
+        found = self._least_loaded(prompt_tokens, output_tokens, fleet.long_prompt_tokens, sequences)
+        free = found >= 0
+        if not free:
+            found = next((n for n, view in enumerate(self._views) if view.state is ReplicaState.READY), -1)
+            if found < 0:
+                return NO_OFFER
+        view, now = self._views[found], self._moment.now
+        speed = view.speed
+        if speed is None:
+            return Offer(free, None, None)
+        load = view.load(self._outputs[found], self._moment)
+        times = speed.times(prompt_tokens, load, self.spec.max_num_seqs, fleet.output_share, sequences)
+        ttft, tpot = view.ttft_trend, view.tpot_trend
+        expected = _expectation(times, *ttft.at_time(now, speed.ttft_spread), *tpot.at_time(now, speed.tpot_spread))
+        return Offer(free, speed, expected)
+
+    def _least_loaded(self, prompt_tokens: int, output_tokens: float, long_prompt_tokens: int, sequences: int) -> int:
+        tokens, long = prompt_tokens + output_tokens, prompt_tokens > long_prompt_tokens
+        most = self.spec.max_in_flight
+        return least_loaded(self._views, self._outputs, Wanted(tokens, sequences, long, most))
+
+
+def least_loaded(views: Sequence[KeptReplica], outputs: Sequence[int], wanted: Wanted) -> int:
+    """Return the position of the replica that takes a request and has the fewest tokens to compute; -1: none takes it.
+
+    Args:
+        views: Of the replicas.
+        outputs: Their output tokens to come.
+        wanted: What the request needs.
+    """
+    found, least, fewest = -1, math.inf, 0
+    for position, view in enumerate(views):
+        load = view.prompt_tokens + outputs[position]
+        if load > least or not view.open or (load == least and view.sequences >= fewest):
+            continue
+        if (
+            has_slots(wanted.sequences, view.taken, min(view.limit, wanted.most))
+            and fits(wanted.tokens, view.kv_tokens_held, view.kv_tokens)
+            and not (wanted.long and view.kv_pressure)
+        ):
+            found, least, fewest = position, load, view.sequences
+    return found
+
+
+def _best(states: Sequence[ReplicaState], preparing: Preparing | None) -> ReplicaState:
+    if not states and preparing is not None:
+        return ReplicaState.PREPARING if preparing.failed is None else ReplicaState.FAILED
+    return min(states, key=_BEST_FIRST.index, default=ReplicaState.STOPPED)
 
 
 _BEST_FIRST = [
@@ -200,7 +477,7 @@ class FleetSnapshot:
     @property
     def sequences(self) -> int:
         """Return the router's sequences on all replicas together."""
-        return sum(replica.taken for tier in self.tiers for replica in tier.replicas)
+        return sum([tier.taken for tier in self.tiers])
 
     def tier(self, name: TierName) -> TierSnapshot:
         """Return one tier.

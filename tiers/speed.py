@@ -26,7 +26,7 @@ MOST_PREFILL = 0.8  # highest share of time spent on prompts; beyond it the engi
 UNMEASURED_SPREAD = 0.3  # of log(seen / predicted) before any answer: about a third either way
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # never changed; freezing would make each four times as dear to make
 class Load:
     """A replica's load, before one more request.
 
@@ -174,10 +174,14 @@ class Trend:
     variance: float
     at: float
 
+    def at_time(self, now: float, spread: float) -> tuple[float, float]:
+        """Return mean and variance at ``now``: they decay to 0 and the given spread by half each ``HALF_LIFE_S``."""
+        left = 0.5 ** ((now - self.at) / HALF_LIFE_S) if now > self.at else 1.0
+        return self.mean * left, spread**2 + (self.variance - spread**2) * left
+
     def faded(self, now: float, spread: float) -> Trend:
-        """Return the trend at ``now``: it decays to a mean of 0 and the given spread by half each ``HALF_LIFE_S``."""
-        left = 0.5 ** (max(now - self.at, 0.0) / HALF_LIFE_S)
-        return Trend(self.mean * left, spread**2 + (self.variance - spread**2) * left, now)
+        """Return the trend at ``now``, as ``at_time``."""
+        return Trend(*self.at_time(now, spread), now)
 
     def after(self, predicted_ms: float, seen_ms: float, now: float, spread: float) -> Trend:
         """Return the trend after one more answer.
@@ -188,10 +192,9 @@ class Trend:
             now: Monotonic seconds.
             spread: Of the model.
         """
-        past = self.faded(now, spread)
-        off = math.log(max(seen_ms, 0.1) / max(predicted_ms, 0.1)) - past.mean
-        mean = past.mean + (1 - MEMORY) * off
-        return Trend(mean, MEMORY * (past.variance + (1 - MEMORY) * off * off), now)
+        mean, variance = self.at_time(now, spread)
+        off = math.log(max(seen_ms, 0.1) / max(predicted_ms, 0.1)) - mean
+        return Trend(mean + (1 - MEMORY) * off, MEMORY * (variance + (1 - MEMORY) * off * off), now)
 
 
 STEADY = Trend(0.0, UNMEASURED_SPREAD**2, 0.0)
