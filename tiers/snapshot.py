@@ -270,8 +270,13 @@ class TierSnapshot:
 
     @property
     def views(self) -> Sequence[ReplicaSnapshot | KeptReplica]:
-        """Return the ready replicas where load and speed do not matter."""
+        """Return what there is of the ready replicas without making them whole."""
         return self.ready
+
+    @property
+    def is_ready(self) -> bool:
+        """Tell whether a replica may get traffic."""
+        return bool(self.ready)
 
     @property
     def taken(self) -> int:
@@ -356,6 +361,11 @@ class KeptTier(TierSnapshot):
     def views(self) -> Sequence[ReplicaSnapshot | KeptReplica]:
         """Return the ready replicas' views."""
         return [view for view in self._views if view.state is ReplicaState.READY]
+
+    @property
+    def is_ready(self) -> bool:
+        """Tell whether a replica may get traffic."""
+        return any(view.state is ReplicaState.READY for view in self._views)
 
     @property
     def taken(self) -> int:
