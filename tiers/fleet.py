@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tiers.preparing import Preparations
 from tiers.replica import FleetOptions, Replica, Share, Totals
-from tiers.snapshot import FleetSnapshot, KeptTier, Moment, TemplateTokens, Wanted, least_loaded
+from tiers.snapshot import FleetSnapshot, KeptTier, Moment, TemplateTokens, least_loaded
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import Load, Seen, SpeedModel, Times
 
@@ -270,10 +270,10 @@ class Fleet:
             over_limit: Ignore the replica's limits: the request was admitted before, on another replica.
         """
         now, output_tokens = time.monotonic(), max_tokens * sequences
-        kv_tokens = prompt_tokens + math.ceil(self.output_share * output_tokens)
-        replica = self._least_loaded(
-            tier, None if over_limit else Wanted(kv_tokens, sequences, self._is_long(prompt_tokens)), exclude, now
-        )
+        demand = Demand(prompt_tokens, max_tokens, sequences)
+        kv_tokens = self._kv_tokens(demand)
+        self._renew(now)
+        replica = self._least_loaded(tier, None if over_limit else demand, kv_tokens, exclude)
         if replica is None:
             return None
         predicted, unqueued_ms, speed, most = None, None, replica.speed, replica.spec.max_num_seqs
@@ -306,17 +306,17 @@ class Fleet:
         )
 
     def _least_loaded(
-        self, tier: TierName, wanted: Wanted | None, exclude: Collection[str], now: float
+        self, tier: TierName, demand: Demand | None, kv_tokens: int, exclude: Collection[str]
     ) -> Replica | None:
-        """Return the tier's least loaded replica that takes a request; without ``wanted``, whatever their limits."""
-        self._renew(now)
+        """Return the tier's least loaded replica that takes a request; without a demand, whatever their limits."""
         members = self._members.get(tier, [])
         if exclude:
             members = [r for r in members if r.id not in exclude]
-        if wanted is None:
+        if demand is None:
             members = [r for r in members if r.view.open]
             return min(members, key=lambda r: (r.prompt_tokens + r.output_tokens, r.view.sequences), default=None)
-        found = least_loaded([r.view for r in members], [r.output_tokens for r in members], wanted)
+        views, outputs = [r.view for r in members], [r.output_tokens for r in members]
+        found = least_loaded(views, outputs, kv_tokens, demand.sequences, long=self._is_long(demand))
         return members[found] if found >= 0 else None
 
     def _renew(self, now: float) -> None:
@@ -326,13 +326,13 @@ class Fleet:
                 replica.keep(now)
 
     def _moment(self, now: float) -> Moment:
-        return Moment(now, self._totals.busy, max(len(self.replicas) - 1, 1))
+        return Moment(now, self._totals.busy, len(self.replicas) - 1 or 1)
 
     def has_capacity(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> bool:
         """Tell whether a request could be leased on one of several tiers, apart from the excluded replicas."""
-        now, tokens = time.monotonic(), self._kv_tokens(demand)
-        wanted = Wanted(tokens, demand.sequences, self._is_long(demand.prompt_tokens))
-        return any(self._least_loaded(tier, wanted, exclude, now) is not None for tier in tiers)
+        self._renew(time.monotonic())
+        tokens = self._kv_tokens(demand)
+        return any(self._least_loaded(tier, demand, tokens, exclude) is not None for tier in tiers)
 
     def is_ready(self, tier: TierName) -> bool:
         """Tell whether a tier has a ready replica."""
@@ -340,7 +340,7 @@ class Fleet:
 
     def nearest(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> str | None:
         """Return the id of the replica with free slots that lacks least of what a request needs; None: no replica."""
-        tokens, long = self._kv_tokens(demand), self._is_long(demand.prompt_tokens)
+        tokens, long = self._kv_tokens(demand), self._is_long(demand)
         self._renew(time.monotonic())
 
         def lacking(replica: Replica) -> tuple[int, int]:
@@ -354,8 +354,8 @@ class Fleet:
     def _kv_tokens(self, demand: Demand) -> int:
         return demand.prompt_tokens + math.ceil(self.output_share * demand.max_tokens * demand.sequences)
 
-    def _is_long(self, prompt_tokens: int) -> bool:
-        return prompt_tokens > self.options.long_prompt_tokens
+    def _is_long(self, demand: Demand) -> bool:
+        return demand.prompt_tokens > self.options.long_prompt_tokens
 
     def freed_per_s(self, tier: TierName) -> float:
         """Predict a tier's slots that become free per second; 0 if no replica takes requests."""

@@ -10,9 +10,9 @@ import math
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from tiers.breaker import Breaker, BreakerOptions
+from tiers.breaker import Breaker, BreakerOptions, BreakerState
 from tiers.limit import ConcurrencyLimit
 from tiers.snapshot import Gauges, KeptReplica, Moment, faded_rate
 from tiers.spec import ReplicaState, TierName, TierSpec
@@ -74,23 +74,25 @@ T = TypeVar("T")
 
 
 class _Shown(Generic[T]):
-    """An attribute of a replica that is part of its view.
+    """An attribute of a replica that is part of its view: assigning to it outdates the view. Reading it costs no call.
 
     Args:
         default: The value of a new replica.
     """
 
     def __init__(self, default: T) -> None:
-        self._default, self._slot = default, ""
+        self._default, self._name = default, ""
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._slot = f"_shown_{name}"
+        self._name = name
 
-    def __get__(self, replica: Replica | None, owner: type) -> T:
-        return self._default if replica is None else replica.__dict__[self._slot]
+    if TYPE_CHECKING:
 
-    def __set__(self, replica: Replica, value: T) -> None:
-        replica.__dict__[self._slot] = value
+        def __get__(self, replica: Replica | None, owner: type) -> T: ...
+
+    def __set__(self, replica: Replica, value: T | _Shown[T]) -> None:
+        given = self._default if isinstance(value, _Shown) else value  # a dataclass takes this object for the default
+        replica.__dict__[self._name] = given
         replica.stale_at = 0.0
 
 
@@ -192,14 +194,14 @@ class Replica:
 
     def keep(self, now: float) -> None:
         """Make the view, and keep it until the replica changes."""
-        before, self.view = self.view, self._look(now)
-        if before.taken != self.view.taken or before.sequences != self.view.sequences:
-            self.totals.count(self.spec.name, before, -1)
-            self.totals.count(self.spec.name, self.view)
+        before, totals = self.view, self.totals
+        view = self.view = self._look(now)
+        totals.busy += (view.sequences > 0) - (before.sequences > 0)
+        totals.taken[self.spec.name] += view.taken - before.taken
 
     def _look(self, now: float) -> KeptReplica:
         """Return the view, and note when time ends it: a share or a report of other routers expires, a pause ends."""
-        speed, share, breaker, others = self.speed, self.share, self.breaker, NO_PEERS
+        share, breaker, others, slots = self.share, self.breaker, NO_PEERS, self.slots
         limit, self.stale_at = self.whole_limit, math.inf
         if share is not None:
             limit = min(limit, max(share.holds(now), 1))
@@ -207,10 +209,10 @@ class Replica:
                 self.stale_at = share.until
         if now < self._others_until:
             others, self.stale_at = self._others, min(self.stale_at, self._others_until)
-        admits = breaker.closed or breaker.admits(now)
+        shown, admits, admits_in_s, state = BreakerState.CLOSED, True, 0.0, self.state
         if not breaker.closed:
+            shown, admits, admits_in_s = breaker.state(now), breaker.admits(now), breaker.admits_in_s(now)
             self.stale_at = now
-        state, sequences = self.state, self.slots + others.slots + self._foreign
         return KeptReplica(
             self.id,
             self.url,
@@ -222,19 +224,19 @@ class Replica:
             self.served,
             self.failed,
             self.gauges,
-            speed,
+            self.speed,
             self.ttft_trend,
             self.tpot_trend,
-            breaker.state(now),
+            shown,
             admits,
-            breaker.admits_in_s(now),
+            admits_in_s,
             limit,
             self.kv_tokens,
             self.kv_tokens_held + others.kv_tokens,
             self.kv_pressure,
-            self.slots,
+            slots,
             state is ReplicaState.READY and admits,
-            sequences,
+            slots + others.slots + self._foreign,
             self.prompt_tokens + others.prompt_tokens,
             others.output_tokens,
             self._prefill_rate,
@@ -244,8 +246,9 @@ class Replica:
     @property
     def whole_limit(self) -> int:
         """Return the number of slots, for all routers together."""
-        adapting = self.options.adaptive_limit and self.speed is not None and self.speed.profiled
-        return min(self.limiter.value, self.spec.max_in_flight) if adapting else self.spec.max_in_flight
+        speed, most = self.speed, self.spec.max_in_flight
+        adapting = self.options.adaptive_limit and speed is not None and speed.profiled
+        return min(self.limiter.value, most) if adapting else most
 
     @property
     def limit(self) -> int:

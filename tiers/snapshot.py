@@ -8,8 +8,8 @@ both together where somebody reads a replica. The result is the same as if every
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from math import exp, inf, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiers.breaker import BreakerState
@@ -101,14 +101,15 @@ def _expectation(
 ) -> Expectation:
     """Correct predicted times by the recent errors of predictions: mean and variance of log(seen / predicted)."""
     return Expectation(
-        times.ttft_ms * math.exp(ttft_mean),
-        times.tpot_ms * math.exp(tpot_mean),
-        math.sqrt(ttft_variance),
-        math.sqrt(tpot_variance),
+        times.ttft_ms * exp(ttft_mean),
+        times.tpot_ms * exp(tpot_mean),
+        sqrt(ttft_variance),
+        sqrt(tpot_variance),
     )
 
 
-class Moment(NamedTuple):
+@dataclass(slots=True)  # never changed
+class Moment:
     """What all replicas' views lack.
 
     Attributes:
@@ -205,40 +206,13 @@ class KeptReplica:
 
 def faded_rate(rate: float, at: float, now: float) -> float:
     """Return an exponentially weighted rate of prompt tokens, known at one time, at another (monotonic seconds)."""
-    return rate * math.exp((at - now) * 1000 / PREFILL_MEMORY_MS)
+    return rate * exp((at - now) * 1000 / PREFILL_MEMORY_MS)
 
 
-class Wanted(NamedTuple):
-    """What a request needs of a replica.
-
-    Attributes:
-        tokens: Of its prompts, and of its expected output.
-        sequences: Answers computed at the same time.
-        long: Its prompts are too long for a replica whose KV cache is nearly full.
-        most: No replica counts as having more slots.
-    """
-
-    tokens: float
-    sequences: int
-    long: bool
-    most: int = 1 << 30
-
-
-class Offer(NamedTuple):
-    """What a tier offers a request: of the replica that would serve it, or, if all are full, of its first ready one.
-
-    Attributes:
-        free: The replica takes the request now.
-        speed: Of the replica; None: unknown, or no replica is ready.
-        times: Predicted for the request; None: unknown.
-    """
-
-    free: bool
-    speed: SpeedModel | None
-    times: Expectation | None
-
-
-NO_OFFER = Offer(free=False, speed=None, times=None)
+# What a tier offers a request: whether a replica takes it now; the speed, and the predicted times, of the replica that would
+# serve it, or, if all are full, of the first ready one. None: unknown.
+Offer = tuple[bool, SpeedModel | None, Expectation | None]
+NO_OFFER: Offer = (False, None, None)
 
 
 def has_slots(sequences: int, taken: int, limit: int) -> bool:
@@ -318,17 +292,14 @@ class TierSnapshot:
         if replica is None:
             return NO_OFFER
         times = replica.expect(prompt_tokens, self.spec.max_num_seqs, fleet.output_share, sequences)
-        return Offer(found is not None, replica.speed, times)
+        return found is not None, replica.speed, times
 
 
 class KeptTier(TierSnapshot):
     """A tier of kept views. Its whole replicas are made when they are read for the first time."""
 
-    __slots__ = ("_moment", "_outputs", "_taken", "_views")
-    _moment: Moment
-    _outputs: Sequence[int]
-    _taken: int
-    _views: Sequence[KeptReplica]
+    __slots__ = ("_kept",)
+    _kept: tuple[Sequence[KeptReplica], Sequence[int], int, Moment]  # as ``__init__`` takes them
 
     def __init__(
         self,
@@ -341,90 +312,98 @@ class KeptTier(TierSnapshot):
         preparing: Preparing | None,
     ) -> None:
         fill = object.__setattr__
-        fill(self, "_taken", taken)
         fill(self, "spec", spec)
         fill(self, "preparing", preparing)
-        fill(self, "_views", views)
-        fill(self, "_outputs", outputs)
-        fill(self, "_moment", moment)
+        fill(self, "_kept", (views, outputs, taken, moment))
 
     if not TYPE_CHECKING:  # a type checker would allow any name
 
         def __getattr__(self, name: str) -> Any:
             if name != "replicas":
                 raise AttributeError(name)
-            found = tuple(v.whole(o, self._moment) for v, o in zip(self._views, self._outputs, strict=True))
+            views, outputs, _, moment = self._kept
+            found = tuple(v.whole(o, moment) for v, o in zip(views, outputs, strict=True))
             object.__setattr__(self, "replicas", found)
             return found
 
     @property
     def views(self) -> Sequence[ReplicaSnapshot | KeptReplica]:
         """Return the ready replicas' views."""
-        return [view for view in self._views if view.state is ReplicaState.READY]
+        return [view for view in self._kept[0] if view.state is ReplicaState.READY]
 
     @property
     def is_ready(self) -> bool:
         """Tell whether a replica may get traffic."""
-        return any(view.state is ReplicaState.READY for view in self._views)
+        return any(view.state is ReplicaState.READY for view in self._kept[0])
 
     @property
     def taken(self) -> int:
         """Return the number of taken slots."""
-        return self._taken
+        return self._kept[2]
 
     @property
     def state(self) -> ReplicaState:
         """Return the state of the tier's best replica; without replicas, whether one is being prepared."""
-        return _best([view.state for view in self._views], self.preparing)
+        return _best([view.state for view in self._kept[0]], self.preparing)
 
     def next(
         self, prompt_tokens: int, output_tokens: float, long_prompt_tokens: int, sequences: int = 1
     ) -> ReplicaSnapshot | None:
         """Return the replica that would serve a request, as ``TierSnapshot.next``."""
-        found = self._least_loaded(prompt_tokens, output_tokens, long_prompt_tokens, sequences)
+        (views, outputs, _, _), most = self._kept, self.spec.max_in_flight
+        long = prompt_tokens > long_prompt_tokens
+        found = least_loaded(views, outputs, prompt_tokens + output_tokens, sequences, long=long, most=most)
         return self.replicas[found] if found >= 0 else None
 
     def offer(self, prompt_tokens: int, output_tokens: float, sequences: int, fleet: FleetSnapshot) -> Offer:
-        """Return what the tier offers a request."""
-        found = self._least_loaded(prompt_tokens, output_tokens, fleet.long_prompt_tokens, sequences)
+        """Return what the tier offers a request, as ``TierSnapshot.offer``."""
+        spec, (views, outputs, _, moment) = self.spec, self._kept
+        long, most = prompt_tokens > fleet.long_prompt_tokens, spec.max_in_flight
+        found = least_loaded(views, outputs, prompt_tokens + output_tokens, sequences, long=long, most=most)
         free = found >= 0
         if not free:
-            found = next((n for n, view in enumerate(self._views) if view.state is ReplicaState.READY), -1)
+            found = next((n for n, view in enumerate(views) if view.state is ReplicaState.READY), -1)
             if found < 0:
                 return NO_OFFER
-        view, now = self._views[found], self._moment.now
+        view = views[found]
         speed = view.speed
         if speed is None:
-            return Offer(free, None, None)
-        load = view.load(self._outputs[found], self._moment)
-        times = speed.times(prompt_tokens, load, self.spec.max_num_seqs, fleet.output_share, sequences)
-        ttft, tpot = view.ttft_trend, view.tpot_trend
-        expected = _expectation(times, *ttft.at_time(now, speed.ttft_spread), *tpot.at_time(now, speed.tpot_spread))
-        return Offer(free, speed, expected)
-
-    def _least_loaded(self, prompt_tokens: int, output_tokens: float, long_prompt_tokens: int, sequences: int) -> int:
-        tokens, long = prompt_tokens + output_tokens, prompt_tokens > long_prompt_tokens
-        most = self.spec.max_in_flight
-        return least_loaded(self._views, self._outputs, Wanted(tokens, sequences, long, most))
+            return free, None, None
+        load = view.load(outputs[found], moment)
+        times = speed.times(prompt_tokens, load, spec.max_num_seqs, fleet.output_share, sequences)
+        ttft_mean, ttft_variance = view.ttft_trend.at_time(moment.now, speed.ttft_spread)
+        tpot_mean, tpot_variance = view.tpot_trend.at_time(moment.now, speed.tpot_spread)
+        return free, speed, _expectation(times, ttft_mean, ttft_variance, tpot_mean, tpot_variance)
 
 
-def least_loaded(views: Sequence[KeptReplica], outputs: Sequence[int], wanted: Wanted) -> int:
+def least_loaded(
+    views: Sequence[KeptReplica],
+    outputs: Sequence[int],
+    tokens: float,
+    sequences: int,
+    *,
+    long: bool,
+    most: int = 1 << 30,
+) -> int:
     """Return the position of the replica that takes a request and has the fewest tokens to compute; -1: none takes it.
 
     Args:
         views: Of the replicas.
         outputs: Their output tokens to come.
-        wanted: What the request needs.
+        tokens: Of the request's prompts, and of its expected output.
+        sequences: Answers computed at the same time.
+        long: The prompts are too long for a replica whose KV cache is nearly full.
+        most: No replica counts as having more slots.
     """
-    found, least, fewest = -1, math.inf, 0
+    found, least, fewest = -1, inf, 0
     for position, view in enumerate(views):
         load = view.prompt_tokens + outputs[position]
         if load > least or not view.open or (load == least and view.sequences >= fewest):
             continue
         if (
-            has_slots(wanted.sequences, view.taken, min(view.limit, wanted.most))
-            and fits(wanted.tokens, view.kv_tokens_held, view.kv_tokens)
-            and not (wanted.long and view.kv_pressure)
+            has_slots(sequences, view.taken, min(view.limit, most))
+            and (not view.kv_tokens or fits(tokens, view.kv_tokens_held, view.kv_tokens))
+            and not (long and view.kv_pressure)
         ):
             found, least, fewest = position, load, view.sequences
     return found

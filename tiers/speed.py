@@ -123,17 +123,18 @@ class SpeedModel:
             output_share: Expected output tokens over those allowed, 0..1.
             sequences: Of the request.
         """
-        batch = min(load.sequences + sequences, max_num_seqs)
-        step = self.step_ms(batch)
-        ttft = self.ttft_base_ms + self.prefill_ms_per_token * (prompt_tokens + load.prompt_tokens)
-        if load.sequences > 0:
-            ttft += self.ttft_steps * self.step_ms(min(load.sequences, max_num_seqs))
-            ahead = load.sequences + 1 - max_num_seqs
+        there, prefill = load.sequences, self.prefill_ms_per_token  # every request comes by here for each tier
+        batch = there + sequences
+        step = self.step_ms(min(max_num_seqs, batch))
+        ttft = self.ttft_base_ms + prefill * (prompt_tokens + load.prompt_tokens)
+        if there > 0:
+            ttft += self.ttft_steps * self.step_ms(min(max_num_seqs, there))
+            ahead = there + 1 - max_num_seqs
             if ahead > 0:
                 ttft += ahead * step * 2 * remaining_tokens(load, output_share) / (max_num_seqs + 1)
         slowed = 1 + self.contention * load.neighbours
-        prefilling = min(self.prefill_ms_per_token * load.prefill_rate * slowed, MOST_PREFILL)
-        return Times(ttft * slowed, step * slowed / (1 - prefilling))
+        prefilling = prefill * load.prefill_rate * slowed
+        return Times(ttft * slowed, step * slowed / (1 - (min(MOST_PREFILL, prefilling))))
 
     def engine_ms(self, prompt_tokens: int, output_tokens: float, batch: int) -> float:
         """Return the engine time of a request: its prefill, and its share of the steps that decode it.
@@ -176,8 +177,8 @@ class Trend:
 
     def at_time(self, now: float, spread: float) -> tuple[float, float]:
         """Return mean and variance at ``now``: they decay to 0 and the given spread by half each ``HALF_LIFE_S``."""
-        left = 0.5 ** ((now - self.at) / HALF_LIFE_S) if now > self.at else 1.0
-        return self.mean * left, spread**2 + (self.variance - spread**2) * left
+        left, steady = 0.5 ** ((now - self.at) / HALF_LIFE_S) if now > self.at else 1.0, spread * spread
+        return self.mean * left, steady + (self.variance - steady) * left
 
     def faded(self, now: float, spread: float) -> Trend:
         """Return the trend at ``now``, as ``at_time``."""

@@ -186,7 +186,8 @@ class _Case:
         free, speed, times = tier.offer(prompt_tokens, output, query.sequences, self.fleet)
         cost = None
         if speed is not None:
-            engine_ms = speed.engine_ms(prompt_tokens, max(output, 1.0), min(there, spec.max_num_seqs))
+            batch = min(spec.max_num_seqs, there)
+            engine_ms = speed.engine_ms(prompt_tokens, max(1.0, output), batch)
             cost = engine_ms / 1000 * table.prices.get(name, 1.0)
         loss = table.loss(name, query.features)
         worst = None if loss is None else loss.at(z) if need.confidence >= table.min_confidence else loss.high
