@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import Counter
 from dataclasses import astuple, dataclass, field, replace
 from time import monotonic
@@ -21,7 +20,7 @@ from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import Load, Seen, SpeedModel, Times
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 OUTPUT_MEMORY = 0.95  # weight of the past in ``Fleet.output_share``: about the last twenty answers
 
@@ -74,7 +73,7 @@ class Lease:
             ttft_ms: Time to the first token, to learn from; None: nothing is learned. Nothing is learned from a request
                 of several sequences either: its first token is the first of any.
         """
-        replica, speed, now, prompt_tokens = self.replica, self.replica.speed, time.monotonic(), self._prompt_tokens
+        replica, speed, now, prompt_tokens = self.replica, self.replica.speed, monotonic(), self._prompt_tokens
         replica.progressed(now)
         replica.changed()
         replica.prompt_tokens -= prompt_tokens
@@ -111,7 +110,7 @@ class Lease:
                 Ignored for several sequences, which end at different times.
             output_tokens: Of the answer; 0: the engine did not report them.
         """
-        replica, speed, now = self.replica, self.replica.speed, time.monotonic()
+        replica, speed, now = self.replica, self.replica.speed, monotonic()
         replica.served += 1
         replica.changed()
         replica.generated += max(output_tokens - self._generated, 0)  # of an answer that was not streamed
@@ -147,7 +146,7 @@ class Lease:
         self._fleet.failures[self.replica.spec.name, error] += 1
         self.replica.limiter.failed()
         self._judged = True
-        self.replica.breaker.failed(time.monotonic(), probe=self._probe)
+        self.replica.breaker.failed(monotonic(), probe=self._probe)
 
     def _answered(self) -> None:
         if not self._judged:
@@ -160,7 +159,7 @@ class Lease:
             return
         self._released = True
         replica = self.replica
-        replica.took(-1, time.monotonic(), self.sequences)
+        replica.took(-1, monotonic(), self.sequences)
         replica.prompt_tokens -= self._prompt_tokens
         self._prompt_tokens = 0  # a late first token must not count down again
         replica.output_tokens -= self._output_tokens
@@ -269,13 +268,17 @@ class Fleet:
             exclude: Ids of replicas that were tried already.
             over_limit: Ignore the replica's limits: the request was admitted before, on another replica.
         """
-        now, output_tokens = time.monotonic(), max_tokens * sequences
-        demand = Demand(prompt_tokens, max_tokens, sequences)
-        kv_tokens = self._kv_tokens(demand)
+        now, output_tokens = monotonic(), max_tokens * sequences
+        kv_tokens = prompt_tokens + math.ceil(self.output_share * output_tokens)
         self._renew(now)
-        replica = self._least_loaded(tier, None if over_limit else demand, kv_tokens, exclude)
-        if replica is None:
+        members = self._able(tier, exclude)
+        if over_limit:
+            found = _least_loaded_open(members)
+        else:
+            found = self._least_loaded(members, prompt_tokens, kv_tokens, sequences)
+        if found < 0:
             return None
+        replica = members[found]
         predicted, unqueued_ms, speed, most = None, None, replica.speed, replica.spec.max_num_seqs
         load = replica.view.load(replica.output_tokens, self._moment(now))
         if speed is not None:
@@ -305,19 +308,13 @@ class Fleet:
             _load=load,
         )
 
-    def _least_loaded(
-        self, tier: TierName, demand: Demand | None, kv_tokens: int, exclude: Collection[str]
-    ) -> Replica | None:
-        """Return the tier's least loaded replica that takes a request; without a demand, whatever their limits."""
+    def _able(self, tier: TierName, exclude: Collection[str]) -> list[Replica]:
         members = self._members.get(tier, [])
-        if exclude:
-            members = [r for r in members if r.id not in exclude]
-        if demand is None:
-            members = [r for r in members if r.view.open]
-            return min(members, key=lambda r: (r.prompt_tokens + r.output_tokens, r.view.sequences), default=None)
+        return [r for r in members if r.id not in exclude] if exclude else members
+
+    def _least_loaded(self, members: Sequence[Replica], prompt_tokens: int, kv_tokens: int, sequences: int) -> int:
         views, outputs = [r.view for r in members], [r.output_tokens for r in members]
-        found = least_loaded(views, outputs, kv_tokens, demand.sequences, long=self._is_long(demand))
-        return members[found] if found >= 0 else None
+        return least_loaded(views, outputs, kv_tokens, sequences, long=self._is_long(prompt_tokens))
 
     def _renew(self, now: float) -> None:
         """Make the views anew that have changed."""
@@ -330,9 +327,10 @@ class Fleet:
 
     def has_capacity(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> bool:
         """Tell whether a request could be leased on one of several tiers, apart from the excluded replicas."""
-        self._renew(time.monotonic())
-        tokens = self._kv_tokens(demand)
-        return any(self._least_loaded(tier, demand, tokens, exclude) is not None for tier in tiers)
+        self._renew(monotonic())
+        kv_tokens, (prompt_tokens, _, sequences) = self._kv_tokens(demand), demand
+        found = (self._least_loaded(self._able(t, exclude), prompt_tokens, kv_tokens, sequences) for t in tiers)
+        return any(position >= 0 for position in found)
 
     def is_ready(self, tier: TierName) -> bool:
         """Tell whether a tier has a ready replica."""
@@ -340,8 +338,8 @@ class Fleet:
 
     def nearest(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> str | None:
         """Return the id of the replica with free slots that lacks least of what a request needs; None: no replica."""
-        tokens, long = self._kv_tokens(demand), self._is_long(demand)
-        self._renew(time.monotonic())
+        tokens, long = self._kv_tokens(demand), self._is_long(demand.prompt_tokens)
+        self._renew(monotonic())
 
         def lacking(replica: Replica) -> tuple[int, int]:
             view = replica.view
@@ -354,12 +352,12 @@ class Fleet:
     def _kv_tokens(self, demand: Demand) -> int:
         return demand.prompt_tokens + math.ceil(self.output_share * demand.max_tokens * demand.sequences)
 
-    def _is_long(self, demand: Demand) -> bool:
-        return demand.prompt_tokens > self.options.long_prompt_tokens
+    def _is_long(self, prompt_tokens: int) -> bool:
+        return prompt_tokens > self.options.long_prompt_tokens
 
     def freed_per_s(self, tier: TierName) -> float:
         """Predict a tier's slots that become free per second; 0 if no replica takes requests."""
-        now = time.monotonic()
+        now = monotonic()
         self._renew(now)
         moment = self._moment(now)
         return sum(r.freed_per_s(moment, self.output_share) for r in self._members.get(tier, ()) if r.view.open)
@@ -370,7 +368,7 @@ class Fleet:
 
     def snapshot(self, reserved: Collection[str] = ()) -> FleetSnapshot:
         """Return the fleet as it is, frozen; in it, reserved replicas (by id) have no free slots."""
-        now = time.monotonic()
+        now = monotonic()
         self._renew(now)
         moment, tiers = self._moment(now), []
         for spec in self.specs:
@@ -381,3 +379,9 @@ class Fleet:
             outputs, taken = [r.output_tokens for r in members], self._totals.taken[spec.name]
             tiers.append(KeptTier(spec, views, outputs, taken, moment, preparing=self.preparations.of(spec.name)))
         return FleetSnapshot(tuple(tiers), self.template, self.output_share, self.options.long_prompt_tokens)
+
+
+def _least_loaded_open(members: Sequence[Replica]) -> int:
+    """Return the position of the least loaded replica that gets requests, whatever its limits; -1: none does."""
+    loads = [(r.prompt_tokens + r.output_tokens, r.view.sequences, n) for n, r in enumerate(members) if r.view.open]
+    return min(loads)[2] if loads else -1

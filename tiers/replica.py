@@ -7,9 +7,9 @@ assigning to an attribute that others may assign to does (``_Shown``).
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from tiers.breaker import Breaker, BreakerOptions, BreakerState
@@ -255,12 +255,12 @@ class Replica:
         """Return the number of slots that this router may take: its share, but at least one."""
         if self.share is None:
             return self.whole_limit
-        return min(self.whole_limit, max(self.share.holds(time.monotonic()), 1))
+        return min(self.whole_limit, max(self.share.holds(monotonic()), 1))
 
     @property
     def others(self) -> PeerLoad:
         """Return other routers' load on the replica; nothing once their report is out of date."""
-        return self._others if self._others_until and time.monotonic() < self._others_until else NO_PEERS
+        return self._others if self._others_until and monotonic() < self._others_until else NO_PEERS
 
     def note_others(self, others: PeerLoad, until: float) -> None:
         """Note other routers' load, valid until a monotonic time."""
@@ -294,11 +294,12 @@ class Replica:
         """Count a request that was sent (1) or has ended (-1), and its slots."""
         if self.in_flight:
             self._silence_s += now - self._silent_from
-        self._silent_from = now
-        self._sequence_s, self._summed_at = self.work(now)[0], now
-        self.turnover.note(now, self.slots, slots if change < 0 else 0)
+        self._silent_from, taken = now, self.slots
+        self._sequence_s += (taken + self.others.slots + self._foreign) * (now - self._summed_at)
+        self._summed_at = now
+        self.turnover.note(now, taken, slots if change < 0 else 0)
         self.in_flight += change
-        self.slots += change * slots
+        self.slots = taken + change * slots
         self.stale_at = 0.0
 
     @property

@@ -161,7 +161,7 @@ def remaining_tokens(load: Load, output_share: float) -> float:
     return output_share * load.output_tokens / max(load.sequences, 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # never changed, as ``Load``
 class Trend:
     """Recent errors of predictions: mean and variance of log(seen / predicted), exponentially weighted.
 
