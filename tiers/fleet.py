@@ -231,7 +231,6 @@ class Fleet:
         self.replicas.remove(replica)
         self._members[replica.spec.name].remove(replica)
         self._totals.count(replica.spec.name, replica.view, -1)
-        replica.totals = Totals()
 
     def configure(self, spec: TierSpec) -> None:
         """Replace a tier's configuration, for example when its checkpoint is finished."""

@@ -156,12 +156,13 @@ class World:
         self.pick(*changes)()
 
     def change_fleet(self) -> None:
-        if self.pick(True, False):
+        change = self.pick("add", "remove", "configure")
+        if change == "add":
             self.add()
+        elif change == "configure":
+            self.fleet.configure(replace(self.pick(*self.specs), max_in_flight=self.pick(2, 5)))
         elif len(self.fleet.replicas) > 1:
             self.fleet.remove(self.pick(*self.fleet.replicas))
-        else:
-            self.fleet.configure(replace(self.pick(*self.specs), max_in_flight=self.pick(2, 5)))
 
     def expected(self, reserved: Collection[str]) -> FleetSnapshot:
         """Return the snapshot that copying every replica gives."""
