@@ -1,15 +1,20 @@
-"""What a routing decision costs: snapshot, policy and decision log, beside classifying a prompt.
+"""What routing costs a request, by the number of replicas: snapshot and decision, slot, tokens, decision log.
 
-python benchmarks/decision_cost.py
+python benchmarks/decision_cost.py [--replicas 3 30 100 300]
+
+Every replica serves six requests. Their counters change between two decisions as they do under load: a request begins, one
+gets its first token, one ends, and every replica produces a token. ``alike`` is a decision while nothing changes.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import tempfile
-import timeit
+from collections import defaultdict
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from classifier import EstimatingCounter, PromptClass, extract
@@ -17,44 +22,102 @@ from router.policy.decide import decide
 from router.policy.decision import ExpectedLoss, PolicyParameters, Query, Sla
 from router.policy.decision_log import DecisionLog
 from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
-from tiers.fleet import Fleet, Replica
+from tiers.fleet import Fleet
+from tiers.replica import Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tiers.fleet import Lease
+
 PROMPT = "Can you explain how tides work, and why there are two of them a day? I never understood the second one. "
-LOOPS, RUNS = 500, 9
+CALLS = 1500
+OPEN = 6  # requests on each replica
+MAX_TOKENS = 1 << 20  # so that none of them is done before the measurement is
+LOSS = dict.fromkeys(PromptClass, ExpectedLoss(0.02, 0.01, 0.03))
+TABLE = PolicyParameters(CLASS_FLOOR, CLASS_MAX_LOSS, losses={TierName.FAST: LOSS, TierName.BALANCED: LOSS})
+
+
+class Load:
+    """A fleet under load."""
+
+    def __init__(self, replicas: int, query: Query, log: DecisionLog) -> None:
+        self.query, self.log = query, log
+        specs = tuple(TierSpec(name, 8192, 16, 32, digest="d") for name in TierName)
+        self.fleet = Fleet(specs)
+        for number in range(replicas):
+            spec = specs[number % len(specs)]
+            name = f"{spec.name}-{number}"
+            replica = self.fleet.add(Replica(name, spec, "http://127.0.0.1", "", "m", state=ReplicaState.READY))
+            replica.measured(SpeedModel(20, 1, 20 + 20 * spec.name.rank, 2, 1, 0.5, 0.1, 0.1, profiled=True))
+        self.open = [self.lease(spec.name, MAX_TOKENS) for _ in range(OPEN * replicas // 3) for spec in specs]
+        self.streams = {lease.replica.id: lease for lease in self.open}.values()
+        self.times: dict[str, list[float]] = defaultdict(list)
+
+    def lease(self, tier: TierName, max_tokens: int) -> Lease:
+        """Take a slot that must be free."""
+        lease = self.fleet.lease(tier, prompt_tokens=self.query.prompt_tokens, max_tokens=max_tokens)
+        assert lease is not None
+        return lease
+
+    def time(self, what: str, step: Callable[[], object], calls: int = 1) -> None:
+        """Measure a step."""
+        began = perf_counter()
+        for _ in range(calls):
+            step()
+        self.times[what].append((perf_counter() - began) / calls * 1e6)
+
+    def request(self) -> None:
+        """Measure one request, and what comes between it and the next."""
+        fleet, query = self.fleet, self.query
+        began = perf_counter()
+        snapshot = fleet.snapshot()
+        snapped = perf_counter()
+        decision = decide(query, snapshot, TABLE)
+        decided = perf_counter()
+        self.times["snapshot"].append((snapped - began) * 1e6)
+        self.times["decision, bounds on everything"].append((decided - snapped) * 1e6)
+        self.times["both"].append((decided - began) * 1e6)
+        self.time("its reason, and what it predicts", lambda: (decision.reason, decision.chosen))
+        self.time("both, alike", lambda: decide(query, fleet.snapshot(), TABLE))
+        assert decision.tier is not None
+        self.time("lease, first token, end, release", lambda: self.serve(decision.tier or TierName.FAST))
+        self.time("one token", next(iter(self.streams)).produced, 10)
+        for stream in self.streams:
+            stream.produced()
+        if len(self.times["both"]) % 10 == 0:
+            self.time("decision log, one line", lambda: self.log.decided("id", decision, snapshot, TABLE))
+
+    def serve(self, tier: TierName) -> None:
+        """Serve a request to its end."""
+        lease = self.lease(tier, 200)
+        lease.first_token(500.0)
+        lease.finished(50.0, 100)
+        lease.release()
 
 
 def main() -> None:
     """Measure and print."""
-    specs = tuple(TierSpec(name, 8192, 16, 32, digest="d") for name in TierName)
-    fleet = Fleet(specs)
-    for spec in specs:
-        replica = fleet.add(Replica(f"{spec.name}-0", spec, "http://127.0.0.1", "", "m", state=ReplicaState.READY))
-        replica.measured(SpeedModel(20, 1, 20 + 20 * spec.name.rank, 2, 1, 0.5, 0.1, 0.1, profiled=True))
-    loss = {kind: ExpectedLoss(0.02, 0.01, 0.03) for kind in PromptClass}
-    table = PolicyParameters(CLASS_FLOOR, CLASS_MAX_LOSS, losses={TierName.FAST: loss, TierName.BALANCED: loss})
-    counter = EstimatingCounter()
-    features = extract(PROMPT, counter)
-    query = Query(features, 40, 200, sla=Sla(ttft_ms=500, tpot_ms=50, max_quality_loss=0.1))
-    snapshot = fleet.snapshot()
-    decision = decide(query, snapshot, table)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--replicas", type=int, nargs="+", default=[3, 30, 100, 300])
+    sizes = parser.parse_args().replicas
+    features = extract(PROMPT, EstimatingCounter())
+    query = Query(features, 40, 200, sla=Sla(ttft_ms=5000, tpot_ms=500, max_quality_loss=0.1))
     with tempfile.TemporaryDirectory() as folder:
         log = DecisionLog(Path(folder) / "log", 1 << 30)
-        steps: dict[str, Callable[[], object]] = {
-            "snapshot of three replicas": fleet.snapshot,
-            "decision, bounds on everything": lambda: decide(query, snapshot, table),
-            "decision log, one line": lambda: log.decided("id", decision, snapshot, table),
-            f"classifying {len(PROMPT)} characters": lambda: extract(PROMPT, counter),
-        }
-        print(f"$ python {sys.argv[0]}\n{LOOPS} calls, median of {RUNS} runs, in microseconds")
-        for name, step in steps.items():
-            runs = [seconds / LOOPS * 1e6 for seconds in timeit.repeat(step, number=LOOPS, repeat=RUNS)]
-            print(f"{name:32} {statistics.median(runs):7.1f}  (best {min(runs):.1f}, worst {max(runs):.1f})")
+        loads = [Load(size, query, log) for size in sizes]
+        for _ in range(CALLS):  # in turns, so that the machine's moods fall on all of them alike
+            for load in loads:
+                load.request()
         log.close()
+    print(
+        f"$ python {' '.join(sys.argv)}\nmicroseconds, median of {CALLS} calls (a tenth of them for the log); replicas:"
+    )
+    print(f"{'':34}" + "".join(f"{size:9}" for size in sizes))
+    for name in loads[0].times:
+        print(f"{name:34}" + "".join(f"{statistics.median(load.times[name]):9.1f}" for load in loads))
 
 
 if __name__ == "__main__":

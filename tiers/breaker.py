@@ -15,6 +15,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 WINDOW = 20  # attempts in the share of failures
 ENOUGH = 8  # attempts before the share counts
@@ -52,10 +56,12 @@ class Breaker:
 
     Attributes:
         opened: How often it has opened.
+        on_open: Called when it opens.
     """
 
     options: BreakerOptions = field(default_factory=BreakerOptions)
     opened: int = 0
+    on_open: Callable[[], None] = field(default=lambda: None, repr=False)
     _open_until: float | None = None
     _held_until: float | None = None  # other requests, by a probe
     _probe: int = 0  # number of the last one
@@ -63,6 +69,11 @@ class Breaker:
     _pauses: int = 0
     _failures: int = 0
     _last: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    @property
+    def closed(self) -> bool:
+        """Tell whether any request may be sent. Only then does its state not depend on the time."""
+        return self._open_until is None
 
     def state(self, now: float) -> BreakerState:
         """Return the state."""
@@ -91,7 +102,7 @@ class Breaker:
 
     def begin(self, now: float) -> int:
         """Note that a request is sent; return the number of the probe, or 0 if it is none."""
-        if self.state(now) is not BreakerState.HALF_OPEN:
+        if self._open_until is None or now < self._open_until:
             return 0
         if self._held_until is not None:  # the last probe has no answer yet: as if it had failed
             self._pauses += 1
@@ -106,7 +117,9 @@ class Breaker:
             probe: Result of ``begin`` for the request.
         """
         self._last.append(True)
-        if self._open_until is None or probe:
+        if self._open_until is None:  # so nothing else is to be reset
+            self._failures = 0
+        elif probe:
             self.reset()
 
     def failed(self, now: float, *, probe: int) -> None:
@@ -136,6 +149,7 @@ class Breaker:
             self._pauses = max(self._pauses, 1)
             self._last.clear()
         self._open_until = max(self._open_until or until, until)
+        self.on_open()
 
     def reset(self) -> None:
         """Close it, and forget consecutive failures: the replica works, or is a new process."""
@@ -149,6 +163,7 @@ class Breaker:
         self._open_until = self._own_until = now + self._pause_s()
         self._held_until = None
         self._pauses += 1
+        self.on_open()
 
     def _pause_s(self) -> float:
         """Return the length of the pause after a failure now."""

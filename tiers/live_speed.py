@@ -26,7 +26,8 @@ from tiers.speed import IDLE, Seen, SpeedModel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tiers.fleet import Fleet, Replica
+    from tiers.fleet import Fleet
+    from tiers.replica import Replica
 
 LOOK_S = 2.0
 ENOUGH = 32  # answers before anything is learned

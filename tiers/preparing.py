@@ -159,6 +159,8 @@ class Preparations:
 
     def of(self, tier: TierName) -> Preparing | None:
         """Return what a tier still needs; None: nothing that is known here."""
+        if not (self._starting or self._to_make or self._made or self._failed):
+            return None
         now = self.clock()
         if tier in self._failed:
             return Preparing("its checkpoint could not be made", failed=self._failed[tier])

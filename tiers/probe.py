@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from tiers.errors import ProbeError, RefusedError
-from tiers.fleet import Gauges
+from tiers.snapshot import Gauges
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence

@@ -26,7 +26,7 @@ MOST_PREFILL = 0.8  # highest share of time spent on prompts; beyond it the engi
 UNMEASURED_SPREAD = 0.3  # of log(seen / predicted) before any answer: about a third either way
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # never changed; freezing would make each four times as dear to make
 class Load:
     """A replica's load, before one more request.
 
@@ -123,17 +123,18 @@ class SpeedModel:
             output_share: Expected output tokens over those allowed, 0..1.
             sequences: Of the request.
         """
-        batch = min(load.sequences + sequences, max_num_seqs)
-        step = self.step_ms(batch)
-        ttft = self.ttft_base_ms + self.prefill_ms_per_token * (prompt_tokens + load.prompt_tokens)
-        if load.sequences > 0:
-            ttft += self.ttft_steps * self.step_ms(min(load.sequences, max_num_seqs))
-            ahead = load.sequences + 1 - max_num_seqs
+        there, prefill = load.sequences, self.prefill_ms_per_token  # every request comes by here for each tier
+        batch = there + sequences
+        step = self.step_ms(min(max_num_seqs, batch))
+        ttft = self.ttft_base_ms + prefill * (prompt_tokens + load.prompt_tokens)
+        if there > 0:
+            ttft += self.ttft_steps * self.step_ms(min(max_num_seqs, there))
+            ahead = there + 1 - max_num_seqs
             if ahead > 0:
                 ttft += ahead * step * 2 * remaining_tokens(load, output_share) / (max_num_seqs + 1)
         slowed = 1 + self.contention * load.neighbours
-        prefilling = min(self.prefill_ms_per_token * load.prefill_rate * slowed, MOST_PREFILL)
-        return Times(ttft * slowed, step * slowed / (1 - prefilling))
+        prefilling = prefill * load.prefill_rate * slowed
+        return Times(ttft * slowed, step * slowed / (1 - (min(MOST_PREFILL, prefilling))))
 
     def engine_ms(self, prompt_tokens: int, output_tokens: float, batch: int) -> float:
         """Return the engine time of a request: its prefill, and its share of the steps that decode it.
@@ -160,7 +161,7 @@ def remaining_tokens(load: Load, output_share: float) -> float:
     return output_share * load.output_tokens / max(load.sequences, 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # never changed, as ``Load``
 class Trend:
     """Recent errors of predictions: mean and variance of log(seen / predicted), exponentially weighted.
 
@@ -174,10 +175,14 @@ class Trend:
     variance: float
     at: float
 
+    def at_time(self, now: float, spread: float) -> tuple[float, float]:
+        """Return mean and variance at ``now``: they decay to 0 and the given spread by half each ``HALF_LIFE_S``."""
+        left, steady = 0.5 ** ((now - self.at) / HALF_LIFE_S) if now > self.at else 1.0, spread * spread
+        return self.mean * left, steady + (self.variance - steady) * left
+
     def faded(self, now: float, spread: float) -> Trend:
-        """Return the trend at ``now``: it decays to a mean of 0 and the given spread by half each ``HALF_LIFE_S``."""
-        left = 0.5 ** (max(now - self.at, 0.0) / HALF_LIFE_S)
-        return Trend(self.mean * left, spread**2 + (self.variance - spread**2) * left, now)
+        """Return the trend at ``now``, as ``at_time``."""
+        return Trend(*self.at_time(now, spread), now)
 
     def after(self, predicted_ms: float, seen_ms: float, now: float, spread: float) -> Trend:
         """Return the trend after one more answer.
@@ -188,10 +193,9 @@ class Trend:
             now: Monotonic seconds.
             spread: Of the model.
         """
-        past = self.faded(now, spread)
-        off = math.log(max(seen_ms, 0.1) / max(predicted_ms, 0.1)) - past.mean
-        mean = past.mean + (1 - MEMORY) * off
-        return Trend(mean, MEMORY * (past.variance + (1 - MEMORY) * off * off), now)
+        mean, variance = self.at_time(now, spread)
+        off = math.log(max(seen_ms, 0.1) / max(predicted_ms, 0.1)) - mean
+        return Trend(mean + (1 - MEMORY) * off, MEMORY * (variance + (1 - MEMORY) * off * off), now)
 
 
 STEADY = Trend(0.0, UNMEASURED_SPREAD**2, 0.0)

@@ -24,11 +24,12 @@ class Turnover:
 
     def note(self, now: float, held: int, freed: int = 0) -> None:
         """Note the slots held since the last call, and how many of them are freed now."""
-        self._held_s, self._freed, self._at = *self._faded(now, held), now
+        held_s, ended = self._faded(now, held)
         if freed:
             memory = max(LEAST_MEMORY, held)
             kept = (1 - 1 / memory) ** freed
-            self._held_s, self._freed = self._held_s * kept, self._freed * kept + (1 - kept) * memory
+            held_s, ended = held_s * kept, ended * kept + (1 - kept) * memory
+        self._held_s, self._freed, self._at = held_s, ended, now
 
     def hold_s(self, now: float, held: int, predicted_s: float) -> float:
         """Return for how long a slot is expected to be held.

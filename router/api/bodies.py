@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
     from router.settings import LimitSettings
-    from tiers.fleet import FleetSnapshot, ReplicaSnapshot
     from tiers.preparing import Preparing
+    from tiers.snapshot import FleetSnapshot, ReplicaSnapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from router.policy.render import render_features
 from router.policy.table import policy_table
 from router.settings import load_settings
 from tiers.checkpoints.prepare import finished
-from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
+from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
     from router.auth.api_keys import KeyStore
     from router.deployment.layout import Deployment
-    from tiers.fleet import Fleet, Replica
+    from tiers.fleet import Fleet
     from tiers.plan import Plan
+    from tiers.replica import Replica
     from tiers.spec import TierSpec
 
 HostOption = Annotated[str | None, typer.Option(help="Address to listen on.")]

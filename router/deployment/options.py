@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tiers.breaker import BreakerOptions
-from tiers.fleet import FleetOptions
 from tiers.lifecycle.canary import Canary
 from tiers.lifecycle.operations import OperationOptions
 from tiers.lifecycle.supervisor import SupervisorOptions
 from tiers.lifecycle.warmup import WarmupPlan
 from tiers.lifecycle.watchdog import WatchdogOptions
+from tiers.replica import FleetOptions
 
 if TYPE_CHECKING:
     from router.settings import Settings

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from router.deployment.layout import Deployment
     from router.server.handover import HandoverClient
     from router.settings import Settings
-    from tiers.fleet import Replica
+    from tiers.replica import Replica
 
 log = logging.getLogger(f"qarr.{__name__}")
 POLL_S = 0.1

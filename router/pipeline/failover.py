@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from router.upstream.client import Upstream
     from router.upstream.engine_stream import EngineAnswer, EngineRequest
     from router.upstream.progress import Progress, Resumption
-    from tiers.fleet import Fleet, Replica
+    from tiers.fleet import Fleet
+    from tiers.replica import Replica
 
 COMPLETIONS, DETOKENIZE = "/v1/completions", "/detokenize"
 BROKEN_CHARACTER = "\ufffd"

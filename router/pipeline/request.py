@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from classifier import PromptFeatures, TokenCounter
     from router.policy.decision import Decision, Priority
     from router.upstream.engine_stream import EngineRequest
-    from tiers.fleet import TemplateTokens
+    from tiers.snapshot import TemplateTokens
     from tiers.spec import TierName
 
 NO_BOUNDS = Sla()

@@ -27,13 +27,14 @@ from pydantic_core import to_json
 from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, RedisClock, connect, outage
 from router.upstream.json_object import read_json
 from tiers.background import Faults
-from tiers.fleet import PeerLoad, Share
+from tiers.replica import PeerLoad, Share
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tiers.fleet import Fleet, Replica
+    from tiers.fleet import Fleet
+    from tiers.replica import Replica
 
 log = logging.getLogger(f"qarr.{__name__}")
 EVERY_S = 0.5

@@ -8,190 +8,330 @@ what was given up.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from router.policy.decision import CHOSEN, Basis, Decision, Refusal, TierReport
-from tiers.fleet import has_slots
 from tiers.preparing import about
+from tiers.snapshot import has_slots
 from tiers.spec import ReplicaState, TierName
 from tiers.speed import HALF_LIFE_S, IDLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from classifier import PromptClass
     from router.policy.decision import Bound, ExpectedLoss, PolicyParameters, Query
-    from tiers.fleet import Expectation, FleetSnapshot, ReplicaSnapshot, TierSnapshot
+    from tiers.snapshot import Expectation, FleetSnapshot, TierSnapshot
+    from tiers.spec import TierSpec
     from tiers.speed import SpeedModel
 
 STARTING_RETRY_S = 10.0  # engines start and warm in tens of seconds
 UNKNOWN_RETRY_S = 1.0  # a slot frees up with the next finished request
+LIKELIEST_TO_PASS = (Refusal.AT_CAPACITY, Refusal.NOT_READY, Refusal.TOO_LONG, Refusal.NOT_ALLOWED)
 _NORMAL = NormalDist()
+_TIERS = tuple(TierName)
+
+# The classes below are never changed once a decision is made; freezing them would cost a third of it.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Need:
     """What the prompt's class needs.
 
     Attributes:
-        who: Subject of the sentences about it.
         floor: Lowest tier where loss is not measured.
         max_loss: Share of tokens, 0..1, where loss is measured: the request's own bound, else the class's.
-        at_least: Lowest tier whatever is measured, and the subject that wants it; None: any tier.
+        at_least: Lowest tier whatever is measured; None: any tier.
+        hinted: The hint asks for ``at_least``; else the class's live losses do.
+        uncertain: The classifier is not sure of the class.
     """
 
-    who: str
+    kind: PromptClass
+    confidence: float
     floor: TierName
     max_loss: float
-    at_least: tuple[TierName, str] | None = None
+    at_least: TierName | None
+    hinted: bool
+    uncertain: bool
+
+    @property
+    def who(self) -> str:
+        """Return the subject of the sentences about it."""
+        unsure = f" at a confidence of only {self.confidence:.2f}" if self.uncertain else ""
+        return f"class {self.kind.value}{unsure}"
 
 
-@dataclass(slots=True)  # never changed; freezing would cost a tenth of a decision
+@dataclass(slots=True, eq=False)
 class _TierEstimate:
     """What can be expected of one tier. None: not known.
 
     Attributes:
+        speed: Of the replica that would serve the request, or of the first ready one.
+        loss: As measured.
+        worst: Upper bound of the loss at the confidence asked for.
         cost: Engine-seconds, times the tier's price.
         excess: Largest ratio of a predicted time to its bound.
-        obstacle: Why the tier cannot serve now; None: it can. ``slow``, ``lossy`` and ``unfit`` likewise say why it
-            breaks a bound on time, breaks the bound on loss, or is below what the class needs.
+        obstacle: Why the tier cannot serve now; None: it can.
+        slow: It breaks a bound on time; likewise ``lossy`` on loss.
+        unfit: It is below what the class needs.
+        meets: It can serve the request within the bounds asked for.
     """
 
     tier: TierSnapshot
-    replica: ReplicaSnapshot | None
-    obstacle: tuple[Refusal, str] | None
+    spec: TierSpec
+    name: TierName
+    speed: SpeedModel | None
     times: Expectation | None
     loss: ExpectedLoss | None
+    worst: float | None
     cost: float | None
-    slow: str | None
     excess: float
-    lossy: str | None
-    unfit: str | None
-
-    @property
-    def name(self) -> TierName:
-        return self.tier.spec.name
-
-    @property
-    def speed(self) -> SpeedModel | None:
-        return None if self.replica is None else self.replica.speed
+    obstacle: Refusal | None
+    slow: bool
+    lossy: bool
+    unfit: bool
+    meets: bool
 
     @property
     def under_load(self) -> bool:
         return self.speed is not None and self.speed.under_load
 
-    @property
-    def breaks(self) -> str | None:
-        """Return why the tier cannot serve the request within its bounds, or None."""
-        return self.obstacle[1] if self.obstacle is not None else self.lossy or self.slow
-
 
 def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decision:
     """Choose the cheapest tier that serves the request as asked, or refuse it."""
     z = _NORMAL.inv_cdf(table.sla_confidence if query.sla.confidence is None else query.sla.confidence)
-    need, in_flight = _need(query, table), fleet.sequences
-    estimates = [_estimate(tier, query, fleet, in_flight, table, z, need) for tier in fleet.tiers]
-    asked = [o for o in estimates if not (query.require and query.hint) or o.name is query.hint]
+    case = _Case(query, fleet, table, z, _need(query, table))
+    hint, estimates = query.hint, case.estimates
+    asked = estimates if hint is None or not query.require else [o for o in estimates if o.name is hint]
     possible = [o for o in asked if o.obstacle is None]
-    within = [o for o in possible if o.breaks is None]
+    within = [o for o in possible if o.meets]
+    case.asked, case.possible, case.within = asked, possible, within
     if not possible or (query.require and not within):
-        return _refuse(query, fleet, estimates, asked, Refusal.SLA_UNMET if possible else None, z)
-    degraded: tuple[Bound, ...]
+        causes = {o.obstacle for o in asked}
+        refusal = Refusal.SLA_UNMET if possible else next(c for c in LIKELIEST_TO_PASS if c in causes)
+        return Decision.explained(case, query, Basis.REFUSED, None, refusal=refusal)
+    degraded: tuple[Bound, ...] = ()
     if within:
-        chosen, reason, basis = _choose(query, within, asked, table, need)
-        degraded = ("quality",) if basis is Basis.DEGRADED_QUALITY else ()
+        case.chosen, case.basis = chosen, basis = _choose(query, within, case)
+        if basis is Basis.DEGRADED_QUALITY:
+            degraded = ("quality",)
     else:
         chosen, degraded = _nearest(query, possible, table)
         basis = Basis.DEGRADED_QUALITY if "quality" in degraded else Basis.DEGRADED_LATENCY
-        reason = f"no tier is expected to meet the SLA: {' and '.join(degraded)} given up, {chosen.name} taken"
-    if query.hint is not None and chosen.name is not query.hint:  # first: what was asked for and is not given
-        hinted = next(o for o in estimates if o.name is query.hint)
-        reason = f"hint {query.hint} not taken: {hinted.breaks or 'not chosen'}; {reason}"
-    if query.sla.max_quality_loss is not None and within and not table.losses:
-        reason += "; loss is not measured yet, so only the reference precision is sure to keep max_quality_loss"
-    spare = [] if query.require else [o for o in possible if o is not chosen]
-    return Decision(
-        tier=chosen.name,
-        precision=chosen.tier.spec.precision,
-        reason=reason,
-        query=query,
-        fallbacks=_fallback_order(chosen.name, [(o.name, o.speed) for o in spare], table.max_slowdown),
-        verdicts=tuple(_verdict(o, chosen) for o in estimates),
-        basis=basis,
-        degraded=degraded,
-    )
+        case.chosen, case.basis, case.given_up = chosen, basis, degraded
+    return Decision.explained(case, query, basis, chosen.name, degraded=degraded)
 
 
 def _need(query: Query, table: PolicyParameters) -> _Need:
     """Return what the class needs. An uncertain class gets a floor one tier higher; a hint that fails is a floor itself."""
-    features = query.features
-    kind = features.prompt_class
-    floor, asked = table.class_floor[kind], query.sla.max_quality_loss
+    features, hint, asked = query.features, query.hint, query.sla.max_quality_loss
+    kind, confidence = features.prompt_class, features.confidence
+    floor, at_least, hinted = table.class_floor[kind], table.promoted.get(kind), False
+    if hint is not None and hint.rank > max(floor.rank, at_least.rank if at_least is not None else 0):
+        at_least, hinted = hint, True
+    uncertain = confidence < table.min_confidence and floor is not TierName.PRECISE
+    if uncertain:
+        floor = _TIERS[floor.rank + 1]
     max_loss = table.max_loss[kind] if asked is None else asked
-    who = f"class {kind.value}"
-    at_least: tuple[TierName, str] | None = None
-    promoted = table.promoted.get(kind)
-    if promoted is not None:
-        at_least = promoted, f"{who}, which loses too much in live answers,"
-    if query.hint is not None and query.hint.rank > max(floor.rank, promoted.rank if promoted else 0):
-        at_least = query.hint, f"hint {query.hint}"
-    if features.confidence < table.min_confidence and floor is not TierName.PRECISE:
-        who = f"{who} at a confidence of only {features.confidence:.2f}"
-        floor = list(TierName)[floor.rank + 1]
-    return _Need(who, floor, max_loss, at_least)
+    return _Need(kind, confidence, floor, max_loss, at_least, hinted, uncertain)
 
 
-def _estimate(  # noqa: PLR0917  called here alone
-    tier: TierSnapshot,
-    query: Query,
-    fleet: FleetSnapshot,
-    in_flight: int,
-    table: PolicyParameters,
-    z: float,
-    need: _Need,
-) -> _TierEstimate:
-    """Return what can be expected of one tier."""
-    spec, share, prompt_tokens = tier.spec, fleet.output_share, query.tokens_to_read
-    output = share * query.max_tokens * query.sequences
-    free = tier.next(prompt_tokens, output, fleet.long_prompt_tokens, query.sequences)
-    replica = free or next(iter(tier.ready), None)
-    times = cost = None
-    if replica is not None and replica.speed is not None:
-        times = replica.expect(prompt_tokens, spec.max_num_seqs, share, query.sequences)
-        batch = min(in_flight + query.sequences, spec.max_num_seqs)
-        engine_ms = replica.speed.engine_ms(prompt_tokens, max(output, 1.0), batch)
-        cost = engine_ms / 1000 * table.prices.get(spec.name, 1.0)
-    loss = table.loss(spec.name, query.features)
-    certain = query.features.confidence >= table.min_confidence
-    worst = None if loss is None else loss.at(z) if certain else loss.high
-    slow, excess = _slow(query, times, z)
-    return _TierEstimate(
-        tier=tier,
-        replica=replica,
-        obstacle=_obstacle(tier, query, full=free is None),
-        times=times,
-        loss=loss,
-        cost=cost,
-        slow=slow,
-        excess=excess,
-        lossy=_lossy(query, loss, worst),
-        unfit=_unfit(spec.name, worst, need),
-    )
+@dataclass(slots=True, eq=False)
+class _Case:
+    """One decision: what it is made from, and afterwards what it is explained from.
+
+    Attributes:
+        z: The confidence asked for, as a quantile of the normal distribution.
+        estimates: One for each tier, by rising precision.
+        asked: Those of the tiers asked for; of these, ``possible`` can serve now, and ``within`` meet the bounds as well.
+        fit: Of these, those that meet the class's needs.
+        chosen: None: the request is refused.
+        given_up: Bounds that no tier meets.
+    """
+
+    query: Query
+    fleet: FleetSnapshot
+    table: PolicyParameters
+    z: float
+    need: _Need
+    estimates: list[_TierEstimate] = field(init=False)
+    asked: Sequence[_TierEstimate] = ()
+    possible: Sequence[_TierEstimate] = ()
+    within: Sequence[_TierEstimate] = ()
+    fit: Sequence[_TierEstimate] = ()
+    chosen: _TierEstimate | None = None
+    basis: Basis = Basis.REFUSED
+    given_up: tuple[Bound, ...] = ()
+    _reports: dict[TierName, TierReport] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        query, fleet = self.query, self.fleet
+        prompt_tokens, sequences = query.tokens_to_read, query.sequences
+        output, there = fleet.output_share * query.max_tokens * sequences, fleet.sequences + sequences
+        self.estimates = [self._estimate(tier, prompt_tokens, output, there) for tier in fleet.tiers]
+
+    def _estimate(self, tier: TierSnapshot, prompt_tokens: int, output: float, there: int) -> _TierEstimate:
+        """Return what can be expected of one tier.
+
+        Args:
+            tier: The tier.
+            prompt_tokens: To read.
+            output: Expected output tokens of all sequences.
+            there: Sequences on the whole fleet, those of the request included.
+        """
+        query, table, z, spec, need = self.query, self.table, self.z, tier.spec, self.need
+        name = spec.name
+        free, speed, times = tier.offer(prompt_tokens, output, query.sequences, self.fleet)
+        cost = None
+        if speed is not None:
+            batch = min(spec.max_num_seqs, there)
+            engine_ms = speed.engine_ms(prompt_tokens, max(1.0, output), batch)
+            cost = engine_ms / 1000 * table.prices.get(name, 1.0)
+        loss = table.loss(name, query.features)
+        worst = None if loss is None else loss.at(z) if need.confidence >= table.min_confidence else loss.high
+        obstacle, bound = _obstacle(tier, query, free=free), query.sla.max_quality_loss
+        slow, excess = _slow(query, times, z)
+        lossy = bound is not None and (worst is None or worst > bound)
+        return _TierEstimate(
+            tier,
+            spec,
+            name,
+            speed,
+            times,
+            loss,
+            worst,
+            cost,
+            excess,
+            obstacle,
+            slow,
+            lossy,
+            unfit=_is_unfit(name, worst, need),
+            meets=obstacle is None and not lossy and not slow,
+        )
+
+    def reason(self) -> str:
+        """Return why, for a person. What was asked for and is not given comes first."""
+        chosen, query = self.chosen, self.query
+        if chosen is None:
+            return "; ".join([f"{o.name} {self.verdict(o.name).verdict}" for o in self.asked])
+        reason = self._why(chosen)
+        if query.hint is not None and chosen.name is not query.hint:
+            hinted = next(o for o in self.estimates if o.name is query.hint)
+            against = "not chosen" if hinted.meets else self._against(hinted)
+            reason = f"hint {query.hint} not taken: {against}; {reason}"
+        if query.sla.max_quality_loss is not None and self.within and not self.table.losses:
+            reason += "; loss is not measured yet, so only the reference precision is sure to keep max_quality_loss"
+        return reason
+
+    def _why(self, chosen: _TierEstimate) -> str:
+        """Return why a tier was chosen."""
+        if not self.within:
+            return f"no tier is expected to meet the SLA: {' and '.join(self.given_up)} given up, {chosen.name} taken"
+        if self.basis is Basis.HINT:
+            return f"hint {chosen.name}"
+        if self.basis is Basis.MEASURED:
+            return f"{self.need.who}: {_cheapest_text(self.fit, chosen)}"
+        if self.basis is Basis.TABLE:
+            return f"{self.need.who}: {_lowest_text(self.fit[0], chosen, self.table)}"
+        return f"degraded to {chosen.name}: {self._unfit(chosen)}, {_no_better(self.asked)}"
+
+    def fallbacks(self) -> tuple[TierName, ...]:
+        """Return the tiers that could take over, in order."""
+        chosen = self.chosen
+        if chosen is None or self.query.require:
+            return ()
+        spare = [(o.name, o.speed) for o in self.possible if o is not chosen]
+        return _fallback_order(chosen.name, spare, self.table.max_slowdown)
+
+    def retry_after_s(self) -> float | None:
+        """Return the predicted seconds until a refused request could be served; None: never, as far as is known."""
+        waits = [_possible_in_s(o, self.query, self.fleet.output_share, self.z) for o in self.asked]
+        return min([wait for wait in waits if wait is not None], default=None)
+
+    def verdicts(self) -> tuple[TierReport, ...]:
+        """Return the reports on all tiers."""
+        return tuple([self.verdict(o.name) for o in self.estimates])
+
+    def verdict(self, tier: TierName) -> TierReport:
+        """Return the report on one tier, as ``Decision.verdict``."""
+        made = self._reports.get(tier)
+        if made is None:
+            estimate = next((o for o in self.estimates if o.name is tier), None)
+            if estimate is None:
+                raise KeyError(tier)
+            made = self._reports[tier] = self._report(estimate)
+        return made
+
+    def _report(self, estimate: _TierEstimate) -> TierReport:
+        times, cost = estimate.times, estimate.cost
+        return TierReport(
+            tier=estimate.name,
+            state=ReplicaState.READY if estimate.obstacle is None else estimate.tier.state,
+            predicted_ttft_ms=round(times.ttft_ms, 1) if times else None,
+            predicted_tpot_ms=round(times.tpot_ms, 2) if times else None,
+            expected_loss=estimate.loss,
+            cost=round(cost, 4) if cost is not None else None,
+            verdict=self._verdict(estimate),
+            meets=estimate.meets,
+        )
+
+    def _verdict(self, estimate: _TierEstimate) -> str:
+        chosen = self.chosen
+        if estimate is chosen:
+            return CHOSEN
+        if not estimate.meets or estimate.unfit:
+            return self._against(estimate)
+        if chosen is None:
+            return "not asked for"
+        if chosen.cost is not None and estimate.cost is not None and estimate.under_load:
+            return f"would do, at {estimate.cost:.2g} engine-seconds instead of {chosen.cost:.2g}"
+        return f"would do; {chosen.name} was taken"
+
+    def _against(self, estimate: _TierEstimate) -> str:
+        """Return the first of what speaks against a tier."""
+        if estimate.obstacle is not None:
+            return _obstacle_text(estimate, self.query)
+        if estimate.lossy:
+            return _lossy_text(estimate, self.query)
+        if estimate.slow:
+            return _slow_text(estimate, self.query, self.z)
+        return self._unfit(estimate)
+
+    def _unfit(self, estimate: _TierEstimate) -> str:
+        """Return why a tier is below what the class needs."""
+        need, worst = self.need, estimate.worst
+        if need.at_least is not None and estimate.name.rank < need.at_least.rank:
+            who = f"class {need.kind.value}, which loses too much in live answers,"
+            return f"{f'hint {need.at_least}' if need.hinted else who} wants {need.at_least} or higher"
+        if worst is None:
+            return f"{need.who} wants {need.floor} or higher"
+        return f"{need.who} may lose {need.max_loss:g}, and this tier may lose {worst:.3f}"
 
 
-def _obstacle(tier: TierSnapshot, query: Query, *, full: bool) -> tuple[Refusal, str] | None:
+def _obstacle(tier: TierSnapshot, query: Query, *, free: bool) -> Refusal | None:
     """Return why a tier cannot serve the request now, or None."""
     spec = tier.spec
     if spec.name not in query.allowed:
-        return Refusal.NOT_ALLOWED, "is not allowed for this key"
+        return Refusal.NOT_ALLOWED
     if query.prompt_tokens + query.max_tokens > spec.max_model_len:
-        return Refusal.TOO_LONG, (
-            f"{query.prompt_tokens} prompt + {query.max_tokens} output tokens exceed its context of {spec.max_model_len}"
-        )
-    if tier.state is not ReplicaState.READY:
-        return Refusal.NOT_READY, _not_ready(tier)
-    return (Refusal.AT_CAPACITY, _full(tier, query.sequences)) if full else None
+        return Refusal.TOO_LONG
+    if free:
+        return None
+    return Refusal.AT_CAPACITY if tier.is_ready else Refusal.NOT_READY
+
+
+def _obstacle_text(estimate: _TierEstimate, query: Query) -> str:
+    """Return why a tier cannot serve the request now."""
+    if estimate.obstacle is Refusal.NOT_ALLOWED:
+        return "is not allowed for this key"
+    if estimate.obstacle is Refusal.TOO_LONG:
+        tokens = f"{query.prompt_tokens} prompt + {query.max_tokens} output tokens"
+        return f"{tokens} exceed its context of {estimate.spec.max_model_len}"
+    if estimate.obstacle is Refusal.NOT_READY:
+        return _not_ready(estimate.tier)
+    return _full(estimate.tier, query.sequences)
 
 
 def _not_ready(tier: TierSnapshot) -> str:
@@ -207,9 +347,10 @@ def _not_ready(tier: TierSnapshot) -> str:
 
 def _full(tier: TierSnapshot, sequences: int) -> str:
     """Return why no ready replica of a tier takes the request now."""
-    admitting = [r for r in tier.ready if r.admits]
+    ready = tier.views
+    admitting = [r for r in ready if r.admits]
     if not admitting:
-        wait_s = min(r.admits_in_s for r in tier.ready)
+        wait_s = min(r.admits_in_s for r in ready)
         return f"failed too often lately; the next try is in {wait_s:.1f} s"
     limits = [min(r.limit, tier.spec.max_in_flight) for r in admitting]
     free = [r for r, limit in zip(admitting, limits, strict=True) if r.taken < limit]
@@ -223,101 +364,113 @@ def _full(tier: TierSnapshot, sequences: int) -> str:
     return "has too few tokens left in its KV cache"
 
 
-def _slow(query: Query, times: Expectation | None, z: float) -> tuple[str | None, float]:
-    """Return which bound a tier's times break with the confidence asked for, and the largest ratio of time to bound.
+def _slow(query: Query, times: Expectation | None, z: float) -> tuple[bool, float]:
+    """Tell whether a tier's times break a bound with the confidence asked for; return the largest ratio of time to bound.
 
     An unknown time breaks no bound. Times are log-normally distributed about the prediction; ``z`` is the confidence as a
     quantile of the normal distribution.
     """
+    sla, slow, excess = query.sla, False, 0.0
     if times is None:
-        return None, 0.0
-    found, excess = None, 0.0
+        return slow, excess
+    if sla.tpot_ms is not None:
+        safe = times.tpot_ms * math.exp(z * times.tpot_spread)
+        slow, excess = safe > sla.tpot_ms, safe / sla.tpot_ms
+    if sla.ttft_ms is not None:
+        safe = times.ttft_ms * math.exp(z * times.ttft_spread)
+        slow, excess = slow or safe > sla.ttft_ms, max(excess, safe / sla.ttft_ms)
+    return slow, excess
+
+
+def _slow_text(estimate: _TierEstimate, query: Query, z: float) -> str:
+    """Return which bound a tier's times break with the confidence asked for: of both, that on TTFT."""
+    times, sla, found = estimate.times, query.sla, ""
     for name, expected, spread, bound in (
-        ("TPOT", times.tpot_ms, times.tpot_spread, query.sla.tpot_ms),
-        ("TTFT", times.ttft_ms, times.ttft_spread, query.sla.ttft_ms),
+        (
+            ("TPOT", times.tpot_ms, times.tpot_spread, sla.tpot_ms),
+            ("TTFT", times.ttft_ms, times.ttft_spread, sla.ttft_ms),
+        )
+        if times is not None
+        else ()
     ):
         if bound is None:
             continue
         safe = expected * math.exp(z * spread)
-        excess = max(excess, safe / bound)
         if safe > bound:
             unsure = "" if expected > bound else f", up to {safe:.0f} at the confidence asked for"
             found = f"{name} of {expected:.0f} ms expected{unsure}, {bound:g} asked"
-    return found, excess
+    return found
 
 
-def _lossy(query: Query, loss: ExpectedLoss | None, worst: float | None) -> str | None:
-    """Return how a tier breaks the bound on loss with the confidence asked for, or None."""
-    bound = query.sla.max_quality_loss
-    if bound is None:
-        return None
-    if loss is None or worst is None:
+def _lossy_text(estimate: _TierEstimate, query: Query) -> str:
+    """Return how a tier breaks the bound on loss with the confidence asked for."""
+    loss, bound = estimate.loss, query.sla.max_quality_loss
+    if loss is None:
         return f"its loss is not measured, max_quality_loss is {bound:g}"
-    if worst > bound:
-        return f"its loss may be {worst:.3f} (measured {loss.mean:.3f}), {bound:g} asked"
-    return None
+    return f"its loss may be {estimate.worst:.3f} (measured {loss.mean:.3f}), {bound:g} asked"
 
 
-def _unfit(tier: TierName, worst: float | None, need: _Need) -> str | None:
-    """Return why a tier is below what the class needs, or None."""
-    if need.at_least is not None and tier.rank < need.at_least[0].rank:
-        return f"{need.at_least[1]} wants {need.at_least[0]} or higher"
-    if worst is None and tier.rank < need.floor.rank:
-        return f"{need.who} wants {need.floor} or higher"
-    if worst is not None and worst > need.max_loss:
-        return f"{need.who} may lose {need.max_loss:g}, and this tier may lose {worst:.3f}"
-    return None
+def _is_unfit(tier: TierName, worst: float | None, need: _Need) -> bool:
+    """Tell whether a tier is below what the class needs."""
+    if need.at_least is not None and tier.rank < need.at_least.rank:
+        return True
+    return tier.rank < need.floor.rank if worst is None else worst > need.max_loss
 
 
-def _choose(
-    query: Query, within: Sequence[_TierEstimate], asked: Sequence[_TierEstimate], table: PolicyParameters, need: _Need
-) -> tuple[_TierEstimate, str, Basis]:
-    """Choose among the tiers that meet the SLA, and say why. ``within`` is not empty, and sorted by rising precision."""
-    for estimate in within:
-        if estimate.name is query.hint:
-            return estimate, f"hint {query.hint}", Basis.HINT
-    fit = [o for o in within if o.unfit is None]
+def _choose(query: Query, within: Sequence[_TierEstimate], case: _Case) -> tuple[_TierEstimate, Basis]:
+    """Choose among the tiers that meet the SLA. ``within`` is not empty, and sorted by rising precision."""
+    if query.hint is not None:
+        for estimate in within:
+            if estimate.name is query.hint:
+                return estimate, Basis.HINT
+    case.fit = fit = [o for o in within if not o.unfit]
     if not fit:
-        best = within[-1]
-        better = [o for o in asked if o.unfit is None]
-        if all(o.obstacle is not None and o.obstacle[0] is Refusal.NOT_ALLOWED for o in better):
-            cause = "none of which this key allows"
-        elif any(o.obstacle is None for o in better):
-            cause = "none of which is expected to meet the SLA"
-        else:
-            cause = "none of which can serve now"
-        return best, f"degraded to {best.name}: {best.unfit}, {cause}", Basis.DEGRADED_QUALITY
-    if all(o.under_load for o in fit):
-        return *_cheapest(fit, need), Basis.MEASURED
-    return *_lowest(fit, table, need), Basis.TABLE
+        return within[-1], Basis.DEGRADED_QUALITY
+    for estimate in fit:
+        if not estimate.under_load:
+            return _lowest(fit, case.table.max_slowdown), Basis.TABLE
+    return min(fit, key=_cost), Basis.MEASURED  # of equals, the lowest precision
 
 
-def _cheapest(fit: Sequence[_TierEstimate], need: _Need) -> tuple[_TierEstimate, str]:
-    """Choose by measured engine time; of equals, the lowest precision."""
-    chosen = min(fit, key=_cost)
-    others = ", ".join(f"{o.name} {_cost(o):.2g}" for o in fit if o is not chosen)
-    compared = f"{_cost(chosen):.2g} engine-seconds, {others}" if others else "no other does"
-    learned = "; speed learned from live requests" if any(o.speed is not None and o.speed.learned for o in fit) else ""
-    return chosen, f"{need.who}: cheapest tier that meets its needs is {chosen.name} ({compared}{learned})"
+def _no_better(asked: Sequence[_TierEstimate]) -> str:
+    """Return why no tier that meets the class's needs was taken."""
+    better = [o for o in asked if not o.unfit]
+    if all(o.obstacle is Refusal.NOT_ALLOWED for o in better):
+        return "none of which this key allows"
+    if any(o.obstacle is None for o in better):
+        return "none of which is expected to meet the SLA"
+    return "none of which can serve now"
 
 
 def _cost(estimate: _TierEstimate) -> float:
     return math.inf if estimate.cost is None else estimate.cost
 
 
-def _lowest(fit: Sequence[_TierEstimate], table: PolicyParameters, need: _Need) -> tuple[_TierEstimate, str]:
+def _cheapest_text(fit: Sequence[_TierEstimate], chosen: _TierEstimate) -> str:
+    """Return what the choice by measured engine time rests on."""
+    others = ", ".join([f"{o.name} {_cost(o):.2g}" for o in fit if o is not chosen])
+    compared = f"{_cost(chosen):.2g} engine-seconds, {others}" if others else "no other does"
+    learned = any(o.speed is not None and o.speed.learned for o in fit)
+    source = "; speed learned from live requests" if learned else ""
+    return f"cheapest tier that meets its needs is {chosen.name} ({compared}{source})"
+
+
+def _lowest(fit: Sequence[_TierEstimate], max_slowdown: float) -> _TierEstimate:
     """Choose the lowest precision while no speed is measured under load, unless a higher one is far faster even so."""
-    lowest = chosen = fit[0]
+    chosen = fit[0]
     for higher in fit[1:]:
-        if _dominated(chosen.speed, higher.speed, table.max_slowdown):
+        if _dominated(chosen.speed, higher.speed, max_slowdown):
             chosen = higher
+    return chosen
+
+
+def _lowest_text(lowest: _TierEstimate, chosen: _TierEstimate, table: PolicyParameters) -> str:
+    """Return what the choice of the lowest precision rests on."""
     if chosen is lowest:
         missing = "speed is" if table.losses else "loss and speed are"
-        reason = f"lowest precision that serves is {chosen.name} (default table: {missing} not profiled yet)"
-    else:
-        faster = f"was measured over {table.max_slowdown:g} times faster here at a higher precision"
-        reason = f"{lowest.name} would do, but {chosen.name} {faster}"
-    return chosen, f"{need.who}: {reason}"
+        return f"lowest precision that serves is {chosen.name} (default table: {missing} not profiled yet)"
+    faster = f"was measured over {table.max_slowdown:g} times faster here at a higher precision"
+    return f"{lowest.name} would do, but {chosen.name} {faster}"
 
 
 def _dominated(lower: SpeedModel | None, higher: SpeedModel | None, max_slowdown: float) -> bool:
@@ -333,14 +486,14 @@ def _nearest(
     A hinted tier that keeps it is taken. Else the cheapest of those that keep the loss: a request that is late anyway
     should not hold up others. Of those that keep the latency, the one that loses least.
     """
-    lossless = [o for o in possible if o.lossy is None]
-    prompt = [o for o in possible if o.slow is None]
+    lossless = [o for o in possible if not o.lossy]
+    prompt = [o for o in possible if not o.slow]
     keeping = lossless if table.give_up == "latency" else prompt
     hinted = [o for o in keeping if o.name is query.hint]
     if hinted:
         chosen = hinted[0]
     elif lossless and (table.give_up == "latency" or not prompt):
-        fit = [o for o in lossless if o.unfit is None] or lossless
+        fit = [o for o in lossless if not o.unfit] or lossless
         chosen = min(fit, key=lambda o: (_cost(o), o.excess))
     else:  # what is not measured counts as the worst, and is ordered by precision
         chosen = min(prompt or possible, key=lambda o: (1.0 if o.loss is None else o.loss.high, -o.name.rank))
@@ -357,9 +510,9 @@ def successors(tier: TierName, query: Query, fleet: FleetSnapshot, table: Policy
     if query.require:
         return ()
     spare = [
-        (other.spec.name, next((replica.speed for replica in other.ready), None))
+        (other.spec.name, other.views[0].speed)
         for other in fleet.tiers
-        if other.spec.name is not tier and _obstacle(other, query, full=False) is None
+        if other.spec.name is not tier and _obstacle(other, query, free=False) is Refusal.AT_CAPACITY
     ]
     return _fallback_order(tier, spare, table.max_slowdown)
 
@@ -380,37 +533,17 @@ def _fallback_order(
     return tuple(order)
 
 
-def _refuse(  # noqa: PLR0917  called here alone
-    query: Query,
-    fleet: FleetSnapshot,
-    estimates: Sequence[_TierEstimate],
-    asked: Sequence[_TierEstimate],
-    refusal: Refusal | None,
-    z: float,
-) -> Decision:
-    """Refuse, by the cause among the tiers asked for that is likeliest to pass."""
-    causes = [o.obstacle[0] for o in asked if o.obstacle is not None]
-    likeliest_to_pass = (Refusal.AT_CAPACITY, Refusal.NOT_READY, Refusal.TOO_LONG, Refusal.NOT_ALLOWED)
-    cause = refusal or next(c for c in likeliest_to_pass if c in causes)
-    waits = [wait for o in asked if (wait := _possible_in_s(o, query, fleet.output_share, z)) is not None]
-    verdicts = tuple(_verdict(o, None) for o in estimates)
-    names = {o.name for o in asked}
-    reason = "; ".join(f"{v.tier} {v.verdict}" for v in verdicts if v.tier in names)
-    wait_s = min(waits, default=None)
-    return Decision(None, None, reason, query, (), verdicts, Basis.REFUSED, refusal=cause, retry_after_s=wait_s)
-
-
 def _possible_in_s(estimate: _TierEstimate, query: Query, output_share: float, z: float) -> float | None:
     """Predict in how many seconds a tier could serve the request as asked; None: never, as far as is known.
 
     Enough of its requests must end to leave free slots, and to meet the bounds where they are required. Where only recent
     observations keep a replica from meeting them, they fade with their half-life.
     """
-    if estimate.obstacle is not None and estimate.obstacle[0] is not Refusal.AT_CAPACITY:
-        return _ready_in_s(estimate.tier) if estimate.obstacle[0] is Refusal.NOT_READY else None
-    spec, sla = estimate.tier.spec, query.sla
+    if estimate.obstacle not in {None, Refusal.AT_CAPACITY}:
+        return _ready_in_s(estimate.tier) if estimate.obstacle is Refusal.NOT_READY else None
+    spec, sla = estimate.spec, query.sla
     ttft_ms, tpot_ms = (sla.ttft_ms, sla.tpot_ms) if query.require else (None, None)
-    if query.require and estimate.lossy is not None:
+    if query.require and estimate.lossy:
         return None
     waits = []
     for replica in estimate.tier.ready:
@@ -439,28 +572,3 @@ def _ready_in_s(tier: TierSnapshot) -> float | None:
     if tier.preparing is None or tier.preparing.remaining_s is None:
         return STARTING_RETRY_S if tier.preparing is None or tier.preparing.failed is None else None
     return tier.preparing.remaining_s
-
-
-def _verdict(estimate: _TierEstimate, chosen: _TierEstimate | None) -> TierReport:
-    """Return what a decision reports of one tier."""
-    if estimate is chosen:
-        text = CHOSEN
-    elif against := estimate.breaks or estimate.unfit:
-        text = against
-    elif chosen is None:
-        text = "not asked for"
-    elif chosen.cost is not None and estimate.cost is not None and estimate.under_load:
-        text = f"would do, at {estimate.cost:.2g} engine-seconds instead of {chosen.cost:.2g}"
-    else:
-        text = f"would do; {chosen.name} was taken"
-    times, loss, cost = estimate.times, estimate.loss, estimate.cost
-    return TierReport(
-        tier=estimate.name,
-        state=estimate.tier.state,
-        predicted_ttft_ms=round(times.ttft_ms, 1) if times else None,
-        predicted_tpot_ms=round(times.tpot_ms, 2) if times else None,
-        expected_loss=loss,
-        cost=round(cost, 4) if cost is not None else None,
-        verdict=text,
-        meets=estimate.breaks is None,
-    )

@@ -6,10 +6,10 @@ from collections.abc import Mapping  # noqa: TC003  pydantic reads it for the de
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from statistics import NormalDist
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from classifier import PromptClass, PromptFeatures  # noqa: TC001  pydantic reads these for the decision log
-from tiers.spec import Precision, ReplicaState, TierName
+from tiers.spec import PRECISIONS, Precision, ReplicaState, TierName
 
 Bound = Literal["quality", "latency"]
 CHOSEN = "chosen"
@@ -153,8 +153,49 @@ class TierReport:
     meets: bool = False
 
 
+class Explanation(Protocol):
+    """What a decision was made from: gives those of its attributes that are made when somebody reads them."""
+
+    def reason(self) -> str:
+        """Return ``Decision.reason``."""
+
+    def fallbacks(self) -> tuple[TierName, ...]:
+        """Return ``Decision.fallbacks``."""
+
+    def verdicts(self) -> tuple[TierReport, ...]:
+        """Return ``Decision.verdicts``."""
+
+    def retry_after_s(self) -> float | None:
+        """Return ``Decision.retry_after_s``."""
+
+    def verdict(self, tier: TierName) -> TierReport:
+        """Return the report on one tier.
+
+        Raises:
+            KeyError: The fleet has no such tier.
+        """
+
+
+class _Explained:
+    """A value with attributes that are made, once, when they are first read: a request needs few of them."""
+
+    __slots__ = ("_explanation",)
+    _explanation: Explanation | None
+
+    if not TYPE_CHECKING:  # a type checker would allow any name
+
+        def __getattr__(self, name: str) -> Any:  # of slots that are not filled
+            if name == "_explanation":
+                return None
+            if self._explanation is None or name not in self.__slots__:
+                raise AttributeError(name)
+            made = getattr(self._explanation, name)()
+            object.__setattr__(self, name, made)
+            return made
+
+
 @dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(_Explained):
     """Where a request goes and why. Made once, then only reported.
 
     Attributes:
@@ -178,12 +219,38 @@ class Decision:
     refusal: Refusal | None = None
     retry_after_s: float | None = None
 
+    @classmethod
+    def explained(
+        cls,
+        explanation: Explanation,
+        query: Query,
+        basis: Basis,
+        tier: TierName | None,
+        *,
+        degraded: tuple[Bound, ...] = (),
+        refusal: Refusal | None = None,
+    ) -> Self:
+        """Return a decision whose other attributes an explanation gives when they are read."""
+        made, fill = object.__new__(cls), object.__setattr__
+        fill(made, "_explanation", explanation)
+        fill(made, "query", query)
+        fill(made, "basis", basis)
+        fill(made, "tier", tier)
+        fill(made, "precision", None if tier is None else PRECISIONS[tier])
+        fill(made, "degraded", degraded)
+        fill(made, "refusal", refusal)
+        if refusal is None:
+            fill(made, "retry_after_s", None)
+        return made
+
     def verdict(self, tier: TierName) -> TierReport:
         """Return the report on one tier.
 
         Raises:
             KeyError: The fleet has no such tier.
         """
+        if self._explanation is not None:
+            return self._explanation.verdict(tier)
         for verdict in self.verdicts:
             if verdict.tier is tier:
                 return verdict

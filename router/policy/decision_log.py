@@ -17,7 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from router.line_file import LineFile, LineWriter
 from router.policy.decision import PolicyParameters, Query, Refusal
 from router.policy.profiles import ProfileError, first_fault
-from tiers.fleet import FleetSnapshot  # noqa: TC001  pydantic reads these
+from tiers.snapshot import FleetSnapshot  # noqa: TC001  pydantic reads these
 from tiers.spec import TierName  # noqa: TC001
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from router.policy.decide import decide
 from router.policy.decision_log import DecisionRecord, OutcomeRecord, PolicyRecord, read_log
 from router.policy.profiles import ProfileError, percentile
-from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TierSnapshot
+from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TierSnapshot
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import PREFILL_MEMORY_MS, Load, SpeedModel, Trend
 

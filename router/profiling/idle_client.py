@@ -30,7 +30,8 @@ from tiers.spec import ReplicaState
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
-    from tiers.fleet import Fleet, Lease, Replica
+    from tiers.fleet import Fleet, Lease
+    from tiers.replica import Replica
     from tiers.spec import TierName
 
 LOOK_S = 0.1

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from router.profiling.quality import Score
     from router.telemetry.tracing import Telemetry
     from router.upstream.client import Upstream
-    from tiers.fleet import Fleet, Replica
+    from tiers.fleet import Fleet
+    from tiers.replica import Replica
 
 log = logging.getLogger(f"qarr.{__name__}")
 ANSWER_TOKENS = 24

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision, TierReport
     from router.settings import TelemetrySettings
     from router.telemetry.record import RequestRecord
-    from tiers.fleet import Replica
+    from tiers.replica import Replica
     from tiers.spec import TierName
 
 SERVICE = "qarr-router"

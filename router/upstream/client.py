@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from router.policy.table import PolicyStore
     from router.settings import UpstreamSettings
     from router.telemetry.tracing import Telemetry
-    from tiers.fleet import Fleet, Lease, Replica
+    from tiers.fleet import Fleet, Lease
+    from tiers.replica import Replica
     from tiers.spec import TierName
 
 PASSED_AT_ONCE = 16  # small requests without a lease, of one pool at one engine

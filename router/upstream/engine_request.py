@@ -14,7 +14,7 @@ from tiers.spec import TierName
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tiers.fleet import Replica
+    from tiers.replica import Replica
 
 LOGPROBS = {"logprobs": True, "top_logprobs": 1}  # how sure an engine is of its first choices
 DEFAULT_COMPLETION = 16  # tokens of a completion that gives no limit, as OpenAI and vLLM have it

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from router.upstream.progress import Resumption
     from router.upstream.sse import Chunk, PlainTexts, TakePlain
-    from tiers.fleet import Lease, Replica
+    from tiers.fleet import Lease
+    from tiers.replica import Replica
 
 MAX_ANSWER_BYTES = 1 << 28  # of one that is not streamed: log-probabilities of a long prompt take many
 

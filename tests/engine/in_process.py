@@ -12,7 +12,9 @@ from router.auth.api_keys import KeyStore
 from router.settings import load_settings
 from router.telemetry.tracing import Telemetry
 from tests.fakes.engine import serving
-from tiers.fleet import Fleet, Replica, TemplateTokens
+from tiers.fleet import Fleet
+from tiers.replica import Replica
+from tiers.snapshot import TemplateTokens
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from tiers.spec import PRECISIONS, TierName
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Up
-    from tiers.fleet import Gauges
+    from tiers.snapshot import Gauges
 
 
 LONG = "Tell me a story about a fox."

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from router.policy.profiles import LatencyProfile
     from tests.engine.conftest import Up
-    from tiers.fleet import Fleet, Replica
+    from tiers.fleet import Fleet
+    from tiers.replica import Replica
 
 ASKED = ("Say hello.", "Why is the sky blue?", "Name a fruit.", "What is tea?", "Who are you?")
 

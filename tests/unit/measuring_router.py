@@ -19,7 +19,8 @@ from router.settings import load_settings
 from router.telemetry.tracing import make_telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
 from tests.unit.router_stack import no_faults_in_the_router
-from tiers.fleet import Fleet, Replica
+from tiers.fleet import Fleet
+from tiers.replica import Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:

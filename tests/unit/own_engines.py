@@ -14,13 +14,15 @@ import httpx
 
 from tests.fakes import engine as fake
 from tests.ports import reserved_ports
-from tiers.fleet import Fleet, Replica
+from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
 from tiers.spec import EngineLaunch, Placement, ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
+
+    from tiers.replica import Replica
 
 
 @dataclass(slots=True)

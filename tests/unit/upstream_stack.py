@@ -21,7 +21,8 @@ from router.upstream.engine_request import ChatRequest
 from router.upstream.engine_stream import EngineStream
 from router.upstream.transport import EngineTransport
 from tests.fakes.engine import Behaviour, FakeEngine
-from tiers.fleet import Fleet, Replica
+from tiers.fleet import Fleet
+from tiers.replica import Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from tiers.lifecycle.watchdog import Restarts, Wear
 
 if TYPE_CHECKING:
-    from tiers.fleet import Replica
     from tiers.lifecycle.process import EngineProcess
     from tiers.lifecycle.watchdog import WatchdogOptions
+    from tiers.replica import Replica
     from tiers.spec import EngineLaunch
 
 

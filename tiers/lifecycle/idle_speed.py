@@ -13,9 +13,10 @@ from tiers.spec import ReplicaState
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tiers.fleet import Fleet, Replica
+    from tiers.fleet import Fleet
     from tiers.lifecycle.warmup import WarmupPlan
     from tiers.probe import EngineProbe
+    from tiers.replica import Replica
     from tiers.speed import SpeedModel
 
 POLL_S = 0.5

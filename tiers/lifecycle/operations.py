@@ -19,8 +19,9 @@ from tiers.plan import lacking_for_one_more, read_machine
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
-    from tiers.fleet import Fleet, Replica
+    from tiers.fleet import Fleet
     from tiers.lifecycle.engine import Engine
+    from tiers.replica import Replica
     from tiers.spec import TierName
 
 log = logging.getLogger(f"qarr.{__name__}")

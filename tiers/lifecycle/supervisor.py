@@ -34,7 +34,6 @@ from tiers.errors import (
     TokenizerMismatch,
     UnknownReplica,
 )
-from tiers.fleet import Fleet, Replica
 from tiers.lifecycle.command import engine_argv, engine_environment
 from tiers.lifecycle.engine import Engine, brief
 from tiers.lifecycle.idle_speed import IdleSpeed
@@ -44,12 +43,14 @@ from tiers.lifecycle.warmup import WarmupPlan, warm_up
 from tiers.lifecycle.watchdog import WatchdogOptions, hangs, off_by
 from tiers.live_speed import LiveSpeed
 from tiers.probe import EngineProbe
+from tiers.replica import Replica
 from tiers.spec import EngineLaunch, ReplicaState, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from tiers.fleet import Fleet
     from tiers.lifecycle.canary import Canary
     from tiers.probe import Counters
 

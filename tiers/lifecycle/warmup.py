@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tiers.errors import ProbeError, RefusedError, WarmupFailed
-from tiers.fleet import TemplateTokens
 from tiers.probe import CHAT, COMPLETIONS
+from tiers.snapshot import TemplateTokens
 from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:

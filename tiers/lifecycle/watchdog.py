@@ -14,8 +14,8 @@ from tiers.errors import TierError
 from tiers.probe import COMPLETIONS, Counters
 
 if TYPE_CHECKING:
-    from tiers.fleet import Replica
     from tiers.probe import EngineProbe
+    from tiers.replica import Replica
 
 FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 60.0

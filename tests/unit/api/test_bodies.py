@@ -13,7 +13,8 @@ from router.pipeline.request import RoutingOptions
 from router.policy.decision import Sla
 from router.settings import LimitSettings
 from tests.unit.router_stack import router_stack
-from tiers.fleet import Fleet, Replica
+from tiers.fleet import Fleet
+from tiers.replica import Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:

@@ -16,7 +16,9 @@ from router.policy.decision import PRIORITIES, Query, Refused
 from router.policy.table import PolicyStore
 from router.settings import load_settings
 from router.telemetry.tracing import Telemetry
-from tiers.fleet import Fleet, Gauges, Replica
+from tiers.fleet import Fleet
+from tiers.replica import Replica
+from tiers.snapshot import Gauges
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:

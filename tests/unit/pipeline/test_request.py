@@ -19,7 +19,7 @@ from router.pipeline.request import (
     query_of,
 )
 from router.policy.decision import PRIORITIES, Sla
-from tiers.fleet import TemplateTokens
+from tiers.snapshot import TemplateTokens
 from tiers.spec import TierName
 
 if TYPE_CHECKING:

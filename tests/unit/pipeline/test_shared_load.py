@@ -15,7 +15,9 @@ from router.aio import end_tasks
 from router.pipeline.shared_load import EVERY_S, ROUTERS, SharedLoad
 from router.redis_link import UNAVAILABLE
 from tiers.breaker import Breaker, BreakerOptions, BreakerState
-from tiers.fleet import FOREIGN_POLLS, NO_PEERS, Fleet, Gauges, PeerLoad, Replica, Share
+from tiers.fleet import Fleet
+from tiers.replica import FOREIGN_POLLS, NO_PEERS, PeerLoad, Replica, Share
+from tiers.snapshot import Gauges
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:

@@ -11,8 +11,10 @@ import pytest
 from router.auth.api_keys import add_key
 from tests.unit.router_stack import Stack, router_stack
 from tiers.breaker import Breaker, BreakerOptions, BreakerState
-from tiers.fleet import Fleet, FleetOptions, Gauges, Replica
+from tiers.fleet import Fleet
 from tiers.limit import ConcurrencyLimit
+from tiers.replica import FleetOptions, Replica
+from tiers.snapshot import Gauges
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from classifier import PromptClass, PromptFeatures
 from router.policy.decide import decide, successors
 from router.policy.decision import CHOSEN, ExpectedLoss, PolicyParameters, Query, Refusal, Sla
 from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
-from tiers.fleet import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
+from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import Load, SpeedModel, Trend
 

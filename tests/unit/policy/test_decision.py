@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import FrozenInstanceError, replace
 from statistics import NormalDist
 
 import pytest
@@ -66,6 +68,19 @@ def test_reports_are_found_by_tier() -> None:
     assert decision.verdict(FAST).verdict == CHOSEN
     with pytest.raises(KeyError):
         decide(query(), fleet().__class__(fleet().tiers[1:], fleet().template), TABLE).verdict(FAST)
+
+
+def test_a_decision_is_a_value_although_it_explains_itself_when_asked() -> None:
+    """Nothing can be set; copies, changed or not, have all of it; a name that it does not have is an error."""
+    decision, again = (decide(query(hint=BALANCED), fleet(), TABLE) for _ in range(2))
+    with pytest.raises(FrozenInstanceError):
+        decision.reason = ""  # type: ignore[misc]
+    assert not hasattr(decision, "excuse")
+    moved = replace(decision, tier=PRECISE)
+    assert (moved.tier, moved.reason, moved.fallbacks) == (PRECISE, "hint balanced", (PRECISE, FAST))
+    assert moved.chosen is decision.verdicts[2]
+    assert copy.copy(again) == decision != moved
+    assert decision.verdicts is decision.verdicts, "made once"
 
 
 def test_a_refusal_has_reports_and_no_chosen_one() -> None:

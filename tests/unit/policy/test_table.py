@@ -15,7 +15,8 @@ from router.policy.table import PolicyStore, policy_table
 from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS, load_settings
 from tests.unit.policy.made_profiles import IDENTITIES, certainties, fit, latency, loss, quality
 from tests.unit.policy.test_decide import query
-from tiers.fleet import Fleet, Replica
+from tiers.fleet import Fleet
+from tiers.replica import Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from router.profiling import idle_client as module
 from router.profiling.idle_client import IdleClient
 from tests.fakes.engine import ANSWER, Behaviour, FakeEngine, serving_all
 from tests.unit.own_engines import until
-from tiers.fleet import Fleet, Replica
+from tiers.fleet import Fleet
+from tiers.replica import Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ from router.upstream.transport import EngineTransport
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.unit.own_engines import until
 from tests.unit.records import decision
-from tiers.fleet import Fleet, Replica
+from tiers.fleet import Fleet
+from tiers.replica import Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:

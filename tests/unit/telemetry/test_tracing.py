@@ -25,7 +25,7 @@ from router.telemetry.tracing import (
     make_telemetry,
 )
 from tests.unit.policy.test_decide import TABLE, features, fleet, query
-from tiers.fleet import Replica
+from tiers.replica import Replica
 from tiers.spec import OtlpTarget, ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:

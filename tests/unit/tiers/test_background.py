@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
 from tiers.background import Faults, lasting
-from tiers.fleet import Replica
+from tiers.replica import Replica
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ async def test_work_that_returns_is_over() -> None:
 class Broken(Replica):
     """A replica of which no picture can be made."""
 
-    def snapshot(self, *_args: Any) -> Any:
+    def keep(self, now: float) -> None:
         raise ZeroDivisionError("not foreseen")
 
 

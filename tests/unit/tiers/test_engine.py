@@ -7,9 +7,9 @@ import time
 import pytest
 
 from tiers.errors import EngineDied
-from tiers.fleet import Replica
 from tiers.lifecycle.engine import Engine, brief
 from tiers.lifecycle.watchdog import WatchdogOptions
+from tiers.replica import Replica
 from tiers.spec import TierName, TierSpec
 
 

@@ -12,19 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiers.breaker import BreakerState
-from tiers.fleet import (
-    FOREIGN_POLLS,
-    Demand,
-    Fleet,
-    Gauges,
-    Lease,
-    PeerLoad,
-    Replica,
-    Share,
-    TemplateTokens,
-    fits,
-    has_slots,
-)
+from tiers.fleet import Demand, Fleet, Lease
+from tiers.replica import FOREIGN_POLLS, PeerLoad, Replica, Share
+from tiers.snapshot import Gauges, Moment, TemplateTokens, fits, has_slots
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import HALF_LIFE_S, PREFILL_MEMORY_MS, Seen, SpeedModel, Trend
 
@@ -477,8 +467,9 @@ def test_the_rate_of_prompts_fades() -> None:
     """As an exponentially weighted mean over 20 seconds."""
     replica = ready(make_fleet(replicas=1))
     replica.prompt_sent(2000, 100.0)
-    assert replica.load(100.0, 0.0).prefill_rate == pytest.approx(2000 / PREFILL_MEMORY_MS)
-    faded = replica.load(100.0 + PREFILL_MEMORY_MS / 1000, 0.0).prefill_rate
+    replica.keep(100.0)
+    assert replica.view.load(0, Moment(100.0, 0, 1)).prefill_rate == pytest.approx(2000 / PREFILL_MEMORY_MS)
+    faded = replica.view.load(0, Moment(100.0 + PREFILL_MEMORY_MS / 1000, 0, 1)).prefill_rate
     assert faded == pytest.approx(2000 / PREFILL_MEMORY_MS / math.e)
 
 

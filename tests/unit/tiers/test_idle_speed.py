@@ -11,10 +11,11 @@ import pytest
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.own_engines import until
-from tiers.fleet import Fleet, Replica
+from tiers.fleet import Fleet
 from tiers.lifecycle.idle_speed import SAMPLES, IdleSpeed
 from tiers.lifecycle.warmup import WarmupPlan
 from tiers.probe import EngineProbe
+from tiers.replica import Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import SpeedModel
 

@@ -11,8 +11,9 @@ import pytest
 
 from tests.fakes.engine import Behaviour
 from tests.unit.measuring_router import measuring_router
-from tiers.fleet import Fleet, Replica
+from tiers.fleet import Fleet
 from tiers.live_speed import ENOUGH, LiveSpeed, learn
+from tiers.replica import Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import Load, Seen, SpeedModel
 

@@ -20,10 +20,11 @@ from tests.fakes.engine import Behaviour, serving
 from tests.unit.own_engines import Own, own_engines, until
 from tests.unit.router_stack import router_stack
 from tiers.errors import NotPossible, UnknownReplica
-from tiers.fleet import Fleet, Replica
+from tiers.fleet import Fleet
 from tiers.lifecycle.engine import Engine
 from tiers.lifecycle.operations import KEPT, Operation, OperationOptions, Operations
 from tiers.lifecycle.watchdog import WatchdogOptions
+from tiers.replica import Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from starlette.responses import StreamingResponse
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tiers.errors import ProbeError, RefusedError
-from tiers.fleet import Gauges
 from tiers.probe import CHAT, COMPLETIONS, Counters, EngineProbe
+from tiers.snapshot import Gauges
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

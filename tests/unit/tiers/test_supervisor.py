@@ -10,8 +10,9 @@ import pytest
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.own_engines import own_engines
-from tiers.fleet import Fleet, Replica
+from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
+from tiers.replica import Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import SpeedModel
 

@@ -10,9 +10,9 @@ import pytest
 
 from tests.fakes.engine import FINGERPRINT, TEMPLATE_TOKENS, Behaviour, FakeEngine, serving
 from tiers.errors import ProbeError, WarmupFailed
-from tiers.fleet import TemplateTokens
 from tiers.lifecycle.warmup import WarmupPlan, check_answer, measure_speed, tokens_digest, warm_up
 from tiers.probe import EngineProbe, Generation
+from tiers.snapshot import TemplateTokens
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence

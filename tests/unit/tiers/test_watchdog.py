@@ -12,9 +12,10 @@ import pytest
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.own_engines import own_engines, until
-from tiers.fleet import Fleet, Replica
+from tiers.fleet import Fleet
 from tiers.lifecycle.watchdog import STEADY_S, Restarts, WatchdogOptions, Wear, hangs, off_by
 from tiers.probe import Counters, EngineProbe
+from tiers.replica import Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import SpeedModel, Trend
 

@@ -15,12 +15,13 @@ import pytest
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.own_engines import own_engines, until
 from tests.unit.tiers.test_probe import GAUGES
-from tiers.fleet import Fleet, Replica
+from tiers.fleet import Fleet
 from tiers.lifecycle.canary import Canary
 from tiers.lifecycle.engine import Engine
 from tiers.lifecycle.operations import OperationOptions, Operations
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
 from tiers.lifecycle.watchdog import WatchdogOptions
+from tiers.replica import Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:

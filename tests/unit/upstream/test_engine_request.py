@@ -11,7 +11,7 @@ import pytest
 from router.upstream.engine_request import ChatRequest, RelayRequest, resumption_of
 from router.upstream.json_object import JsonObject
 from router.upstream.progress import Resumption
-from tiers.fleet import Replica
+from tiers.replica import Replica
 from tiers.spec import TierName, TierSpec
 
 CHAT = {"model": "auto", "messages": [{"role": "user", "content": "hi"}]}

@@ -1,0 +1,232 @@
+"""Kept views: whatever happens to a fleet, its snapshots are what copying every replica would give, and stay so."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, fields, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from classifier import PromptClass, PromptFeatures
+from router.policy.decide import decide, successors
+from router.policy.decision import Decision, ExpectedLoss, PolicyParameters, Query, Sla
+from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
+from tiers.fleet import Fleet, Lease
+from tiers.replica import FleetOptions, PeerLoad, Replica, Share
+from tiers.snapshot import FleetSnapshot, Gauges, ReplicaSnapshot, TierSnapshot
+from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.speed import PREFILL_MEMORY_MS, STEADY, Load, SpeedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+STEPS = 120
+ADAPTER = TypeAdapter(FleetSnapshot)
+LOSS = {kind: ExpectedLoss(0.03, 0.02, 0.05) for kind in PromptClass}
+TABLE = PolicyParameters(CLASS_FLOOR, CLASS_MAX_LOSS, losses={TierName.FAST: LOSS, TierName.BALANCED: LOSS})
+
+
+def copied(replica: Replica, fleet: Fleet, now: float, *, reserved: bool) -> ReplicaSnapshot:
+    """Return a replica as it is, read from its own counters; nothing that it keeps is used."""
+    others = replica._others if now < replica._others_until else PeerLoad()
+    beside = [r for r in fleet.replicas if r is not replica]
+    busy = sum(r.slots + r._foreign + (r._others.slots if now < r._others_until else 0) > 0 for r in beside)
+    limit, speed, breaker = replica.whole_limit, replica.speed, replica.breaker
+    if replica.share is not None:
+        limit = min(limit, max(replica.share.slots if now < replica.share.until else 0, 1))
+    fading = 2.718281828459045 ** ((replica._prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
+    return ReplicaSnapshot(
+        replica.id,
+        replica.url,
+        replica.pid,
+        replica.state,
+        replica.detail,
+        replica.in_flight,
+        replica.prompt_tokens,
+        replica.output_tokens,
+        replica.served,
+        replica.failed,
+        replica.gauges,
+        Load(
+            replica.slots + others.slots + replica._foreign,
+            replica.prompt_tokens + others.prompt_tokens,
+            replica.output_tokens + others.output_tokens,
+            busy / max(len(beside), 1),
+            pytest.approx(replica._prefill_rate * fading),
+        ),
+        speed,
+        replica.ttft_trend.faded(now, speed.ttft_spread) if speed else STEADY,
+        replica.tpot_trend.faded(now, speed.tpot_spread) if speed else STEADY,
+        breaker.state(now),
+        breaker.admits(now),
+        breaker.admits_in_s(now),
+        min(limit, replica.slots) if reserved else limit,
+        replica.kv_tokens,
+        replica.kv_tokens_held + others.kv_tokens,
+        replica.kv_pressure,
+        replica.slots,
+    )
+
+
+class World:
+    """A fleet under a clock of its own, to which random things happen."""
+
+    def __init__(self, seed: int, clock: SimpleNamespace) -> None:
+        self.random, self.clock = random.Random(seed), clock
+        self.specs = [TierSpec(name, self.pick(512, 8192), self.pick(4, 16), self.pick(3, 8)) for name in TierName]
+        options = FleetOptions(adaptive_limit=self.pick(True, False), long_prompt_tokens=self.pick(100, 512))
+        self.fleet = Fleet(tuple(self.specs), options=options)
+        self.fleet.preparations.clock = lambda: clock.now
+        self.leases: list[Lease] = []
+        for _ in range(self.pick(1, 3, 8)):
+            self.add()
+
+    def pick(self, *values: Any) -> Any:
+        return self.random.choice(values)
+
+    def add(self) -> None:
+        spec, number = self.pick(*self.specs), self.random.getrandbits(40)
+        self.fleet.add(Replica(f"{spec.name}-{number}", spec, "u", "", "m")).mark(ReplicaState.READY)
+
+    def speed(self) -> SpeedModel:
+        return SpeedModel(
+            self.pick(5, 100), 0.5, self.pick(3, 30), 0.5, 1.0, self.pick(0, 0.5), profiled=self.pick(True, False)
+        )
+
+    def query(self) -> Query:
+        kind, confidence = self.pick(*PromptClass), self.pick(0.5, 0.9)
+        return Query(
+            PromptFeatures(2, 1, 1, True, False, False, None, kind, confidence, ()),
+            self.pick(10, 300),
+            self.pick(1, 400),
+            hint=self.pick(None, None, *TierName),
+            require=self.pick(True, False, False),
+            sla=Sla(self.pick(None, 300.0), self.pick(None, 20.0), self.pick(None, 0.04), self.pick(None, 0.99)),
+            sequences=self.pick(1, 1, 3, 20),
+        )
+
+    def happen(self) -> None:
+        self.clock.now += self.pick(0, 0, 0.001, 0.3, 2.0, 30.0) * self.random.random()
+        events = [self.lease] * 6 + [self.use_lease] * 8 + [self.change_replica] * 6 + [self.change_fleet]
+        self.pick(*events)()
+
+    def lease(self) -> None:
+        query, replicas = self.query(), [r.id for r in self.fleet.replicas]
+        lease = self.fleet.lease(
+            self.pick(*TierName),
+            prompt_tokens=query.prompt_tokens,
+            max_tokens=query.max_tokens,
+            sequences=query.sequences,
+            exclude=self.pick((), {self.pick(*replicas)}),
+            over_limit=self.pick(True, False, False),
+        )
+        self.leases += [lease] if lease is not None else []
+
+    def use_lease(self) -> None:
+        if not self.leases:
+            return
+        lease = self.pick(*self.leases)
+        uses = {
+            "first token": lambda: lease.first_token(self.pick(None, 40.0, 4000.0)),
+            "token": lambda: lease.produced(self.pick(1, 5, 500)),
+            "finished": lambda: lease.finished(self.pick(None, 20.0, 90.0), self.pick(0, 30)),
+            "failed": lambda: lease.failed("x"),
+            "release": lease.release,
+        }
+        uses[self.pick("first token", "token", "token", "finished", "failed", "release")]()
+
+    def change_replica(self) -> None:
+        replica, now = self.pick(*self.fleet.replicas), self.clock.now
+        until = now + self.pick(0.05, 3.0)
+        changes = [
+            lambda: replica.note_gauges(Gauges(self.pick(0, 9), 1, self.pick(0.1, 0.85, 0.95), self.pick(None, 3000))),
+            lambda: setattr(replica, "share", self.pick(None, Share(self.pick(0, 2, 9), until))),
+            lambda: replica.note_others(PeerLoad(self.pick(0, 2), 300, 400, 500), until),
+            lambda: replica.mark(self.pick(ReplicaState.READY, ReplicaState.READY, *ReplicaState), "why"),
+            lambda: replica.measured(self.speed()),
+            lambda: setattr(replica, "speed", None),
+            lambda: setattr(replica, "pid", self.pick(None, 7)),
+            lambda: replica.breaker.adopt(now, 1.0),
+            lambda: replica.breaker.failed(now, probe=0),
+            replica.breaker.reset,
+        ]
+        self.pick(*changes)()
+
+    def change_fleet(self) -> None:
+        change = self.pick("add", "remove", "configure")
+        if change == "add":
+            self.add()
+        elif change == "configure":
+            self.fleet.configure(replace(self.pick(*self.specs), max_in_flight=self.pick(2, 5)))
+        elif len(self.fleet.replicas) > 1:
+            self.fleet.remove(self.pick(*self.fleet.replicas))
+
+    def expected(self, reserved: Collection[str]) -> FleetSnapshot:
+        """Return the snapshot that copying every replica gives."""
+        fleet = self.fleet
+        tiers = tuple(
+            TierSnapshot(
+                spec,
+                tuple(
+                    copied(r, fleet, self.clock.now, reserved=r.id in reserved)
+                    for r in fleet.replicas
+                    if r.spec.name is spec.name
+                ),
+                fleet.preparations.of(spec.name),
+            )
+            for spec in fleet.specs
+        )
+        return FleetSnapshot(tiers, fleet.template, fleet.output_share, fleet.options.long_prompt_tokens)
+
+
+def whole(snapshot: FleetSnapshot) -> FleetSnapshot:
+    """Return a snapshot of nothing but whole replicas, as the decision log gives it back."""
+    return replace(snapshot, tiers=tuple(TierSnapshot(t.spec, t.replicas, t.preparing) for t in snapshot.tiers))
+
+
+def shown(decision: Decision) -> dict[str, Any]:
+    return {field.name: getattr(decision, field.name) for field in fields(decision)} | {"chosen": decision.chosen}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=1000.0)
+    for module in ("tiers.fleet", "tiers.replica"):
+        monkeypatch.setattr(f"{module}.monotonic", lambda: clock.now)
+    return clock
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_snapshot_is_what_copying_every_replica_gives(seed: int, clock: SimpleNamespace) -> None:
+    """Field by field at random times; also if it is read only after the fleet has changed again."""
+    world, kept = World(seed, clock), []
+    for _ in range(STEPS):
+        world.happen()
+        reserved = world.pick((), (), {world.pick(*world.fleet.replicas).id})
+        kept.append((world.fleet.snapshot(reserved), world.expected(reserved)))
+        if world.pick(True, False, False):
+            snapshot, expected = kept.pop(world.random.randrange(len(kept)))
+            assert asdict(whole(snapshot)) == asdict(expected)
+    for snapshot, expected in kept:
+        assert snapshot.sequences == expected.sequences
+        assert asdict(whole(snapshot)) == asdict(expected)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_decision_by_kept_views_is_the_one_by_whole_replicas(seed: int, clock: SimpleNamespace) -> None:
+    """The same tier, texts, predictions and successors, read from the log as well."""
+    world = World(seed, clock)
+    for _ in range(STEPS):
+        world.happen()
+        query, snapshot = world.query(), world.fleet.snapshot()
+        decision, after = decide(query, snapshot, TABLE), successors(TierName.FAST, query, snapshot, TABLE)
+        logged = ADAPTER.validate_json(ADAPTER.dump_json(snapshot))
+        for same in (whole(snapshot), logged):
+            assert shown(decide(query, same, TABLE)) == shown(decision)
+            assert successors(TierName.FAST, query, same, TABLE) == after
+        assert [tier.state for tier in logged.tiers] == [tier.state for tier in snapshot.tiers]
+        tokens = query.tokens_to_read, float(query.max_tokens), snapshot.long_prompt_tokens, query.sequences
+        assert [tier.next(*tokens) for tier in snapshot.tiers] == [tier.next(*tokens) for tier in whole(snapshot).tiers]

@@ -1,0 +1,484 @@
+"""Snapshots of the fleet: frozen values that decisions are made from, and that are logged and shown.
+
+Each replica keeps its view (``KeptReplica``), and replaces it when the replica changes. What changes by itself is not in
+it: output tokens to come, with every token; neighbours, with every other replica; and the recent rate of prompts and errors
+of predictions, which fade. A snapshot takes the views that are there, notes the rest once for all (``Moment``), and puts
+both together where somebody reads a replica. The result is the same as if every replica had been copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp, inf, sqrt
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tiers.breaker import BreakerState
+from tiers.preparing import Preparing  # noqa: TC001  pydantic reads these for the decision log
+from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.speed import IDLE, PREFILL_MEMORY_MS, STEADY, Load, SpeedModel, Times, Trend
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """An engine's own gauges, as last read. They lag by seconds under load.
+
+    Attributes:
+        running: Requests that the engine computes.
+        waiting: Requests in the engine's queue.
+        kv_cache_usage: Used share of the KV cache, 0..1.
+        kv_cache_tokens: Size of the KV cache in tokens; None: not reported.
+    """
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    kv_cache_tokens: int | None = None
+
+
+class Expectation(NamedTuple):
+    """Predicted times of one answer in milliseconds, and the standard deviations of log(seen / predicted)."""
+
+    ttft_ms: float
+    tpot_ms: float
+    ttft_spread: float
+    tpot_spread: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSnapshot:
+    """One replica at one moment.
+
+    Attributes:
+        in_flight: The router's requests on it.
+        places: Slots that those take, one for each sequence; None: one each. The decision log has this name.
+    """
+
+    id: str
+    url: str
+    pid: int | None
+    state: ReplicaState
+    detail: str | None
+    in_flight: int
+    prompt_tokens_outstanding: int
+    output_tokens_outstanding: int
+    served: int
+    failed: int
+    gauges: Gauges | None = None
+    load: Load = IDLE
+    speed: SpeedModel | None = None
+    ttft_trend: Trend = STEADY
+    tpot_trend: Trend = STEADY
+    breaker: BreakerState = BreakerState.CLOSED
+    admits: bool = True
+    admits_in_s: float = 0.0
+    limit: int = 1 << 30
+    kv_tokens: int = 0
+    kv_tokens_held: int = 0
+    kv_pressure: bool = False
+    places: int | None = None
+
+    @property
+    def taken(self) -> int:
+        """Return the number of taken slots."""
+        return self.in_flight if self.places is None else self.places
+
+    def expect(
+        self, prompt_tokens: int, max_num_seqs: int, output_share: float, sequences: int = 1
+    ) -> Expectation | None:
+        """Predict the times of one more request; None while the speed is unknown."""
+        if self.speed is None:
+            return None
+        times = self.speed.times(prompt_tokens, self.load, max_num_seqs, output_share, sequences)
+        ttft, tpot = self.ttft_trend, self.tpot_trend
+        return _expectation(times, ttft.mean, ttft.variance, tpot.mean, tpot.variance)
+
+
+def _expectation(
+    times: Times, ttft_mean: float, ttft_variance: float, tpot_mean: float, tpot_variance: float
+) -> Expectation:
+    """Correct predicted times by the recent errors of predictions: mean and variance of log(seen / predicted)."""
+    return Expectation(
+        times.ttft_ms * exp(ttft_mean),
+        times.tpot_ms * exp(tpot_mean),
+        sqrt(ttft_variance),
+        sqrt(tpot_variance),
+    )
+
+
+@dataclass(slots=True)  # never changed
+class Moment:
+    """What all replicas' views lack.
+
+    Attributes:
+        now: Monotonic seconds.
+        busy: Number of replicas that have requests.
+        others: Number of replicas beside each one, at least 1.
+    """
+
+    now: float
+    busy: int
+    others: int
+
+
+@dataclass(slots=True, eq=False)  # never changed; freezing would make each ten times as dear to make
+class KeptReplica:
+    """A replica's view, as ``ReplicaSnapshot``, apart from what changes by itself.
+
+    Attributes:
+        prompt_tokens: Of this router's requests, to be computed.
+        open: It gets requests.
+        sequences: On the replica, those of other routers and clients included.
+        prompt_tokens_there: As ``prompt_tokens``, with other routers' requests.
+        output_tokens_elsewhere: Output tokens to come of other routers' requests.
+        prefill_rate: Prompt tokens per millisecond at ``prefill_at``.
+    """
+
+    id: str
+    url: str
+    pid: int | None
+    state: ReplicaState
+    detail: str | None
+    in_flight: int
+    prompt_tokens: int
+    served: int
+    failed: int
+    gauges: Gauges | None
+    speed: SpeedModel | None
+    ttft_trend: Trend
+    tpot_trend: Trend
+    breaker: BreakerState
+    admits: bool
+    admits_in_s: float
+    limit: int
+    kv_tokens: int
+    kv_tokens_held: int
+    kv_pressure: bool
+    taken: int
+    open: bool
+    sequences: int
+    prompt_tokens_there: int
+    output_tokens_elsewhere: int
+    prefill_rate: float
+    prefill_at: float
+
+    def load(self, output_tokens: int, moment: Moment) -> Load:
+        """Return the load, with this router's output tokens to come."""
+        return Load(
+            self.sequences,
+            self.prompt_tokens_there,
+            output_tokens + self.output_tokens_elsewhere,
+            (moment.busy - (self.sequences > 0)) / moment.others,
+            faded_rate(self.prefill_rate, self.prefill_at, moment.now) if self.prefill_rate else 0.0,
+        )
+
+    def whole(self, output_tokens: int, moment: Moment) -> ReplicaSnapshot:
+        """Return the replica at one moment."""
+        speed, now = self.speed, moment.now
+        return ReplicaSnapshot(
+            id=self.id,
+            url=self.url,
+            pid=self.pid,
+            state=self.state,
+            detail=self.detail,
+            in_flight=self.in_flight,
+            prompt_tokens_outstanding=self.prompt_tokens,
+            output_tokens_outstanding=output_tokens,
+            served=self.served,
+            failed=self.failed,
+            gauges=self.gauges,
+            load=self.load(output_tokens, moment),
+            speed=speed,
+            ttft_trend=self.ttft_trend.faded(now, speed.ttft_spread) if speed else STEADY,
+            tpot_trend=self.tpot_trend.faded(now, speed.tpot_spread) if speed else STEADY,
+            breaker=self.breaker,
+            admits=self.admits,
+            admits_in_s=self.admits_in_s,
+            limit=self.limit,
+            kv_tokens=self.kv_tokens,
+            kv_tokens_held=self.kv_tokens_held,
+            kv_pressure=self.kv_pressure,
+            places=self.taken,
+        )
+
+
+def faded_rate(rate: float, at: float, now: float) -> float:
+    """Return an exponentially weighted rate of prompt tokens, known at one time, at another (monotonic seconds)."""
+    return rate * exp((at - now) * 1000 / PREFILL_MEMORY_MS)
+
+
+# What a tier offers a request: whether a replica takes it now; the speed, and the predicted times, of the replica that would
+# serve it, or, if all are full, of the first ready one. None: unknown.
+Offer = tuple[bool, SpeedModel | None, Expectation | None]
+NO_OFFER: Offer = (False, None, None)
+
+
+def has_slots(sequences: int, taken: int, limit: int) -> bool:
+    """Tell whether enough slots are free. A request with more sequences than there are slots needs all of them free."""
+    return limit > 0 and taken + min(sequences, limit) <= limit
+
+
+def fits(tokens: float, held: int, size: int) -> bool:
+    """Tell whether a KV cache has space for more tokens. A size of 0 is unknown. A lone request always fits."""
+    return not size or not held or held + tokens <= size
+
+
+@dataclass(frozen=True, slots=True)
+class TierSnapshot:
+    """One tier at one moment.
+
+    Attributes:
+        preparing: What the tier needs before it serves for the first time; None: nothing.
+    """
+
+    spec: TierSpec
+    replicas: tuple[ReplicaSnapshot, ...]
+    preparing: Preparing | None = None
+
+    @property
+    def ready(self) -> tuple[ReplicaSnapshot, ...]:
+        """Return the replicas that may get traffic."""
+        return tuple(r for r in self.replicas if r.state is ReplicaState.READY)
+
+    @property
+    def views(self) -> Sequence[ReplicaSnapshot | KeptReplica]:
+        """Return what there is of the ready replicas without making them whole."""
+        return self.ready
+
+    @property
+    def is_ready(self) -> bool:
+        """Tell whether a replica may get traffic."""
+        return bool(self.ready)
+
+    @property
+    def taken(self) -> int:
+        """Return the number of taken slots."""
+        return sum(r.taken for r in self.replicas)
+
+    @property
+    def state(self) -> ReplicaState:
+        """Return the state of the tier's best replica; without replicas, whether one is being prepared."""
+        return _best([replica.state for replica in self.replicas], self.preparing)
+
+    def next(
+        self, prompt_tokens: int, output_tokens: float, long_prompt_tokens: int, sequences: int = 1
+    ) -> ReplicaSnapshot | None:
+        """Return the replica that would serve a request; None if none takes it now.
+
+        Args:
+            prompt_tokens: Of its prompts.
+            output_tokens: Expected output of all its sequences.
+            long_prompt_tokens: A replica whose KV cache is nearly full takes no prompts above this.
+            sequences: Of the request.
+        """
+        most, tokens, long = self.spec.max_in_flight, prompt_tokens + output_tokens, prompt_tokens > long_prompt_tokens
+        free = [
+            r
+            for r in self.replicas
+            if r.state is ReplicaState.READY
+            and r.admits
+            and has_slots(sequences, r.taken, min(r.limit, most))
+            and fits(tokens, r.kv_tokens_held, r.kv_tokens)
+            and not (long and r.kv_pressure)
+        ]
+        return free[0] if len(free) == 1 else min(free, key=_snapshot_load, default=None)
+
+    def offer(self, prompt_tokens: int, output_tokens: float, sequences: int, fleet: FleetSnapshot) -> Offer:
+        """Return what the tier offers a request; the arguments are those of ``next``."""
+        found = self.next(prompt_tokens, output_tokens, fleet.long_prompt_tokens, sequences)
+        replica = found or next(iter(self.ready), None)
+        if replica is None:
+            return NO_OFFER
+        times = replica.expect(prompt_tokens, self.spec.max_num_seqs, fleet.output_share, sequences)
+        return found is not None, replica.speed, times
+
+
+class KeptTier(TierSnapshot):
+    """A tier of kept views. Its whole replicas are made when they are read for the first time."""
+
+    __slots__ = ("_kept",)
+    _kept: tuple[Sequence[KeptReplica], Sequence[int], int, Moment]  # as ``__init__`` takes them
+
+    def __init__(
+        self,
+        spec: TierSpec,
+        views: Sequence[KeptReplica],
+        outputs: Sequence[int],
+        taken: int,
+        moment: Moment,
+        *,
+        preparing: Preparing | None,
+    ) -> None:
+        fill = object.__setattr__
+        fill(self, "spec", spec)
+        fill(self, "preparing", preparing)
+        fill(self, "_kept", (views, outputs, taken, moment))
+
+    if not TYPE_CHECKING:  # a type checker would allow any name
+
+        def __getattr__(self, name: str) -> Any:
+            if name != "replicas":
+                raise AttributeError(name)
+            views, outputs, _, moment = self._kept
+            found = tuple(v.whole(o, moment) for v, o in zip(views, outputs, strict=True))
+            object.__setattr__(self, "replicas", found)
+            return found
+
+    @property
+    def views(self) -> Sequence[ReplicaSnapshot | KeptReplica]:
+        """Return the ready replicas' views."""
+        return [view for view in self._kept[0] if view.state is ReplicaState.READY]
+
+    @property
+    def is_ready(self) -> bool:
+        """Tell whether a replica may get traffic."""
+        return any(view.state is ReplicaState.READY for view in self._kept[0])
+
+    @property
+    def taken(self) -> int:
+        """Return the number of taken slots."""
+        return self._kept[2]
+
+    @property
+    def state(self) -> ReplicaState:
+        """Return the state of the tier's best replica; without replicas, whether one is being prepared."""
+        return _best([view.state for view in self._kept[0]], self.preparing)
+
+    def next(
+        self, prompt_tokens: int, output_tokens: float, long_prompt_tokens: int, sequences: int = 1
+    ) -> ReplicaSnapshot | None:
+        """Return the replica that would serve a request, as ``TierSnapshot.next``."""
+        (views, outputs, _, _), most = self._kept, self.spec.max_in_flight
+        long = prompt_tokens > long_prompt_tokens
+        found = least_loaded(views, outputs, prompt_tokens + output_tokens, sequences, long=long, most=most)
+        return self.replicas[found] if found >= 0 else None
+
+    def offer(self, prompt_tokens: int, output_tokens: float, sequences: int, fleet: FleetSnapshot) -> Offer:
+        """Return what the tier offers a request, as ``TierSnapshot.offer``."""
+        spec, (views, outputs, _, moment) = self.spec, self._kept
+        long, most = prompt_tokens > fleet.long_prompt_tokens, spec.max_in_flight
+        found = least_loaded(views, outputs, prompt_tokens + output_tokens, sequences, long=long, most=most)
+        free = found >= 0
+        if not free:
+            found = next((n for n, view in enumerate(views) if view.state is ReplicaState.READY), -1)
+            if found < 0:
+                return NO_OFFER
+        view = views[found]
+        speed = view.speed
+        if speed is None:
+            return free, None, None
+        load = view.load(outputs[found], moment)
+        times = speed.times(prompt_tokens, load, spec.max_num_seqs, fleet.output_share, sequences)
+        ttft_mean, ttft_variance = view.ttft_trend.at_time(moment.now, speed.ttft_spread)
+        tpot_mean, tpot_variance = view.tpot_trend.at_time(moment.now, speed.tpot_spread)
+        return free, speed, _expectation(times, ttft_mean, ttft_variance, tpot_mean, tpot_variance)
+
+
+def least_loaded(
+    views: Sequence[KeptReplica],
+    outputs: Sequence[int],
+    tokens: float,
+    sequences: int,
+    *,
+    long: bool,
+    most: int = 1 << 30,
+) -> int:
+    """Return the position of the replica that takes a request and has the fewest tokens to compute; -1: none takes it.
+
+    Args:
+        views: Of the replicas.
+        outputs: Their output tokens to come.
+        tokens: Of the request's prompts, and of its expected output.
+        sequences: Answers computed at the same time.
+        long: The prompts are too long for a replica whose KV cache is nearly full.
+        most: No replica counts as having more slots.
+    """
+    found, least, fewest = -1, inf, 0
+    for position, view in enumerate(views):
+        load = view.prompt_tokens + outputs[position]
+        if load > least or not view.open or (load == least and view.sequences >= fewest):
+            continue
+        if (
+            has_slots(sequences, view.taken, min(view.limit, most))
+            and (not view.kv_tokens or fits(tokens, view.kv_tokens_held, view.kv_tokens))
+            and not (long and view.kv_pressure)
+        ):
+            found, least, fewest = position, load, view.sequences
+    return found
+
+
+def _best(states: Sequence[ReplicaState], preparing: Preparing | None) -> ReplicaState:
+    if not states and preparing is not None:
+        return ReplicaState.PREPARING if preparing.failed is None else ReplicaState.FAILED
+    return min(states, key=_BEST_FIRST.index, default=ReplicaState.STOPPED)
+
+
+_BEST_FIRST = [
+    ReplicaState.READY,
+    ReplicaState.WARMING,
+    ReplicaState.STARTING,
+    ReplicaState.PREPARING,
+    ReplicaState.DRAINING,
+    ReplicaState.UNREACHABLE,
+    ReplicaState.FAILED,
+    ReplicaState.STOPPED,
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTokens:
+    """Tokens that the chat template adds to the texts of a conversation. All tiers share one template.
+
+    Attributes:
+        alone: To a single user message.
+        with_system: To a system and a user message.
+        further_pair: To each further answer and user message.
+    """
+
+    alone: int = 0
+    with_system: int = 0
+    further_pair: int = 0
+
+    def conversation(self, messages: int, *, system: bool) -> int:
+        """Return the tokens added to this many messages, a system message included."""
+        added, first = (self.with_system, 2) if system else (self.alone, 1)
+        return added + -(-self.further_pair * max(messages - first, 0) // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSnapshot:
+    """The fleet at one moment: the input of a routing decision.
+
+    Attributes:
+        tiers: By rising precision.
+        template: What the chat template adds to prompts.
+        output_share: Recent output tokens over those that requests allowed, 0..1.
+        long_prompt_tokens: A replica whose KV cache is nearly full takes no prompts above this.
+    """
+
+    tiers: tuple[TierSnapshot, ...]
+    template: TemplateTokens
+    output_share: float = 1.0
+    long_prompt_tokens: int = 512
+
+    @property
+    def sequences(self) -> int:
+        """Return the router's sequences on all replicas together."""
+        return sum([tier.taken for tier in self.tiers])
+
+    def tier(self, name: TierName) -> TierSnapshot:
+        """Return one tier.
+
+        Raises:
+            KeyError: The fleet has no such tier.
+        """
+        for tier in self.tiers:
+            if tier.spec.name is name:
+                return tier
+        raise KeyError(name)
+
+
+def _snapshot_load(replica: ReplicaSnapshot) -> tuple[int, int]:
+    return replica.prompt_tokens_outstanding + replica.output_tokens_outstanding, replica.load.sequences
