@@ -1,3 +1,4 @@
+# ruff: noqa: PLC0415  modules are those of the checkout that is measured
 """What a request that has ended costs in CPU time: its record, metrics, the live window and its line in the log.
 
 usage: python benchmarks/record_cost.py [--passes 9] [--against FOLDER]
@@ -62,15 +63,16 @@ def once(folder: Path) -> dict[str, float]:
 
 async def measured() -> dict[str, float]:
     """Return CPU microseconds a request, by step."""
-    from router.monitoring.live import Live  # noqa: PLC0415  of the checkout that is measured
-    from router.monitoring.metrics import Metrics  # noqa: PLC0415
-    from router.pipeline.registry import RequestRegistry  # noqa: PLC0415
-    from router.settings import TelemetrySettings  # noqa: PLC0415
-    from router.telemetry.logs import Logging, log_request  # noqa: PLC0415
-    from router.telemetry.tracing import make_telemetry  # noqa: PLC0415
-    from tests.unit.upstream_stack import text_of, upstream_stack  # noqa: PLC0415
+    from router.monitoring.live import Live
+    from router.monitoring.metrics import Metrics
+    from router.pipeline.registry import RequestRegistry
+    from router.settings import TelemetrySettings
+    from router.telemetry.logs import Logging, log_request
+    from router.telemetry.tracing import _PARENT, make_telemetry
+    from tests.unit.upstream_stack import text_of, upstream_stack
 
     settings = TelemetrySettings()
+    _PARENT.set("00-1-1-00")  # of a request without spans, as most are
     telemetry = make_telemetry("0", settings)
     async with upstream_stack() as stack:
         answer = await stack.stream()
@@ -105,11 +107,11 @@ async def measured() -> dict[str, float]:
 
 def served(registry: Any, decision: Any, answer: Any) -> Callable[[], None]:
     """Return what lets one request pass through the registry."""
-    from router.pipeline.admission import Admitted  # noqa: PLC0415
-    from router.pipeline.request import RequestContext  # noqa: PLC0415
+    from router.pipeline.admission import Admitted
+    from router.pipeline.request import RequestContext
 
     admitted = Admitted(decision, answer._attempt.lease, waited_ms=5.0)  # noqa: SLF001
-    context = RequestContext("4f" * 16, "7e" * 16, route="/generate", arrived=time.monotonic())
+    context = RequestContext("4f" * 16, "7e" * 16, route="/generate", arrived=time.monotonic() - 0.5)
 
     def serve() -> None:
         with registry.entry(context, decision, 0) as request:

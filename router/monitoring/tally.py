@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 Labels = tuple[str, ...]
 
 
+@dataclass(slots=True)
+class Count:
+    """What a counter has of one set of labels."""
+
+    value: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Counter:
     """Counts by labels.
@@ -30,33 +37,36 @@ class Counter:
         name: Without the ``_total`` of its samples.
         text: Its help text.
         labels: Their names.
-        counts: By the labels' values, in the order of the names.
+        series: By the labels' values, in the order of the names.
     """
 
     name: str
     text: str
     labels: Labels
-    counts: dict[Labels, float] = field(default_factory=dict)
+    series: dict[Labels, Count] = field(default_factory=dict)
 
-    def add(self, labels: Labels, more: float = 1.0) -> None:
-        """Add to a count; 0 makes its sample."""
-        self.counts[labels] = self.counts.get(labels, 0.0) + more
+    def of(self, *labels: str) -> Count:
+        """Return the count of some labels, to which its caller adds; it is shown from now on."""
+        found = self.series.get(labels)
+        if found is None:
+            found = self.series[labels] = Count()
+        return found
 
     def metric(self) -> Metric:
         """Return its samples."""
         metric = Metric(self.name, self.text, "counter")
-        for labels, count in self.counts.items():
-            metric.add_sample(f"{self.name}_total", dict(zip(self.labels, labels, strict=True)), count)
+        for labels, count in self.series.items():
+            metric.add_sample(f"{self.name}_total", dict(zip(self.labels, labels, strict=True)), count.value)
         return metric
 
     def export(self) -> list[Any]:
         """Return its counts as a JSON value."""
-        return list(self.counts.items())
+        return [(labels, count.value) for labels, count in self.series.items()]
 
     def take(self, exported: list[Any]) -> None:
         """Add another one's counts."""
-        for labels, count in exported:
-            self.add(tuple(labels), count)
+        for labels, value in exported:
+            self.of(*labels).value += value
 
 
 @dataclass(slots=True)
@@ -64,13 +74,29 @@ class Buckets:
     """What a histogram has of one set of labels.
 
     Attributes:
-        counts: Of the values up to each bound and above the one before; the last ones are above all bounds.
+        bounds: The largest value of each bucket, rising; one without a bound follows.
+        counts: Of each bucket's values.
         exemplars: Of each bucket the last value that came with a trace: its id, the value, and when, in Unix seconds.
     """
 
+    bounds: tuple[float, ...]
     counts: list[int]
     exemplars: list[tuple[str, float, float] | None]
     sum: float = 0.0
+
+    def observe(self, value: float, trace_id: str = "", now: float = 0.0) -> None:
+        """Count a value.
+
+        Args:
+            value: In the histogram's unit.
+            trace_id: Makes it an exemplar; empty: it is none.
+            now: When it was seen, in Unix seconds; of an exemplar.
+        """
+        place = bisect_left(self.bounds, value)
+        self.counts[place] += 1
+        self.sum += value
+        if trace_id:
+            self.exemplars[place] = trace_id, value, now
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +104,6 @@ class Histogram:
     """Values by labels, counted between bounds.
 
     Attributes:
-        bounds: The largest value of each bucket, rising; one without a bound follows.
         series: By the labels' values, in the order of the names.
     """
 
@@ -88,32 +113,20 @@ class Histogram:
     bounds: tuple[float, ...]
     series: dict[Labels, Buckets] = field(default_factory=dict)
 
-    def of(self, labels: Labels) -> Buckets:
-        """Return the buckets of some labels; make them if there are none."""
-        if (found := self.series.get(labels)) is None:
+    def of(self, *labels: str) -> Buckets:
+        """Return the buckets of some labels, in which its caller counts; shown from the first value on."""
+        found = self.series.get(labels)
+        if found is None:
             size = len(self.bounds) + 1
-            found = self.series[labels] = Buckets([0] * size, [None] * size)
+            found = self.series[labels] = Buckets(self.bounds, [0] * size, [None] * size)
         return found
 
-    def observe(self, labels: Labels, value: float, trace_id: str = "", now: float = 0.0) -> None:
-        """Count a value.
-
-        Args:
-            labels: Its labels' values.
-            value: In the histogram's unit.
-            trace_id: Makes it an exemplar; empty: it is none.
-            now: When it was seen, in Unix seconds; of an exemplar.
-        """
-        buckets, place = self.series.get(labels) or self.of(labels), bisect_left(self.bounds, value)
-        buckets.counts[place] += 1
-        buckets.sum += value
-        if trace_id:
-            buckets.exemplars[place] = trace_id, value, now
-
     def metric(self) -> Metric:
-        """Return its samples."""
+        """Return its samples; without labels there are some before the first value."""
         metric, bounds = Metric(self.name, self.text, "histogram"), [_shown(b) for b in (*self.bounds, inf)]
         for values, buckets in self.series.items():
+            if values and not any(buckets.counts):
+                continue
             labels, count = dict(zip(self.labels, values, strict=True)), 0
             for bound, more, seen in zip(bounds, buckets.counts, buckets.exemplars, strict=True):
                 exemplar = Exemplar({"trace_id": seen[0]}, *seen[1:]) if seen is not None else None
@@ -130,8 +143,8 @@ class Histogram:
     def take(self, exported: list[Any]) -> None:
         """Add another one's series; of two exemplars the later one stays."""
         for labels, counts, exemplars, total in exported:
-            mine = self.of(tuple(labels))
-            mine.counts = [one + other for one, other in zip(mine.counts, counts, strict=True)]
+            mine = self.of(*labels)
+            mine.counts[:] = [one + other for one, other in zip(mine.counts, counts, strict=True)]
             mine.sum += total
             for place, seen in enumerate(exemplars):
                 before = mine.exemplars[place]
@@ -151,10 +164,8 @@ class Tally(Collector):
         return made
 
     def histogram(self, name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
-        """Add a histogram; one without labels is shown before its first value."""
+        """Add a histogram."""
         made = self._families[name] = Histogram(name, text, labels, bounds)
-        if not labels:
-            made.of(())
         return made
 
     def collect(self) -> Iterator[Metric]:

@@ -122,8 +122,8 @@ def test_what_several_processes_count_adds_up(monkeypatch: pytest.MonkeyPatch) -
 def test_counts_of_another_release_are_not_added() -> None:
     """Its buckets may be others: a sum would be wrong."""
     mine, other, unknown = Tally(), Tally(), Tally()
-    mine.histogram("waits", "Waits.", (1.0, 2.0)).observe((), 1.5)
-    other.histogram("waits", "Waits.", (1.0,)).observe((), 1.5)
+    mine.histogram("waits", "Waits.", (1.0, 2.0)).of().observe(1.5)
+    other.histogram("waits", "Waits.", (1.0,)).of().observe(1.5)
     unknown.counter("others", "Others.")
     with pytest.raises(ValueError, match=r"shorter|longer"):
         mine.add(other.export())
