@@ -85,7 +85,8 @@ def log_request(record: RequestRecord) -> None:
     if (current := Logging.current) is not None:
         current.request(record, level)
     elif log.isEnabledFor(level):
-        log.log(level, "%s", request_line(render_summary(record)))
+        fields = render_summary(record)
+        log.log(level, "%s", request_line(fields), extra={"fields": {"event": "request", **fields}})
 
 
 def log_failure(scope: Scope, status: int) -> None:

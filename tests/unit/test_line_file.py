@@ -117,7 +117,7 @@ WRITES = """
 import sys
 from pathlib import Path
 from router.line_file import LineFile
-file = LineFile(Path(sys.argv[1]), 2000, 99)
+file = LineFile(Path(sys.argv[1]), 400, 200)
 for number in range(0, 1500, 5):
     file.write(*(b"%s %d" % (sys.argv[2].encode(), n) for n in range(number, number + 5)))
 """

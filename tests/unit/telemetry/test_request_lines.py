@@ -122,6 +122,15 @@ def test_a_line_has_the_whole_record(each: RequestRecord, tmp_path: Path, capsys
     assert ("why: the cheapest" in entry.text) is wrong
 
 
+@pytest.mark.parametrize("took", [0.0, 0.004, 0.016, 1.0, 2.345678, 235.12345, 99.994, 99.996, 640_000.987, 1e12])
+def test_times_are_shown_in_hundredths(took: float) -> None:
+    """As ``round`` shows them; those that were not measured as null."""
+    names = ("queue_ms", "overhead_ms", "ttft_ms", "tpot_ms", "duration_ms")
+    shown = render_summary(record(**dict.fromkeys(names, took)))
+    assert [shown[name] for name in names] == [round(took, 2)] * 5
+    assert render_summary(record(ttft_ms=None))["ttft_ms"] is None
+
+
 def test_lines_of_another_release_show_their_message(tmp_path: Path) -> None:
     """It may have other fields."""
     line = {"at": 1e9, "level": "info", "logger": "qarr.request", "event": "request", "message": "POST /generate ok"}
