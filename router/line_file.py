@@ -1,4 +1,4 @@
-"""Files of lines that grow while the router runs: rotated by size, and written by a thread.
+"""Files of lines that grow while the router runs: rotated by size, and written by a thread, many lines at once.
 
 A disk that is full, slow or gone costs lines, and nothing else. The log says once that a file cannot be written, and once
 that it is written again, with the number of lines lost.
@@ -6,22 +6,43 @@ that it is written again, with the number of lines lost.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import stat
 import time
 from contextlib import suppress
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from queue import Full, Queue
+from queue import SimpleQueue
 from threading import Lock, Thread
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from tiers.private_files import OWNER_ONLY, make_private_folder, open_private
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 log = logging.getLogger(f"qarr.{__name__}")
 CALM_S = 10.0  # without a lost line, until a file counts as mended: a disk that is nearly full takes some lines
 QUEUED_LINES = 5_000
+MOST_AT_ONCE = 1_000  # lines of one write: a file is rotated between writes
 GATHERED_S = 0.05  # lines wait for others this long: each waking of a thread takes the interpreter from the event loop
 LAST_LINES_S = 2.0  # longest time for writing what is queued at the end
+T = TypeVar("T")
+
+
+class LinesCut(OSError):
+    """Only a part of the data was written.
+
+    Attributes:
+        lost: Lines that are not there, or not whole.
+    """
+
+    def __init__(self, written: int, data: bytes) -> None:
+        super().__init__(f"{written} of {len(data)} bytes were written")
+        self.lost = data.count(b"\n", written)
 
 
 class LostLines:
@@ -35,25 +56,35 @@ class LostLines:
         self._what, self._lost, self._last = what, 0, 0.0
         self._lock = Lock()
 
-    def lost(self, why: str) -> None:
-        """Count a line that is lost."""
+    def lost(self, why: str, lines: int = 1) -> None:
+        """Count lines that are lost."""
         with self._lock:
-            self._lost, self._last = self._lost + 1, time.monotonic()
-            first = self._lost == 1
+            first = not self._lost
+            self._lost, self._last = self._lost + lines, time.monotonic()
         if first:  # without the lock: the log itself may lose this line
             log.warning("%s %s: lines are lost until the log says how many", self._what, why)
 
-    def failed(self, error: BaseException | None) -> None:
-        """Count a line that is lost to an error."""
-        self.lost(f"cannot be written ({getattr(error, 'strerror', None) or error})")
+    def failed(self, error: BaseException, lines: int = 1) -> None:
+        """Count lines that are lost to an error; a cut one knows of how many whole ones are there."""
+        lost = min(error.lost, lines) if isinstance(error, LinesCut) else lines
+        self.lost(f"cannot be written ({getattr(error, 'strerror', None) or error})", lost)
 
     def written(self) -> None:
-        """Note a line that is written."""
+        """Note that lines are written."""
         with self._lock:
             if not self._lost or time.monotonic() - self._last < CALM_S:
                 return
             lost, self._lost = self._lost, 0
         log.warning("%s is written again; %d lines are lost", self._what, lost)
+
+    def write(self, file: LineFile, lines: list[bytes]) -> None:
+        """Append lines to a file, and count those that are lost."""
+        try:
+            file.write(*lines)
+        except OSError as error:
+            self.failed(error, len(lines))
+        else:
+            self.written()
 
 
 class LineFile:
@@ -89,15 +120,16 @@ class LineFile:
             self._descriptor = open_private(str(self.path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             self._written_head = b""
 
-    def write(self, line: bytes) -> None:
-        """Append a line.
+    def write(self, *lines: bytes) -> None:
+        """Append lines, all at once.
 
         Raises:
-            OSError: It is not written, or not all of it.
+            LinesCut: A part of them is not written.
+            OSError: Nothing is written.
         """
         descriptor = self._current()
         head = self.head + b"\n" if self.head and self.head != self._written_head else b""
-        data = (b"\n" if self._cut else b"") + head + line + b"\n"
+        data = (b"\n" if self._cut else b"") + head + b"\n".join(lines) + b"\n"
         try:
             written = os.write(descriptor, data)
         except OSError:
@@ -105,7 +137,7 @@ class LineFile:
             raise
         self._cut = written < len(data)
         if self._cut:
-            raise OSError(f"{written} of {len(data)} bytes were written")
+            raise LinesCut(written, data)
         self._written_head = self.head
 
     def close(self) -> None:
@@ -122,8 +154,8 @@ class LineFile:
             if not self._has_the_name(state):
                 self.close()
             elif stat.S_ISREG(state.st_mode) and 0 < self._max_bytes <= state.st_size:
+                self._rotate(self._descriptor)
                 self.close()
-                self._rotate()
         self.open()
         assert self._descriptor is not None
         return self._descriptor
@@ -134,12 +166,67 @@ class LineFile:
         except OSError:
             return False
 
-    def _rotate(self) -> None:
+    def _rotate(self, full: int) -> None:
+        """Rename the full file, unless another process does: if both did, an old file would be lost."""
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(full, fcntl.LOCK_EX)
+        if not self._has_the_name(os.fstat(full)):
+            return
         names = [self.path, *(Path(f"{self.path}.{number}") for number in range(1, self._kept + 1))]
         for older, newer in zip(names[:0:-1], names[-2::-1], strict=True):
             with suppress(FileNotFoundError):
                 newer.replace(older)
                 older.chmod(OWNER_ONLY)
+
+
+class Batches(Generic[T]):
+    """Passes items to a thread, as many at once as there are, so that nobody waits for what it does with them.
+
+    Args:
+        name: The thread's.
+        write: Called in the thread with the items in their order; raises nothing.
+        most: Items that may wait.
+    """
+
+    def __init__(self, name: str, write: Callable[[list[T]], None], most: int) -> None:
+        self._name, self._write, self._most = name, write, most
+        self._queue: SimpleQueue[T | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._starting = Lock()
+
+    def put(self, item: T) -> bool:
+        """Queue an item; return False, and leave it, if too many wait."""
+        if self._queue.qsize() >= self._most:
+            return False
+        self._queue.put(item)
+        if self._thread is None:
+            self._start()
+        return True
+
+    def close(self) -> bool:
+        """Let the thread write what is queued and end; return False if that takes longer than ``LAST_LINES_S``."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return True
+        self._queue.put(None)
+        thread.join(LAST_LINES_S)
+        return not thread.is_alive()
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None:
+                self._thread = Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        ended = False
+        while not ended:
+            found = [self._queue.get(), *(self._queue.get() for _ in range(min(self._queue.qsize(), MOST_AT_ONCE)))]
+            batch = [item for item in found if item is not None]
+            ended = len(batch) < len(found)
+            self._write(batch)
+            if not ended and self._queue.empty():
+                time.sleep(GATHERED_S)
 
 
 class LineWriter:
@@ -151,41 +238,20 @@ class LineWriter:
     """
 
     def __init__(self, file: LineFile, what: str) -> None:
-        self._file = file
-        self._queue: Queue[tuple[bytes, bytes] | None] = Queue(QUEUED_LINES)
-        self._losses = LostLines(f"{what} {file.path}")
-        self._thread: Thread | None = None
+        self._file, self._losses = file, LostLines(f"{what} {file.path}")
+        self._batches: Batches[tuple[bytes, bytes]] = Batches(f"writes {file.path.name}", self._write, QUEUED_LINES)
 
     def put(self, line: bytes, head: bytes = b"") -> None:
         """Queue a line, and the file's head if it has another one. If the queue is full, the line is lost."""
-        if self._thread is None:
-            self._thread = Thread(target=self._run, name=f"writes {self._file.path.name}", daemon=True)
-            self._thread.start()
-        try:
-            self._queue.put_nowait((line, head))
-        except Full:
+        if not self._batches.put((line, head)):
             self._losses.lost("cannot be written as fast as lines come")
 
     def close(self) -> None:
         """Write what is queued, waiting ``LAST_LINES_S`` at most for the disk; then close the file."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        with suppress(Full):
-            self._queue.put(None, timeout=LAST_LINES_S)
-            thread.join(LAST_LINES_S)
-        if not thread.is_alive():
+        if self._batches.close():
             self._file.close()
 
-    def _run(self) -> None:
-        while (entry := self._queue.get()) is not None:
-            line, head = entry
+    def _write(self, batch: list[tuple[bytes, bytes]]) -> None:
+        for head, entries in groupby(batch, itemgetter(1)):
             self._file.head = head or self._file.head
-            try:
-                self._file.write(line)
-            except OSError as error:
-                self._losses.failed(error)
-            else:
-                self._losses.written()
-            if self._queue.empty():
-                time.sleep(GATHERED_S)
+            self._losses.write(self._file, [line for line, _ in entries])

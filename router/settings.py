@@ -587,7 +587,13 @@ class TelemetrySettings(Section):
     decision_log_mb: int = Field(100, ge=1, description="Size at which that file is rotated; three old ones are kept.")
     log_format: Literal["text", "json"] = Field("text", description="Format of the router's log on standard error.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Level of that log: `info` has one line for each inference request and each other failure."
+        "info", description="Level of that log: `info` has one line for each failure, and what `request_lines` adds."
+    )
+    request_lines: Literal["auto", "file", "stderr", "both"] = Field(
+        "auto",
+        description="Where the lines of inference requests that end well go: the log file, standard error, or both. "
+        "`auto`: the file; standard error if there is none, both if `log_format` is `json`. Lines of those that fail or "
+        "are refused go to both.",
     )
     log_file_mb: NonNegativeInt = Field(
         20,

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import IO, TYPE_CHECKING, Any
 
+from router.telemetry.logs import request_line
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
@@ -156,7 +158,7 @@ class Parser:
             fields = json.loads(line)
             self._at = max(self._at, float(fields["at"]))
             self._level = str(fields["level"])
-            entry = Entry(self._at, self._source, self._level, str(fields["message"]), fields=fields)
+            entry = Entry(self._at, self._source, self._level, _message(fields), fields=fields)
         except (ValueError, KeyError, TypeError):  # incomplete: the router was killed
             entry = Entry(self._at, self._source, self._level, line, begins=False)
         yield entry
@@ -186,6 +188,14 @@ class Parser:
             if self._midnight > written + _DAY_S:
                 self._midnight = time.mktime((year - 1, month, date, 0, 0, 0, 0, 0, -1))
         return self._midnight + int(clock[:2]) * 3600 + int(clock[3:5]) * 60 + int(clock[6:])
+
+
+def _message(fields: Mapping[str, Any]) -> str:
+    """Return what a router's line says; of a request that has ended, made from its fields."""
+    if fields.get("event") == "request":
+        with suppress(KeyError, TypeError):  # another release's
+            return request_line(fields)
+    return str(fields["message"])
 
 
 class Tail:

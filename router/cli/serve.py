@@ -123,7 +123,7 @@ def _run(
     predecessor: HandoverClient | None = None,
 ) -> None:
     host, port = sock.getsockname()[:2]
-    logging.also_to_file(deployment.settings.engine.log_dir, port)
+    request_lines = logging.also_to_file(deployment.settings.engine.log_dir, port)
     url = http_url(host, port)
 
     def say(text: str) -> None:
@@ -148,6 +148,8 @@ def _run(
 
     observer = StartObserver(changed, is_up, serving, planned, lambda line: say(plain(line)))
     say(f"listening on {url}; requests are served as soon as a tier is ready")
+    if request_lines is not None:
+        say(plain(f"each request has a line in {request_lines}: 'qarr logs -f' shows them"))
     uvloop.run(run(deployment, sock, observer, keys=keys, predecessor=predecessor))
     say("stopped")
     if not logging.stop():

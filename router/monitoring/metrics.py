@@ -11,14 +11,15 @@ import asyncio
 import sys
 import time
 from itertools import permutations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
+from router.monitoring.tally import Tally
 from router.pipeline.registry import OVER_QUOTA
 from router.policy.decision import Refusal
 from router.telemetry.record import Outcome
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
     from starlette.requests import Request
 
+    from router.monitoring.tally import Buckets, Count, Counter, Histogram
     from router.pipeline.pipeline import Pipeline
+    from router.policy.decision import TierReport
     from router.policy.table import PolicyStore
     from router.profiling.shadow_evaluation import ShadowEvaluation
     from router.telemetry.record import RequestRecord
@@ -47,19 +50,29 @@ ERROR_RATIO = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 5)
 KIND = ("class", "tier")
 METHODS = {"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"}
 
-disable_created_metrics()  # type: ignore[no-untyped-call]
+
+class _Measured(NamedTuple):
+    """What is counted of the requests of one class that one tier served."""
+
+    prompt_tokens: Count
+    output_tokens: Count
+    cost: Count
+    ttft: Buckets
+    tpot: Buckets
+    duration: Buckets
 
 
 class RequestMetrics:
-    """Counters and histograms of finished requests."""
+    """Counters and histograms of requests that have ended."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, tally: Tally) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"qarr_{name}", text, labels, registry=registry)
+            return tally.counter(f"qarr_{name}", text, *labels)
 
         def histogram(name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(f"qarr_{name}", text, labels, buckets=bounds, registry=registry)
+            return tally.histogram(f"qarr_{name}", text, bounds, *labels)
 
+        self._http = counter("http_requests", "Requests by endpoint and status.", "route", "method", "code")
         self._requests = counter("requests", "Requests by the tier that served them.", *KIND, "outcome")
         self._decisions = counter("decisions", "Decisions by what they rest on.", *KIND, "reason")
         self._refusals = counter("refusals", "Requests that were refused.", "reason")
@@ -67,74 +80,97 @@ class RequestMetrics:
         self._output_tokens = counter("output_tokens", "Tokens of answers.", *KIND)
         self._sla = counter("sla_requests", "Requests with bounds on times, by whether they were met.", *KIND, "result")
         for reason in (*(refusal.value for refusal in Refusal), OVER_QUOTA):
-            self._refusals.labels(reason)  # at 0 from the start: a rate cannot see the first event of a new series
+            self._refusals.of(reason)  # at 0 from the start: a rate cannot see the first event of a new series
         switch = ("from_tier", "to_tier")
         self._continuations = counter("continuations", "Answers that another engine continued.", *switch)
         self._escalations = counter("escalations", "Answers started again at a higher precision.", *switch)
         self._hedges = counter("hedges", "First tokens that a second tier had sooner.", "tier")
         for one, other in permutations(TierName, 2):
-            self._continuations.labels(one.value, other.value)
+            self._continuations.of(one, other)
         self._cost = counter("cost_engine_seconds", "Predicted engine time of requests, by price.", *KIND)
         self._ttft = histogram("time_to_first_token_seconds", "From a request to its first token.", TTFT_S, *KIND)
         self._tpot = histogram("time_per_output_token_seconds", "Mean time between tokens.", TPOT_S, *KIND)
         self._duration = histogram("request_duration_seconds", "From a request to its last byte.", DURATION_S, *KIND)
         self._queue = histogram("queue_wait_seconds", "Waits for a slot.", QUEUE_S, "priority")
         text = "From a request's arrival until it is sent to an engine, without the queue."
-        self._overhead = histogram("overhead_seconds", text, OVERHEAD_S)
+        self._overhead = histogram("overhead_seconds", text, OVERHEAD_S).of()
         text = "|predicted - seen| / seen, of undisturbed answers."
         self._off = histogram("prediction_error_ratio", text, ERROR_RATIO, "tier", "kind")
+        self._counted: dict[tuple[str, ...], tuple[Count, Count]] = {}
+        self._measured: dict[tuple[str, str], _Measured] = {}
+
+    def answered(self, route: str, method: str, status: int) -> None:
+        """Count an answer of any endpoint."""
+        self._http.of(route, method if method in METHODS else "other", str(status)).value += 1
 
     def observe(self, record: RequestRecord) -> None:
         """Count one record."""
-        decision, kind = record.decision, record.decision.query.features.prompt_class.value
-        decided = decision.tier.value if decision.tier is not None else NO_TIER
-        tier = record.served_by.value if record.served_by is not None else NO_TIER
-        self._requests.labels(kind, tier, record.outcome.value).inc()
-        self._decisions.labels(kind, decided, decision.basis.value).inc()
-        if record.outcome is Outcome.REFUSED:
-            self._refusals.labels(record.error).inc()
+        decision, outcome, served = record.decision, record.outcome, record.served_by
+        kind, decided, tier = decision.query.features.prompt_class, decision.tier or NO_TIER, served or NO_TIER
+        requests, decisions = self._counts(kind, tier, outcome, decided, decision.basis)
+        requests.value += 1
+        decisions.value += 1
+        if outcome is Outcome.REFUSED:
+            self._refusals.of(str(record.error)).value += 1
         if record.sla_met is not None:
-            self._sla.labels(kind, tier, "met" if record.sla_met else "missed").inc()
-        if record.served_by is None:
+            self._sla.of(kind, tier, "met" if record.sla_met else "missed").value += 1
+        if served is None:
             return
-        exemplar, chosen = {"trace_id": record.trace_id}, record.decision.chosen
-        self._prompt_tokens.labels(kind, tier).inc(record.prompt_tokens)
-        self._output_tokens.labels(kind, tier).inc(record.output_tokens)
-        self._cost.labels(kind, tier).inc((chosen.cost if chosen else None) or 0.0)
-        self._queue.labels(record.priority).observe(record.queue_ms / 1000, exemplar)
+        chosen = decision.chosen
+        self._measure(record, kind, tier, (chosen.cost if chosen else None) or 0.0)
+        if outcome is Outcome.OK and chosen is not None and record.undisturbed:
+            self._observe_predictions(record, tier, chosen)
+        if record.escalated or record.hedged or record.continued_on:
+            self._observe_switches(record, decided, tier)
+
+    def _counts(self, kind: str, tier: str, outcome: str, decided: str, basis: str) -> tuple[Count, Count]:
+        """Return the counts of requests and of decisions."""
+        key = kind, tier, outcome, decided, basis
+        found = self._counted.get(key)
+        if found is None:
+            found = self._requests.of(kind, tier, outcome), self._decisions.of(kind, decided, basis)
+            self._counted[key] = found
+        return found
+
+    def _measure(self, record: RequestRecord, kind: str, tier: str, cost: float) -> None:
+        """Count the tokens, cost and times of a request that a tier served."""
+        of = self._measured.get((kind, tier))
+        if of is None:
+            counts = self._prompt_tokens.of(kind, tier), self._output_tokens.of(kind, tier), self._cost.of(kind, tier)
+            times = self._ttft.of(kind, tier), self._tpot.of(kind, tier), self._duration.of(kind, tier)
+            of = self._measured[kind, tier] = _Measured(*counts, *times)
+        trace_id, now = record.trace_id, time.time()
+        of.prompt_tokens.value += record.prompt_tokens
+        of.output_tokens.value += record.output_tokens
+        of.cost.value += cost
+        self._queue.of(record.priority).observe(record.queue_ms / 1000, trace_id, now)
         if record.overhead_ms is not None:
-            self._overhead.observe(record.overhead_ms / 1000, exemplar)
+            self._overhead.observe(record.overhead_ms / 1000, trace_id, now)
         if record.ttft_ms is not None:
-            self._ttft.labels(kind, tier).observe(record.ttft_ms / 1000, exemplar)
+            of.ttft.observe(record.ttft_ms / 1000, trace_id, now)
         if record.tpot_ms is not None:
-            self._tpot.labels(kind, tier).observe(record.tpot_ms / 1000, exemplar)
+            of.tpot.observe(record.tpot_ms / 1000, trace_id, now)
         if record.outcome is Outcome.OK:
-            self._duration.labels(kind, tier).observe(record.duration_ms / 1000, exemplar)
-            self._observe_predictions(record, tier)
-        self._observe_switches(record, decided, tier)
+            of.duration.observe(record.duration_ms / 1000, trace_id, now)
 
     def _observe_switches(self, record: RequestRecord, decided: str, tier: str) -> None:
         if record.escalated:
-            self._escalations.labels(decided, tier).inc()
+            self._escalations.of(decided, tier).value += 1
         if record.hedged:
-            self._hedges.labels(tier).inc()
+            self._hedges.of(tier).value += 1
         before = tier
         for after in record.continued_on:
-            self._continuations.labels(before, after.value).inc()
-            before = after.value
+            self._continuations.of(before, after).value += 1
+            before = after
 
-    def _observe_predictions(self, record: RequestRecord, tier: str) -> None:
-        """Compare predictions with what was seen, if the answer was undisturbed."""
-        chosen = record.decision.chosen
-        if chosen is None or not record.undisturbed:
-            return
-        ttft_ms = (record.ttft_ms or 0.0) - record.queue_ms - (record.overhead_ms or 0.0)
-        for kind, predicted, seen in (
-            ("ttft", chosen.predicted_ttft_ms, ttft_ms),
-            ("tpot", chosen.predicted_tpot_ms, record.tpot_ms or 0.0),
-        ):
-            if predicted is not None and seen > 0:
-                self._off.labels(tier, kind).observe(abs(predicted - seen) / seen)
+    def _observe_predictions(self, record: RequestRecord, tier: str, chosen: TierReport) -> None:
+        """Compare predictions with what was seen of an undisturbed answer."""
+        seen = (record.ttft_ms or 0.0) - record.queue_ms - (record.overhead_ms or 0.0)
+        if chosen.predicted_ttft_ms is not None and seen > 0:
+            self._off.of(tier, "ttft").observe(abs(chosen.predicted_ttft_ms - seen) / seen)
+        seen = record.tpot_ms or 0.0
+        if chosen.predicted_tpot_ms is not None and seen > 0:
+            self._off.of(tier, "tpot").observe(abs(chosen.predicted_tpot_ms - seen) / seen)
 
 
 class Losses(Collector):
@@ -232,7 +268,11 @@ class Load(Collector):
 
 
 class Metrics:
-    """All of the router's metrics."""
+    """All of the router's metrics.
+
+    Attributes:
+        tally: What is counted of requests.
+    """
 
     def __init__(
         self,
@@ -241,17 +281,14 @@ class Metrics:
         retries: Mapping[TierName, int],
         about: Mapping[str, str],
     ) -> None:
-        self._registry = registry = CollectorRegistry()
-        labels = ("route", "method", "code")
-        self._http = Counter("qarr_http_requests", "Requests by endpoint and status.", labels, registry=registry)
-        ProcessCollector(registry=registry)
-        pipeline.registry.observers.append(RequestMetrics(registry).observe)
-        registry.register(Load(pipeline, retries, about))
-        registry.register(Losses(evaluation, pipeline.policy))
-
-    def answered(self, route: str, method: str, status: int) -> None:
-        """Count an answer of any endpoint."""
-        self._http.labels(route, method if method in METHODS else "other", str(status)).inc()
+        self._registry, self.tally = CollectorRegistry(), Tally()
+        requests = RequestMetrics(self.tally)
+        self.answered = requests.answered
+        pipeline.registry.observers.append(requests.observe)
+        self._registry.register(self.tally)
+        ProcessCollector(registry=self._registry)
+        self._registry.register(Load(pipeline, retries, about))
+        self._registry.register(Losses(evaluation, pipeline.policy))
 
     async def answer(self, request: Request) -> Response:
         """Answer a scrape; on the event loop, which owns the state that is read."""

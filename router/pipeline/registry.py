@@ -102,10 +102,12 @@ class RequestRegistry:
 
     def _ended(self, record: RequestRecord) -> None:
         self.recent.append(record)
-        self.totals.update(("requests", record.outcome.value))
-        self.totals["retries"] += record.attempts_failed
-        self.totals["continuations"] += len(record.continued_on)
-        self.totals["escalations"] += record.escalated
+        totals = self.totals
+        totals["requests"] += 1
+        totals[record.outcome] += 1
+        totals["retries"] += record.attempts_failed
+        totals["continuations"] += len(record.continued_on)
+        totals["escalations"] += record.escalated
         for observe in self.observers:
             try:
                 observe(record)
@@ -136,7 +138,7 @@ class RequestRegistry:
             error=cause,
             served_by=answer.tier if answer is not None else None,
             replica=answer.replica_id if answer is not None else None,
-            precision=spec.precision.value if spec is not None else None,
+            precision=spec.precision._value_ if spec is not None else None,
             checkpoint=spec.checkpoint_id if spec is not None else None,
             prompt_tokens=prompt_tokens,
             output_tokens=answer.output_tokens if answer is not None else 0,
@@ -149,7 +151,7 @@ class RequestRegistry:
             attempts_failed=answer.failed_attempts if answer is not None else 0,
             escalated=answer is not None and answer.escalation is not None,
             hedged=answer is not None and answer.hedge is not None,
-            continued_on=tuple(continued_on(answer)) if answer is not None else (),
+            continued_on=tuple(continued_on(answer)) if answer is not None and answer.parts else (),
         )
 
     def _outcome(self, answer: EngineAnswer | None, error: BaseException | None) -> tuple[Outcome, str | None]:

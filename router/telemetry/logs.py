@@ -3,6 +3,9 @@
 Every line of a request carries its ids. No line has prompts, keys, headers or query strings. A thread writes the lines, so
 that a stopped terminal or a slow disk delays no request; where more come than can be written, some are left out, and the
 log says how many.
+
+There is a line for every inference request, so it is made once, for one of the two (``telemetry.request_lines``), and
+never is a ``logging.LogRecord``.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ import time
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from logging.handlers import QueueHandler, QueueListener
-from queue import Full, Queue
-from typing import TYPE_CHECKING, Any
+from logging.handlers import QueueHandler
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from urllib.parse import quote
 
-from router.line_file import GATHERED_S, LAST_LINES_S, LineFile, LostLines
+from pydantic_core import to_json
+
+from router.line_file import Batches, LineFile, LostLines
 from router.telemetry.record import Outcome, render_summary
 
 if TYPE_CHECKING:
@@ -76,10 +80,12 @@ def log_request(record: RequestRecord) -> None:
     """Log an inference request that has ended."""
     if (ids := _REQUEST.get()) is not None and ids.request_id == record.request_id:
         ids.recorded = True
-    level = logging.WARNING if record.outcome in {Outcome.REFUSED, Outcome.ERROR} else logging.INFO
-    if log.isEnabledFor(level):
+    outcome = record.outcome
+    level = logging.WARNING if outcome is Outcome.REFUSED or outcome is Outcome.ERROR else logging.INFO
+    if (current := Logging.current) is not None:
+        current.request(record, level)
+    elif log.isEnabledFor(level):
         fields = render_summary(record)
-        fields["arrived_at"] = fields.pop("at")
         log.log(level, "%s", request_line(fields), extra={"fields": {"event": "request", **fields}})
 
 
@@ -144,74 +150,140 @@ def shown_ms(milliseconds: float | None) -> str:
     return f"{milliseconds:.0f}ms" if milliseconds >= 100 else f"{milliseconds:.1f}ms"  # noqa: PLR2004
 
 
+class _ShownLine(NamedTuple):
+    """A request's line that standard error gets, and perhaps the file as well."""
+
+    text: bytes
+    line: bytes | None
+
+
 class Logging:
-    """The process's logging, to standard error and perhaps a file, until ``stop``."""
+    """The process's logging, to standard error and perhaps a file, until ``stop``.
+
+    Attributes:
+        current: The one that has taken over the process's log; None: nobody has.
+    """
+
+    current: ClassVar[Logging | None] = None
 
     def __init__(self, telemetry: TelemetrySettings) -> None:
         """Take over the process's log."""
         self._telemetry = telemetry
-        self._queue: Queue[Any] = Queue(QUEUED_LINES)
-        self._writer = _Writer(self._queue, _stderr_handler(telemetry))
-        self._handler = _RequestHandler(self._queue)
+        self._stderr = _Stream(telemetry)
+        self._file: _File | None = None
+        self._lines = _Lines("writes the log", self._write, QUEUED_LINES)
+        self._handler = _RequestHandler(self._lines)  # type: ignore[arg-type]
         logging.basicConfig(level=logging.WARNING, handlers=[self._handler], force=True)
         logging.getLogger("qarr").setLevel(min(_level(telemetry), logging.INFO))
-        self._writer.start()
+        Logging.current = self
         atexit.register(self.stop)
 
-    def also_to_file(self, folder: Path, port: int) -> None:
+    def also_to_file(self, folder: Path, port: int) -> Path | None:
         """Write to the router's file as well, unless the settings want none or it cannot be opened.
 
         Args:
             folder: ``engine.log_dir``.
             port: That the router listens on.
+
+        Returns:
+            The file, if the lines of requests that end well go there and not to standard error.
         """
         if not self._telemetry.log_file_mb:
-            return
+            return None
         path = folder / ROUTER_FILE.format(port=port)
         try:
-            handler = _File(path, self._telemetry.log_file_mb << 20, self._telemetry.log_files)
+            self._file = _File(path, self._telemetry.log_file_mb << 20, self._telemetry.log_files)
         except OSError as error:
             logging.getLogger("qarr.router").warning("no log is kept in %s: %s", path, error.strerror)
+            return None
+        self._file.setLevel(min(_level(self._telemetry), logging.INFO))
+        wanted, stderr = self._telemetry.request_lines, self._stderr
+        self._file.requests = wanted != "stderr"
+        stderr.requests &= wanted != "auto" or stderr.json
+        return path if self._file.requests and not stderr.requests else None
+
+    def request(self, record: RequestRecord, level: int) -> None:
+        """Write the line of a request that has ended, to what such lines are for; of one that went wrong, to both."""
+        file, stderr, wrong = self._file, self._stderr, level >= logging.WARNING
+        in_file = file is not None and (file.requests or wrong)
+        shown = stderr.requests or (wrong and level >= stderr.level)
+        if not (in_file or shown):
             return
-        handler.setLevel(min(_level(self._telemetry), logging.INFO))
-        handler.setFormatter(JsonFormatter())
-        self._writer.handlers = (*self._writer.handlers, handler)
+        line = _json_line(record, level) if in_file or stderr.json else None
+        if shown:
+            text = stderr.text(record, level) if line is None or not stderr.json else line
+            self._lines.put(_ShownLine(text, line if in_file else None))
+        else:
+            self._lines.put(line)
 
     def say(self, write: Callable[[], None]) -> None:
         """Have the thread write something else to standard error, in order."""
-        with suppress(Full):
-            self._queue.put_nowait(write)
+        self._lines.put(write)
 
     def stop(self) -> bool:
         """Write what is queued, and release the log; return False if it cannot be written, as to a stopped terminal."""
         logging.getLogger().removeHandler(self._handler)
+        Logging.current = None
         atexit.unregister(self.stop)
-        self._writer.stop()
-        return not self._writer.stuck
+        return self._lines.close()
+
+    def _write(self, batch: list[Any]) -> None:
+        """Write lines, and call the functions that write something else; in the thread."""
+        file, stderr = self._file, self._stderr
+        sinks: list[_Sink] = [stderr] if file is None else [stderr, file]
+        for item in batch:
+            if isinstance(item, bytes):
+                sinks[-1].lines.append(item)
+            elif isinstance(item, _ShownLine):
+                stderr.lines.append(item.text)
+                if item.line is not None:
+                    sinks[-1].lines.append(item.line)
+            elif isinstance(item, logging.LogRecord):
+                for sink in sinks:
+                    if item.levelno >= sink.level:
+                        sink.handle(item)
+            else:
+                stderr.flush()
+                with suppress(Exception):  # nobody reads standard error any longer
+                    item()
+        for sink in sinks:
+            sink.flush()
+
+
+def _json_line(record: RequestRecord, level: int) -> bytes:
+    """Return a request's line as JSON. Its message is short: ``request_line`` makes the whole one from the same fields."""
+    line = render_summary(record)
+    line["arrived_at"], line["at"] = line["at"], round(time.time(), 3)
+    line["event"], line["logger"], line["level"] = "request", log.name, "info" if level == logging.INFO else "warning"
+    line["message"] = f"POST {record.route} {line['outcome']}"
+    return to_json(line)
 
 
 def _level(telemetry: TelemetrySettings) -> int:
     return logging.getLevelNamesMapping()[telemetry.log_level.upper()]
 
 
-def _stderr_handler(telemetry: TelemetrySettings) -> logging.Handler:
-    handler = _Stream()
-    handler.setLevel(_level(telemetry))
-    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    handler.setFormatter(JsonFormatter() if telemetry.log_format == "json" else TextFormatter(colour=colour))
-    if telemetry.log_format == "text":
-        handler.addFilter(
-            lambda record: not record.name.startswith(SHOWN_BY_THE_COMMAND) or record.levelno >= logging.ERROR
-        )
-    return handler
+class _Lines(Batches[Any]):
+    """Log records, request lines and functions for the thread that writes; those that do not fit are counted."""
+
+    _left_out = 0
+
+    def put(self, item: Any) -> bool:
+        """Queue a line; if the queue is full, count it."""
+        if self._left_out:
+            text = f"{self._left_out} lines are left out here: they came faster than they could be written"
+            notice = logging.makeLogRecord({
+                "name": "qarr.router", "levelno": logging.WARNING, "levelname": "WARNING", "msg": text})  # fmt: skip
+            self._left_out = 0 if super().put(notice) else self._left_out
+        taken = super().put(item)
+        self._left_out += not taken
+        return taken
 
 
 class _RequestHandler(QueueHandler):
-    """Queues lines for the thread that writes them, with the ids of their request."""
+    """Queues log records for the thread that writes them, with the ids of their request."""
 
-    def __init__(self, queue: Queue[Any]) -> None:
-        super().__init__(queue)
-        self._left_out = 0
+    queue: Any
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         """Format the message now: its arguments may change. The record is not copied: no other handler gets it."""
@@ -223,59 +295,34 @@ class _RequestHandler(QueueHandler):
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Queue a line; if the queue is full, count it."""
+        """Queue a line."""
+        self.queue.put(record)
+
+
+class _Sink(logging.Handler):
+    """Gathers lines, which ``flush`` writes all at once.
+
+    Attributes:
+        lines: Those gathered.
+        requests: Whether the lines of requests that ended well are for it.
+    """
+
+    def __init__(self, what: str, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+        self.lines: list[bytes] = []
+        self.requests = True
+        self._losses = LostLines(what)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Gather a line; no error stops the thread."""
         try:
-            if self._left_out:
-                text = f"{self._left_out} lines are left out here: they came faster than they could be written"
-                self.queue.put_nowait(self.prepare(logging.makeLogRecord({
-                    "name": "qarr.router", "levelno": logging.WARNING, "levelname": "WARNING", "msg": text})))  # fmt: skip
-                self._left_out = 0
-            self.queue.put_nowait(record)
-        except Full:
-            self._left_out += 1
+            self.lines.append(self.format(record).encode("utf-8", "backslashreplace"))
+        except Exception as error:  # noqa: BLE001  one line must not end the log
+            self._losses.failed(error)
 
 
-class _Writer(QueueListener):
-    """The thread that writes."""
-
-    _thread: Any
-    stuck = False
-
-    def __init__(self, lines: Queue[Any], handler: logging.Handler) -> None:
-        super().__init__(lines, handler, respect_handler_level=True)
-        self._lines = lines
-
-    def dequeue(self, block: bool) -> Any:  # noqa: FBT001  the library's
-        """Wait for a line, then for others that may follow: each waking takes the interpreter from the event loop."""
-        if self._lines.empty():
-            time.sleep(GATHERED_S)
-        return super().dequeue(block)
-
-    def handle(self, record: Any) -> None:
-        """Write a line, or call the function that writes something else."""
-        if isinstance(record, logging.LogRecord):
-            super().handle(record)
-        else:
-            with suppress(Exception):  # nobody reads standard error any longer
-                record()
-
-    def stop(self) -> None:
-        """Write what is queued, waiting ``LAST_LINES_S`` at most: a terminal may be stopped."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        self.stuck = True
-        with suppress(Full):
-            self.enqueue_sentinel()
-            thread.join(LAST_LINES_S)
-            self.stuck = thread.is_alive()
-
-    def enqueue_sentinel(self) -> None:
-        """Ask the thread to end."""
-        self.queue.put_nowait(None)
-
-
-class _File(logging.Handler):
+class _File(_Sink):
     """A file rotated by size; during a handover another router on the same port may rotate it too."""
 
     def __init__(self, path: Path, max_bytes: int, kept: int) -> None:
@@ -284,19 +331,15 @@ class _File(logging.Handler):
         Raises:
             OSError: It cannot be opened.
         """
-        super().__init__()
+        super().__init__(f"the log {path}", JsonFormatter())
         self._file = LineFile(path, max_bytes, kept)
         self._file.open()
-        self._losses = LostLines(f"the log {path}")
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a line; no error stops the thread."""
-        try:
-            self._file.write(self.format(record).encode("utf-8", "backslashreplace"))
-        except Exception as error:  # noqa: BLE001  one line must not end the log
-            self._losses.failed(error)
-        else:
-            self._losses.written()
+    def flush(self) -> None:
+        """Write what is gathered."""
+        lines, self.lines = self.lines, []
+        if lines:
+            self._losses.write(self._file, lines)
 
     def close(self) -> None:
         """Close the file."""
@@ -304,24 +347,41 @@ class _File(logging.Handler):
         super().close()
 
 
-class _Stream(logging.StreamHandler[Any]):
-    """Standard error, which may be a file on a full disk, or a pipe that nobody reads any longer."""
+class _Stream(_Sink):
+    """Standard error, which may be a file on a full disk, or a pipe that nobody reads any longer.
 
-    def __init__(self) -> None:
-        super().__init__(sys.stderr)
-        self._losses, self._broken = LostLines("standard error"), False
+    Attributes:
+        json: Whether its lines are JSON, as the file's are.
+    """
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a line."""
-        self._broken = False
-        super().emit(record)
-        if not self._broken:
+    def __init__(self, telemetry: TelemetrySettings) -> None:
+        self.json, self._stream = telemetry.log_format == "json", sys.stderr
+        self._text = TextFormatter(colour=sys.stderr.isatty() and not os.environ.get("NO_COLOR"))
+        super().__init__("standard error", JsonFormatter() if self.json else self._text)
+        self.setLevel(_level(telemetry))
+        self.requests = telemetry.request_lines != "file" and self.level <= logging.INFO
+        if not self.json:
+            self.addFilter(
+                lambda record: not record.name.startswith(SHOWN_BY_THE_COMMAND) or record.levelno >= logging.ERROR
+            )
+
+    def text(self, record: RequestRecord, level: int) -> bytes:
+        """Return a request's line for a person."""
+        text, ids = request_line(render_summary(record)), (record.request_id, record.trace_id)
+        return self._text.line(time.time(), logging.getLevelName(level), text, ids).encode("utf-8", "backslashreplace")
+
+    def flush(self) -> None:
+        """Write what is gathered; the log file says how many lines are lost."""
+        lines, self.lines = self.lines, []
+        if not lines:
+            return
+        try:
+            self._stream.write(b"\n".join((*lines, b"")).decode())
+            self._stream.flush()
+        except Exception as error:  # noqa: BLE001  nobody reads it any longer
+            self._losses.failed(error, len(lines))
+        else:
             self._losses.written()
-
-    def handleError(self, _record: logging.LogRecord) -> None:  # noqa: N802  the library's name
-        """Count the line instead of writing a traceback for each; the log file says how many are lost."""
-        self._broken = True
-        self._losses.failed(sys.exc_info()[1])
 
 
 class JsonFormatter(logging.Formatter):
@@ -340,7 +400,7 @@ class JsonFormatter(logging.Formatter):
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return json.dumps(line, ensure_ascii=False, default=str, separators=(",", ":"))
 
 
 class TextFormatter(logging.Formatter):
@@ -353,19 +413,29 @@ class TextFormatter(logging.Formatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line, with control characters escaped."""
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", record.msg)
-        ids = getattr(record, "ids", None)
+        """Return a log record's line."""
         fields = getattr(record, "fields", {})
-        request_id, trace_id = ids or (fields.get("request_id"), fields.get("trace_id"))
+        ids = getattr(record, "ids", None) or (fields.get("request_id"), fields.get("trace_id"))
+        trace = "\n" + self.formatException(record.exc_info) if record.exc_info else ""
+        return self.line(record.created, record.levelname, record.msg, ids) + trace
+
+    def line(self, at: float, level: str, message: str, ids: tuple[str | None, str | None]) -> str:
+        """Return a line, with control characters escaped.
+
+        Args:
+            at: Unix seconds.
+            level: In capitals.
+            message: What it says.
+            ids: The request's and the trace's, if there are any.
+        """
+        clock = time.strftime("%H:%M:%S", time.localtime(at))
+        text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", message)
+        request_id, trace_id = ids
         tail = f" trace={trace_id}" if trace_id else ""
         if trace_id and str(request_id) not in text:
             tail += f" request={request_id}"
-        level = record.levelname
         if self._colour:
             tail = f"\x1b[2m{tail}\x1b[0m" if tail else ""
             clock, shade = f"\x1b[2m{clock}\x1b[0m", self._COLOURS.get(level)
             level = f"\x1b[{shade}m{level}\x1b[0m" if shade else level
-        trace = "\n" + self.formatException(record.exc_info) if record.exc_info else ""
-        return f"{clock} {level} {text}{tail}{trace}"
+        return f"{clock} {level} {text}{tail}"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from router.policy.decision_log import OutcomeRecord
 from router.policy.render import render_verdict
@@ -24,8 +23,7 @@ class Outcome(StrEnum):
     CLIENT_GONE = "client_gone"
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
+class RequestRecord(NamedTuple):
     """One inference request, from its arrival to its end. Times in milliseconds; None: not measured.
 
     Attributes:
@@ -87,33 +85,33 @@ def render_record(record: RequestRecord) -> dict[str, Any]:
 def render_summary(record: RequestRecord) -> dict[str, Any]:
     """Return a record as JSON values, without the reports on tiers. Predictions do not include the queue."""
     decision = record.decision
-    query, sla, chosen = decision.query, decision.query.sla, decision.chosen
-    return {
-        "at": round(record.at, 3),
+    features, sla, chosen = decision.query.features, decision.query.sla, decision.chosen
+    return {  # of plain values: encoding an enumeration's takes four times as long
+        "at": _rounded(record.at, 1000),
         "request_id": record.request_id,
         "trace_id": record.trace_id,
         "route": record.route,
         "key": record.key_id,
         "priority": record.priority,
-        "class": query.features.prompt_class.value,
-        "confidence": round(query.features.confidence, 3),
-        "tier": decision.tier,
-        "served_by": record.served_by,
+        "class": features.prompt_class._value_,
+        "confidence": _rounded(features.confidence, 1000),
+        "tier": decision.tier._value_ if decision.tier is not None else None,
+        "served_by": record.served_by._value_ if record.served_by is not None else None,
         "replica": record.replica,
         "precision": record.precision,
         "checkpoint": record.checkpoint,
         "reason": decision.reason,
-        "basis": decision.basis,
+        "basis": decision.basis._value_,
         "degraded": list(decision.degraded),
-        "outcome": record.outcome,
+        "outcome": record.outcome._value_,
         "error": record.error,
         "prompt_tokens": record.prompt_tokens,
         "output_tokens": record.output_tokens,
-        "queue_ms": _rounded(record.queue_ms),
-        "overhead_ms": _rounded(record.overhead_ms),
-        "ttft_ms": _rounded(record.ttft_ms),
-        "tpot_ms": _rounded(record.tpot_ms),
-        "duration_ms": _rounded(record.duration_ms),
+        "queue_ms": record.queue_ms and int(record.queue_ms * 100 + 0.5) / 100,
+        "overhead_ms": record.overhead_ms and int(record.overhead_ms * 100 + 0.5) / 100,
+        "ttft_ms": record.ttft_ms and int(record.ttft_ms * 100 + 0.5) / 100,
+        "tpot_ms": record.tpot_ms and int(record.tpot_ms * 100 + 0.5) / 100,
+        "duration_ms": record.duration_ms and int(record.duration_ms * 100 + 0.5) / 100,
         "predicted_ttft_ms": chosen.predicted_ttft_ms if chosen else None,
         "predicted_tpot_ms": chosen.predicted_tpot_ms if chosen else None,
         "sla": {"ttft_ms": sla.ttft_ms, "tpot_ms": sla.tpot_ms, "max_quality_loss": sla.max_quality_loss},
@@ -121,13 +119,14 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
         "attempts_failed": record.attempts_failed,
         "escalated": record.escalated,
         "hedged": record.hedged,
-        "continued_on": list(record.continued_on),
+        "continued_on": [tier._value_ for tier in record.continued_on],
         "cost": chosen.cost if chosen else None,
     }
 
 
-def _rounded(value: float | None, digits: int = 2) -> float | None:
-    return None if value is None else round(value, digits)
+def _rounded(value: float | None, parts: int = 100) -> float | None:
+    """Return a positive value in hundredths, or in other parts of one; ``round`` takes four times as long."""
+    return None if value is None else int(value * parts + 0.5) / parts
 
 
 def log_outcome(decisions: DecisionLog, record: RequestRecord) -> None:
@@ -142,7 +141,7 @@ def log_outcome(decisions: DecisionLog, record: RequestRecord) -> None:
             prompt_tokens=record.prompt_tokens,
             output_tokens=record.output_tokens,
             ttft_ms=_rounded(record.ttft_ms),
-            tpot_ms=_rounded(record.tpot_ms, 3),
+            tpot_ms=_rounded(record.tpot_ms, 1000),
             error=record.error or gone,
         )
     )

@@ -230,6 +230,8 @@ class Telemetry:
 
     def record_outcome(self, record: RequestRecord) -> None:
         """Put on the server span how the request ended, and keep the trace of one that did not end well."""
+        if self._provider is None or _PARENT.get():  # it has no spans
+            return
         span = trace.get_current_span()
         worth = _worth(record)
         if self.traces is not None and worth is not KeptFor.RECENT:
@@ -470,7 +472,7 @@ def _recording() -> Span | None:
 
 
 def _worth(record: RequestRecord) -> KeptFor:
-    if record.outcome in {Outcome.ERROR, Outcome.REFUSED}:
+    if record.outcome is Outcome.ERROR or record.outcome is Outcome.REFUSED:
         return KeptFor.ERROR
     return KeptFor.SLA_MISS if record.sla_met is False else KeptFor.RECENT
 

@@ -6,12 +6,14 @@ import json
 import os
 import resource
 import stat
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
-from router.line_file import LineFile, LineWriter
+from router.line_file import LineFile, LineWriter, LostLines
 from router.policy.decision_log import read_log
 from router.profiling.prompt_samples import MAX_PROMPTS
 from tests.unit.own_engines import until
@@ -91,6 +93,45 @@ def test_a_cut_line_takes_no_other_with_it(tmp_path: Path) -> None:
     file.write(b"two")
     file.close()
     assert lines(tmp_path / "log") == ["head", "one", "012345", "head", "two"]
+
+
+def test_of_lines_written_together_the_whole_ones_are_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that fills up takes some of them: those, and no more, count as lost."""
+    monkeypatch.setattr("router.line_file.CALM_S", 0.0)
+    file, losses = LineFile(tmp_path / "log", 0, 1), LostLines("the test's log")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
+    try:
+        losses.write(file, [b"0123456"] * 10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    losses.write(file, [b"after", b"wards"])
+    file.close()
+    assert lines(tmp_path / "log") == ["0123456", "0123456", "0123", "after", "wards"]
+    assert [r.getMessage() for r in caplog.records][-1] == "the test's log is written again; 8 lines are lost"
+
+
+WRITES = """
+import sys
+from pathlib import Path
+from router.line_file import LineFile
+file = LineFile(Path(sys.argv[1]), 400, 200)
+for number in range(0, 1500, 5):
+    file.write(*(b"%s %d" % (sys.argv[2].encode(), n) for n in range(number, number + 5)))
+"""
+
+
+def test_processes_that_write_one_file_lose_nothing(tmp_path: Path) -> None:
+    """Each renames the full file, none of them another's: every line is there once, and each one's are in order."""
+    argv = [sys.executable, "-c", WRITES, str(tmp_path / "log")]
+    writers = [subprocess.Popen([*argv, name]) for name in ("a", "b", "c")]
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    ages = sorted((int(path.suffix[1:] or 0), path) for path in tmp_path.iterdir())
+    found = [line.split() for _, path in reversed(ages) for line in lines(path)]
+    for name in ("a", "b", "c"):
+        assert sorted(int(number) for writer, number in found if writer == name) == list(range(1500))
 
 
 def test_a_full_disk_is_told_when_it_begins_and_when_it_ends(

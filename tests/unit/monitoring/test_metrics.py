@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from classifier import PromptClass
 from router.monitoring.metrics import RequestMetrics
+from router.monitoring.tally import Tally
 from router.pipeline.registry import OVER_QUOTA
 from router.policy.decision import Refusal
 from router.telemetry.record import Outcome
@@ -19,23 +23,56 @@ from tests.unit.router_stack import router_stack
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from router.telemetry.record import RequestRecord
     from tests.unit.router_stack import Stack
 
 FAST, BALANCED, PRECISE = TierName
 CHAT_FAST = {"class": "chat", "tier": "fast"}
+OPENMETRICS = "application/openmetrics-text"
+
+
+# One of each way to end, each class and tier, times at, below and above the bounds of buckets, and none.
+RECORDS = [
+    record(trace_id="a1", sla_met=True),
+    record(trace_id="a2", sla_met=False, ttft_ms=100.0, tpot_ms=2.5, duration_ms=50.0, queue_ms=0.0, overhead_ms=0.5),
+    record(trace_id="a3", ttft_ms=80_000.5, tpot_ms=2000.5, duration_ms=640_001.0, queue_ms=1e6, overhead_ms=501.0),
+    record(trace_id="b1", decision=decision(BALANCED, PromptClass.CODE), served_by=BALANCED, priority="batch"),
+    record(
+        trace_id="b2", decision=decision(PRECISE, PromptClass.MATH), served_by=PRECISE, output_tokens=1, tpot_ms=None
+    ),
+    record(trace_id="c1", served_by=PRECISE, escalated=True),
+    record(trace_id="c2", served_by=BALANCED, hedged=True, priority="interactive"),
+    record(trace_id="c3", continued_on=(BALANCED, PRECISE), attempts_failed=1),
+    record(trace_id="d1", outcome=Outcome.ERROR, error="EngineBroke", overhead_ms=None),
+    record(trace_id="d2", outcome=Outcome.CLIENT_GONE, served_by=None, ttft_ms=None, tpot_ms=None),
+    record(
+        trace_id="d3", decision=decision(None), outcome=Outcome.REFUSED, error="too_long", served_by=None, sla_met=False
+    ),
+    record(trace_id="d4", outcome=Outcome.REFUSED, error=OVER_QUOTA, served_by=None),
+    record(trace_id="e1", prompt_tokens=10**15, output_tokens=0, duration_ms=400.000001),
+]
+ANSWERS = [("/generate", "POST", 200)] * 2 + [('/a"b\\c', "GET", 404), ("unknown", "REPORT", 499)]
 
 
 class Counted:
     """The metrics of some records."""
 
     def __init__(self, *records: RequestRecord) -> None:
-        self._registry = CollectorRegistry()
-        metrics = RequestMetrics(self._registry)
+        self._registry, self.tally = CollectorRegistry(), Tally()
+        self._registry.register(self.tally)
+        self._metrics = RequestMetrics(self.tally)
         for each in records:
-            metrics.observe(each)
+            self._metrics.observe(each)
+
+    def answered(self, *answers: tuple[str, str, int]) -> None:
+        """Count answers."""
+        for answer in answers:
+            self._metrics.answered(*answer)
+
+    def page(self, accept: str) -> str:
+        """Return the page, in the format that a scraper accepts."""
+        encode, _ = choose_encoder(accept)
+        return encode(self._registry).decode()
 
     def value(self, name: str, **labels: str) -> float | None:
         """Return a sample's value; None: there is no such sample."""
@@ -45,6 +82,55 @@ class Counted:
         """Return the sum of a sample's values over all labels."""
         samples = [s for family in self._registry.collect() for s in family.samples if s.name == f"qarr_{name}"]
         return sum(sample.value for sample in samples)
+
+
+@pytest.mark.parametrize(("name", "accept"), [("metrics.txt", ""), ("metrics.openmetrics", OPENMETRICS)])
+def test_the_page_is_as_it_was(name: str, accept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names, labels, types, help, buckets, values and exemplars, byte by byte: dashboards and alerts read them.
+
+    prometheus_client's own counters and histograms wrote the files from the same records.
+    """
+    monkeypatch.setattr("time.time", lambda: 1_700_000_000.25)
+    counted = Counted(*RECORDS)
+    counted.answered(*ANSWERS)
+    assert counted.page(accept) == Path(__file__).with_name(name).read_text("utf-8")
+
+
+def test_what_several_processes_count_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that gets the others' counts shows what one that counted everything would; of exemplars the last ones."""
+    ticks = count(1)
+    monkeypatch.setattr("time.time", lambda: float(next(ticks)))
+    parts = [Counted(*RECORDS[n::3]) for n in range(3)]
+    total = Counted()
+    for part in reversed(parts):
+        total.tally.add(part.tally.export())
+    ticks = count(1)
+    alone = Counted(*(each for n in range(3) for each in RECORDS[n::3]))
+    alone.answered(*ANSWERS)
+    total.answered(*ANSWERS[1:])
+    other = Counted()
+    other.answered(ANSWERS[0])
+    total.tally.add(other.tally.export())
+    found, expected = ({f.name: f for f in parse_openmetrics(each.page(OPENMETRICS))} for each in (total, alone))
+    assert found.keys() == expected.keys()
+    for name, family in expected.items():
+        shown, meant = ({(s.name, *s.labels.items()): s for s in each.samples} for each in (found[name], family))
+        assert {key: s.value for key, s in shown.items()} == pytest.approx({key: s.value for key, s in meant.items()})
+        assert {key: s.exemplar for key, s in shown.items()} == {key: s.exemplar for key, s in meant.items()}
+
+
+def test_counts_of_another_release_are_not_added() -> None:
+    """Its buckets may be others: a sum would be wrong."""
+    mine, other, unknown = Tally(), Tally(), Tally()
+    mine.histogram("waits", "Waits.", (1.0, 2.0)).of().observe(1.5)
+    other.histogram("waits", "Waits.", (1.0,)).of().observe(1.5)
+    unknown.counter("others", "Others.")
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        mine.add(other.export())
+    with pytest.raises(KeyError, match="others"):
+        mine.add(unknown.export())
+    with pytest.raises(ValueError, match="EOF"):
+        mine.add(mine.export()[:-1])
 
 
 def test_a_served_request_counts_once_everywhere() -> None:

@@ -222,14 +222,19 @@ def test_long_lines_are_cut() -> None:
     assert len(made("%s", "x" * 100_000).getMessage()) < 5000
 
 
+def write_at_once(handler: _File, line: logging.LogRecord) -> None:
+    """Write a line that comes alone."""
+    handler.handle(line)
+    handler.flush()
+
+
 def test_files_rotate(tmp_path: Path) -> None:
     """By size, with so many old ones kept; every line is whole; a file that another router renamed is left alone."""
     handler = _File(tmp_path / "deep/router-1.log", 2000, 2)
-    handler.setFormatter(JsonFormatter())
     for number in range(100):
-        handler.handle(made("line %d", number))
+        write_at_once(handler, made("line %d", number))
     os.rename(tmp_path / "deep/router-1.log", tmp_path / "taken over")  # noqa: PTH104
-    handler.handle(made("line %d", 100))
+    write_at_once(handler, made("line %d", 100))
     handler.close()
     files = sorted((tmp_path / "deep").iterdir())
     assert [f.name for f in files] == ["router-1.log", "router-1.log.1", "router-1.log.2"]
@@ -247,22 +252,21 @@ def test_a_file_that_cannot_be_opened_costs_no_old_one(
     """Nothing is renamed again and again while it lasts, and the next line goes to a new file."""
     path = tmp_path / "router-1.log"
     handler = _File(path, 2000, 2)
-    handler.setFormatter(JsonFormatter())
     while not path.with_suffix(".log.2").exists():
-        handler.handle(made("before"))
+        write_at_once(handler, made("before"))
     while path.stat().st_size < 2000:
-        handler.handle(made("before"))
+        write_at_once(handler, made("before"))
     old = path.read_text()
     monkeypatch.setattr("router.line_file.CALM_S", 0.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
         for _ in range(6):
-            handler.handle(made("lost"))
+            write_at_once(handler, made("lost"))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert path.with_suffix(".log.1").read_text() == old
-    handler.handle(made("after"))
+    write_at_once(handler, made("after"))
     handler.close()
     assert [json.loads(line)["message"] for line in path.read_text().splitlines()] == ["after"]
     assert [r.getMessage() for r in caplog.records] == [
@@ -273,15 +277,15 @@ def test_a_file_that_cannot_be_opened_costs_no_old_one(
 
 async def test_a_folder_that_is_taken_away_comes_again(tmp_path: Path) -> None:
     """The thread goes on: with standard error at once, with the file in a folder made anew."""
-    async with own_router(tmp_path) as router:
+    async with own_router(tmp_path, QARR_TELEMETRY__REQUEST_LINES="both") as router:
         file = router.log_dir / f"router-{router.port}.log"
         await router.generate()
-        await until(lambda: '"outcome": "ok"' in file.read_text())
+        await until(lambda: '"outcome":"ok"' in file.read_text())
         shutil.rmtree(router.log_dir)
         for _ in range(3):
             await router.generate()
         await router.stop()
-        assert file.read_text().count('"outcome": "ok"') == 3
+        assert file.read_text().count('"outcome":"ok"') == 3
         assert router.errors.read_text().count("POST /generate ok") == 4
 
 
@@ -289,7 +293,8 @@ async def test_what_the_router_logs(tmp_path: Path) -> None:
     """A line a request on standard error and in the file, failures of others; no prompt, no key, no query."""
     file = tmp_path / "keys.json"
     key, _ = add_key(file, "someone")
-    async with own_router(tmp_path, QARR_AUTH__KEYS_FILE=str(file)) as router:
+    settings = {"QARR_AUTH__KEYS_FILE": str(file), "QARR_TELEMETRY__REQUEST_LINES": "both"}
+    async with own_router(tmp_path, **settings) as router:
         router.client.headers["authorization"] = f"Bearer {key}"
         served = await router.generate(prompt="secret words of a prompt", stream=False)
         assert served.status_code == 200
@@ -341,7 +346,7 @@ async def test_json_on_standard_error_and_a_level(tmp_path: Path) -> None:
         logged = [json.loads(line) for line in router.errors.read_text().splitlines() if line.startswith("{")]
         assert [line["outcome"] for line in logged if "outcome" in line] == ["refused"]
         kept = (router.log_dir / f"router-{router.port}.log").read_text()
-        assert '"outcome": "ok"' in kept
+        assert '"outcome":"ok"' in kept
 
 
 async def test_a_stopped_terminal_holds_no_request_up(tmp_path: Path) -> None:

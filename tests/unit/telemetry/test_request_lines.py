@@ -1,0 +1,237 @@
+"""The lines of requests in the router's log: where they go, what they say, and what happens where they cannot be written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from contextvars import Context
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from router.cli.log_reader import Filter, Logs
+from router.settings import TelemetrySettings
+from router.telemetry.logs import Logging, begin_request, log_failure, log_request
+from router.telemetry.record import Outcome, render_summary
+from tests.unit.own_router import own_router
+from tests.unit.records import decision, record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from router.telemetry.record import RequestRecord
+
+GOOD = record(request_id="good-1", trace_id="7e" * 16, sla_met=True, checkpoint="c0ffee", key_id="k1")
+BAD = record(request_id="bad-1", decision=decision(None), outcome=Outcome.REFUSED, error="too_long", served_by=None)
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Iterator[None]:
+    """Let a test take over the log of this process, and give it back."""
+    root, ours = logging.getLogger(), logging.getLogger("qarr")
+    handlers, levels = root.handlers[:], (root.level, ours.level)
+    root.handlers = []
+    yield
+    assert Logging.current is None
+    root.handlers = handlers
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
+
+
+class Log:
+    """A log in a folder, of the records that are given to it."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.folder, self.file = folder, folder / "router-1.log"
+        self.logging = Logging(TelemetrySettings(**settings))
+        self.told = self.logging.also_to_file(folder, 1)
+
+    def end(self) -> list[dict[str, Any]]:
+        """End the log, and return the file's lines."""
+        assert self.logging.stop()
+        return [json.loads(line) for line in self.file.read_text("utf-8").splitlines()] if self.file.exists() else []
+
+    def hold(self) -> threading.Event:
+        """Let the thread wait as on a stopped terminal, until the event is set."""
+        holding, released = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            holding.set()
+            released.wait(10)
+
+        self.logging.say(wait)
+        assert holding.wait(10)
+        return released
+
+
+@pytest.mark.parametrize(
+    ("settings", "in_file", "shown"),
+    [
+        ({}, 1, 0),
+        ({"request_lines": "file"}, 1, 0),
+        ({"request_lines": "stderr"}, 0, 1),
+        ({"request_lines": "both"}, 1, 1),
+        ({"request_lines": "both", "log_level": "warning"}, 1, 0),
+        ({"log_format": "json"}, 1, 1),
+        ({"log_format": "json", "request_lines": "file"}, 1, 0),
+        ({"log_file_mb": 0}, 0, 1),
+        ({"log_file_mb": 0, "request_lines": "file"}, 0, 0),
+    ],
+    ids=str,
+)
+def test_a_request_has_its_line_where_the_settings_say(
+    settings: dict[str, Any], in_file: int, shown: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By default in one place, the file; what went wrong is in both, and nothing is in one of them twice."""
+    log = Log(tmp_path, **settings)
+    log_request(GOOD)
+    log_request(BAD)
+    has_file = settings.get("log_file_mb") != 0
+    kept = [line["request_id"] for line in log.end()]
+    seen = [name for line in capsys.readouterr().err.splitlines() for name in ("good-1", "bad-1") if name in line]
+    assert kept == ["good-1"] * in_file + ["bad-1"] * has_file
+    assert seen == ["good-1"] * shown + ["bad-1"]
+    assert log.told == (log.file if in_file and not shown else None)
+
+
+@pytest.mark.parametrize("each", [GOOD, BAD], ids=["good", "bad"])
+def test_a_line_has_the_whole_record(each: RequestRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every field in the file; for a person the same text on standard error as `qarr logs` makes of the file's line."""
+    log = Log(tmp_path, request_lines="both")
+    log_request(each)
+    (line,) = log.end()
+    fields = json.loads(json.dumps(render_summary(each)))
+    assert line["arrived_at"] == fields.pop("at") == 1e9
+    assert {name: line[name] for name in fields} == fields
+    wrong = each is BAD
+    assert (line["event"], line["logger"], line["level"]) == ("request", "qarr.request", "warning" if wrong else "info")
+    assert line["at"] > line["arrived_at"]
+    (shown,) = capsys.readouterr().err.splitlines()
+    logs = Logs(tmp_path, "router", Filter())
+    (entry,) = logs.last(None)
+    logs.close()
+    assert shown.partition(" ")[2] == (
+        f"{'WARNING' if wrong else 'INFO'} {entry.text} trace={each.trace_id} request={each.request_id}"
+    )
+    assert entry.text.startswith(
+        "POST /generate refused (too_long) " if wrong else "POST /generate ok class=chat tier="
+    )
+    assert ("why: the cheapest" in entry.text) is wrong
+
+
+@pytest.mark.parametrize("took", [0.0, 0.004, 0.016, 1.0, 2.345678, 235.12345, 99.994, 99.996, 640_000.987, 1e12])
+def test_times_are_shown_in_hundredths(took: float) -> None:
+    """As ``round`` shows them; those that were not measured as null."""
+    names = ("queue_ms", "overhead_ms", "ttft_ms", "tpot_ms", "duration_ms")
+    shown = render_summary(record(**dict.fromkeys(names, took)))
+    assert [shown[name] for name in names] == [round(took, 2)] * 5
+    assert render_summary(record(ttft_ms=None))["ttft_ms"] is None
+
+
+def test_lines_of_another_release_show_their_message(tmp_path: Path) -> None:
+    """It may have other fields."""
+    line = {"at": 1e9, "level": "info", "logger": "qarr.request", "event": "request", "message": "POST /generate ok"}
+    (tmp_path / "router-1.log").write_text(json.dumps(line) + "\n")
+    logs = Logs(tmp_path, "router", Filter())
+    assert [entry.text for entry in logs.last(None)] == ["POST /generate ok"]
+    logs.close()
+
+
+def test_a_logged_request_has_no_second_line(tmp_path: Path) -> None:
+    """Its answer's status is known of it; an answer of another request that failed has a line of its own."""
+    log = Log(tmp_path)
+    scope = {"type": "http", "method": "POST", "path": "/generate"}
+
+    def requests() -> None:
+        begin_request("bad-1", "t")
+        log_request(BAD)
+        log_failure(scope, 400)
+        begin_request("other-1", "t")
+        log_failure(scope, 413)
+
+    Context().run(requests)
+    assert [(line["request_id"], line["event"]) for line in log.end()] == [("bad-1", "request"), ("other-1", "http")]
+
+
+def test_lines_are_written_many_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that have come meanwhile in one write, in order, among the lines of other loggers."""
+    writes = []
+    write = os.write
+
+    def counted(descriptor: int, data: bytes) -> int:
+        writes.append(data)
+        return write(descriptor, data)
+
+    log = Log(tmp_path)
+    released = log.hold()
+    monkeypatch.setattr("os.write", counted)
+    for number in range(200):
+        if number == 100:
+            logging.getLogger("qarr.router").info("half of them")
+        log_request(record(request_id=f"r{number}"))
+    released.set()
+    lines = log.end()
+    names = [line.get("request_id", line["message"]) for line in lines]
+    assert names == [*(f"r{n}" for n in range(100)), "half of them", *(f"r{n}" for n in range(100, 200))]
+    assert sum(b'"r199"' in data and b'"r0"' in data for data in writes) == 1
+
+
+def test_lines_that_do_not_fit_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While nothing can be written nobody waits; afterwards the log says how many are left out, and goes on."""
+    monkeypatch.setattr("router.telemetry.logs.QUEUED_LINES", 10)
+    log = Log(tmp_path)
+    released = log.hold()
+    for number in range(25):
+        log_request(record(request_id=f"r{number}"))
+    released.set()
+    while not log.file.read_text().count("r9"):
+        pass
+    log_request(GOOD)
+    lines = log.end()
+    told = "15 lines are left out here: they came faster than they could be written"
+    assert [line.get("request_id", line["message"]) for line in lines] == [
+        *(f"r{n}" for n in range(10)),
+        told,
+        "good-1",
+    ]
+    assert told in capsys.readouterr().err
+
+
+def test_a_closed_standard_error_costs_no_line_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads standard error any longer: the file has every line, and says once that the others are lost."""
+    read, written = os.pipe()
+    os.close(read)
+    with os.fdopen(written, "w") as broken:
+        monkeypatch.setattr("sys.stderr", broken)
+        log = Log(tmp_path, request_lines="both")
+        for number in range(30):
+            log_request(record(request_id=f"r{number}"))
+        while "standard error" not in log.file.read_text():
+            pass
+        lines = log.end()
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), written)  # what it could not write is still in its buffer
+        assert [line["request_id"] for line in lines if "request_id" in line] == [f"r{n}" for n in range(30)]
+        assert [line["message"] for line in lines if "standard error" in line["message"]] == [
+            "standard error cannot be written (Broken pipe): lines are lost until the log says how many"
+        ]
+
+
+@pytest.mark.anyio
+async def test_the_start_says_where_the_lines_are(tmp_path: Path) -> None:
+    """On standard error is the place, and no line of a good request; `qarr logs` shows it."""
+    async with own_router(tmp_path) as router:
+        answer = await router.generate()
+        await router.stop()
+        shown = router.errors.read_text("utf-8")
+        file = router.log_dir / f"router-{router.port}.log"
+        assert f"each request has a line in {file}: 'qarr logs -f' shows them" in shown
+        assert answer.headers["x-request-id"] not in shown
+        found = (await router.qarr("logs", "--request", answer.headers["x-request-id"])).stdout
+        assert "POST /generate ok class=chat tier=fast" in found
+        assert found.count("\n") == 1
