@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from router.policy.table import PolicyStore
     from router.telemetry.tracing import Telemetry
     from router.upstream.engine_stream import EngineRequest
-    from tiers.fleet import Fleet, FleetSnapshot
+    from tiers.fleet import Fleet
+    from tiers.snapshot import FleetSnapshot
 
 
 class PromptObserver(Protocol):
