@@ -166,12 +166,13 @@ class KeptReplica:
 
     def load(self, output_tokens: int, moment: Moment) -> Load:
         """Return the load, with this router's output tokens to come."""
+        there, rate = self.sequences, self.prefill_rate
         return Load(
-            self.sequences,
+            there,
             self.prompt_tokens_there,
             output_tokens + self.output_tokens_elsewhere,
-            (moment.busy - (self.sequences > 0)) / moment.others,
-            faded_rate(self.prefill_rate, self.prefill_at, moment.now) if self.prefill_rate else 0.0,
+            (moment.busy - (there > 0)) / moment.others,
+            rate * exp((self.prefill_at - moment.now) * 1000 / PREFILL_MEMORY_MS) if rate else 0.0,
         )
 
     def whole(self, output_tokens: int, moment: Moment) -> ReplicaSnapshot:
@@ -217,7 +218,7 @@ NO_OFFER: Offer = (False, None, None)
 
 def has_slots(sequences: int, taken: int, limit: int) -> bool:
     """Tell whether enough slots are free. A request with more sequences than there are slots needs all of them free."""
-    return limit > 0 and taken + min(sequences, limit) <= limit
+    return limit > 0 and taken + (min(limit, sequences)) <= limit
 
 
 def fits(tokens: float, held: int, size: int) -> bool:
@@ -400,8 +401,9 @@ def least_loaded(
         load = view.prompt_tokens + outputs[position]
         if load > least or not view.open or (load == least and view.sequences >= fewest):
             continue
+        limit = min(most, view.limit)
         if (
-            has_slots(sequences, view.taken, min(view.limit, most))
+            has_slots(sequences, view.taken, limit)
             and (not view.kv_tokens or fits(tokens, view.kv_tokens_held, view.kv_tokens))
             and not (long and view.kv_pressure)
         ):
