@@ -253,8 +253,9 @@ class Logging:
 def _json_line(record: RequestRecord, level: int) -> bytes:
     """Return a request's line as JSON. Its message is short: ``request_line`` makes the whole one from the same fields."""
     line = render_summary(record)
-    line["arrived_at"], line["at"] = line["at"], round(time.time(), 3)
-    line["event"], line["logger"], line["level"] = "request", log.name, "info" if level == logging.INFO else "warning"
+    line["arrived_at"], line["at"] = line["at"], int(time.time() * 1000) / 1000
+    line["level"] = "info" if level == logging.INFO else "warning"
+    line["logger"], line["event"] = "qarr.request", "request"
     line["message"] = f"POST {record.route} {line['outcome']}"
     return to_json(line)
 
