@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from router.pipeline.request import RoutingOptions
+from router.pipeline.request import NO_BOUNDS, RoutingOptions
 from router.policy.decision import Priority, Sla
 from tiers.spec import TierName
 
@@ -71,8 +71,9 @@ class RoutingFields(BaseModel):
             priority: In vLLM's numbers.
             hint_field: The field or header that named the tier.
         """
-        sla = Sla(self.sla.ttft_ms, self.sla.tpot_ms, self.sla.max_quality_loss, self.sla.confidence)
-        hint = None if self.tier == "auto" else TierName(self.tier)
+        sla, hint = NO_BOUNDS, None if self.tier == "auto" else TierName(self.tier)
+        if self.sla.model_fields_set:
+            sla = Sla(self.sla.ttft_ms, self.sla.tpot_ms, self.sla.max_quality_loss, self.sla.confidence)
         return RoutingOptions(hint, hint_field, self.tier_policy == "require", sla, priority)
 
 

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
+from pydantic import ValidationError
 
 from router.upstream.errors import (
     EngineBroke,
@@ -21,9 +21,8 @@ from router.upstream.errors import (
     without_trace,
 )
 from router.upstream.http import body_of
-from router.upstream.json_object import read_json
 from router.upstream.progress import Progress
-from router.upstream.sse import USAGE, EventSource, is_usage
+from router.upstream.sse import USAGE, WHOLE_ANSWER, EventSource
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -411,12 +410,15 @@ class EngineStream(EngineAnswer):
             await super().aclose(error)
 
     async def _disconnect(self) -> None:
-        async with AsyncExitStack() as closing:  # all of it, also when this is cancelled
-            closing.push_async_callback(super()._disconnect)
-            closing.push_async_callback(self._source.aclose)
+        try:
             if self._pending is not None:
                 self._pending.cancel()
                 await asyncio.gather(self._pending, return_exceptions=True)
+        finally:  # all of it, also when this is cancelled
+            try:
+                await self._source.aclose()
+            finally:
+                await super()._disconnect()
 
 
 def _continuable(chunks: Sequence[Chunk]) -> bool:
@@ -447,26 +449,14 @@ class BufferedAnswer(EngineAnswer):
         except httpx.HTTPError as error:
             raise EngineBroke(f"the engine's answer broke off ({type(error).__name__})") from error
         try:
-            answer = read_json(self.content)
-        except ValueError as error:
-            raise EngineFailed("the engine's answer is not a completion") from error
-        if not _is_completion(answer):
+            answer = WHOLE_ANSWER.validate_json(self.content)
+        except ValidationError:
+            answer = None  # pydantic's own text quotes it
+        if answer is None or not all("message" in choice or "text" in choice for choice in answer["choices"]):
             raise EngineFailed("the engine's answer is not a completion")
         self.finish_reason = answer["choices"][0].get("finish_reason")
         self._note_usage(answer["usage"])
         self._complete = True
-
-
-def _is_completion(answer: Any) -> bool:
-    """Tell whether a whole answer is one: with choices that hold something, and with token counts."""
-    if not isinstance(answer, dict) or not isinstance(choices := answer.get("choices"), list) or not choices:
-        return False
-    return is_usage(answer.get("usage")) and all(
-        isinstance(choice, dict)
-        and isinstance(choice.get("finish_reason"), str | None)
-        and (isinstance(choice.get("message"), dict) or isinstance(choice.get("text"), str))
-        for choice in choices
-    )
 
 
 def continued_on(answer: EngineAnswer) -> list[TierName]:

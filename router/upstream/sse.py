@@ -72,8 +72,22 @@ class _Chunk(TypedDict, total=False):
     usage: _Usage | None
 
 
+@with_config(ConfigDict(extra="ignore", strict=True, cache_strings="keys", hide_input_in_errors=True))
+class _WholeChoice(TypedDict, total=False):
+    finish_reason: str | None
+    message: dict[str, Any]
+    text: str
+
+
+@with_config(ConfigDict(extra="ignore", strict=True, cache_strings="keys", hide_input_in_errors=True))
+class _WholeAnswer(TypedDict):
+    choices: Annotated[list[_WholeChoice], Field(min_length=1)]
+    usage: _Usage
+
+
 _CHUNK: TypeAdapter[Any] = TypeAdapter(_Chunk)
-_USAGE: TypeAdapter[Any] = TypeAdapter(_Usage)
+# An answer that is not streamed: its choices, each of which has a message or a text as well, and its token counts.
+WHOLE_ANSWER: TypeAdapter[Any] = TypeAdapter(_WholeAnswer)
 
 
 @dataclass(slots=True)
@@ -301,12 +315,3 @@ def _broken_off(error: BaseException) -> EngineBroke:
     fault = EngineBroke(f"the engine's stream broke off ({type(error).__name__})")
     fault.__cause__ = without_trace(error)
     return fault
-
-
-def is_usage(usage: Any) -> bool:
-    """Tell whether a value holds token counts."""
-    try:
-        _USAGE.validate_python(usage)
-    except ValidationError:
-        return False
-    return True
