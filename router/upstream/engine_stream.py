@@ -250,12 +250,13 @@ class EngineStream(EngineAnswer):
     async def begin(self) -> None:
         """Read up to the first chunk that shows something."""
         while not any(chunk.visible for chunk in self._held):
-            chunks = await self._source.next()
+            chunks = await self._source.next(first=self.progress is not None)
             if chunks is None:
                 raise EngineBroke("the engine's answer was empty")
             self._held += chunks
-            if self.progress is None or not _continuable(self._held):  # nothing was sent: another can still answer
-                self._source.check()
+        if self.progress is None or not _continuable(self._held):  # nothing was sent: another can still answer
+            self._held += self._source.rest()
+            self._source.check()
         self._source.limit_reads(self._attempt.token_timeout_s)
         self._first_at = self._last_at = time.monotonic()
         self._attempt.span.add_event("qarr.first_token")

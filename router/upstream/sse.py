@@ -176,12 +176,12 @@ class EventSource:
         response: Its body has not been read.
     """
 
-    __slots__ = ("_buffer", "_fault", "_limit_s", "_over", "_parts", "_ready", "_take")
+    __slots__ = ("_buffer", "_fault", "_limit_s", "_over", "_parts", "_take", "_whole")
 
     def __init__(self, response: httpx.Response) -> None:
         self._parts = parts_of(response)
         self._buffer = bytearray()
-        self._ready = b""  # whole events that ``pump`` left
+        self._whole = False  # the buffer holds a whole event
         self._take: TakePlain = _none
         self._over, self._limit_s = False, math.inf
         self._fault: EngineBroke | None = None
@@ -192,8 +192,11 @@ class EventSource:
         self._parts.limit_reads(limit_s)
         self._limit_s = limit_s
 
-    async def next(self) -> list[Chunk] | None:  # noqa: C901  once a chunk: calls would cost more than this
+    async def next(self, *, first: bool = False) -> list[Chunk] | None:
         """Return what came together, in order and at least one; None after the last.
+
+        Args:
+            first: Return nothing after the first chunk that shows something, which is left for later.
 
         Raises:
             EngineBroke: The stream ended before its end, or an event was refused. What came before was returned.
@@ -201,24 +204,9 @@ class EventSource:
         found: list[Chunk] = []
         while not found and not self._over:
             try:
-                data = self._ready or await anext(self._parts, b"")
-                self._ready = b""
-                if not data:
-                    self._failed(EngineBroke("the engine's stream ended early"))
-                    break
-                whole = SEPARATOR in self._buffer[-1:] + data
-                self._buffer += data
-                if whole:
-                    *events, rest = bytes(self._buffer).split(SEPARATOR)
-                    self._buffer = bytearray(rest)
-                    for event in events:
-                        if event == DONE:
-                            self._over = True
-                            break
-                        if event:
-                            found.append(parse_event(event))
-                elif len(self._buffer) > MAX_EVENT_BYTES:
-                    self._failed(EngineBroke(f"the engine's stream holds an event of over {MAX_EVENT_BYTES} bytes"))
+                if not self._whole:
+                    await self._more()
+                self._parse(found, first=first)
             except EngineBroke as error:
                 self._failed(error)
             except httpx.ReadTimeout:
@@ -231,19 +219,60 @@ class EventSource:
             self.check()
         return found or None
 
+    def rest(self) -> list[Chunk]:
+        """Return what has come and was left for later."""
+        found: list[Chunk] = []
+        try:
+            self._parse(found, first=False)
+        except EngineBroke as error:
+            self._failed(error)
+        return found
+
+    async def _more(self) -> None:
+        """Wait for more bytes."""
+        data = await anext(self._parts, b"")
+        if not data:
+            raise EngineBroke("the engine's stream ended early")
+        self._whole = SEPARATOR in self._buffer[-1:] + data
+        self._buffer += data
+        if not self._whole and len(self._buffer) > MAX_EVENT_BYTES:
+            raise EngineBroke(f"the engine's stream holds an event of over {MAX_EVENT_BYTES} bytes")
+
+    def _parse(self, found: list[Chunk], *, first: bool) -> None:
+        """Parse the whole events that have come, and add them to ``found``."""
+        if not self._whole:
+            return
+        *events, rest = bytes(self._buffer).split(SEPARATOR)
+        self._buffer, self._whole = bytearray(rest), False
+        for number, event in enumerate(events, 1):
+            if event == DONE:
+                self._over = True
+                return
+            if event:
+                found.append(parse_event(event))
+                if first and found[-1].visible and number < len(events):
+                    self._buffer, self._whole = bytearray(SEPARATOR.join([*events[number:], rest])), True
+                    return
+
     async def pump(self, take: TakePlain) -> None:
         """Let ``take`` have plain events as they come, without waking a task for each; return when it may, or must, be read.
 
         Args:
             take: Gets whole events and their texts; returns whether it takes more.
         """
-        if not self._over and not self._ready:
-            assert isinstance(self._parts, Body)
-            self._take = take
-            try:
-                await self._parts.pump(self._feed)
-            finally:
-                self._take = _none  # it leads here
+        if self._over:
+            return
+        assert isinstance(self._parts, Body)
+        self._take = take
+        try:
+            if self._whole:
+                held, self._whole = bytes(self._buffer), False
+                self._buffer.clear()
+                if not self._feed(held):
+                    return
+            await self._parts.pump(self._feed)
+        finally:
+            self._take = _none  # it leads here
 
     def _feed(self, data: bytes) -> bool:
         """Pass on the plain events that have come; keep the rest, and return whether there may be more of them."""
@@ -260,12 +289,12 @@ class EventSource:
         texts = _PLAIN.findall(data)
         if 2 * len(texts) != data.count(b"\n") or not _is_utf8(data):
             end = plain_end(data)
-            self._ready, data = data[end:] + self._buffer, data[:end]
-            self._buffer.clear()
+            self._buffer[:0], self._whole = data[end:], True
+            data = data[:end]
             texts = texts[: data.count(SEPARATOR)]
         if data and not self._take(data, texts):
             return False
-        return not self._ready
+        return not self._whole
 
     def _failed(self, fault: EngineBroke) -> None:
         """Read no more; the fault is raised after what came before it."""
