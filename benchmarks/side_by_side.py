@@ -245,7 +245,7 @@ def _head(options: argparse.Namespace, cores: Sequence[int]) -> list[str]:
         f"Medians of {options.passes} passes of {options.seconds:g} s, all proxies in turns.",
         f"ratio: CPU time an answer to that of {BASE} in the same pass.",
         "QARR runs with classifier, policy with three tiers, metrics, a log line for each request, and 1 % of traces",
-        f"exported; it has prompt tokens {counted}. Peers log warnings only.",
+        f"recorded and exported; it has prompt tokens {counted}. Peers log warnings only.",
     ]
 
 
