@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from tiers.private_files import OWNER_ONLY, make_private_folder, open_private
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 log = logging.getLogger(f"qarr.{__name__}")
 CALM_S = 10.0  # without a lost line, until a file counts as mended: a disk that is nearly full takes some lines
 QUEUED_LINES = 5_000
-MOST_AT_ONCE = 1_000  # lines of one write: a file is rotated between writes
+MOST_AT_ONCE = 1_000  # lines of one write
 GATHERED_S = 0.05  # lines wait for others this long: each waking of a thread takes the interpreter from the event loop
 LAST_LINES_S = 2.0  # longest time for writing what is queued at the end
 T = TypeVar("T")
@@ -79,12 +79,13 @@ class LostLines:
 
     def write(self, file: LineFile, lines: list[bytes]) -> None:
         """Append lines to a file, and count those that are lost."""
-        try:
-            file.write(*lines)
-        except OSError as error:
-            self.failed(error, len(lines))
-        else:
-            self.written()
+        while lines:
+            try:
+                lines = lines[file.write(*lines) :]
+            except OSError as error:
+                self.failed(error, len(lines))
+                return
+        self.written()
 
 
 class LineFile:
@@ -120,8 +121,8 @@ class LineFile:
             self._descriptor = open_private(str(self.path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             self._written_head = b""
 
-    def write(self, *lines: bytes) -> None:
-        """Append lines, all at once.
+    def write(self, *lines: bytes) -> int:
+        """Append lines at once, up to the one that fills the file; return how many.
 
         Raises:
             LinesCut: A part of them is not written.
@@ -129,7 +130,8 @@ class LineFile:
         """
         descriptor = self._current()
         head = self.head + b"\n" if self.head and self.head != self._written_head else b""
-        data = (b"\n" if self._cut else b"") + head + b"\n".join(lines) + b"\n"
+        count = self._fitting(descriptor, lines)
+        data = (b"\n" if self._cut else b"") + head + b"\n".join(lines[:count]) + b"\n"
         try:
             written = os.write(descriptor, data)
         except OSError:
@@ -139,6 +141,18 @@ class LineFile:
         if self._cut:
             raise LinesCut(written, data)
         self._written_head = self.head
+        return count
+
+    def _fitting(self, descriptor: int, lines: Sequence[bytes]) -> int:
+        """Return how many lines there are up to the one that fills the file; at least one."""
+        if not self._max_bytes:
+            return len(lines)
+        left = self._max_bytes - os.fstat(descriptor).st_size
+        for number, line in enumerate(lines, 1):
+            left -= len(line) + 1
+            if left <= 0:
+                return number
+        return len(lines)
 
     def close(self) -> None:
         """Close the file; the next line opens it again."""

@@ -119,8 +119,18 @@ from pathlib import Path
 from router.line_file import LineFile
 file = LineFile(Path(sys.argv[1]), 400, 200)
 for number in range(0, 1500, 5):
-    file.write(*(b"%s %d" % (sys.argv[2].encode(), n) for n in range(number, number + 5)))
+    lines = [b"%s %d" % (sys.argv[2].encode(), n) for n in range(number, number + 5)]
+    while lines:
+        lines = lines[file.write(*lines):]
 """
+
+
+def test_lines_written_together_fill_one_file_after_another(tmp_path: Path) -> None:
+    """As if they had been written one by one."""
+    file, losses = LineFile(tmp_path / "log", 20, 9), LostLines("the test's log")
+    losses.write(file, [b"0123456"] * 7)
+    file.close()
+    assert [lines(path) for path in sorted(tmp_path.iterdir())] == [["0123456"], ["0123456"] * 3, ["0123456"] * 3]
 
 
 def test_processes_that_write_one_file_lose_nothing(tmp_path: Path) -> None:

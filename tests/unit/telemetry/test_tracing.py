@@ -238,12 +238,11 @@ def test_engines_are_told_of_a_trace_that_is_not_sampled() -> None:
     made, _, provider = telemetry(sampled=False)
     never: Any = Untouchable()
     with server_span(provider) as root:
-        headers: dict[str, str] = {}
-        made.inject(made.start_attempt(never, never, never, 1), headers)
+        headers = dict(made.context_headers(made.start_attempt(never, never, never, 1)))
     context = root.get_span_context()
     assert not context.trace_flags.sampled
     flags = f"{context.trace_flags:02x}"
-    assert headers["traceparent"] == f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags}"
+    assert headers[b"traceparent"].decode() == f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags}"
 
 
 def replica() -> Replica:
@@ -255,10 +254,9 @@ def replica() -> Replica:
 def test_an_attempt_has_its_own_span_and_engines_continue_it() -> None:
     """Under GenAI's names, with the default port of its address."""
     made, exporter, provider = telemetry()
-    headers: dict[str, str] = {}
     with server_span(provider):
         span = made.start_attempt(FAST, replica(), Asked(), 2)
-        made.inject(span, headers)
+        headers = dict(made.context_headers(span))
         span.end()
     (name,) = [s.name for s in exporter.get_finished_spans() if s.name.startswith("chat")]
     found = attributes(exporter, name)
@@ -267,7 +265,7 @@ def test_an_attempt_has_its_own_span_and_engines_continue_it() -> None:
     context = span.get_span_context()
     assert context.trace_flags.sampled
     flags = f"{context.trace_flags:02x}"
-    assert headers["traceparent"] == f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags}"
+    assert headers[b"traceparent"].decode() == f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags}"
 
 
 def test_an_attempt_after_the_server_span_has_ended_is_still_traced() -> None:
