@@ -119,15 +119,11 @@ class Client(asyncio.Protocol):
         self.ended = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ask for the first time."""
+        """Ask for the first time, however late it is."""
         self._transport = cast("asyncio.Transport", transport)
-        self._ask()
+        self._ask(time.perf_counter())
 
-    def _ask(self) -> None:
-        now = time.perf_counter()
-        if now >= self._tally.stop:
-            self._transport.close()
-            return
+    def _ask(self, now: float) -> None:
         self._parts, self._left, self._tail, self._first_s, self._asked = [], None, b"", 0.0, now
         self._busy = True
         self._transport.write(self._raw)
@@ -158,7 +154,11 @@ class Client(asyncio.Protocol):
             self._tally.first_s.append(self._first_s or time.perf_counter() - self._asked)
         else:
             self._tally.failed(answer)
-        self._ask()
+        now = time.perf_counter()
+        if now >= self._tally.stop:
+            self._transport.close()
+        else:
+            self._ask(now)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Count an answer that is not complete."""
@@ -168,8 +168,10 @@ class Client(asyncio.Protocol):
 
 
 async def _connection(port: int, question: Question, tally: Tally) -> None:
-    """Ask over one connection after the other until the time is over."""
-    while time.perf_counter() < tally.stop:
+    """Ask over one connection after the other until the time is over; over the first one at least once."""
+    connected = False
+    while not connected or time.perf_counter() < tally.stop:
+        connected = True
         try:
             _, client = await asyncio.get_running_loop().create_connection(
                 lambda: Client(question, tally), "127.0.0.1", port

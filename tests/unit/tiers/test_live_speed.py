@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING
 
 import pytest
@@ -145,5 +146,8 @@ async def test_a_router_that_is_never_idle_learns(tmp_path: Path) -> None:
             enough.set()
             await asyncio.gather(*asking)
             learning.cancel()
-        assert 20 / 1.5 < verdict["predicted_tpot_ms"] < 20 * 1.5
-        assert 120 / 1.5 < verdict["predicted_ttft_ms"] < 120 * 1.5
+        # The truth is what answers took: on a busy machine a fake engine's pauses are longer than it was told.
+        seen = own.fleet.replicas[0].seen
+        tpot_ms, ttft_ms = median(s.tpot_ms for s in seen if s.tpot_ms), median(s.ttft_ms for s in seen)
+        assert tpot_ms / 1.5 < verdict["predicted_tpot_ms"] < tpot_ms * 1.5
+        assert ttft_ms / 1.5 < verdict["predicted_ttft_ms"] < ttft_ms * 1.5
