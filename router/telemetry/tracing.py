@@ -130,7 +130,9 @@ class Telemetry:
                 _PARENT.set("")  # the request before on this connection may have left one
                 await wrapped(scope, receive, send)
             else:
-                _PARENT.set(given if trace_id else f"00-{random_hex(32)}-{random_hex(16)}-00")
+                parent = given if trace_id else f"00-{random_hex(32)}-{random_hex(16)}-00"
+                # Engines that trace keep to the sampler's choice; without a sampler, to the caller's.
+                _PARENT.set(parent if self._allowance is not None else f"{parent[:-2]}00")
                 await app(scope, receive, send)
 
         return traced

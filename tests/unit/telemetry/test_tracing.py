@@ -245,6 +245,39 @@ def test_engines_are_told_of_a_trace_that_is_not_sampled() -> None:
     assert headers[b"traceparent"].decode() == f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags}"
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("parent", ["", f"00-{'a' * 32}-{'b' * 16}-01"])
+@pytest.mark.parametrize("sampler", [ALWAYS_ON, ALWAYS_OFF])
+async def test_the_sampler_decides_once_for_router_and_engines(sampler: Any, parent: str) -> None:
+    """A request that it drops has no span, and engines are told so, whatever the caller's own choice was."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider(sampler=sampler)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    made, told = Telemetry(provider), list[tuple[str, str]]()
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        (_, trace_id) = made.request_ids({})
+        ((name, value),) = made.context_headers(trace.get_current_span())
+        assert name == b"traceparent"
+        told.append((trace_id, value.decode()))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def nothing(*_: Any) -> None: ...
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/generate", "query_string": b"", "scheme": "http", "http_version": "1.1",
+        "headers": [(b"traceparent", parent.encode())] if parent else [], "server": ("127.0.0.1", 80),
+    }  # fmt: skip
+    await made.instrument(app)(scope, nothing, nothing)
+    ((trace_id, header),) = told
+    assert header.split("-")[1] == trace_id
+    assert not parent or trace_id == "a" * 32
+    assert bool(int(header[-2:], 16) & trace.TraceFlags.SAMPLED) is (sampler is ALWAYS_ON)
+    assert [f"{s.context.trace_id:032x}" for s in exporter.get_finished_spans() if s.context] == (
+        [trace_id] if sampler is ALWAYS_ON else []
+    )
+
+
 def replica() -> Replica:
     """Return a replica with an address."""
     spec = TierSpec(FAST, 2048, 16, 32, urls=("https://engine.example",), digest="d")
