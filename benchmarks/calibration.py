@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 # Samples x tokens, the cheapest first; 160 prompts are all that the project's own file has.
 CANDIDATES = ("16x256", "16x512", "32x256", "32x512", "64x256", "64x512", "160x256", "160x512")
 PARALLEL = 8
-PROMPTS = ROOT / "router" / "profile_prompts.jsonl"
+PROMPTS = ROOT / "router" / "profiling" / "profile_prompts.jsonl"
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from classifier import TokenCounter, extract
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LENGTHS = (100, 500, 2000, 4000, 16_000)
+LENGTHS = (100, 400, 2000, 4000, 16_000)
 PROSE = (
     "The harbour was quiet when the first boats came in.",
     "Could you explain why the price of tin rose so sharply in that decade?",

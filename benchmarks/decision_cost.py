@@ -21,7 +21,7 @@ from classifier import EstimatingCounter, PromptClass, extract
 from router.policy.decide import decide
 from router.policy.decision import ExpectedLoss, PolicyParameters, Query, Sla
 from router.policy.decision_log import DecisionLog
-from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
+from router.settings import CLASS_FLOOR
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
@@ -37,7 +37,7 @@ CALLS = 1500
 OPEN = 6  # requests on each replica
 MAX_TOKENS = 1 << 20  # so that none of them is done before the measurement is
 LOSS = dict.fromkeys(PromptClass, ExpectedLoss(0.02, 0.01, 0.03))
-TABLE = PolicyParameters(CLASS_FLOOR, CLASS_MAX_LOSS, losses={TierName.FAST: LOSS, TierName.BALANCED: LOSS})
+TABLE = PolicyParameters(CLASS_FLOOR, losses={TierName.FAST: LOSS, TierName.BALANCED: LOSS})
 
 
 class Load:
@@ -75,7 +75,7 @@ class Load:
         began = perf_counter()
         snapshot = fleet.snapshot()
         snapped = perf_counter()
-        decision = decide(query, snapshot, TABLE)
+        decision = decide(query, snapshot, TABLE, 0.05)
         decided = perf_counter()
         self.times["snapshot"].append((snapped - began) * 1e6)
         self.times["decision, bounds on everything"].append((decided - snapped) * 1e6)

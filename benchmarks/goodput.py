@@ -1,16 +1,25 @@
-"""Goodput of four ways to choose a tier, on the same arrivals, in one run.
+"""Goodput, loss and engine time of five ways to choose a tier: same requests at the same moments, one run.
 
-    python benchmarks/goodput.py real --profiles ~/.cache/qarr/profiles [--rate 0.6] [--seconds 100] [--rounds 2]
-    python benchmarks/goodput.py simulated [--rate 4 14] [--seconds 60]
+    python benchmarks/goodput.py simulated [--loads 0.5 0.8 1.0 1.3] [--seconds 12] [--rounds 1] [--json FILE]
+    python benchmarks/goodput.py simulated --sweep [--plots DIR]     engine time against loss
+    python benchmarks/goodput.py simulated --step [--plots DIR]      half chat, then all code
+    python benchmarks/goodput.py real [--profiles ~/.cache/qarr/profiles] [--seconds 60] [--rounds 2]
 
-(a) everything to ``precise``; (b) round robin over the tiers; (c) the table, with nothing measured but idle speeds; (d) the
-policy with measured loss and speed. Goodput is the rate of requests that met both their TTFT and their TPOT bound. Every
-request has bounds on TTFT, TPOT and loss; they are sent with (c) and (d), and (a) and (b) are judged by them alike. Where no
-tier keeps all bounds, (c) and (d) give up the one on loss first; the mean loss is to stay within the mean bound.
+(a) everything to ``precise``; (b) everything to ``balanced``; (c) round robin; (d) the table, with nothing measured but idle
+speeds; (e) the policy with measured loss and speed, with ``policy.loss_budget`` where this release has it. ``--set`` adds a
+setting to (e), as ``--set 'policy.loss_budget = 0.02'``. Every row has a router of its own, so none learns from another.
 
-``real`` starts ``qarr up`` with real engines, takes the newest quality profile of the folder, and measures their speed.
-``simulated`` starts the router in front of engines with a GPU's timing (``simulated_engine.py``, figures and sources there),
-measures their speed in the same way, and assumes losses: it shows how the policy behaves, not how fast anything is.
+Goodput is the rate of requests that met both their TTFT and their TPOT bound; all rows are judged by the same bounds, which
+(d) and (e) are told. Loss is the profile's for the class and the tier that answered, a share of tokens. A request's
+engine-seconds are what the policy counts, from the measured speeds, at one batch for all rows of a load. Beside them stands
+what was used: time of the simulated GPUs, at their own speed, or CPU time of the real engines. That is less where fewer
+engines compute larger batches: a GPU's step takes about as long for one sequence as for thirty. Errors are requests that
+were refused, cut off or beyond the client's time limit. Intervals are 95 %, from a bootstrap over blocks of time that all
+rows share. Requests of the first seconds (``--warm``) are not counted.
+
+A load of 1 is saturation: the sum of what each tier completes of this mix if it is always full; by the roofline for
+simulated engines, for real ones measured first. ``simulated`` engines have an H100's timing (``simulated_engine.py``), in
+scaled time (``--slower``), and assumed losses (``fleets.py``); bounds and times printed are those of the scaled clock.
 """
 
 from __future__ import annotations
@@ -18,468 +27,584 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
-import os
 import random
-import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
-from measure import ROOT, free_port, wait_for
+from fleets import (
+    HAS_BUDGET,
+    LEVELS,
+    LOSS_SOURCE,
+    NOTHING,
+    SHAPE,
+    Cpu,
+    Engines,
+    Simulation,
+    assumed_losses,
+    give_profiles,
+    given_settings,
+    half_life,
+    idle,
+    kept_profiles,
+    measure_speed,
+    merged,
+    real_engines,
+    router,
+    simulated_engines,
+)
+from open_loop import (
+    Answer,
+    Arrival,
+    Blocks,
+    Workload,
+    arrivals,
+    as_row,
+    blocks_of,
+    by_class,
+    closed_loop,
+    interval,
+    mean_loss_of,
+    mean_open,
+    read_prompts,
+    resampled,
+    send,
+    token_loss,
+    uniform,
+    with_engine_time,
+    with_loss,
+    write_lines,
+)
+from plots import Point, Series, chart
+from simulated_engine import HARDWARE, offline
 
 from classifier import PromptClass
-from router.policy.profiles import Interval, Loss, QualityProfile, load_latency, load_profile, percentile, profile_name
+from router.policy.profiles import percentile
 from router.policy.replay import differing, read_recording
+from router.settings import cache_dir
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    import psutil
 
-QARR = ROOT / ".venv/bin/qarr"
-POLICIES = {
-    "a": "everything to precise",
-    "b": "round robin",
-    "c": "table, nothing measured",
-    "d": "measured policy",
+    from router.policy.profiles import Interval, LatencyProfile, QualityProfile
+
+ROWS = {
+    "a": "all precise",
+    "b": "all balanced",
+    "c": "round robin",
+    "d": "table, nothing measured",
+    "e": "loss budget" if HAS_BUDGET else "measured policy",
 }
+MEASURED = "e"
+REAL_BOUNDS = {"chat": 0.35, "writing": 0.35, "multilingual": 0.35, "code": 0.1, "math": 0.1, "extraction": 0.1}
+# Bounds of every class between the assumed losses of classes and tiers, for a sweep without budgets.
+CLASS_BOUNDS = [0.0, 0.021, 0.028, 0.035, 0.07, 0.08, 0.09, 0.12, 0.15]
+MOST_LOST_S, MOST_LATE_MS = 0.3, 50.0  # beyond which this machine was measured, not the rows
+WINDOW_S = 10.0  # of the moving mean after a step
+MIXES = ({"chat": 1.0, "code": 1.0}, {"code": 1.0})  # before and after it
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """What is asked. Times in milliseconds.
+class Bench:
+    """What is compared, and on what.
 
     Attributes:
-        max_loss: Share of tokens by class that may differ from the highest precision's.
-        tokens: Shortest and longest answer.
+        max_loss: Most loss by class that requests of (e) ask for; empty: they ask for none.
+        saturation: Requests a second.
+        block_s: Length of a bootstrap's block.
     """
 
-    prompts: tuple[tuple[str, str], ...]
+    engines: Engines
+    workload: Workload
+    quality: QualityProfile
+    speeds: LatencyProfile
     ttft_ms: float
     tpot_ms: float
-    max_loss: dict[str, float]
-    tokens: tuple[int, int]
+    max_loss: Mapping[str, float]
+    saturation: float
+    seconds: float
+    rounds: int
+    limit_s: float
+    block_s: float
+    folder: Path
+    given: Mapping[str, Mapping[str, Any]]
+    json: Path | None
+    half_life_s: float = 10.0  # of the running mean that (e) holds to its budget
+    warm_s: float = 0.0  # at the beginning of each row, not counted
+    bounded: bool = True  # whether requests have bounds on time
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One request."""
+@dataclass(slots=True)
+class Result:
+    """What one row did at one load, in all rounds.
 
-    at_s: float
-    kind: str
-    text: str
-    tokens: int
+    Attributes:
+        rounds: Its answers, by round.
+        used_s: Time of simulated GPUs, or CPU time of real engines, for ``served`` requests, those not counted included.
+        cpu: Share of one core of each process, of the last round.
+        lost_s: By which simulated engines fell behind their clock.
+        replayed: Decisions that come out again from the log alone, and all.
+        errors: Of predicted TTFT and TPOT, as |predicted - seen| / seen.
+    """
 
+    rounds: list[list[Answer]] = field(default_factory=list)
+    used_s: float = 0.0
+    served: int = 0
+    cpu: dict[str, float] = field(default_factory=dict)
+    lost_s: float = 0.0
+    replayed: Counter[str] = field(default_factory=Counter)
+    errors: dict[str, list[float]] = field(default_factory=lambda: {"TTFT": [], "TPOT": []})
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What became of it. Times in milliseconds; None where it was refused or broke off."""
+    @property
+    def used_each_s(self) -> float:
+        """Return what a request used."""
+        return self.used_s / max(self.served, 1)
 
-    kind: str
-    tier: TierName | None
-    ttft_ms: float | None
-    tpot_ms: float | None
-    met: bool
-    late_ms: float
+    @property
+    def answers(self) -> list[Answer]:
+        """Return those of all rounds."""
+        return [answer for answers in self.rounds for answer in answers]
 
 
 def main() -> None:
     """Run as the arguments say."""
+    options = parsed()
+    if options.warm is None:
+        options.warm = 15.0 if options.sweep else 0.0 if options.step else 5.0
+    if options.seconds is None and options.sweep:
+        options.seconds = 15.0
+    print(f"$ python benchmarks/goodput.py {' '.join(a for a in sys.argv[1:] if not a.startswith('/'))}")
+    if options.json is not None:
+        options.json.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as folder, benched(options, Path(folder)) as bench:
+        if options.sweep:
+            sweep(bench, options)
+        elif options.step:
+            step(bench, options)
+        else:
+            compare(bench, options)
+
+
+def parsed() -> argparse.Namespace:
+    """Return the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engines", choices=("real", "simulated"))
-    parser.add_argument("--profiles", type=Path, help="folder with the quality profile of the default model")
-    parser.add_argument("--rate", type=float, nargs="+", help="arrivals a second")
-    parser.add_argument("--seconds", type=float)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--slower", type=float, default=40, help="simulated: how many times slower than the GPU")
-    parser.add_argument("--ttft", type=float, help="bound in milliseconds")
-    parser.add_argument("--tpot", type=float, help="bound in milliseconds")
-    options = parser.parse_args()
-    print(f"$ python benchmarks/goodput.py {' '.join(a for a in sys.argv[1:] if not a.startswith('/'))}")
-    with tempfile.TemporaryDirectory() as folder:
-        if options.engines == "real":
-            run_real(options, Path(folder))
-        else:
-            run_simulated(options, Path(folder))
+    parser.add_argument(
+        "--loads", type=float, nargs="+", help="shares of saturation; by default 0.3 with --sweep, 0.5 with --step"
+    )
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument(
+        "--seconds", type=float, help="of each row, load and round; 12, with --sweep 15, with --step 120"
+    )
+    parser.add_argument("--warm", type=float, help="seconds before, not counted; by default 5, 15 with --sweep")
+    parser.add_argument("--rounds", type=int, default=1, help="with other arrivals, and the rows in turned order")
+    parser.add_argument("--saturation", type=float, help="requests a second, instead of what is found")
+    parser.add_argument("--profiles", type=Path, default=cache_dir() / "profiles", help="real: folder of profiles")
+    parser.add_argument("--slower", type=float, default=4, help="simulated: how many times slower than the GPU")
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="simulated: of each engine")
+    parser.add_argument("--ttft", type=float, help="bound in milliseconds; simulated: of the GPU's clock")
+    parser.add_argument("--tpot", type=float, help="bound in milliseconds; simulated: of the GPU's clock")
+    parser.add_argument("--half-life", type=float, default=5.0, help="of (e)'s running mean, in seconds")
+    parser.add_argument("--set", action="append", default=[], metavar="TOML", help="a setting of (e)")
+    parser.add_argument("--sweep", action="store_true", help="engine time against loss, over budgets")
+    parser.add_argument("--budgets", type=float, nargs="+", help="of the sweep: mean losses")
+    parser.add_argument("--step", action="store_true", help="half chat, then all code")
+    parser.add_argument("--plots", type=Path, help="folder for charts")
+    parser.add_argument("--json", type=Path, help="file that every answer is written to")
+    return parser.parse_args()
 
 
-def read_prompts(kinds: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return the built-in prompts of some classes."""
-    rows = [json.loads(line) for line in (ROOT / "router/profile_prompts.jsonl").read_text("utf-8").splitlines()]
-    return tuple((row["class"], row["text"]) for row in rows if row["class"] in kinds)
+def note(text: str) -> None:
+    """Show progress on standard error."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def run_real(options: argparse.Namespace, folder: Path) -> None:
-    """Measure on real engines."""
-    kinds = ("chat", "writing", "multilingual", "code", "math", "extraction")
-    workload = Workload(
-        prompts=read_prompts(kinds),
+@contextlib.contextmanager
+def benched(options: argparse.Namespace, folder: Path) -> Iterator[Bench]:
+    """Start the engines, and measure them."""
+    if options.engines == "real":
+        with real_engines() as engines:
+            yield real_bench(options, folder, engines)
+    else:
+        simulation = Simulation(options.slower, options.max_num_seqs, 16)
+        with simulated_engines(list(TierName), simulation) as engines:
+            yield simulated_bench(options, folder, engines)
+
+
+def real_bench(options: argparse.Namespace, folder: Path, engines: Engines) -> Bench:
+    """Return what is compared on real engines."""
+    workload = Workload(read_prompts(tuple(REAL_BOUNDS)), uniform(8, 32))
+    quality, speeds = kept_profiles(options.profiles, engines)
+    with router(folder / "first", engines) as running:
+        if speeds is None:
+            note("measuring the speed of the engines")
+            speeds = measure_speed(running, 6)
+        saturation = options.saturation
+        if saturation is None:
+            note("measuring saturation")
+            bodies = [required(tier) for tier in TierName]
+            saturation = asyncio.run(closed_loop(running.url, workload, bodies, 16, seconds=60, warm_s=20))
+    print(f"# {quality.model} on {speeds.machine}; losses measured; saturation {saturation:.2f} requests/s")
+    return Bench(
+        engines=engines,
+        workload=workload,
+        quality=quality,
+        speeds=speeds,
         ttft_ms=options.ttft or 4000,
         tpot_ms=options.tpot or 400,
-        max_loss={kind: 0.35 if kind in kinds[:3] else 0.1 for kind in kinds},
-        tokens=(8, 32),
+        max_loss={} if HAS_BUDGET else REAL_BOUNDS,
+        saturation=saturation,
+        seconds=options.seconds or 60,
+        rounds=options.rounds,
+        limit_s=120.0,
+        block_s=10.0,
+        folder=folder,
+        given=given_settings(options.set),
+        json=options.json,
+        half_life_s=options.half_life,
+        warm_s=options.warm,
     )
-    kept = folder / "kept"
-    kept.mkdir()
-    measured = kept / max(options.profiles.glob("quality-*.json"), key=lambda file: file.stat().st_mtime).name
-    shutil.copy(options.profiles / measured.name, measured)
-    with router(folder, [str(QARR), "up"]) as url:
-        measure_speed(url, folder, step_s=6)
-        shutil.copytree(folder / "profiles", kept, dirs_exist_ok=True)
-        compare(url, folder, kept, load_profile(measured), workload, options)
 
 
-def run_simulated(options: argparse.Namespace, folder: Path) -> None:
-    """Simulate."""
-    kinds = ("chat", "writing", "code", "math")
-    slower = options.slower
+def simulated_bench(options: argparse.Namespace, folder: Path, engines: Engines) -> Bench:
+    """Return what is compared on simulated engines."""
+    prompts, seqs, slower = read_prompts(tuple(set(SHAPE) - {"long_context"})), options.max_num_seqs, options.slower
     workload = Workload(
-        prompts=read_prompts(kinds),
-        ttft_ms=(options.ttft or 400) * slower,
-        tpot_ms=(options.tpot or 9) * slower,
-        max_loss={"chat": 0.12, "writing": 0.12, "code": 0.05, "math": 0.05},
-        tokens=(64, 192),
+        prompts, by_class(0.5, 256), (lambda at: MIXES[at > options.seconds / 2]) if options.step else None
     )
-    options.rate = options.rate or [2, 12]
-    options.seconds = options.seconds or 60
-    with contextlib.ExitStack() as engines:
-        urls = {}
-        for tier in TierName:
-            port = free_port()
-            argv = [sys.executable, "benchmarks/simulated_engine.py", str(port), tier.value, str(slower)]
-            engines.enter_context(running(argv, dict(os.environ)))
-            wait_for(port)
-            urls[tier] = f"http://127.0.0.1:{port}"
-        argv = [str(QARR), "serve", *(part for tier in TierName for part in (f"--{tier.value}", urls[tier]))]
-        with router(folder, argv) as url:
-            profile = assumed_losses({tier: urls[tier] for tier in TierName}, kinds)
-            (folder / "profiles").mkdir(exist_ok=True)
-            measure_speed(url, folder, step_s=6)
-            kept = folder / "kept"
-            shutil.copytree(folder / "profiles", kept)
-            (kept / profile_name(profile.checkpoints)).write_text(profile.model_dump_json())
-            compare(url, folder, kept, profile, workload, options)
-
-
-def measure_speed(url: str, folder: Path, step_s: float) -> None:
-    """Run ``qarr profile latency`` and print what it found."""
-    done = subprocess.run(
-        [str(QARR), "profile", "latency", "--url", url, "--config", str(folder / "qarr.toml"), "--step", str(step_s)],
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-    print(done.stdout.rstrip(), flush=True)
-    assert done.returncode == 0, done.stderr
-
-
-def assumed_losses(identities: dict[TierName, str], kinds: Sequence[str]) -> QualityProfile:
-    """Return a profile with losses as one may expect of an 8B model: an assumption, like all of the simulation."""
-    losses = []
-    for kind in kinds:
-        for tier, loss in ((TierName.FAST, 0.08), (TierName.BALANCED, 0.02), (TierName.PRECISE, 0.0)):
-            share = Interval(mean=loss, low=loss * 0.8, high=loss * 1.2)
-            one = Interval(mean=1, low=1, high=1)
-            losses.append(
-                Loss(
-                    prompt_class=PromptClass(kind), tier=tier, prompts=50, tokens=1000, top1_disagreement=share,
-                    kl_mean=share, kl_p95=share, perplexity_ratio=one, first_divergence=10, never_diverged=0.1,
-                )
-            )  # fmt: skip
-    return QualityProfile(
-        created=datetime.now(UTC), model="simulated", checkpoints=dict(identities), answer_tokens=32, top_k=10,
-        prompts="assumed", losses=tuple(losses),
-    )  # fmt: skip
-
-
-@contextlib.contextmanager
-def running(argv: Sequence[str], env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process until the end."""
-    process = subprocess.Popen(argv, cwd=ROOT, env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    try:
-        yield process
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
-
-
-@contextlib.contextmanager
-def router(folder: Path, argv: Sequence[str]) -> Iterator[str]:
-    """Run a router with settings of its own; yield its URL once every tier is ready and its speed known."""
-    port = free_port()
-    (folder / "qarr.toml").write_text(
-        f"""[server]
-port = {port}
-[policy]
-profiles = "{folder}/profiles"
-give_up = "quality"
-[telemetry]
-decision_log = "{folder}/decisions.jsonl"
-decision_log_mb = 1000
-[profile]
-auto = false
-live = false
-[engine]
-warmup_question = "What is the capital of France?"
-[tiers.fast]
-max_num_seqs = {16 if "up" in argv else 256}
-max_in_flight = {32 if "up" in argv else 256}
-max_model_len = 2048
-[tiers.balanced]
-max_num_seqs = {16 if "up" in argv else 256}
-max_in_flight = {32 if "up" in argv else 256}
-max_model_len = 4096
-[tiers.precise]
-max_num_seqs = {16 if "up" in argv else 256}
-max_in_flight = {32 if "up" in argv else 256}
-max_model_len = 8192
-"""
-    )
-    env = {**os.environ, "QARR_CONFIG": str(folder / "qarr.toml")}
-    with running(argv, env) as process:
-        wait_for(port, "/readyz", 600, process=process)
-        url = f"http://127.0.0.1:{port}"
-        asyncio.run(until_measured(url))
-        yield url
-
-
-async def until_measured(url: str) -> None:
-    """Wait until every tier is ready and its speed known."""
-    async with aiohttp.ClientSession(trust_env=False) as session:
-        while True:
-            replicas = [r for t in (await tiers_of(session, url)) for r in t["replicas"]]
-            if all(r["state"] == "ready" and r["tpot_ms"] is not None for r in replicas):
-                return
-            await asyncio.sleep(0.5)
-
-
-async def tiers_of(session: aiohttp.ClientSession, url: str) -> list[dict[str, Any]]:
-    """Return the fleet."""
-    async with session.get(f"{url}/tiers") as response:
-        found: list[dict[str, Any]] = (await response.json())["tiers"]
-        return found
-
-
-def compare(
-    url: str, folder: Path, kept: Path, profile: QualityProfile, workload: Workload, options: argparse.Namespace
-) -> None:
-    """Run every policy on the same arrivals, round by round in turned order, and print."""
-    rates, seconds = options.rate or [0.6], options.seconds or 100
-    latency = load_latency(next(kept.glob("latency-*.json")))
-    unit = (
-        "simulated; times and rates are those of the simulation" if options.engines == "simulated" else latency.machine
-    )
-    print(f"# {profile.model} on {unit}")
+    if options.step:
+        options.seconds = options.seconds or 120.0
+    capacity = capacities(workload, seqs, slower)
+    saturation = options.saturation or sum(capacity.values())
+    with router(folder / "first", engines) as running:
+        note("measuring the speed of the engines")
+        speeds = measure_speed(running, 3)
+    print(f"# simulated: H100, Llama 3.1 8B, {slower:g} times slower, batches of at most {seqs}; {LOSS_SOURCE}")
     print(
-        f"# bounds: TTFT {workload.ttft_ms:g} ms, TPOT {workload.tpot_ms:g} ms, loss by class "
-        + ", ".join(f"{kind} {bound:g}" for kind, bound in workload.max_loss.items())
+        f"# saturation {saturation:.1f} requests/s; no more loss than all balanced up to {feasible(capacity):.2f} of it"
     )
-    for rate in rates:
-        answers: dict[str, list[Answer]] = {name: [] for name in POLICIES}
-        for number in range(options.rounds):
-            plan = arrivals(workload, rate, seconds, seed=number)
-            order = list(POLICIES) if number % 2 == 0 else list(reversed(POLICIES))
-            for name in order:
-                set_profiles(folder, kept if name == "d" else None)
-                asyncio.run(settled(url, profiled=name == "d"))
-                print(f"  {rate:g}/s, round {number + 1}: {POLICIES[name]}, {len(plan)} requests", file=sys.stderr)
-                answers[name] += asyncio.run(phase(url, name, number, rate, plan, workload))
-        show(rate, seconds * options.rounds, answers, workload, profile)
-        show_prediction(folder, f"d-{rate:g}-")
-    recording = read_recording(folder / "decisions.jsonl")
-    again = len(recording.decisions) - len(differing(recording))
-    print(f"\n{again} of {len(recording.decisions)} logged decisions come out again from the log alone")
+    return Bench(
+        engines=engines,
+        workload=workload,
+        quality=assumed_losses({}),
+        speeds=speeds,
+        ttft_ms=(options.ttft or 250) * slower,
+        tpot_ms=(options.tpot or 12) * slower,
+        max_loss={},
+        saturation=saturation,
+        seconds=options.seconds or 12,
+        rounds=options.rounds,
+        limit_s=60.0,
+        block_s=2.5,
+        folder=folder,
+        given=given_settings(options.set),
+        json=options.json,
+        half_life_s=options.half_life,
+        warm_s=options.warm,
+    )
 
 
-def arrivals(workload: Workload, rate: float, seconds: float, seed: int) -> list[Arrival]:
-    """Return Poisson arrivals of mixed prompts."""
-    source = random.Random(seed)
-    found, at = [], 0.0
-    while (at := at + source.expovariate(rate)) < seconds:
-        kind, text = source.choice(workload.prompts)
-        found.append(Arrival(at, kind, f"({source.randint(100, 999)}) {text}", source.randint(*workload.tokens)))
-    return found
-
-
-def set_profiles(folder: Path, kept: Path | None) -> None:
-    """Give the router the profiles, or take them away."""
-    target = folder / "profiles"
-    target.mkdir(exist_ok=True)
-    for file in target.glob("*.json"):
-        file.unlink()
-    for file in kept.glob("*.json") if kept else ():
-        shutil.copy(file, target)
-
-
-async def settled(url: str, *, profiled: bool) -> None:
-    """Wait until nothing is in flight and the router knows what it should, and no more."""
-    async with aiohttp.ClientSession(trust_env=False) as session:
-        while True:
-            await asyncio.sleep(1)
-            replicas = [r for t in (await tiers_of(session, url)) for r in t["replicas"]]
-            async with session.post(f"{url}/route", json={"prompt": "What is tea?"}) as response:
-                known = (await response.json())["tiers"][0]["expected_loss"] is not None
-            speeds = all(r["speed_profiled"] is profiled for r in replicas)
-            if known == profiled and speeds and not any(r["in_flight"] for r in replicas):
-                return
-
-
-async def phase(url: str, name: str, number: int, rate: float, plan: list[Arrival], workload: Workload) -> list[Answer]:
-    """Send one policy's requests when they are due."""
-    started = time.monotonic()
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=aiohttp.ClientTimeout(total=900), trust_env=False
-    ) as session:
-
-        async def one(index: int, arrival: Arrival) -> Answer:
-            await asyncio.sleep(started + arrival.at_s - time.monotonic())
-            late_ms = (time.monotonic() - started - arrival.at_s) * 1000
-            headers = {"x-request-id": f"{name}-{rate:g}-{number}-{index}".replace(".", "_")}
-            body = request(name, index, arrival, workload)
-            return await ask(session, url, headers, body, arrival, workload, late_ms)
-
-        answers = await asyncio.gather(*(one(i, a) for i, a in enumerate(plan)))
-        while any(r["in_flight"] for t in await tiers_of(session, url) for r in t["replicas"]):  # noqa: ASYNC110
-            await asyncio.sleep(0.5)
-    return answers
-
-
-def request(name: str, index: int, arrival: Arrival, workload: Workload) -> dict[str, Any]:
-    """Return a request's body under one policy."""
-    wishes: dict[str, Any] = {}
-    model = "auto"
-    if name == "a":
-        model, wishes = "precise", {"tier_policy": "require"}
-    elif name == "b":
-        model, wishes = list(TierName)[index % 3].value, {"tier_policy": "require"}
-    else:
-        wishes = {
-            "sla": {
-                "ttft_ms": workload.ttft_ms,
-                "tpot_ms": workload.tpot_ms,
-                "max_quality_loss": workload.max_loss[arrival.kind],
-            }
-        }
-        if name == "c":
-            del wishes["sla"][
-                "max_quality_loss"
-            ]  # unmeasured, only precise could keep it: the table is what is compared
+def capacities(workload: Workload, max_num_seqs: int, slower: float) -> dict[TierName, float]:
+    """Return the requests a second that each tier completes by the roofline if it is always full."""
+    source = random.Random(1)
+    kinds = [kind for kind, _ in workload.prompts if workload.mix is None or kind in MIXES[0]]
+    tokens = statistics.fmean(workload.tokens(source, kind) for _ in range(100) for kind in kinds)
+    prompt = round(statistics.fmean(len(text) // 4 + 6 for _, text in workload.prompts))
     return {
-        "model": model,
-        "messages": [{"role": "user", "content": arrival.text}],
-        "max_tokens": arrival.tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "qarr": wishes,
+        tier: offline(HARDWARE[tier.value], prompt, round(tokens), 20 * max_num_seqs, max_num_seqs) / tokens / slower
+        for tier in TierName
     }
 
 
-async def ask(
-    session: aiohttp.ClientSession,
-    url: str,
-    headers: dict[str, str],
-    body: dict[str, Any],
-    arrival: Arrival,
-    workload: Workload,
-    late_ms: float,
-) -> Answer:
-    """Send one request and time its answer."""
-    sent = time.monotonic()
-    first = last = 0.0
-    tail = b""
-    async with session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response:
-        if response.status != 200:
-            await response.read()
-            return Answer(arrival.kind, None, None, None, met=False, late_ms=late_ms)
-        tier = TierName(response.headers["x-qarr-tier"])
-        async for chunk in response.content.iter_any():
-            now = time.monotonic()
-            first = first or now
-            last = now if b"[DONE]" not in chunk or b'"content":"' in chunk else last
-            tail = (tail + chunk)[-200:]
-    if b"[DONE]" not in tail:
-        return Answer(arrival.kind, tier, None, None, met=False, late_ms=late_ms)
-    ttft_ms = (first - sent) * 1000
-    tpot_ms = (last - first) * 1000 / max(arrival.tokens - 1, 1)
-    met = ttft_ms <= workload.ttft_ms and tpot_ms <= workload.tpot_ms
-    return Answer(arrival.kind, tier, ttft_ms, tpot_ms, met, late_ms)
+def feasible(capacity: Mapping[TierName, float]) -> float:
+    """Return the load, as a share of saturation, up to which no more need be lost than everything on ``balanced`` loses.
+
+    Beyond it the tiers of higher precision are full, and what is left for ``fast`` loses more than ``precise`` makes good.
+    """
+    fast, balanced, _ = LEVELS.values()
+    whole = sum(capacity.values())
+    return (capacity[TierName.BALANCED] + capacity[TierName.PRECISE] * fast / (fast - balanced)) / whole
 
 
-def loss_of(answer: Answer, profile: QualityProfile) -> float | None:
-    """Return the measured loss of an answer's class on its tier."""
-    if answer.tier is None:
-        return None
-    if answer.tier is TierName.PRECISE:
-        return 0.0
-    found = profile.loss(PromptClass(answer.kind), answer.tier)
-    return found.top1_disagreement.mean if found else None
+def required(tier: TierName) -> dict[str, Any]:
+    """Return the members of a request that only one tier may answer."""
+    return {"model": tier.value, "qarr": {"tier_policy": "require"}}
 
 
-def show(
-    rate: float, seconds: float, answers: dict[str, list[Answer]], workload: Workload, profile: QualityProfile
+def body_of(bench: Bench, row: str) -> Callable[[int, Arrival], dict[str, Any]]:
+    """Return what makes a row's requests."""
+
+    def body(index: int, arrival: Arrival) -> dict[str, Any]:
+        if row in "abc":
+            tier = {"a": TierName.PRECISE, "b": TierName.BALANCED}.get(row, list(TierName)[index % 3])
+            return required(tier)
+        sla: dict[str, float] = {"ttft_ms": bench.ttft_ms, "tpot_ms": bench.tpot_ms} if bench.bounded else {}
+        if row == MEASURED and arrival.kind in bench.max_loss:
+            sla["max_quality_loss"] = bench.max_loss[arrival.kind]
+        return {"model": "auto", "qarr": {"sla": sla} if sla else {}}
+
+    return body
+
+
+def measure(
+    bench: Bench, row: str, load: float, number: int, result: Result, more: Mapping[str, Mapping[str, Any]] = NOTHING
 ) -> None:
-    """Print one table."""
-    goodput = {name: sum(a.met for a in found) / seconds for name, found in answers.items()}
-    print(f"\n{rate:g} arrivals/s, {seconds:g} s, {len(answers['a'])} requests for each policy")
-    print(
-        "policy                     goodput/s  to (d)  met %  refused  TTFT p50/p95 ms    TPOT p50/p95 ms  mean loss (bound)"
-        "  fast/balanced/precise %"
-    )
-    for name, found in answers.items():
-        ttft = [a.ttft_ms for a in found if a.ttft_ms is not None]
-        tpot = [a.tpot_ms for a in found if a.tpot_ms is not None]
-        losses = [loss for loss in (loss_of(a, profile) for a in found) if loss is not None]
-        bound = statistics.fmean(workload.max_loss[a.kind] for a in found)
-        shares = "/".join(f"{sum(a.tier is tier for a in found) / len(found) * 100:.0f}" for tier in TierName)
-        print(
-            f"({name}) {POLICIES[name]:24} {goodput[name]:7.3f} {goodput[name] / max(goodput['d'], 1e-9):7.2f}"
-            f" {sum(a.met for a in found) / len(found) * 100:6.1f} {sum(a.tier is None for a in found):8}"
-            f"  {percentile(ttft, 0.5):6.0f}/{percentile(ttft, 0.95):7.0f}"
-            f"  {percentile(tpot, 0.5):10.1f}/{percentile(tpot, 0.95):7.1f}"
-            f"  {statistics.fmean(losses):7.3f} ({bound:.3f})      {shares}"
-        )
-    for name in (name for name in answers if name != "d"):
-        pairs = [(mine.met, other.met) for mine, other in zip(answers["d"], answers[name], strict=True)]
-        print(
-            f"of the same requests (d) met {pairs.count((True, False))} that ({name}) did not, "
-            f"({name}) {pairs.count((False, True))} that (d) did not"
-        )
-    late = [a.late_ms for found in answers.values() for a in found]
-    print(f"requests were sent {percentile(late, 0.95):.0f} ms late at most in 95 % of cases")
+    """Run one round of a row at a load, on a router of its own, and add it to the result."""
+    plan = arrivals(bench.workload, load * bench.saturation, bench.warm_s + bench.seconds, seed=number)
+    label = f"{row}-{load:g}-{number}-{len(list(bench.folder.iterdir()))}".replace(".", "_")
+    note(f"({row}) {ROWS[row]} at {load:g} of saturation, round {number + 1}: {len(plan)} requests")
+    # Without a budget the policy keeps bounds on time rather than a class's bound on loss only where it is told so.
+    own = {} if HAS_BUDGET or not bench.bounded else {"policy": {"give_up": "quality"}}
+    settings = merged(own, half_life(bench.half_life_s), bench.given, more) if row == MEASURED else own
+    with router(bench.folder / label, bench.engines, settings) as running:
+        if row == MEASURED:
+            give_profiles(running, bench.quality, bench.speeds)
+        processes: dict[str, psutil.Process] = {"router": running.process, **bench.engines.processes}
+        before, cpu = bench.engines.work(), Cpu(processes)
+
+        def progress(at_s: float, sent: int, ended: int) -> None:
+            note(f"  {at_s:3.0f} s: {sent} sent, {sent - ended} open")
+
+        answers = asyncio.run(send(running.url, plan, body_of(bench, row), label, bench.limit_s, progress))
+        result.cpu = cpu.shares()
+        asyncio.run(idle(running.url))
+        for engine, work in bench.engines.work().items():
+            result.used_s += work["busy_s"] - before[engine]["busy_s"]
+            result.lost_s += work["lost_s"] - before[engine]["lost_s"]
+    if running.decisions.exists():
+        judge(running.decisions, result)
+    result.served += sum(a.error is None for a in answers)
+    counted = [replace(a, at_s=a.at_s - bench.warm_s, ended_s=a.ended_s - bench.warm_s) for a in answers]
+    result.rounds.append(with_loss([a for a in counted if a.at_s >= 0], bench.quality))
+    if bench.json is not None:
+        write_lines(bench.json, [{"load": load, "row": row, "round": number, **as_row(a)} for a in result.rounds[-1]])
 
 
-def show_prediction(folder: Path, prefix: str) -> None:
-    """Print how far the predictions of the measured policy were off."""
-    recording = read_recording(folder / "decisions.jsonl")
-    ttft, tpot = [], []
+def judge(decisions: Path, result: Result) -> None:
+    """Make the decisions of a log again, and note how far their predictions were off."""
+    recording = read_recording(decisions)
+    result.replayed["all"] += len(recording.decisions)
+    result.replayed["same"] += len(recording.decisions) - len(differing(recording))
     for record in recording.decisions:
         outcome = recording.outcomes.get(record.request_id)
-        if (
-            not record.request_id.startswith(prefix.replace(".", "_"))
-            or outcome is None
-            or outcome.tier is not record.tier
-        ):
+        if outcome is None or outcome.tier is not record.tier:
             continue
-        if record.predicted_ttft_ms is not None and outcome.ttft_ms:
-            ttft.append(abs(record.predicted_ttft_ms - outcome.ttft_ms) / outcome.ttft_ms)
-        if record.predicted_tpot_ms is not None and outcome.tpot_ms:
-            tpot.append(abs(record.predicted_tpot_ms - outcome.tpot_ms) / outcome.tpot_ms)
-    for name, errors in (("TTFT", ttft), ("TPOT", tpot)):
+        for name, predicted, seen in (
+            ("TTFT", record.predicted_ttft_ms, outcome.ttft_ms),
+            ("TPOT", record.predicted_tpot_ms, outcome.tpot_ms),
+        ):
+            if predicted is not None and seen:
+                result.errors[name].append(abs(predicted - seen) / seen)
+
+
+def compare(bench: Bench, options: argparse.Namespace) -> None:
+    """Run every row at every load, and print."""
+    print(f"# bounds: TTFT {bench.ttft_ms:g} ms, TPOT {bench.tpot_ms:g} ms; a client leaves after {bench.limit_s:g} s")
+    for load in options.loads or (0.5, 0.8, 1.0, 1.3):
+        results = {row: Result() for row in options.rows}
+        for number in range(bench.rounds):
+            for row in options.rows if number % 2 == 0 else reversed(options.rows):
+                measure(bench, row, load, number, results[row])
+        show(bench, load, results)
+
+
+def count_engine_time(bench: Bench, results: Sequence[Result]) -> int:
+    """Give the answers of rows that are compared their engine time, at the batch that all of them had in the mean."""
+    most: int = max(settings["max_num_seqs"] for settings in bench.engines.tiers.values())
+    batch = max(1, min(most, round(mean_open([answers for r in results for answers in r.rounds], bench.seconds))))
+    for result in results:
+        result.rounds = [with_engine_time(answers, bench.speeds, batch) for answers in result.rounds]
+    return batch
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """One row's sums over blocks of time."""
+
+    goodput: Blocks
+    loss: Blocks
+    engine: Blocks
+
+
+def sums(bench: Bench, rounds: Sequence[Sequence[Answer]]) -> Sums:
+    """Return a row's sums."""
+
+    def one(top: Callable[[Answer], float | None], bottom: Callable[[Answer], float] | None) -> Blocks:
+        return blocks_of(rounds, bench.block_s, bench.seconds, top, bottom)
+
+    return Sums(
+        goodput=one(lambda a: float(a.meets(bench.ttft_ms, bench.tpot_ms)), None),
+        loss=one(token_loss, lambda a: a.tokens),
+        engine=one(lambda a: a.engine_s if a.error is None else None, lambda _: 1.0),
+    )
+
+
+def show(bench: Bench, load: float, results: Mapping[str, Result]) -> None:
+    """Print one load's table."""
+    batch = count_engine_time(bench, list(results.values()))
+    made = {row: sums(bench, result.rounds) for row, result in results.items()}
+    samples = resampled(len(next(iter(made.values())).goodput.top))
+    requests = len(next(iter(results.values())).answers)
+    print(
+        f"\n{load:g} of saturation: {load * bench.saturation:.2f} requests/s, {bench.rounds} x {bench.seconds:g} s, "
+        f"{requests} requests; engine-seconds at a batch of {batch}"
+    )
+    print(
+        f"{'row':28} {'goodput/s':>24} {'in time %':>9} {'errors %':>8} {'TTFT p50/p95':>14} {'TPOT p50/p95':>14} "
+        f"{'mean loss':>24} {'engine-seconds':>24} {'used':>7} {'fast/bal./prec. %':>17}"
+    )
+    for row, result in results.items():
+        answers, one = result.answers, made[row]
+        ttft = [a.ttft_ms for a in answers if a.error is None and a.ttft_ms is not None]
+        tpot = [a.tpot_ms for a in answers if a.error is None and a.tpot_ms is not None]
+        served = sum(a.error is None for a in answers)
+        in_time = sum(a.meets(bench.ttft_ms, bench.tpot_ms) for a in answers)
+        shares = "/".join(f"{sum(a.tier is t for a in answers) / len(answers) * 100:.0f}" for t in TierName)
         print(
-            f"prediction of (d), |predicted - seen| / seen {name}: median {percentile(errors, 0.5):.2f}, "
-            f"p95 {percentile(errors, 0.95):.2f} of {len(errors)}"
+            f"({row}) {ROWS[row]:24} {told(interval(one.goodput, samples), 2):>24} {in_time / len(answers) * 100:9.1f}"
+            f" {(1 - served / len(answers)) * 100:8.1f} {percentile(ttft, 0.5):6.0f}/{percentile(ttft, 0.95):<7.0f}"
+            f" {percentile(tpot, 0.5):6.1f}/{percentile(tpot, 0.95):<7.1f} {told(interval(one.loss, samples), 4):>24}"
+            f" {told(interval(one.engine, samples), 3):>24} {result.used_each_s:7.3f} {shares:>17}"
         )
+    show_pairs(made, samples)
+    show_run(results)
+
+
+def show_pairs(made: Mapping[str, Sums], samples: Sequence[Sequence[int]]) -> None:
+    """Print what the measured row changes against each other one, in the same blocks."""
+    mine = made.get(MEASURED)
+    for row, other in made.items() if mine is not None else ():
+        if row != MEASURED and mine is not None:
+            print(
+                f"({MEASURED}) - ({row}): goodput/s {told(interval(mine.goodput, samples, other.goodput), 2, plus=True)}, "
+                f"loss {told(interval(mine.loss, samples, other.loss), 4, plus=True)}, "
+                f"engine-seconds {told(interval(mine.engine, samples, other.engine), 3, plus=True)}"
+            )
+
+
+def show_run(results: Mapping[str, Result]) -> None:
+    """Print what tells whether the run can be trusted."""
+    for row, result in results.items():
+        used = ", ".join(f"{name} {share * 100:.0f}" for name, share in result.cpu.items())
+        late = percentile([a.late_ms for a in result.answers], 0.95)
+        behind = f"; engines fell {result.lost_s * 1000:.0f} ms behind" if result.lost_s else ""
+        behind += " - THIS MACHINE WAS TOO BUSY FOR IT" if result.lost_s > MOST_LOST_S or late > MOST_LATE_MS else ""
+        predicted = ", ".join(
+            f"{name} {percentile(errors, 0.5):.2f} (p95 {percentile(errors, 0.95):.2f})"
+            for name, errors in result.errors.items()
+            if errors
+        )
+        print(
+            f"  ({row}) % of one core: {used}; 95 % sent at most {late:.0f} ms late{behind}; prediction off by {predicted}; "
+            f"{result.replayed['same']} of {result.replayed['all']} decisions replay"
+        )
+
+
+def told(value: Interval, digits: int, *, plus: bool = False) -> str:
+    """Return an estimate with its interval."""
+    sign = "+" if plus else ""
+    return f"{value.mean:{sign}.{digits}f} ({value.low:{sign}.{digits}f} to {value.high:{sign}.{digits}f})"
+
+
+def budget_setting(budget: float) -> dict[str, dict[str, Any]]:
+    """Return the setting of a mean loss; without budgets, that loss as the most of every class."""
+    if HAS_BUDGET:
+        return {"policy": {"loss_budget": budget}}
+    return {"policy": {"max_loss": {kind.value: budget for kind in PromptClass}}}
+
+
+def as_if(bench: Bench, answers: Sequence[Answer], tier: TierName) -> list[Answer]:
+    """Return answers with the loss that they would have if one tier had given them all."""
+    return with_loss([replace(answer, tier=tier) for answer in answers], bench.quality)
+
+
+def sweep(bench: Bench, options: argparse.Namespace) -> None:
+    """Print and plot engine time against loss, over budgets, beside everything on one tier and round robin.
+
+    Requests have no bounds on time, and by default the load is one that each tier could serve nearly alone, so that loss and
+    engine time alone decide.
+    """
+    load = (options.loads or [0.3])[0]
+    bench = replace(bench, bounded=False)
+    results: dict[str, Result] = {}
+    for row in ("a", "b", "c", "d"):
+        results[f"({row}) {ROWS[row]}"] = result = Result()
+        for number in range(bench.rounds):
+            measure(bench, row, load, number, result)
+    asked = results[f"(b) {ROWS['b']}"].answers
+    least, most = (mean_loss_of(as_if(bench, asked, tier)) for tier in (TierName.BALANCED, TierName.FAST))
+    shares = [least * n / 4 for n in range(5)] + [most * n / 4 for n in (2, 3, 4)]
+    budgets = options.budgets or (shares if HAS_BUDGET else CLASS_BOUNDS)
+    for budget in budgets:
+        results[f"{budget:.4f}"] = result = Result()
+        for number in range(bench.rounds):
+            measure(bench, MEASURED, load, number, result, budget_setting(budget))
+    count_engine_time(bench, list(results.values()))
+    kind = "policy.loss_budget" if HAS_BUDGET else "policy.max_loss of every class (this release has no budget)"
+    print(f"\n{load:g} of saturation; rows by number: (e) with that {kind}")
+    print(f"{'row':28} {'mean loss':>24} {'engine-seconds':>24} {'used':>7} {'goodput/s':>24}")
+    points: dict[str, list[Point]] = {"e": [], "fixed": []}
+    for name, result in results.items():
+        one = sums(bench, result.rounds)
+        samples = resampled(len(one.goodput.top))
+        loss, engine, good = (interval(part, samples) for part in (one.loss, one.engine, one.goodput))
+        print(f"{name:28} {told(loss, 4):>24} {told(engine, 3):>24} {result.used_each_s:7.3f} {told(good, 2):>24}")
+        fixed = name.startswith("(")
+        point = Point(loss.mean, engine.mean, engine.low, engine.high, name[1] if fixed else "")
+        points["fixed" if fixed else "e"].append(point)
+    show_run({"e": results[f"{budgets[-1]:.4f}"]})
+    if options.plots is not None:
+        front = tuple(sorted(points["e"], key=lambda p: p.x))
+        chart(
+            options.plots / "loss-against-engine-time.svg", f"What a loss budget buys, at {load:g} of saturation",
+            "mean loss", "engine-seconds a request",
+            [Series(ROWS["e"], front, line=True), Series("(a) to (d)", tuple(points["fixed"]))],
+        )  # fmt: skip
+
+
+def step(bench: Bench, options: argparse.Namespace) -> None:
+    """Print and plot mean loss over time while the mix goes from half chat, half code to all code."""
+    load = (options.loads or [0.5])[0]
+    result = Result()
+    measure(bench, MEASURED, load, 0, result)
+    answers = sorted((a for a in result.answers if a.loss is not None), key=lambda a: a.at_s)
+    half = bench.seconds / 2
+    print(f"\n{load:g} of saturation; half chat, half code until {half:g} s, then all code")
+    titles = f"{'seconds':>14} {'requests':>9} {'mean loss':>10} {'all balanced':>13} {'since start':>12}"
+    print(f"{titles} {'fast/bal./prec. %':>18}")
+    marks = [WINDOW_S * n for n in range(1, int(bench.seconds // WINDOW_S) + 1)]
+    windows, running_mean, level = [], [], []
+    for end in marks:
+        own = [a for a in answers if end - WINDOW_S <= a.at_s < end]
+        until = [a for a in answers if a.at_s < end]
+        if not own:
+            continue
+        windows.append(Point(end - WINDOW_S / 2, mean_loss_of(own)))
+        level.append(Point(end - WINDOW_S / 2, mean_loss_of(as_if(bench, own, TierName.BALANCED))))
+        running_mean.append(Point(end, mean_loss_of(until)))
+        shares = "/".join(f"{sum(a.tier is t for a in own) / len(own) * 100:.0f}" for t in TierName)
+        print(
+            f"{end - WINDOW_S:6.0f} to {end:4.0f} {len(own):9} {windows[-1].y:10.4f} {level[-1].y:13.4f}"
+            f" {running_mean[-1].y:12.4f} {shares:>18}"
+        )
+    show_run({MEASURED: result})
+    if options.plots is not None:
+        chart(
+            options.plots / "loss-after-a-step.svg", "Half chat, half code, then all code", "seconds", "mean loss",
+            [
+                Series(f"each {WINDOW_S:g} s", tuple(windows), line=True),
+                Series("since the start", tuple(running_mean), line=True, marks=False),
+                Series("all balanced", tuple(level), line=True, marks=False),
+            ],
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Are quotas exact? Requests with random keys, far over their quotas, through two routers that share a Redis.
 
-usage: python benchmarks/quota.py [--requests 100000] [--keys 40]
+usage: python benchmarks/quota.py [--requests 100000] [--keys 40] [--workers N]
+
+With --workers, through one router with N workers, without Redis.
 
 Every key offers more than it may use. Exact: within the first minute each key is served as many requests as its quota
 allows, not one more or fewer; and no 60 seconds, wherever they start, hold more. A request is within 60 seconds if it was
-sent and answered within them. Needs redis-server; the engine is a stub.
+sent and answered within them. Without --workers it needs redis-server; the engine is a stub.
 """
 
 from __future__ import annotations
@@ -34,28 +36,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--keys", type=int, default=40)
+    parser.add_argument("--workers", type=int, default=0)
     args = parser.parse_args()
     source = random.Random(5)
-    program = shutil.which("redis-server")
-    assert program, "redis-server is not installed"
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         quotas = {f"key {n}": source.randint(20, 400) for n in range(args.keys)}
         file = folder / "keys.json"
         keys = {name: add_key(file, name, requests_per_minute=quota)[0] for name, quota in quotas.items()}
-        redis = free_port()
-        stack.enter_context(process([program, "--port", str(redis), "--bind", "127.0.0.1", "--save", ""], None))
-        wait_for(redis)
         os.environ["QARR_AUTH__KEYS_FILE"] = str(file)
-        os.environ["QARR_STATE__REDIS_URL"] = f"redis://127.0.0.1:{redis}/0"
+        if args.workers:
+            os.environ["QARR_SERVER__WORKERS"] = str(args.workers)
+        else:
+            os.environ["QARR_STATE__REDIS_URL"] = start_redis(stack)
         url, _ = stack.enter_context(stub())
-        ports = [free_port() for _ in range(2)]
+        ports = [free_port() for _ in range(1 if args.workers else 2)]
         for core, port in enumerate(ports):
-            stack.enter_context(process([".venv/bin/qarr", "serve", "--fast", url, "--port", str(port)], core))
+            pinned = None if args.workers else core
+            stack.enter_context(process([".venv/bin/qarr", "serve", "--fast", url, "--port", str(port)], pinned))
             wait_for(port, "/readyz")
         started = time.monotonic()
         answers = asyncio.run(send(ports, keys, args.requests, source))
-    report(answers, quotas, started)
+    report(answers, quotas, started, f"one router with {args.workers} workers" if args.workers else "two routers")
+
+
+def start_redis(stack: ExitStack) -> str:
+    """Start a Redis, and return its URL."""
+    program = shutil.which("redis-server")
+    assert program, "redis-server is not installed"
+    port = free_port()
+    stack.enter_context(process([program, "--port", str(port), "--bind", "127.0.0.1", "--save", ""], None))
+    wait_for(port)
+    return f"redis://127.0.0.1:{port}/0"
 
 
 async def send(
@@ -90,7 +102,9 @@ async def send(
     return answers
 
 
-def report(answers: dict[str, list[tuple[int, float, float]]], quotas: dict[str, int], started: float) -> None:
+def report(
+    answers: dict[str, list[tuple[int, float, float]]], quotas: dict[str, int], started: float, through: str
+) -> None:
     """Print what was counted."""
     statuses = Counter(status for answered in answers.values() for status, _, _ in answered)
     took = max(at for answered in answers.values() for _, _, at in answered) - started
@@ -102,7 +116,7 @@ def report(answers: dict[str, list[tuple[int, float, float]]], quotas: dict[str,
         exact += first_minute == min(quotas[name], offered)
         most = max(sum(at <= start + WINDOW_S for sent, at in served if sent >= start) for start, _ in served)
         over += most > quotas[name]
-    print(f"{sum(statuses.values())} requests in {took:.0f} s over two routers and {len(quotas)} keys")
+    print(f"{sum(statuses.values())} requests in {took:.0f} s over {through} and {len(quotas)} keys")
     print("answers by status: " + ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items())))
     print(f"served in the first minute exactly what the quota allows: {exact} of {len(quotas)} keys")
     print(f"keys with any 60 s above their quota: {over}")

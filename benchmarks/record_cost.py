@@ -79,7 +79,7 @@ async def measured() -> dict[str, float]:
         answer = await stack.stream()
         await text_of(answer)
         await answer.aclose()
-        registry = RequestRegistry(stack.fleet, SimpleNamespace(deadline_passed=False), 500)  # type: ignore[arg-type]
+        registry = RequestRegistry(SimpleNamespace(deadline_passed=False), 500)  # type: ignore[arg-type]
         pipeline: Any = SimpleNamespace(registry=registry, fleet=stack.fleet, policy=stack.policy)
         observers = {"traces": telemetry.record_outcome, "log line": log_request}
         registry.observers.extend(observers.values())

@@ -52,6 +52,8 @@ MODELS = plain(json.dumps({"data": [{"id": "stub", "max_model_len": 8192}]}).enc
 METRICS = plain(
     b"vllm:num_requests_running 0.0\nvllm:num_requests_waiting 0.0\nvllm:kv_cache_usage_perc 0.0\n", "text/plain"
 )
+SAID = {"index": 0, "text": " Paris", "message": {"content": " Paris"}, "finish_reason": "length"}
+WHOLE = plain(json.dumps({"id": "x", "created": 0, "model": "stub", "choices": [SAID], "usage": USAGE}).encode())
 SIMPLE = {
     b"/health": plain(b""),
     b"/metrics": METRICS,
@@ -85,17 +87,19 @@ class Stub(asyncio.Protocol):
             length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
             if len(self.buffer) < end + 4 + length:
                 return
-            path = self.buffer.split(b" ", 2)[1]
+            path, body = self.buffer.split(b" ", 2)[1], self.buffer[end + 4 : end + 4 + length]
             self.buffer = self.buffer[end + 4 + length :]
-            self.answer(path)
+            self.answer(path, body)
 
-    def answer(self, path: bytes) -> None:
+    def answer(self, path: bytes, body: bytes) -> None:
         """Answer one request: at once, or paced; ``/pace/N`` changes the pause from then on to N milliseconds."""
         if path in SIMPLE:
             self.transport.write(SIMPLE[path])
         elif path.startswith(b"/pace/"):
             Stub.delay_s = int(path[6:]) / 1000
             self.transport.write(plain(b""))
+        elif b'"stream"' not in body:
+            self.transport.write(WHOLE)
         elif self.delay_s:
             self.task = asyncio.ensure_future(self.paced())
         else:

@@ -1,12 +1,13 @@
 """Prompts in, features out. Knows nothing of HTTP, of tiers, or of telemetry."""
 
 from classifier.errors import ClassifierError, TokenizerError, WeightsError
-from classifier.features import PromptFeatures, extract
-from classifier.kinds import PromptClass
+from classifier.features import PromptFeatures, explain, extract
+from classifier.kinds import Complexity, PromptClass
 from classifier.tokens import EstimatingCounter, ModelTokenCounter, TokenCounter
 
 __all__ = [
     "ClassifierError",
+    "Complexity",
     "EstimatingCounter",
     "ModelTokenCounter",
     "PromptClass",
@@ -14,5 +15,6 @@ __all__ = [
     "TokenCounter",
     "TokenizerError",
     "WeightsError",
+    "explain",
     "extract",
 ]

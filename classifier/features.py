@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
-from classifier.asks import weigh_request
-from classifier.classes import LONG_TOKENS, judge, judge_code, judge_long
-from classifier.code import CodeEvidence, find_code
-from classifier.evidence import find_evidence
-from classifier.kinds import PromptClass  # noqa: TC001  read at run time by those who write features down
-from classifier.languages import programming_language
-from classifier.natural import foreign_log_odds
-from classifier.vocabulary import roles_of, tokenize
-from classifier.weights import shipped_weights
+from classifier.kinds import JUDGED, Complexity, PromptClass
 
 if TYPE_CHECKING:
+    from classifier.model import Model, Prediction
     from classifier.tokens import TokenCounter
 
-HEAD_CHARS = 350  # of the prose, that are read for what is asked: instructions stand at either end
-TAIL_CHARS = 200
-MAX_SIGNALS = 6
-MIXED_LINES = 2
+LONG_TOKENS = 1500
+MIN_PROBABILITY = 0.4  # of the likeliest class, below which no class is named
+_EVEN = 0.5
+_WHITE_OR_NOT = b"".join(b" " if chr(byte).isspace() else b"x" for byte in range(256))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +29,12 @@ class PromptFeatures:
         tokens_exact: Whether ``tokens`` is the model's own count rather than an estimate.
         contains_code: The prompt holds source text, a command, a query, a diff, a stack trace or the like.
         asks_for_code: A good answer is mainly code.
-        language: Programming language held or asked for, lower case; None where there is none or it is left open.
+        language: Programming language held or asked for, lower case; None where there is none, it is left open or rare.
         prompt_class: The kind of work.
         confidence: Probability that ``prompt_class`` is right, 0..1; of ``unknown``, that the likeliest class would have
             been wrong.
-        signals: Names of the evidence, for people.
+        signals: Names of certain marks of code, or the length by which a prompt is long, for people.
+        complexity: How much work is asked for; None where it has not been judged.
     """
 
     chars: int
@@ -52,6 +47,7 @@ class PromptFeatures:
     prompt_class: PromptClass
     confidence: float
     signals: tuple[str, ...]
+    complexity: Complexity | None = None
 
     @property
     def has_code(self) -> bool:
@@ -66,96 +62,63 @@ def extract(text: str, counter: TokenCounter, context_tokens: int = 0) -> Prompt
         text: The prompt, any string.
         counter: Counts tokens as the model does.
         context_tokens: Of all that the model reads, where the text is only its last part.
+
+    Raises:
+        WeightsError: At the first call, if the weights that come with the package cannot be read.
     """
     tokens = counter.count(text)
-    read = read_prompt(text)
-    weights = shipped_weights()
+    found = _model().predict(text)
+    has_code = found.has_code >= _EVEN
     length = max(tokens, context_tokens)
-    if read.has_code:
-        signals = (*read.code.signals[:4], *(read.asked if read.asks >= 0 else ()))
-        judgement = judge_code(read.code_log_odds, signals, weights)
-    elif length > LONG_TOKENS:
-        judgement = judge_long(length, weights)
-    else:
-        judgement = judge(read.evidence(), weights)
+    prompt_class, confidence = _judge(found, length)
+    long = (f"{length} tokens",) if prompt_class is PromptClass.LONG_CONTEXT else ()
     return PromptFeatures(
         chars=len(text),
-        words=len(text.split()),
+        words=_count_words(text),
         tokens=tokens,
         tokens_exact=counter.exact,
-        contains_code=read.code.present,
-        asks_for_code=read.asks >= 0,
-        language=programming_language(read.cased, read.words, read.code) if read.has_code else None,
-        prompt_class=judgement.prompt_class,
-        confidence=judgement.confidence,
-        signals=judgement.signals[:MAX_SIGNALS],
+        # Where only the sum of both is likely, the likelier one is named.
+        contains_code=has_code and found.contains_code >= min(_EVEN, found.asks_for_code),
+        asks_for_code=has_code and found.asks_for_code >= min(_EVEN, found.contains_code),
+        language=found.language if has_code else None,
+        prompt_class=prompt_class,
+        confidence=confidence,
+        signals=found.marks + long,
+        complexity=found.complexity,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PromptReading:
-    """What the words and marks of a prompt say, before any class is judged.
+def explain(text: str, most: int = 5) -> dict[str, list[tuple[str, float]]]:
+    """Return what weighed most in a prompt, for people: see ``classifier.explanation``."""
+    from classifier.explanation import explain as told  # noqa: PLC0415
 
-    Attributes:
-        excerpt: Head and tail of the prose, which are read for what is asked.
-        cased: Its words.
-        words: The same in lower case.
-        roles: One letter for each.
-        code: What was found of code in the prompt.
-        asks: Log-odds that the prompt asks for code.
-        asked: Names of the evidence for that.
-    """
-
-    excerpt: str
-    cased: list[str]
-    words: list[str]
-    roles: str
-    code: CodeEvidence
-    asks: float
-    asked: tuple[str, ...]
-
-    @property
-    def has_code(self) -> bool:
-        """Tell whether the prompt holds or asks for code."""
-        return self.code_log_odds >= 0
-
-    @property
-    def code_log_odds(self) -> float:
-        """Return the log-odds that the prompt holds or asks for code."""
-        return max(self.code.log_odds, self.asks)
-
-    def evidence(self) -> dict[str, float]:
-        """Return the evidence of the prompt's class by name, 0..1 each."""
-        foreign = foreign_log_odds(self.excerpt, self.words)
-        return find_evidence(self.excerpt, self.roles, foreign=foreign, code=self.code_log_odds)
+    return told(text, most)
 
 
-def read_prompt(text: str) -> PromptReading:
-    """Read a prompt's words and marks. Pure."""
-    lines = text.split("\n")
-    code = find_code(text, lines)
-    prose = _prose(lines, code) if code.present else text
-    excerpt = prose if len(prose) <= HEAD_CHARS + TAIL_CHARS else f"{prose[:HEAD_CHARS]}\n{prose[-TAIL_CHARS:]}"
-    cased = tokenize(excerpt)
-    words = list(map(str.lower, cased))
-    roles = roles_of(words)
-    asks, asked = weigh_request(text, roles, code)
-    return PromptReading(excerpt, cased, words, roles, code, asks, asked)
+def _count_words(text: str) -> int:
+    """Return the number of parts between white space."""
+    if text.isascii():
+        return f" {text}".encode().translate(_WHITE_OR_NOT).count(b" x")
+    return len(text.split())
 
 
-def _prose(lines: list[str], code: CodeEvidence) -> str:
-    """Return the lines around code: not in a fence or comment, not indented, without the shape or the marks of code."""
-    if len(lines) <= MIXED_LINES:  # code and request share a line
-        return "\n".join(lines)
-    kept: list[str] = []
-    fenced = False
-    for number, line in enumerate(lines):
-        if line.lstrip().startswith(("```", "~~~")):
-            fenced = not fenced
-        elif (
-            not fenced
-            and number not in code.code_lines
-            and not line.startswith((" ", "\t", "/*", "//", "#", "*", "<", "}"))
-        ):
-            kept.append("" if line.endswith(("{", "}", ";")) else line)
-    return "\n".join(kept)
+@cache
+def _model() -> Model:
+    """Return the shipped model. NumPy is imported here, not where features are only passed on."""
+    from classifier.model import shipped_model  # noqa: PLC0415
+
+    return shipped_model()
+
+
+def _judge(found: Prediction, tokens: int) -> tuple[PromptClass, float]:
+    """Return the class of a prompt and the confidence in it."""
+    if found.has_code >= _EVEN:
+        return PromptClass.CODE, found.has_code
+    if tokens > LONG_TOKENS:
+        return PromptClass.LONG_CONTEXT, 1 - found.has_code
+    share = max(found.classes)
+    likeliest = JUDGED[found.classes.index(share)]
+    share *= 1 - found.has_code
+    if likeliest is PromptClass.UNKNOWN:
+        return likeliest, share
+    return (likeliest, share) if share >= MIN_PROBABILITY else (PromptClass.UNKNOWN, 1 - share)

@@ -16,3 +16,22 @@ class PromptClass(StrEnum):
     MULTILINGUAL = "multilingual"
     LONG_CONTEXT = "long_context"
     UNKNOWN = "unknown"
+
+
+# Classes told apart where a prompt neither holds nor asks for code and is not long; unknown is text that says nothing.
+JUDGED = (
+    PromptClass.CHAT,
+    PromptClass.EXTRACTION,
+    PromptClass.MATH,
+    PromptClass.MULTILINGUAL,
+    PromptClass.WRITING,
+    PromptClass.UNKNOWN,
+)
+
+
+class Complexity(StrEnum):
+    """How much work a prompt asks for, from one fact or line to a design of several parts."""
+
+    TRIVIAL = "trivial"
+    MODERATE = "moderate"
+    COMPLEX = "complex"

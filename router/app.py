@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 from starlette.applications import Starlette
@@ -38,9 +38,11 @@ from router.pipeline.cascade import Cascade
 from router.pipeline.failover import Failover
 from router.pipeline.opening import Direct, Hedging
 from router.pipeline.pipeline import Pipeline
+from router.pipeline.queue_lines import Lines
 from router.pipeline.registry import RequestRegistry
 from router.pipeline.shared_load import SharedLoad
 from router.policy.decision_log import DecisionLog
+from router.policy.render import render_budget
 from router.policy.table import PolicyStore
 from router.profiling.auto_profile import AutoProfile
 from router.profiling.prompt_samples import PromptSamples
@@ -55,7 +57,7 @@ from tiers.background import lasting
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping
     from contextlib import AbstractAsyncContextManager
 
     from starlette.requests import Request
@@ -63,10 +65,51 @@ if TYPE_CHECKING:
 
     from classifier import TokenCounter
     from router.auth.api_keys import KeyStore
+    from router.auth.quota import LocalLedger
+    from router.monitoring.live import TracesElsewhere
+    from router.pipeline.pipeline import AnswerObserver
     from router.settings import Settings
+    from router.telemetry.record import RequestRecord
     from router.telemetry.tracing import Telemetry
     from tiers.fleet import Fleet
     from tiers.lifecycle.operations import Operations
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What ties one of several processes that serve as one router to the others.
+
+    Attributes:
+        serves: Whether it answers requests; the first process does not, and does what is done once for all.
+        lines: Makes its queue.
+        ledger: Counts quotas.
+        stream_name: How the ids of its resumable streams begin.
+        busy: Tells whether requests are open in other processes.
+        on_request: Called with each request; None: measurements give way.
+        observer: Gets answered prompts for shadow evaluation; None: evaluated here.
+        traces: Those of other processes.
+    """
+
+    serves: bool
+    lines: Callable[[Mapping[str, int]], Lines[Any]]
+    ledger: LocalLedger
+    stream_name: str = ""
+    busy: Callable[[], bool] = lambda: False
+    on_request: Callable[[], None] | None = None
+    observer: AnswerObserver | None = None
+    traces: TracesElsewhere | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A wired router: its application, and what the other processes of one router ask of it."""
+
+    app: ASGIApp
+    pipeline: Pipeline
+    evaluation: ShadowEvaluation
+    profiling: AutoProfile
+    live: Live
+    metrics: Metrics
 
 
 def create_app(
@@ -80,6 +123,24 @@ def create_app(
     server_state: ServerState | None = None,
     operations: Operations | None = None,
 ) -> ASGIApp:
+    """Wire the router that one process is. See ``wire_router``."""
+    return wire_router(
+        settings, fleet, counter, telemetry, model, keys=keys, server_state=server_state, operations=operations
+    ).app
+
+
+def wire_router(
+    settings: Settings,
+    fleet: Fleet,
+    counter: TokenCounter,
+    telemetry: Telemetry,
+    model: str,
+    *,
+    keys: KeyStore,
+    server_state: ServerState | None = None,
+    operations: Operations | None = None,
+    links: Links | None = None,
+) -> Router:
     """Wire the router.
 
     Args:
@@ -91,34 +152,37 @@ def create_app(
         keys: Keys of those who may use the router.
         server_state: Whether requests are taken; None: always.
         operations: What operators may do; None: nothing.
+        links: To the other processes of the router; None: this one is all of it.
     """
     server_state = server_state or ServerState()
-    wired = _wire(settings, fleet, counter, telemetry, model, state=server_state)
+    wired = _wire(settings, fleet, counter, telemetry, model, state=server_state, links=links)
     pipeline, about = wired.pipeline, wired.about
-    live = Live(pipeline, wired.profiling, server_state, keys, about)
-    metrics = Metrics(pipeline, wired.evaluation, wired.upstream.retries, about)
+    live = Live(pipeline, wired.profiling, server_state, keys, about, loss_budget=wired.loss_budget)
+    half_life_s = settings.policy.budget_half_life_s
+    metrics = Metrics(pipeline, wired.evaluation, wired.upstream.retries, about, half_life_s)
     admin = Admin(operations, keys).routes() if operations is not None else []
-    status, streams = Status(wired, settings, server_state), ResumableStreams(settings.server)
+    status = Status(wired, settings, server_state)
+    streams = ResumableStreams(settings.server, links.stream_name if links is not None else "")
     handlers = dict.fromkeys((*PROBLEMS, ClientGone, Exception), _problem)  # by type; Exception: all others
     direct: dict[str, ASGIApp] = {
         "/generate": Generate(pipeline, settings, streams),
         CHAT: Completions(pipeline, settings, CHAT),
         COMPLETIONS: Completions(pipeline, settings, COMPLETIONS),
     }
+    traces = links.traces if links is not None else None
     routes = [
         Endpoint(PAGE, Page(settings.server, keys).answer),
         *(Endpoint(path, served, methods=["POST"]) for path, served in direct.items()),
         *_routes(wired, settings, status),
-        *LiveEndpoints(pipeline, wired.evaluation, live, settings.telemetry).routes(),
+        *LiveEndpoints(pipeline, wired.evaluation, live, settings.telemetry, traces).routes(),
         Endpoint("/metrics", metrics.answer),
         *admin,
     ]
-    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(wired, streams, live))
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(wired, streams, live, links))
     app.router.redirect_slashes = False  # a redirect would go to the host of the caller's Host header
     local_names = settings.server.allowed_hosts if is_loopback(settings.server.host) else None
-    return telemetry.instrument(
-        Gate(app, keys, telemetry, server_state, answered=metrics.answered, direct=direct, local_names=local_names)
-    )
+    gate = Gate(app, keys, telemetry, server_state, answered=metrics.answered, direct=direct, local_names=local_names)
+    return Router(telemetry.instrument(gate), pipeline, wired.evaluation, wired.profiling, live, metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +191,7 @@ class _Wired:
 
     Attributes:
         about: Version, model and trace viewer, for the page and the metrics.
+        loss_budget: Returns it as JSON values.
     """
 
     pipeline: Pipeline
@@ -136,6 +201,7 @@ class _Wired:
     profiling: AutoProfile
     samples: PromptSamples | None
     about: dict[str, str]
+    loss_budget: Callable[[], dict[str, Any]]
 
 
 def _wire(
@@ -146,22 +212,28 @@ def _wire(
     model: str,
     *,
     state: ServerState,
+    links: Links | None,
 ) -> _Wired:
     """Wire the pipeline."""
     kept = settings.telemetry
-    registry = RequestRegistry(fleet, state, kept.recent_requests)
+    registry = RequestRegistry(state, kept.recent_requests)
     registry.observers.extend((telemetry.record_outcome, log_request))
     decisions = DecisionLog(kept.decision_log, kept.decision_log_mb << 20) if kept.decision_log is not None else None
     if decisions is not None:
         registry.observers.append(partial(log_outcome, decisions))
-    policy = PolicyStore(settings.policy, fleet)
+    redis_url = settings.state.redis_url.get_secret_value()
+    policy = PolicyStore(settings.policy, fleet, redis_url)
+    registry.observers.append(partial(_count_loss, policy))
     # The most requests that replicas have at once; an engine started here may have a successor beside it for a while.
     slots = sum(spec.max_in_flight * (len(spec.urls) or 2) for spec in fleet.specs)
     upstream = Upstream(fleet, EngineTransport(2 * slots), settings.upstream, telemetry, policy)
-    redis_url = settings.state.redis_url.get_secret_value()
-    profiling = AutoProfile(settings, fleet, policy, model, lambda: bool(registry.open))
-    evaluation = ShadowEvaluation(settings.policy.live_check_share, fleet, upstream, policy, telemetry)
-    admission = Admission(fleet, policy, settings.admission, telemetry)
+    served = links.busy if links is not None else lambda: bool(registry.open)
+    profiling = AutoProfile(settings, fleet, policy, model, served)
+    share = settings.policy.live_check_share
+    if share and links is not None and not links.serves:
+        share = 1.0  # workers have drawn the sample
+    evaluation = ShadowEvaluation(share, fleet, upstream, policy, telemetry)
+    admission = Admission(fleet, policy, settings.admission, telemetry, links.lines if links is not None else Lines)
     samples = None
     if kept.sampled_prompts is not None and kept.prompt_share:
         samples = PromptSamples(kept.sampled_prompts, kept.prompt_share)
@@ -169,11 +241,12 @@ def _wire(
     cascade = Cascade(opener, policy, upstream, telemetry)
     attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
     failover = Failover(cascade, fleet, policy, upstream, telemetry, attempts, max_tokens)
+    observer = (links.observer if links is not None else None) or evaluation
     pipeline = Pipeline(
         fleet=fleet,
         counter=counter,
         policy=policy,
-        quotas=Quotas(redis_url),
+        quotas=Quotas(redis_url, local=links.ledger if links is not None else None),
         admission=admission,
         opener=failover,
         cascade=cascade,
@@ -181,16 +254,23 @@ def _wire(
         decisions=decisions,
         telemetry=telemetry,
         prompt_observer=samples,
-        answer_observer=evaluation if settings.policy.live_check_share else None,
-        on_request=profiling.give_way,
+        answer_observer=observer if settings.policy.live_check_share else None,
+        on_request=(links.on_request if links is not None else None) or profiling.give_way,
     )
-    shared = SharedLoad(redis_url, fleet, admission.waiting_for)
+    shared = SharedLoad("" if links is not None and links.serves else redis_url, fleet, admission.waiting_for)
     about = {"version": version("qarr"), "model": model, "trace_url": kept.trace_url}
-    return _Wired(pipeline, upstream, shared, evaluation, profiling, samples, about)
+    loss_budget = partial(render_budget, policy, settings.policy.budget_half_life_s)
+    return _Wired(pipeline, upstream, shared, evaluation, profiling, samples, about, loss_budget)
+
+
+def _count_loss(policy: PolicyStore, record: RequestRecord) -> None:
+    """Count the loss of an answer that has ended."""
+    if record.served_by is not None:
+        policy.served(record.decision, record.served_by, record.output_tokens)
 
 
 def _lifespan(
-    wired: _Wired, streams: ResumableStreams, live: Live
+    wired: _Wired, streams: ResumableStreams, live: Live, links: Links | None
 ) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     """Return what runs while the router serves, and is closed afterwards."""
     pipeline = wired.pipeline
@@ -199,19 +279,21 @@ def _lifespan(
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         work = {
             "loading profiles": pipeline.policy.watch,
-            "shadow evaluation": wired.evaluation.run,
-            "measuring": wired.profiling.run,
+            "the loss budget": pipeline.policy.keep_budget,
             "the queue": pipeline.admission.run,
             "sharing load": wired.shared.run,
             "the live stream": live.run,
             "returning memory": keep_handing_back,
         }
+        if links is None or not links.serves:
+            work |= {"shadow evaluation": wired.evaluation.run, "measuring": wired.profiling.run}
         tasks = [asyncio.create_task(lasting(each, name), name=name) for name, each in work.items()]
         yield
         await streams.aclose()
         await end_tasks(tasks)
         await wired.profiling.aclose()
         await wired.shared.aclose()
+        await pipeline.policy.aclose()
         await pipeline.quotas.aclose()
         await wired.upstream.aclose()
         for writer in (pipeline.decisions, wired.samples):
@@ -245,7 +327,7 @@ class Status:
 
     def __init__(self, wired: _Wired, settings: Settings, server_state: ServerState) -> None:
         self._fleet, self._profiling, self._about = wired.pipeline.fleet, wired.profiling, wired.about
-        self._limits, self._server_state = settings.limits, server_state
+        self._limits, self._server_state, self._loss_budget = settings.limits, server_state, wired.loss_budget
 
     async def healthz(self, _request: Request) -> Response:
         """Answer that the router is alive."""
@@ -273,7 +355,8 @@ class Status:
         """Answer with the present fleet; only operators see the engines' addresses."""
         inside = context_of(request.scope).caller.sees_all
         fleet = render_fleet(self._fleet.snapshot(), self._about["model"], self._fleet.machine, inside=inside)
-        return _json({**fleet, "profiling": self._profiling.render(inside=inside)})
+        profiling, budget = self._profiling.render(inside=inside), self._loss_budget()
+        return _json({**fleet, "profiling": profiling, "loss_budget": budget})
 
     async def openapi(self, _request: Request) -> Response:
         """Answer with the OpenAPI document."""

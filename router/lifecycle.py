@@ -83,10 +83,8 @@ class ResponseTracker:
             return
         if message["type"] == "http.response.start":
             self.begun, self.status = True, message["status"]
-            self.streams = any(
-                name == b"content-type" and value.startswith(b"text/event-stream")
-                for name, value in message.get("headers", ())
-            )
+            headers = message.get("headers", ())
+            self.streams = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
             if not self._server_state.open:
                 MutableHeaders(scope=message)["connection"] = "close"
         await self._send(message)

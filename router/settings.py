@@ -24,6 +24,8 @@ from pydantic import (
     PositiveFloat,
     SecretStr,
     ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
     model_validator,
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -82,6 +84,12 @@ class ServerSettings(Section):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
+    workers: int = Field(
+        1, ge=1, le=64, description="Processes that answer on the port; with several, one more supervises engines."
+    )
+    worker_timeout_s: PositiveFloat = Field(
+        30, description="With several workers, one that does nothing at all for this long is killed and replaced."
+    )
     page: Literal["auto", "on", "off"] = Field(
         "auto", description="The page at `/`: `auto` serves it on loopback, and wherever requests need keys."
     )
@@ -199,6 +207,12 @@ class TierSettings(Section):
         (), description="Engines that run elsewhere; empty: one is started here."
     )
     checkpoint: Path | None = Field(None, description="Model folder for this tier instead of the prepared one.")
+    precision: str = Field(
+        "",
+        pattern=r"^([a-z0-9][a-z0-9+.-]{0,31})?$",
+        description="What the engines of `urls` serve, such as `fp8`, if their checkpoint cannot be read here; it is shown "
+        "as stated. Of engines that are started here the checkpoint tells it.",
+    )
 
 
 DEFAULT_LENGTHS: dict[str, dict[str, Any]] = {
@@ -287,7 +301,7 @@ class EngineSettings(Section):
     hang_s: PositiveFloat = Field(
         120,
         description="An engine that has requests and makes no progress for this long must answer a request of one "
-        "token within 30 s, or it is restarted.",
+        "token within 30 s, or it is restarted; one given by URL is quarantined.",
     )
     unreachable_s: PositiveFloat = Field(
         60, description="An engine that does not answer health checks for this long is restarted."
@@ -295,13 +309,13 @@ class EngineSettings(Section):
     slow_factor: NonNegativeFloat = Field(
         4,
         description="An engine this many times slower than predicted, or than before, for `engine.slow_s` is recycled "
-        "unless the others are slow too. 0: not checked.",
+        "unless the others are slow too; one given by URL is quarantined if its tier has another. 0: not checked.",
     )
     slow_s: PositiveFloat = Field(600, description="How long an engine may be too slow before it is recycled.")
     min_prefix_hit_rate: Share = Field(
         0,
         description="An engine whose prefix cache hit rate falls below this, and stays there for `engine.slow_s`, is "
-        "recycled. 0: not checked.",
+        "recycled. Not of engines given by URL. 0: not checked.",
     )
     drain_s: NonNegativeFloat = Field(
         120,
@@ -318,7 +332,8 @@ class EngineSettings(Section):
     canary_min_agreement: Share = Field(
         0.5,
         description="Share of greedy tokens, up to the first difference, that must equal those recorded at the "
-        "checkpoint's first start on this machine (`canary.json` in `policy.profiles`). 0: not compared.",
+        "checkpoint's first start on this machine, or at first from this URL (`canary.json` in `policy.profiles`). 0: not "
+        "compared.",
     )
     canary_max_slowdown: NonNegativeFloat = Field(
         8,
@@ -352,18 +367,12 @@ CLASS_FLOOR: dict[PromptClass, TierName] = {
 }
 
 
-# Share of tokens that may differ from the highest precision's first choice: by published losses, 4 bits are enough for
-# conversation and 8 for the rest (arXiv 2411.02355). A model that loses more is served at a higher precision.
-CLASS_MAX_LOSS: dict[PromptClass, float] = {
-    PromptClass.CHAT: 0.12,
-    PromptClass.WRITING: 0.12,
-    PromptClass.EXTRACTION: 0.06,
-    PromptClass.MULTILINGUAL: 0.06,
-    PromptClass.LONG_CONTEXT: 0.06,
-    PromptClass.CODE: 0.05,
-    PromptClass.MATH: 0.05,
-    PromptClass.UNKNOWN: 0.05,
-}
+class LikeTier(Section):
+    """A loss budget by comparison."""
+
+    like: Literal[TierName.FAST, TierName.BALANCED] = Field(
+        TierName.BALANCED, description="As much as if this tier served everything, by the measured losses."
+    )
 
 
 class PolicySettings(Section):
@@ -374,11 +383,20 @@ class PolicySettings(Section):
         description="Lowest tier for each class of prompt while its loss is not measured.",
         validate_default=True,
     )
+    loss_budget: Share | LikeTier = Field(
+        LikeTier(),
+        description="Mean quality loss that live traffic may have, once loss is measured: the share of tokens that may "
+        "differ from the highest precision's first choice. A number, or as much as one tier would lose on the same "
+        'prompts: `{ like = "balanced" }`. Within it each request takes the tier for which engine time and loss '
+        "together cost least. 0: only the tier that loses least.",
+    )
+    budget_half_life_s: PositiveFloat = Field(
+        300, description="Half-life of the running mean that is held to `policy.loss_budget`, in seconds."
+    )
     max_loss: dict[PromptClass, Share] = Field(
-        CLASS_MAX_LOSS,
-        description="Most quality loss allowed for each class, once it is measured: the share of tokens that differ "
-        "from the highest precision's first choice.",
-        validate_default=True,
+        {},
+        description="Most quality loss of a single request of each class, once it is measured; a tier that may lose "
+        "more is not used. Classes that are not named have only the budget.",
     )
     sla_confidence: float = Field(
         0.9, ge=0.5, lt=1, description="Confidence with which bounds must be met, if a request gives none."
@@ -416,9 +434,18 @@ class PolicySettings(Section):
     live_check_share: Share = Field(
         0,
         description="Shadow evaluation: share of prompts served by a cheap tier that are answered again and scored "
-        "while the engines are idle. A class that loses more than `policy.max_loss` gets the next precision until it "
-        "recovers. 0: off.",
+        "while the engines are idle. What they lost counts instead of the profile's loss. A class that loses more than "
+        "its `policy.max_loss` gets the next precision until it recovers. 0: off.",
     )
+
+    @field_validator("loss_budget", mode="wrap")
+    @classmethod
+    def _one_message(cls, value: object, check: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return check(value)
+        except ValidationError:
+            text = 'a number from 0 to 1, { like = "fast" } or { like = "balanced" } is needed'
+            raise ValueError(text) from None
 
 
 class ProfileSettings(Section):

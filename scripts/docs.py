@@ -1,4 +1,4 @@
-"""Write the generated documentation: docs/settings.md, docs/settings.schema.json, docs/cli.md, and README's figures.
+"""Write the generated documentation: settings.md, settings.schema.json, cli.md, and figures in README and predictions.md.
 
 usage: .venv/bin/python scripts/docs.py
 """
@@ -17,8 +17,10 @@ from router.settings import schema, table
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 README = "../README.md"
-FIGURES = DOCS / "../benchmarks/results/side_by_side.json"
+RESULTS = DOCS / "../benchmarks/results"
+FIGURES = RESULTS / "side_by_side.json"
 COST = re.compile(r"^- \*\*Cost\.\*\*.*?\n(?=- |\n)", re.MULTILINE | re.DOTALL)  # README's paragraph
+TABLE = re.compile(r"^```text\n.*?^```\n", re.MULTILINE | re.DOTALL)  # of predictions.md
 COMMANDS = (
     (),
     ("up",),
@@ -64,6 +66,7 @@ def render() -> dict[str, str]:
         "settings.md": f"{SETTINGS_HEAD}\n{table()}\n",
         "settings.schema.json": portable + "\n",
         README: COST.sub(lambda _: cost(), (DOCS / README).read_text("utf-8"), count=1),
+        "predictions.md": TABLE.sub(lambda _: predictions(), (DOCS / "predictions.md").read_text("utf-8"), count=1),
         "cli.md": "# The command\n\n" + "\n".join(_help(command) for command in COMMANDS),
     }
 
@@ -79,6 +82,11 @@ def cost() -> str:
         "([side by side](benchmarks/results/side_by_side.txt))."
     )
     return textwrap.fill(text, 115, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False) + "\n"
+
+
+def predictions() -> str:
+    """Return the benchmark of predictions as it was printed."""
+    return f"```text\n{(RESULTS / 'predictions.txt').read_text('utf-8')}```\n"
 
 
 def _help(command: tuple[str, ...]) -> str:

@@ -2,7 +2,7 @@
 
 usage: .venv/bin/python scripts/screenshots.py [NAME...]
 
-Needs Chromium (scripts/setup services). A name makes one picture alone: page-light, page-dark, trace, prompt, phone,
+Needs Chromium (scripts/setup services). A name makes one picture alone: page-light, page-dark, trace, prompt, phone, loss,
 first-start.
 """
 
@@ -102,6 +102,7 @@ async def shots(browser: Browser, stack: Stack, wanted: list[str]) -> None:
         "trace": ("light", WIDE),
         "prompt": ("light", WIDE),
         "phone": ("light", PHONE),
+        "loss": ("light", WIDE),
     }.items():
         if wanted and name not in wanted:
             continue
@@ -109,7 +110,7 @@ async def shots(browser: Browser, stack: Stack, wanted: list[str]) -> None:
         page = await context.new_page()
         await page.goto(stack.url)
         await page.get_by_text("● live").wait_for()
-        if name in {"page-light", "page-dark"}:
+        if name in {"page-light", "page-dark", "loss"}:
             await asyncio.sleep(BUSY_S)
         elif name == "trace":
             failed = await fail_once(stack)
@@ -121,7 +122,8 @@ async def shots(browser: Browser, stack: Stack, wanted: list[str]) -> None:
             await page.get_by_role("button", name="Send").click()
             await page.get_by_text("first token here").wait_for()
             await page.locator("#ask").evaluate("node => node.closest('section').scrollIntoView({block: 'start'})")
-        shown = page.locator("section", has=page.locator("#ask")) if name == "prompt" else page
+        part = {"prompt": "#ask", "loss": "#quality"}.get(name)
+        shown = page if part is None else page.locator("section", has=page.locator(part))
         await shown.screenshot(path=IMAGES / f"{name}.png")
         print(f"docs/images/{name}.png: {(IMAGES / f'{name}.png').stat().st_size // 1024} kB")
         await context.close()

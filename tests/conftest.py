@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.ports import reserved_ports
+from tests.unit.made_configs import made_hub
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -25,8 +27,14 @@ def anyio_backend() -> tuple[str, dict[str, bool]]:
     return "asyncio", {"use_uvloop": True}
 
 
+@pytest.fixture(scope="session")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the Hugging Face cache of all tests, with the models that fakes may say they serve: ``made/fast`` ..."""
+    return made_hub(tmp_path_factory.mktemp("hub"))
+
+
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, hub: Path) -> None:
     """Keep the developer's own settings and exporters out of the tests."""
     for name in list(os.environ):
         if name.startswith(("QARR_", "OTEL_")):
@@ -34,6 +42,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest
     monkeypatch.setenv("QARR_POLICY__PROFILES", str(tmp_path_factory.mktemp("profiles")))
     monkeypatch.setenv("QARR_ENGINE__LOG_DIR", str(tmp_path_factory.mktemp("logs")))
     monkeypatch.setenv("QARR_PROFILE__AUTO", "false")
+    monkeypatch.setenv("HF_HUB_CACHE", str(hub))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
 
 

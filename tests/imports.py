@@ -19,6 +19,7 @@ RANKS = (
     {"api"},
     {"monitoring", "server"},
     {"app"},
+    {"workers"},
     {"deployment"},
     {"cli"},
 )

@@ -7,6 +7,8 @@ TierError
 ├── EngineError            an engine process failed
 │   ├── PortInUse          its port is taken by something else
 │   ├── EngineDied         it exited
+│   │   └── EngineHung     it computes nothing any more
+│   ├── EngineSlow         it runs elsewhere, and has been too slow for too long
 │   └── WarmupFailed       its answers are not sane text
 │       └── CanaryRefused  its answers or its speed are not those of its checkpoint before
 ├── OperationError         an operator's request cannot be carried out
@@ -45,6 +47,14 @@ class PortInUse(EngineError):
 
 class EngineDied(EngineError):
     """The engine process exited."""
+
+
+class EngineHung(EngineDied):
+    """The engine has requests and computes nothing."""
+
+
+class EngineSlow(EngineError):
+    """The engine, which runs elsewhere, has been too slow for too long."""
 
 
 class WarmupFailed(EngineError):

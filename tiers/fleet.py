@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from dataclasses import astuple, dataclass, field, replace
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from tiers.preparing import Preparations
 from tiers.replica import FleetOptions, Replica, Share, Totals
@@ -22,6 +22,7 @@ from tiers.speed import Load, Seen, SpeedModel, Times
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+MOST_BESIDE = 8  # replicas on one machine; in a larger fleet, what each has left is not looked for
 OUTPUT_MEMORY = 0.95  # weight of the past in ``Fleet.output_share``: about the last twenty answers
 
 
@@ -75,8 +76,7 @@ class Lease:
         """
         replica, speed, now, prompt_tokens = self.replica, self.replica.speed, monotonic(), self._prompt_tokens
         replica.progressed(now)
-        replica.changed()
-        replica.prompt_tokens -= prompt_tokens
+        replica.prompt_computed(prompt_tokens, now)
         self._prompt_tokens = 0
         self._answered()
         if ttft_ms is None or self.sequences > 1:
@@ -192,6 +192,7 @@ class Fleet:
         preparations: What tiers need before they serve for the first time.
     """
 
+    lease_type: ClassVar[type[Lease]] = Lease
     specs: tuple[TierSpec, ...]
     replicas: list[Replica] = field(default_factory=list)
     template: TemplateTokens = field(default_factory=TemplateTokens)
@@ -235,6 +236,15 @@ class Fleet:
     def configure(self, spec: TierSpec) -> None:
         """Replace a tier's configuration, for example when its checkpoint is finished."""
         self.specs = tuple(spec if each.name is spec.name else each for each in self.specs)
+
+    def note_precision(self, replica: Replica, precision: str) -> bool:
+        """Note what a replica given by URL serves; return whether the known replicas of its tier differ in it."""
+        replica.spec = replace(replica.spec, precision=precision)
+        replica.changed()
+        known = [r.spec.precision for r in self._members[replica.spec.name] if r.model]  # the others were never asked
+        found = dict.fromkeys(known)
+        self.configure(replace(self.spec(replica.spec.name), precision=", ".join(found)))
+        return len(found) > 1
 
     def spec(self, tier: TierName) -> TierSpec:
         """Return one tier's configuration.
@@ -281,18 +291,19 @@ class Fleet:
         predicted, unqueued_ms, speed, most = None, None, replica.speed, replica.spec.max_num_seqs
         load = replica.view.load(replica.output_tokens, self._moment(now))
         if speed is not None:
-            predicted = speed.times(prompt_tokens, load, most, self.output_share, sequences)
+            share = self.output_share
+            predicted = speed.times(prompt_tokens, load, most, share, sequences, output_tokens=share * max_tokens)
             unqueued_ms = predicted.ttft_ms
             if load.sequences >= most:  # the engine queues the request
                 computed = replace(load, sequences=most - 1)
-                unqueued_ms = speed.times(prompt_tokens, computed, most, self.output_share).ttft_ms
+                unqueued_ms = speed.times(prompt_tokens, computed, most, share).ttft_ms
         probe = replica.breaker.begin(now)
         replica.prompt_sent(prompt_tokens, now)
         replica.took(1, now, sequences)
         replica.prompt_tokens += prompt_tokens
         replica.output_tokens += output_tokens
         replica.kv_tokens_held += kv_tokens
-        return Lease(
+        return self.lease_type(
             replica,
             predicted,
             sequences,
@@ -322,7 +333,17 @@ class Fleet:
                 replica.keep(now)
 
     def _moment(self, now: float) -> Moment:
-        return Moment(now, self._totals.busy, len(self.replicas) - 1 or 1)
+        totals, count = self._totals, len(self.replicas)
+        moment = Moment(now, totals.busy, count - 1 or 1)
+        if not totals.contended or count > MOST_BESIDE:
+            return moment
+        left_ms = {
+            r.id: speed.left_ms(r.view.load(r.output_tokens, moment), r.spec.max_num_seqs, self.output_share)
+            for r in self.replicas
+            if r.view.sequences and (speed := r.view.speed) is not None
+        }
+        usually = min(totals.busy_lately(now) / count, 1.0)
+        return Moment(now, totals.busy, moment.others, left_ms, sum(left_ms.values()), usually)
 
     def has_capacity(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> bool:
         """Tell whether a request could be leased on one of several tiers, apart from the excluded replicas."""

@@ -23,7 +23,7 @@ def least_squares(rows: Sequence[tuple[float, ...]], targets: Sequence[float]) -
     while active:
         scaled = [[row[i] / y for i in active] for row, y in zip(rows, targets, strict=True)]
         normal = [[sum(r[i] * r[j] for r in scaled) for j in range(len(active))] for i in range(len(active))]
-        found = _solve(normal, [sum(r[i] for r in scaled) for i in range(len(active))])
+        found = solve(normal, [sum(r[i] for r in scaled) for i in range(len(active))])
         lowest = min(range(len(active)), key=found.__getitem__)
         if found[lowest] >= 0:
             return [found[active.index(i)] if i in active else 0.0 for i in range(count)]
@@ -31,7 +31,7 @@ def least_squares(rows: Sequence[tuple[float, ...]], targets: Sequence[float]) -
     return [0.0] * count
 
 
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+def solve(matrix: list[list[float]], right: list[float]) -> list[float]:
     """Solve a small symmetric positive system by Gaussian elimination with pivoting; a singular column gives zero."""
     size = len(right)
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]

@@ -40,6 +40,15 @@ class ConcurrencyLimit:
         """Return the limit."""
         return int(self._limit)
 
+    @property
+    def exact(self) -> float:
+        """Return the limit with its fraction, which other processes of one router go on from."""
+        return self._limit
+
+    @exact.setter
+    def exact(self, limit: float) -> None:
+        self._limit = limit
+
     def sample(self, expected_ms: float, seen_ms: float, in_flight: int) -> None:
         """Learn from one request's TTFT.
 

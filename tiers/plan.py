@@ -14,7 +14,7 @@ import psutil
 
 from tiers.checkpoints.checkpoint import quantized_bytes
 from tiers.errors import CheckpointError, PlanError
-from tiers.spec import Placement, Precision, TierName, TierSpec
+from tiers.spec import PRECISIONS, Placement, Precision, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -215,7 +215,7 @@ def _need(tier: TierSpec, base: Path | None, *, amx: bool) -> _Need:
         on_disk, held = weight_bytes(tier.checkpoint), held_bytes(tier.checkpoint, amx=amx)
         return _Need(tier, on_disk, held, kv_bytes_per_token(model_config(tier.checkpoint)))
     assert base is not None
-    return _Need(tier, *expected_bytes(base, tier.precision, amx=amx), kv_bytes_per_token(model_config(base)))
+    return _Need(tier, *expected_bytes(base, PRECISIONS[tier.name], amx=amx), kv_bytes_per_token(model_config(base)))
 
 
 def _gpu_plan(gpu: Gpu, needs: Sequence[_Need]) -> Plan:

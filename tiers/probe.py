@@ -12,7 +12,7 @@ import time
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import astuple, dataclass
 from operator import add, sub
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -41,6 +41,20 @@ COMPLETIONS = "/v1/completions"
 ANSWER_S = 30.0  # for a whole answer that is not a generation: the client's own timeouts start over with every byte
 MOST_BYTES = 16 << 20  # of one answer
 SHOWN_CHARS = 500  # of an engine's answer, in an error
+
+
+class ServedModel(NamedTuple):
+    """What an engine serves.
+
+    Attributes:
+        name: For requests.
+        max_model_len: Its context, in tokens.
+        root: Folder of the checkpoint on the engine's machine, or its id on the Hugging Face hub; None: not told.
+    """
+
+    name: str
+    max_model_len: int
+    root: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +111,7 @@ class _Models(_Answer):
 class _Card(_Answer):
     id: str
     max_model_len: Annotated[int, Field(ge=1)]
+    root: str | None = None
 
 
 class _Tokens(_Answer):
@@ -104,7 +119,6 @@ class _Tokens(_Answer):
 
 
 class _WithIds(_Answer):
-    index: int
     token_ids: tuple[int, ...]
 
 
@@ -192,8 +206,8 @@ class EngineProbe:
             cache_queries=counted.get("prefix_cache_queries_total", 0.0),
         )
 
-    async def model(self) -> tuple[str, int]:
-        """Return the served model's name and its context length in tokens.
+    async def model(self) -> ServedModel:
+        """Return what the engine says about the model that it serves.
 
         Raises:
             ProbeError: The engine does not answer, or lists no model.
@@ -201,7 +215,7 @@ class EngineProbe:
         path = "/v1/models"
         listed = self._checked(_Models, path, await self._json("GET", path, None))
         card = self._checked(_Card, path, listed.data[0])
-        return card.id, card.max_model_len
+        return ServedModel(card.id, card.max_model_len, card.root)
 
     async def chat_tokens(self, model: str, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the ids of messages rendered through the engine's chat template.
@@ -222,14 +236,19 @@ class EngineProbe:
     async def greedy_tokens(
         self, model: str, prompts: Sequence[str], count: int, timeout_s: float
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the ids of exactly ``count`` tokens that continue each text greedily, computed in one batch.
+        """Return the ids of exactly ``count`` tokens that continue each text greedily, computed one text at a time.
+
+        In a batch, near-ties come out by which prompts the engine happens to compute together.
 
         Raises:
-            ProbeError: The engine does not answer in time, or without token ids.
+            ProbeError: The engine does not answer within ``timeout_s`` a text, or without token ids.
         """
+        return tuple([await self._continued(model, prompt, count, timeout_s) for prompt in prompts])
+
+    async def _continued(self, model: str, prompt: str, count: int, timeout_s: float) -> tuple[int, ...]:
         body = {
             "model": model,
-            "prompt": list(prompts),
+            "prompt": prompt,
             "max_tokens": count,
             "temperature": 0,
             "ignore_eos": True,
@@ -237,12 +256,12 @@ class EngineProbe:
         }
         answer = await self._json("POST", COMPLETIONS, body, timeout_s)
         try:
-            choices = sorted(self._checked(_Whole, COMPLETIONS, answer).choices, key=lambda choice: choice.index)
+            choices = self._checked(_Whole, COMPLETIONS, answer).choices
         except ProbeError as error:
             raise ProbeError(f"{error}. It must return token ids, which older releases of vLLM do not") from error
-        if len(choices) != len(prompts):
-            raise ProbeError(f"{self.url}{COMPLETIONS} answers {len(choices)} of {len(prompts)} prompts")
-        return tuple(choice.token_ids for choice in choices)
+        if len(choices) != 1:
+            raise ProbeError(f"{self.url}{COMPLETIONS} gives {len(choices)} answers to one prompt")
+        return choices[0].token_ids
 
     async def generate(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Generation:
         """Stream one generation and time it.

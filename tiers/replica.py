@@ -19,9 +19,13 @@ from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import PREFILL_MEMORY_MS, STEADY, Seen, SpeedModel, Trend
 from tiers.turnover import Turnover
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 SHORTEST_HOLD_S = 1e-3  # of a slot
 UNKNOWN_RELIEF_S = 1.0  # until a slot of a replica of unknown speed is free
 FOREIGN_POLLS = 8  # consecutive readings (4 s) that must show other clients' requests, because gauges lag by seconds
+BUSY_MEMORY_S = 60.0  # time constant of the mean number of busy replicas
 KEPT_ANSWERS = 256  # of each replica, to learn its speed from
 
 
@@ -49,6 +53,32 @@ class Share(NamedTuple):
     def holds(self, now: float) -> int:
         """Return the slots of the share; 0 once it has expired."""
         return self.slots if now < self.until else 0
+
+
+class ReplicaReport(NamedTuple):
+    """What the process that watches an engine tells the other processes of one router.
+
+    Attributes:
+        foreign: Sequences of clients that only the gauges show.
+        peers: Other routers' load.
+        peers_until: Until when that counts, in monotonic seconds.
+    """
+
+    spec: TierSpec
+    model: str
+    takes_priority: bool
+    fingerprint: str | None
+    pid: int | None
+    state: ReplicaState
+    detail: str | None
+    gauges: Gauges | None
+    kv_tokens: int
+    kv_pressure: bool
+    foreign: int
+    speed: SpeedModel | None
+    share: Share | None
+    peers: PeerLoad
+    peers_until: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +133,36 @@ class Totals:
     Attributes:
         busy: Replicas that have requests.
         taken: This router's slots, by tier.
+        contended: Replicas that are slowed by others.
     """
 
     busy: int = 0
     taken: Counter[TierName] = field(default_factory=Counter)
+    contended: int = 0
+    _busy_lately: float = 0.0  # mean of ``busy``, exponentially weighted, at ``_busy_at``
+    _busy_at: float = 0.0
 
     def count(self, tier: TierName, view: KeptReplica, sign: int = 1) -> None:
         """Add a view of one of a tier's replicas, or take it out (-1)."""
-        self.busy += sign * (view.sequences > 0)
+        self._became_busy(sign * (view.sequences > 0))
         self.taken[tier] += sign * view.taken
+        self.contended += sign * view.contended
+
+    def replace(self, tier: TierName, before: KeptReplica, view: KeptReplica) -> None:
+        """Count a view in the place of an earlier one."""
+        if (view.sequences > 0) != (before.sequences > 0):
+            self._became_busy(1 if view.sequences else -1)
+        self.taken[tier] += view.taken - before.taken
+        self.contended += view.contended - before.contended
+
+    def _became_busy(self, change: int) -> None:
+        now = monotonic()
+        self._busy_lately, self._busy_at = self.busy_lately(now), now
+        self.busy += change
+
+    def busy_lately(self, now: float) -> float:
+        """Return the mean number of replicas that have had requests, in about the last ``BUSY_MEMORY_S``."""
+        return self.busy + (self._busy_lately - self.busy) * math.exp((self._busy_at - now) / BUSY_MEMORY_S)
 
 
 @dataclass(eq=False)
@@ -176,6 +227,7 @@ class Replica:
     _sequence_s: float = 0.0  # sequences, integrated over time, at ``_summed_at``
     _summed_at: float = 0.0
     _prompts_sent: int = 0  # prompt tokens
+    _prompts_at: float = 0.0  # when the first of the prompts was begun that are not computed yet
 
     def __post_init__(self) -> None:
         self.adopt(self.options)
@@ -194,10 +246,9 @@ class Replica:
 
     def keep(self, now: float) -> None:
         """Make the view, and keep it until the replica changes."""
-        before, totals = self.view, self.totals
-        view = self.view = self._look(now)
-        totals.busy += (view.sequences > 0) - (before.sequences > 0)
-        totals.taken[self.spec.name] += view.taken - before.taken
+        before = self.view
+        self.view = self._look(now)
+        self.totals.replace(self.spec.name, before, self.view)
 
     def _look(self, now: float) -> KeptReplica:
         """Return the view, and note when time ends it: a share or a report of other routers expires, a pause ends."""
@@ -238,9 +289,11 @@ class Replica:
             state is ReplicaState.READY and admits,
             slots + others.slots + self._foreign,
             self.prompt_tokens + others.prompt_tokens,
+            self._prompts_at,
             others.output_tokens,
             self._prefill_rate,
             self._prefill_at,
+            self.spec.precision,
         )
 
     @property
@@ -303,6 +356,93 @@ class Replica:
         self.stale_at = 0.0
 
     @property
+    def counts(self) -> tuple[int, ...]:
+        """Return what requests do to the replica: its present load, then totals since its start."""
+        return (
+            self.in_flight,
+            self.slots,
+            self.prompt_tokens,
+            self.output_tokens,
+            self.kv_tokens_held,
+            self.served,
+            self.failed,
+            self.generated,
+            self._prompts_sent,
+        )
+
+    @property
+    def progressed_at(self) -> float:
+        """Return when the engine last made progress, in monotonic seconds; 0: none since a request was sent or ended."""
+        return 0.0 if self._silence_s else self._silent_from
+
+    def add(self, more: Iterable[int], freed: int, progressed_at: float, now: float) -> None:
+        """Count what other processes of this router have done since the last call.
+
+        Args:
+            more: The difference to their ``counts`` then.
+            freed: Slots that they have freed.
+            progressed_at: When they last saw progress; 0: not since the last call.
+            now: The present time.
+        """
+        in_flight, slots, prompt_tokens, output_tokens, kv_tokens, served, failed, generated, prompts = more
+        before = self._summed_at
+        if progressed_at:
+            self._silence_s, self._silent_from = 0.0, progressed_at
+        if self.in_flight:
+            self._silence_s += now - self._silent_from
+        self._silent_from = self._summed_at = now
+        self._sequence_s += self.sequences * (now - before)
+        self.turnover.note(now, self.slots, freed)
+        if prompts:
+            self.prompt_sent(prompts, now)
+        self.in_flight += in_flight
+        self.slots += slots
+        self.prompt_tokens += prompt_tokens
+        if prompt_tokens < 0:
+            self._prompts_at = now
+        self.output_tokens += output_tokens
+        self.kv_tokens_held += kv_tokens
+        self.served += served
+        self.failed += failed
+        self.generated += generated
+        self.stale_at = 0.0
+
+    def report(self) -> ReplicaReport:
+        """Return what other processes of this router have to know."""
+        return ReplicaReport(
+            self.spec,
+            self.model,
+            self.takes_priority,
+            self.fingerprint,
+            self.pid,
+            self.state,
+            self.detail,
+            self.gauges,
+            self.kv_tokens,
+            self.kv_pressure,
+            self._foreign,
+            self.speed,
+            self.share,
+            self._others,
+            self._others_until,
+        )
+
+    def follow(self, report: ReplicaReport) -> None:
+        """Take over what the process that watches the engine has found."""
+        if report.state not in {ReplicaState.READY, ReplicaState.DRAINING}:
+            self.turnover = Turnover()
+            self.seen.clear()
+            self.noted = 0
+        self.spec, self.model, self.takes_priority, self.fingerprint, self.pid, self.state, self.detail = report[:7]
+        self.gauges, self.kv_tokens, self.kv_pressure, self._foreign = report[7:11]
+        if report.speed != self.speed:
+            self.speed = None
+            if report.speed is not None:
+                self.measured(report.speed)
+        self.share = report.share
+        self.note_others(report.peers, report.peers_until)
+
+    @property
     def learns(self) -> bool:
         """Tell whether the speed is learned from answers, for lack of a profile."""
         return self.speed is None or not self.speed.profiled
@@ -350,7 +490,15 @@ class Replica:
         return faded_rate(self._prefill_rate, self._prefill_at, now)
 
     def prompt_sent(self, prompt_tokens: int, now: float) -> None:
-        """Count a prompt into the rate of prompt tokens, an exponentially weighted mean."""
+        """Count a prompt into the rate of prompt tokens, an exponentially weighted mean; before it is outstanding."""
         self._prefill_rate = self._faded_prefill_rate(now) + prompt_tokens / PREFILL_MEMORY_MS
         self._prefill_at, self.stale_at = now, 0.0
         self._prompts_sent += prompt_tokens
+        if not self.prompt_tokens + self.others.prompt_tokens:
+            self._prompts_at = now
+
+    def prompt_computed(self, prompt_tokens: int, now: float) -> None:
+        """Note that a prompt is computed; the engine has begun the next one."""
+        self.prompt_tokens -= prompt_tokens
+        self._prompts_at = now
+        self.changed()

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiers.breaker import BreakerState
 from tiers.preparing import Preparing  # noqa: TC001  pydantic reads these for the decision log
-from tiers.spec import ReplicaState, TierName, TierSpec
-from tiers.speed import IDLE, PREFILL_MEMORY_MS, STEADY, Load, SpeedModel, Times, Trend
+from tiers.spec import UNKNOWN, ReplicaState, TierName, TierSpec
+from tiers.speed import ALWAYS_MS, IDLE, PREFILL_MEMORY_MS, STEADY, Load, SpeedModel, Times, Trend
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,16 @@ class Gauges:
 
 
 class Expectation(NamedTuple):
-    """Predicted times of one answer in milliseconds, and the standard deviations of log(seen / predicted)."""
+    """Predicted times of one answer in milliseconds, and the standard deviations of log(seen / predicted).
+
+    ``drift`` is the recent seen TPOT over the speed model's, by which ``tpot_ms`` is corrected.
+    """
 
     ttft_ms: float
     tpot_ms: float
     ttft_spread: float
     tpot_spread: float
+    drift: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,7 @@ class ReplicaSnapshot:
     kv_tokens_held: int = 0
     kv_pressure: bool = False
     places: int | None = None
+    precision: str = UNKNOWN
 
     @property
     def taken(self) -> int:
@@ -86,12 +91,20 @@ class ReplicaSnapshot:
         return self.in_flight if self.places is None else self.places
 
     def expect(
-        self, prompt_tokens: int, max_num_seqs: int, output_share: float, sequences: int = 1
+        self,
+        prompt_tokens: int,
+        max_num_seqs: int,
+        output_share: float,
+        sequences: int = 1,
+        *,
+        output_tokens: float = 0.0,
     ) -> Expectation | None:
-        """Predict the times of one more request; None while the speed is unknown."""
+        """Predict the times of one more request, as ``SpeedModel.times``; None while the speed is unknown."""
         if self.speed is None:
             return None
-        times = self.speed.times(prompt_tokens, self.load, max_num_seqs, output_share, sequences)
+        times = self.speed.times(
+            prompt_tokens, self.load, max_num_seqs, output_share, sequences, output_tokens=output_tokens
+        )
         ttft, tpot = self.ttft_trend, self.tpot_trend
         return _expectation(times, ttft.mean, ttft.variance, tpot.mean, tpot.variance)
 
@@ -100,11 +113,9 @@ def _expectation(
     times: Times, ttft_mean: float, ttft_variance: float, tpot_mean: float, tpot_variance: float
 ) -> Expectation:
     """Correct predicted times by the recent errors of predictions: mean and variance of log(seen / predicted)."""
+    drift = exp(tpot_mean)
     return Expectation(
-        times.ttft_ms * exp(ttft_mean),
-        times.tpot_ms * exp(tpot_mean),
-        sqrt(ttft_variance),
-        sqrt(tpot_variance),
+        times.ttft_ms * exp(ttft_mean), times.tpot_ms * drift, sqrt(ttft_variance), sqrt(tpot_variance), drift
     )
 
 
@@ -116,11 +127,17 @@ class Moment:
         now: Monotonic seconds.
         busy: Number of replicas that have requests.
         others: Number of replicas beside each one, at least 1.
+        left_ms: Expected time until each busy replica is idle, by its id; None: no replica slows another.
+        left_ms_sum: Of all of them.
+        usually: Share of the time that a replica has had requests lately, 0..1.
     """
 
     now: float
     busy: int
     others: int
+    left_ms: Mapping[str, float] | None = None
+    left_ms_sum: float = 0.0
+    usually: float = 0.0
 
 
 @dataclass(slots=True, eq=False)  # never changed; freezing would make each ten times as dear to make
@@ -132,6 +149,7 @@ class KeptReplica:
         open: It gets requests.
         sequences: On the replica, those of other routers and clients included.
         prompt_tokens_there: As ``prompt_tokens``, with other routers' requests.
+        prompts_at: Monotonic time at which the first of those prompts was begun.
         output_tokens_elsewhere: Output tokens to come of other routers' requests.
         prefill_rate: Prompt tokens per millisecond at ``prefill_at``.
     """
@@ -160,19 +178,37 @@ class KeptReplica:
     open: bool
     sequences: int
     prompt_tokens_there: int
+    prompts_at: float
     output_tokens_elsewhere: int
     prefill_rate: float
     prefill_at: float
+    precision: str
+
+    @property
+    def contended(self) -> bool:
+        """Tell whether other replicas slow this one."""
+        return self.speed is not None and self.speed.contention > 0
 
     def load(self, output_tokens: int, moment: Moment) -> Load:
         """Return the load, with this router's output tokens to come."""
-        there, rate = self.sequences, self.prefill_rate
+        there, rate, now, speed = self.sequences, self.prefill_rate, moment.now, self.speed
+        prompts, busy = self.prompt_tokens_there, moment.busy - (there > 0)
+        if prompts and speed is not None and speed.prefill_ms_per_token > 0:
+            prompts = max(prompts - int((now - self.prompts_at) * 1000 / speed.prefill_ms_per_token), 0)
+        left_ms, usually = ALWAYS_MS, 0.0
+        left = moment.left_ms
+        if left is not None:
+            usually = moment.usually
+            if busy:
+                left_ms = (moment.left_ms_sum - left.get(self.id, 0.0)) / busy
         return Load(
             there,
-            self.prompt_tokens_there,
+            prompts,
             output_tokens + self.output_tokens_elsewhere,
-            (moment.busy - (there > 0)) / moment.others,
-            rate * exp((self.prefill_at - moment.now) * 1000 / PREFILL_MEMORY_MS) if rate else 0.0,
+            busy / moment.others,
+            rate * exp((self.prefill_at - now) * 1000 / PREFILL_MEMORY_MS) if rate else 0.0,
+            left_ms,
+            usually,
         )
 
     def whole(self, output_tokens: int, moment: Moment) -> ReplicaSnapshot:
@@ -202,6 +238,7 @@ class KeptReplica:
             kv_tokens_held=self.kv_tokens_held,
             kv_pressure=self.kv_pressure,
             places=self.taken,
+            precision=self.precision,
         )
 
 
@@ -292,7 +329,8 @@ class TierSnapshot:
         replica = found or next(iter(self.ready), None)
         if replica is None:
             return NO_OFFER
-        times = replica.expect(prompt_tokens, self.spec.max_num_seqs, fleet.output_share, sequences)
+        each = output_tokens / sequences
+        times = replica.expect(prompt_tokens, self.spec.max_num_seqs, fleet.output_share, sequences, output_tokens=each)
         return found is not None, replica.speed, times
 
 
@@ -371,7 +409,8 @@ class KeptTier(TierSnapshot):
         if speed is None:
             return free, None, None
         load = view.load(outputs[found], moment)
-        times = speed.times(prompt_tokens, load, spec.max_num_seqs, fleet.output_share, sequences)
+        each = output_tokens / sequences
+        times = speed.times(prompt_tokens, load, spec.max_num_seqs, fleet.output_share, sequences, output_tokens=each)
         ttft_mean, ttft_variance = view.ttft_trend.at_time(moment.now, speed.ttft_spread)
         tpot_mean, tpot_variance = view.tpot_trend.at_time(moment.now, speed.tpot_spread)
         return free, speed, _expectation(times, ttft_mean, ttft_variance, tpot_mean, tpot_variance)
@@ -425,6 +464,7 @@ _BEST_FIRST = [
     ReplicaState.DRAINING,
     ReplicaState.UNREACHABLE,
     ReplicaState.FAILED,
+    ReplicaState.QUARANTINED,
     ReplicaState.STOPPED,
 ]
 

@@ -8,7 +8,7 @@ from pathlib import Path  # noqa: TC003  pydantic reads it for the decision log
 
 
 class Precision(StrEnum):
-    """The number format of a tier's weights."""
+    """The number formats of weights that are made here. Other checkpoints may have others."""
 
     AWQ_INT4 = "awq-int4"
     FP8 = "fp8"
@@ -31,6 +31,9 @@ class TierName(StrEnum):
 SHOWN_DIGITS = 16  # of a digest, shown to people
 _RANKS = {name: rank for rank, name in enumerate(TierName)}
 
+UNKNOWN = "unknown"  # the precision of an engine that cannot say
+
+# What is made for each tier. What a tier serves is ``TierSpec.precision``.
 PRECISIONS: dict[TierName, Precision] = {
     TierName.FAST: Precision.AWQ_INT4,
     TierName.BALANCED: Precision.FP8,
@@ -48,6 +51,7 @@ class ReplicaState(Enum):
     DRAINING = "draining"  # gets no new requests; open ones may finish
     UNREACHABLE = "unreachable"  # was alive; stopped answering probes
     FAILED = "failed"  # exited, or its warm-up failed
+    QUARANTINED = "quarantined"  # runs elsewhere; answers otherwise than before, hangs or is too slow; for an operator
     STOPPED = "stopped"
 
 
@@ -63,6 +67,9 @@ class TierSpec:
         urls: Engines that run elsewhere. Empty: this tier's engine is started here.
         checkpoint: Folder that the engine is started from; None for a tier given by URL.
         digest: Digest of the checkpoint's weights; None: unknown.
+        precision: Number format of the weights that are served, for people: read from the checkpoint, or ``fp8 (stated)``,
+            or ``unknown``. Of replicas that differ, all, with commas.
+        stated_precision: What the settings say about engines given by URL; None: nothing.
     """
 
     name: TierName
@@ -72,11 +79,8 @@ class TierSpec:
     urls: tuple[str, ...] = ()
     checkpoint: Path | None = None
     digest: str | None = None
-
-    @property
-    def precision(self) -> Precision:
-        """Return the tier's precision."""
-        return PRECISIONS[self.name]
+    precision: str = UNKNOWN
+    stated_precision: str | None = None
 
     @property
     def checkpoint_id(self) -> str | None:

@@ -8,9 +8,10 @@ of the waiting prompts (Orca, OSDI 2022; chunked prefill: Sarathi-Serve, arXiv 2
     TTFT    = ttft_base + prefill_per_token * (own + waiting prompt tokens) + steps * step(n)  + wait for a slot
 
 A GPU's step is bound by memory for small batches and by computing for large ones, hence the knee; a CPU often has none. All
-times are multiplied by ``1 + contention * neighbours`` where that share of the other replicas, on the same machine,
-computes as well. ``qarr profile latency`` measures the parameters, or the router by itself. Until then they are learned
-from live requests (``tiers.live_speed``), or only the speed of the idle engine is known.
+times are multiplied by ``1 + contention * neighbours``, where that share of the other replicas, on the same machine, is
+expected to compute meanwhile: those that compute now until they have finished, and later as many as usually do.
+``qarr profile latency`` measures the parameters, or the router by itself. Until then they are learned from live requests
+(``tiers.live_speed``), or only the speed of the idle engine is known.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ MEMORY = 0.8  # weight of the past in a trend: about the last five answers
 HALF_LIFE_S = 60.0  # of a trend: a tier that gets no requests returns to its measured speed
 PREFILL_MEMORY_MS = 20_000.0  # time constant of the rate of prompt tokens
 MOST_PREFILL = 0.8  # highest share of time spent on prompts; beyond it the engine cannot keep up anyway
+ALWAYS_MS = 1e12
 UNMEASURED_SPREAD = 0.3  # of log(seen / predicted) before any answer: about a third either way
 
 
@@ -32,10 +34,12 @@ class Load:
 
     Attributes:
         sequences: Being computed: one for each answer of each request.
-        prompt_tokens: Of prompts that are not computed yet.
+        prompt_tokens: Of prompts that are not computed yet, as far as known.
         output_tokens: Upper bound of those still to come.
         neighbours: Share of the fleet's other replicas that have requests, 0..1.
         prefill_rate: Prompt tokens per millisecond, recently.
+        neighbours_left_ms: Mean time that those neighbours are expected to go on computing.
+        neighbours_usually: Share of the time that a replica has had requests lately, 0..1.
     """
 
     sequences: int = 0
@@ -43,6 +47,15 @@ class Load:
     output_tokens: int = 0
     neighbours: float = 0.0
     prefill_rate: float = 0.0
+    neighbours_left_ms: float = ALWAYS_MS
+    neighbours_usually: float = 0.0
+
+    def neighbours_within(self, ms: float) -> float:
+        """Return the mean share of the neighbours that compute within a time from now, 0..1."""
+        busy = self.neighbours
+        if ms > self.neighbours_left_ms:
+            busy *= self.neighbours_left_ms / ms
+        return busy + (1 - busy) * self.neighbours_usually
 
 
 IDLE = Load()
@@ -112,7 +125,14 @@ class SpeedModel:
         return self.step_base_ms + self.step_ms_per_sequence * sequences + beyond
 
     def times(
-        self, prompt_tokens: int, load: Load, max_num_seqs: int, output_share: float, sequences: int = 1
+        self,
+        prompt_tokens: int,
+        load: Load,
+        max_num_seqs: int,
+        output_share: float,
+        sequences: int = 1,
+        *,
+        output_tokens: float = 0.0,
     ) -> Times:
         """Predict the times of one more request.
 
@@ -122,6 +142,7 @@ class SpeedModel:
             max_num_seqs: Sequences that the replica decodes at once; more wait.
             output_share: Expected output tokens over those allowed, 0..1.
             sequences: Of the request.
+            output_tokens: Expected of each of them.
         """
         there, prefill = load.sequences, self.prefill_ms_per_token  # every request comes by here for each tier
         batch = there + sequences
@@ -132,9 +153,12 @@ class SpeedModel:
             ahead = there + 1 - max_num_seqs
             if ahead > 0:
                 ttft += ahead * step * 2 * remaining_tokens(load, output_share) / (max_num_seqs + 1)
-        slowed = 1 + self.contention * load.neighbours
+        slowed = 1.0
+        if self.contention:
+            ttft *= 1 + self.contention * load.neighbours_within(ttft * (1 + self.contention * load.neighbours))
+            slowed += self.contention * load.neighbours_within(ttft + output_tokens * step)
         prefilling = prefill * load.prefill_rate * slowed
-        return Times(ttft * slowed, step * slowed / (1 - (min(MOST_PREFILL, prefilling))))
+        return Times(ttft, step * slowed / (1 - (min(MOST_PREFILL, prefilling))))
 
     def engine_ms(self, prompt_tokens: int, output_tokens: float, batch: int) -> float:
         """Return the engine time of a request: its prefill, and its share of the steps that decode it.
@@ -145,6 +169,11 @@ class SpeedModel:
             batch: Sequences decoded together, its own included.
         """
         return self.prefill_ms_per_token * prompt_tokens + output_tokens * self.step_ms(batch) / batch
+
+    def left_ms(self, load: Load, max_num_seqs: int, output_share: float) -> float:
+        """Predict the time until the replica's requests have ended, without contention."""
+        steps = remaining_tokens(load, output_share) * self.step_ms(min(load.sequences, max_num_seqs))
+        return self.prefill_ms_per_token * load.prompt_tokens + steps
 
     def relief_ms(self, load: Load, max_num_seqs: int, output_share: float) -> float:
         """Predict the time until a request ends: of n, evenly spread over their progress, the next has 2 / (n + 1) left."""

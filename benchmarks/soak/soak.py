@@ -1,10 +1,11 @@
 """Hours of ordinary and hostile use: does memory stay flat, does everything that was taken come back?
 
-    python benchmarks/soak/soak.py [--minutes 30] [--seed 1]
+    python benchmarks/soak/soak.py [--minutes 30] [--seed 1] [--workers 1]
 
-One router process in front of three fake engines that now and then break a stream or fail, and one of which is killed and
+One router in front of three fake engines that now and then break a stream or fail, and one of which is killed and
 started again every minute. Callers stream, wait for whole answers, leave midway, send garbage. Every five seconds the
-router's memory, open files, tasks, and what its replicas hold are noted; at the end, after ten quiet seconds, once more.
+router's memory, open files (of all of its processes), tasks, and what its replicas hold are noted; at the end, after
+ten quiet seconds, once more.
 Memory is judged by the slope of a least-squares line through the second half: of the resident set, and of the blocks that
 Python's objects take. Each sample is much like the one before, which makes slopes where there is no trend, so the usual
 standard error would say too little. What chance alone may do is found by making many series without a trend that depend on
@@ -164,9 +165,10 @@ async def sample(client: httpx.AsyncClient, router: psutil.Process, began: float
         for t in tiers
         for r in t["replicas"]
     )
-    rss = router.memory_info().rss / 2**20
+    processes = [router, *router.children()]
+    rss = sum(process.memory_info().rss for process in processes) / 2**20
     minute = round((time.monotonic() - began) / 60, 2)
-    return Sample(minute, round(rss, 2), blocks, router.num_fds(), tasks, held)
+    return Sample(minute, round(rss, 2), blocks, sum(process.num_fds() for process in processes), tasks, held)
 
 
 def _value(page: str, name: str) -> str:
@@ -242,7 +244,8 @@ async def soak(
     minutes = [s.minute for s in half]
     resident, taken = [s.rss_mb for s in half], [float(s.blocks) for s in half]
     dice = random.Random(options.seed)
-    print(f"$ python benchmarks/soak/soak.py --minutes {options.minutes:g} --seed {options.seed}")
+    workers = f" --workers {options.workers}" if options.workers > 1 else ""
+    print(f"$ python benchmarks/soak/soak.py --minutes {options.minutes:g} --seed {options.seed}{workers}")
     print(f"requests {sum(seen.values())}, engines killed {kills} times")
     print("; ".join(f"{name}: {count}" for name, count in sorted(seen.items())))
     print(
@@ -264,6 +267,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
@@ -272,6 +276,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         *ports, listening = (free_port() for _ in range(4))
         env = {**os.environ, "QARR_SERVER__PORT": str(listening)}
+        env["QARR_SERVER__WORKERS"] = str(options.workers)
         env["QARR_POLICY__PROFILES"] = stack.enter_context(tempfile.TemporaryDirectory())
         env["QARR_UPSTREAM__TOKEN_TIMEOUT_S"] = "5"  # noqa: S105  no password
         engines = [start(port, number) for number, port in enumerate(ports)]

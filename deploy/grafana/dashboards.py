@@ -96,7 +96,7 @@ OVERVIEW: dict[str, tuple[Chart, ...]] = {
               ((rate("qarr_requests_total", "outcome"), "{{outcome}}"),), "stacked"),
         Chart("Decisions by class and tier", PER_S, "The tier that was decided on; none: refused.",
               ((rate("qarr_decisions_total", "class, tier"), "{{class}} → {{tier}}"),), "stacked"),
-        Chart("Decisions by what they rest on", PER_S, "measured: by profiles; table: not measured yet; degraded: a bound was given up.",
+        Chart("Decisions by what they rest on", PER_S, "budget: by engine time and loss; measured: by engine time; table: not measured yet; degraded: a bound was given up, or nobody knows whether it holds.",
               ((rate("qarr_decisions_total", "reason"), "{{reason}}"),), "stacked"),
         Chart("SLA met, by tier", SHARE, "Share of requests with bounds on TTFT or TPOT.",
               (((f'sum by (tier) (rate(qarr_sla_requests_total{{{J}, result="met"}}[$__rate_interval])) / '
@@ -178,14 +178,20 @@ ENGINES: dict[str, tuple[Chart, ...]] = {
 
 QUALITY: dict[str, tuple[Chart, ...]] = {
     "Loss": (
-        Chart("Live loss, as a share of what is allowed", SHARE, "Over 100 % the class is promoted to the next precision.",
+        Chart("Mean loss and budget", SHARE, "Running mean of the share of tokens that differ from the highest precision's, and what is allowed of the same answers.",
+              ((seen("qarr_loss_mean_ratio", "job"), "{{job}} mean"), (seen("qarr_loss_budget_ratio", "job"), "{{job}} allowed"))),
+        Chart("Price of loss", SECONDS, "Engine-seconds that a differing token is worth. It rises when answers lose more than allowed.",
+              ((seen("qarr_loss_price_engine_seconds", "job"), "{{job}}"),)),
+        Chart("Burn rate of the loss budget", COUNT, "1: all of the budget is spent, as is meant. Alerts: 1.5 over an hour, 1.2 over six.",
+              ((f"job:qarr_loss:burn_rate1h{{{J}}}", "{{job}} 1 h"), (f"job:qarr_loss:burn_rate6h{{{J}}}", "{{job}} 6 h")), limit=1.5),
+        Chart("Live loss, as a share of the cap", SHARE, "Of classes with a cap (policy.max_loss): over 100 % the class is promoted to the next precision.",
               ((f"job_class_tier:qarr_live_loss:budget_ratio{{{J}}}", "{{class}} on {{tier}}"),), width=12, limit=1),
         Chart("Live loss", SHARE, "Rolling share of tokens that are not the highest precision's first choice.",
               ((seen("qarr_live_loss_ratio", "class, tier"), "{{class}} on {{tier}}"),
-               (seen("qarr_loss_bound_ratio", "class"), "{{class}} allowed")), width=12),
+               (seen("qarr_loss_bound_ratio", "class"), "{{class}} cap")), width=12),
         Chart("Measured loss", SHARE, "In the quality profile, by class and tier.",
               ((seen("qarr_measured_loss_ratio", "class, tier"), "{{class}} on {{tier}}"),), "bars", 12),
-        Chart("Allowed loss", SHARE, "policy.max_loss.", ((seen("qarr_loss_bound_ratio", "class"), "{{class}}"),), "bars", 6),
+        Chart("Caps", SHARE, "policy.max_loss: most that a request of a class may lose. None: only the budget holds.", ((seen("qarr_loss_bound_ratio", "class"), "{{class}}"),), "bars", 6),
         Chart("Promoted", COUNT, "Classes that get this tier or a higher one for as long as they lose too much.",
               ((seen("qarr_promoted_classes", "class, tier") + " or vector(0)", "{{class}} → {{tier}}"),), "bars", 6),
         Chart("Live answers checked", PER_S, "Prompts that were answered again and scored.",

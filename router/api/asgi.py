@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from starlette.types import Message, Receive, Scope
 
@@ -29,8 +29,9 @@ class Client(Protocol):
     def cancel_on_disconnect(self, task: asyncio.Task[Any] | None) -> None:
         """Cancel a task once it leaves before it has the whole answer; None: no longer."""
 
-    def write(self, data: bytes) -> bool:
-        """Write a part of the body of an answer that has begun; return whether it can take more now."""
+    @property
+    def write(self) -> Callable[[bytes], bool] | None:
+        """Write a part of the body of an answer that has begun; return whether it can take more now. None: not possible."""
 
     async def send(self, message: Message) -> None:
         """Send a message to it without passing middleware."""

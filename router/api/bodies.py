@@ -231,6 +231,7 @@ def _render_replica(replica: ReplicaSnapshot, *, inside: bool) -> dict[str, Any]
         "url": replica.url if inside else None,
         "pid": replica.pid if inside else None,
         "state": replica.state.value,
+        "precision": replica.precision,
         "detail": replica.detail if inside else "",
         "in_flight": replica.in_flight,
         "places_taken": replica.taken,

@@ -132,12 +132,12 @@ class Generate:
     async def _begin(
         self, send: Send, tracker: ResponseTracker, active: ActiveRequest, answer: EngineStream
     ) -> tuple[Encoder, Sink]:
-        headers = answer_headers(active, self.pipeline, self.settings.telemetry)
+        headers = answer_headers(active, self.settings.telemetry)
         await send(start_message(headers, EVENT_STREAM, STREAM_HEADERS, hold=True))
         return TextEvents(answer, active.context, numbered=True), tracker
 
     async def _send_whole(self, send: Send, active: ActiveRequest) -> None:
-        headers, answer = answer_headers(active, self.pipeline, self.settings.telemetry), active.answer
+        headers, answer = answer_headers(active, self.settings.telemetry), active.answer
         assert isinstance(answer, EngineStream)
         await send_whole(await _collect(answer, active.context), "application/json", headers, send)
 
@@ -146,7 +146,7 @@ class Generate:
 
         async def begin(active: ActiveRequest, answer: EngineStream) -> tuple[Encoder, Sink]:
             context = request.context
-            headers = answer_headers(active, self.pipeline, self.settings.telemetry)
+            headers = answer_headers(active, self.settings.telemetry)
             own = {name: value for name, value in headers.items() if name not in context.headers}  # not the request's
             stream.begin({**own, STREAM_ID: stream.id})
             return TextEvents(answer, context), stream

@@ -141,13 +141,13 @@ class Completions:
         active: ActiveRequest,
         answer: EngineStream,
     ) -> tuple[Encoder, Sink]:
-        headers = answer_headers(active, self.pipeline, self.settings.telemetry)
+        headers = answer_headers(active, self.settings.telemetry)
         await send(start_message(headers, answer.media_type or EVENT_STREAM, STREAM_HEADERS, hold=True))
         report, chat = self._report(request, active), self.path == CHAT
         return RelayedEvents(answer, report, chat=chat, wants_usage=request.wants_usage), tracker
 
     async def _send_whole(self, request: CompletionRequest, send: Send, active: ActiveRequest) -> None:
-        headers, answer = answer_headers(active, self.pipeline, self.settings.telemetry), active.answer
+        headers, answer = answer_headers(active, self.settings.telemetry), active.answer
         assert isinstance(answer, BufferedAnswer)
         report = self._report(request, active)
         content = with_member(answer.content, "qarr", report) if report else answer.content
@@ -158,7 +158,7 @@ class Completions:
         answer = active.answer
         if not request.report or answer is None:
             return None
-        return report_on(active.decision, answer, self.pipeline.fleet.spec(answer.tier))
+        return report_on(active.decision, answer)
 
     def _read(self, document: JsonObject, context: RequestContext) -> CompletionRequest:
         """Read what routing needs of a request for a completion.

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision
     from router.upstream.engine_stream import EngineAnswer, EngineStream
     from router.upstream.sse import Chunk, PlainTexts
-    from tiers.spec import TierSpec
 
 # Quotes in a JSON string are escaped, so these stand only where a member of that name does.
 _LOGPROBS, _FINGERPRINT = b'"logprobs":{', b'"system_fingerprint"'
@@ -118,12 +117,12 @@ class RelayedEvents:
         return {"id": "", "object": kind, "created": 0, "model": "", "choices": [], "qarr": {**report, **continued}}
 
 
-def report_on(decision: Decision, answer: EngineAnswer, spec: TierSpec) -> dict[str, Any]:
+def report_on(decision: Decision, answer: EngineAnswer) -> dict[str, Any]:
     """Return who serves an answer and why, for bodies whose caller asked for it."""
     return {
         "tier": answer.tier.value,
-        "precision": spec.precision.value,
-        "checkpoint": spec.checkpoint_id,
+        "precision": answer.spec.precision,
+        "checkpoint": answer.spec.checkpoint_id,
         "reason": reason_of(decision, answer),
         "class": decision.query.features.prompt_class.value,
     }

@@ -282,9 +282,9 @@ def _parameter(name: str) -> Schema:
 def _answer_headers() -> Schema:
     meanings = {
         "x-qarr-tier": "The tier that serves it",
-        "x-qarr-precision": "The tier's precision",
+        "x-qarr-precision": "Of the engine that answers, by its checkpoint: fp8; or fp8 (stated), or unknown",
         "x-qarr-reason": "Why this tier",
-        "x-qarr-degraded": "Bounds that are not expected to be met: quality, latency; absent if there are none",
+        "x-qarr-degraded": "What is not expected to be met: quality, latency, or unmeasured (not known); absent if nothing",
         "x-qarr-checkpoint": "Digest of the weights, if known",
         "x-qarr-trace-id": "The request's trace",
         "x-request-id": "The caller's, or a new one",

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, create_model
 
 from classifier import PromptClass
-from router.policy.decision import Basis, Bound, ExpectedLoss, Priority
+from router.policy.decision import Basis, Degraded, ExpectedLoss, Priority
 from router.profiling.auto_profile import State, What
 from router.telemetry.record import Outcome
 from router.telemetry.trace_store import KeptFor
 from tiers.lifecycle.operations import Kind
-from tiers.spec import Precision, ReplicaState, TierName
+from tiers.spec import ReplicaState, TierName
 
 
 def _model(name: str, doc: str | None = None, /, **fields: Any) -> type[BaseModel]:
@@ -41,11 +41,11 @@ Verdict = _model(
 Decision = _model(
     "Decision",
     tier=TierName | None,
-    precision=Precision | None,
+    precision=str | None,
     reason=str,
     confidence=float,
     prompt_tokens=int,
-    degraded=list[Bound],
+    degraded=list[Degraded],
     retry_after_s=float | None,
     tiers="list[Verdict]",
     **{"class": PromptClass},
@@ -77,11 +77,34 @@ RequestList = _model("RequestList", scope=Scope, requests="list[RequestRecord]")
 ListedTrace = _model("ListedTrace", trace_id=str, name=str, at=float, duration_ms=float, spans=int, kept_for=KeptFor)
 TraceList = _model("TraceList", scope=Scope, traces="list[ListedTrace]")
 Trace = _model("Trace", trace_id=str, at=float, duration_ms=float, spans=list[dict[str, Any]])
+LossRegression = _model(
+    "LossRegression",
+    "How well the features of prompts predict their loss on a tier, and how well its class's mean does",
+    used=bool,
+    prompts=int,
+    error=float,
+    class_error=float,
+    rank_correlation=float,
+    class_rank_correlation=float,
+    gain=Annotated[float, Field(description="How much lower its squared error is, in standard errors")],
+)
+BudgetLike = _model("BudgetLike", "As much as if this tier served everything", like=TierName)
+LossBudget = _model(
+    "LossBudget",
+    "The loss budget now; what is not known yet is null",
+    rule=Annotated["float | BudgetLike", Field(description="policy.loss_budget")],
+    price=Annotated[float | None, Field(description="Price of loss, in engine-seconds a differing token")],
+    mean=Annotated[float | None, Field(description="Running mean loss, 0 to 1")],
+    budget=Annotated[float | None, Field(description="What the rule allows of the same answers, 0 to 1")],
+    half_life_s=Annotated[float, Field(description="Of the running mean, in seconds")],
+)
 Policy = _model(
     "Policy",
     class_floor=dict[PromptClass, TierName],
-    max_loss=dict[PromptClass, float],
+    max_loss=Annotated[dict[PromptClass, float], Field(description="Caps of single requests; of some classes or none")],
+    loss_budget="LossBudget",
     losses=dict[TierName, dict[PromptClass, ExpectedLoss]],
+    prompt_losses="dict[TierName, LossRegression]",
 )
 Operation = _model(
     "Operation",
@@ -106,11 +129,12 @@ Preparing = _model(
 )
 PreparingTier = create_model("PreparingTier", __base__=Preparing, tier=(TierName, ...))
 Readiness = _model("Readiness", ready=bool, tiers=dict[TierName, ReplicaState], preparing="list[PreparingTier]")
-Replica = _model("Replica", id=str, url=ForOperators, state=ReplicaState, in_flight=int)
+Shown = Annotated[str, Field(description="fp8, or fp8 (stated), or unknown; of replicas that differ, all")]
+Replica = _model("Replica", id=str, url=ForOperators, state=ReplicaState, precision=Shown, in_flight=int)
 Tier = _model(
     "Tier",
     tier=TierName,
-    precision=Precision,
+    precision=Shown,
     state=ReplicaState,
     preparing="Preparing | None",
     detail=str,
@@ -133,7 +157,15 @@ Profiling = _model(
     detail=str,
     measured="Measured",
 )
-Fleet = _model("Fleet", model=str, machine=str, scope=Scope, tiers="list[Tier]", profiling="Profiling")
+Fleet = _model(
+    "Fleet",
+    model=str,
+    machine=str,
+    scope=Scope,
+    tiers="list[Tier]",
+    profiling="Profiling",
+    loss_budget="LossBudget",
+)
 Model = _model("Model", id=str, object=Literal["model"], owned_by=str, max_model_len=int)
 ModelList = _model("ModelList", object=Literal["list"], data="list[Model]")
 Problem = _model(

@@ -113,15 +113,15 @@ async def send_whole(content: bytes, media_type: str, headers: Mapping[str, str]
     await send(body_message(content, more=False))
 
 
-def answer_headers(active: ActiveRequest, pipeline: Pipeline, settings: TelemetrySettings) -> dict[str, str]:
+def answer_headers(active: ActiveRequest, settings: TelemetrySettings) -> dict[str, str]:
     """Return the headers that disclose who serves an answer and why."""
     answer, decision, context, admitted = active.answer, active.decision, active.context, active.admitted
     assert answer is not None
-    spec = pipeline.fleet.spec(answer.tier)
+    spec = answer.spec
     headers = {
         **context.headers,
         "x-qarr-tier": answer.tier.value,
-        "x-qarr-precision": spec.precision.value,
+        "x-qarr-precision": spec.precision,
         "x-qarr-reason": reason_of(decision, answer),
     }
     if admitted is not None and admitted.waited_ms:

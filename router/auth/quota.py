@@ -24,7 +24,7 @@ from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, RedisClock, connect,
 from tiers.background import Faults
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from router.auth.api_keys import Caller, Quota
 
@@ -123,8 +123,10 @@ class Grant:
 class Quotas:
     """Admits requests as their callers' quotas allow."""
 
-    def __init__(self, redis_url: str = "", now: Callable[[], float] = time.monotonic) -> None:
-        self._local = LocalLedger(now)
+    def __init__(
+        self, redis_url: str = "", now: Callable[[], float] = time.monotonic, local: LocalLedger | None = None
+    ) -> None:
+        self._local = LocalLedger(now) if local is None else local
         self._shared = RedisLedger(redis_url) if redis_url else None
         self._lost = False
         self._slots: dict[str, set[str]] = defaultdict(set)
@@ -283,7 +285,7 @@ class LocalLedger:
             del counts.seconds[old]
         for future in [s for s in counts.seconds if s > second]:  # the clock was set back: as if used just now
             self._count(counts, second, *counts.seconds.pop(future))
-        usage = _usage(quota, counts, tokens, now)
+        usage = window_usage(quota, counts.seconds, len(counts.slots), tokens, now)
         if usage.denied is None:
             counts.slots.add(slot)
             self._count(counts, second, 1, tokens)
@@ -304,33 +306,34 @@ class LocalLedger:
         used[0], used[1] = used[0] + requests, used[1] + tokens
 
 
-def _usage(quota: Quota, counts: _Counts, tokens: int, now: float) -> Usage:
+def window_usage(quota: Quota, seconds: Mapping[int, Sequence[int]], slots: int, tokens: int, now: float) -> Usage:
     """Tell whether one more request is within a quota, and what will be used.
 
     Args:
         quota: The limits.
-        counts: Of the window.
+        seconds: Requests and tokens of the window, by second.
+        slots: That the key's requests hold.
         tokens: Asked for.
         now: By the ledger's clock.
     """
     denied: Resource
-    requests_used, tokens_used = (sum(used[i] for used in counts.seconds.values()) for i in (0, 1))
-    slots, limits = len(counts.slots), quota.limits
+    requests_used, tokens_used = (sum(used[i] for used in seconds.values()) for i in (0, 1))
+    limits = quota.limits
     if limits["concurrent"] is not None and slots >= limits["concurrent"]:
         denied, wait_s = "concurrent", 1.0
     elif limits["requests"] is not None and requests_used >= limits["requests"]:
-        denied, wait_s = "requests", _wait_s(counts, 0, requests_used + 1 - limits["requests"], now)
+        denied, wait_s = "requests", _wait_s(seconds, 0, requests_used + 1 - limits["requests"], now)
     elif limits["tokens"] is not None and tokens_used + tokens > limits["tokens"]:
-        denied, wait_s = "tokens", _wait_s(counts, 1, tokens_used + tokens - limits["tokens"], now)
+        denied, wait_s = "tokens", _wait_s(seconds, 1, tokens_used + tokens - limits["tokens"], now)
     else:
         clear_s = int(now) + WINDOW_S + 1 - now
         return Usage(None, requests_used + 1, tokens_used + tokens, slots + 1, clear_s, int(now))
     return Usage(denied, requests_used, tokens_used, slots, wait_s, int(now))
 
 
-def _wait_s(counts: _Counts, which: int, excess: int, now: float) -> float:
+def _wait_s(seconds: Mapping[int, Sequence[int]], which: int, excess: int, now: float) -> float:
     """Return the seconds until ``excess`` requests (``which`` is 0) or tokens (1) have left the window."""
-    for second, used in sorted(counts.seconds.items()):
+    for second, used in sorted(seconds.items()):
         excess -= used[which]
         if excess <= 0:
             return second + WINDOW_S + 1 - now

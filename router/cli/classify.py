@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic_core import to_json
 
-from classifier import extract
+from classifier import explain, extract
 from router.cli.common import ConfigOption, err, fail, tier_settings
 from router.deployment.counters import make_counter, named_counter
 from router.deployment.layout import prepare_options, tier_spec
@@ -37,7 +37,7 @@ def classify(
     tokenizer: Annotated[Path | None, typer.Option(help="Model folder with tokenizer.json.", metavar="DIR")] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Show what the classifier finds in a prompt, and the tier that an idle fleet would serve it with."""
+    """Show what the classifier finds in a prompt and why, and the tier that an idle fleet would serve it with."""
     settings = load_settings(config)
     counter = named_counter(tokenizer) if tokenizer is not None else make_counter(_prepared_folder(settings))
     if not counter.exact:
@@ -47,7 +47,7 @@ def classify(
     def classified(prompt: str) -> dict[str, Any]:
         features = extract(prompt, counter)
         decision = decide(Query(features, features.tokens, settings.limits.default_max_tokens), fleet, policy)
-        return {**render_features(features), "tier": decision.tier, "reason": decision.reason}
+        return {**render_features(features), "tier": decision.tier, "reason": decision.reason, "why": _reasons(prompt)}
 
     if jsonl:
         for prompt in _jsonl_prompts(sys.stdin.buffer):
@@ -64,6 +64,13 @@ def idle_fleet(settings: Settings) -> FleetSnapshot:
     return FleetSnapshot(
         tuple(TierSnapshot(tier_spec(name, tier, {}), (replica,)) for name, tier in tiers), TemplateTokens()
     )
+
+
+def _reasons(prompt: str) -> list[str]:
+    """Return what weighed most: an output of the model, a piece of the prompt, and its log-odds."""
+    return [
+        f"{output}: {piece!r} {weight:+.1f}" for output, pieces in explain(prompt).items() for piece, weight in pieces
+    ]
 
 
 def _jsonl_prompts(stream: Any) -> Iterator[str]:

@@ -10,8 +10,11 @@ import typer
 from rich.table import Table
 
 from router.cli.common import print_table
+from router.policy.decision import PRIORITIES
+from router.policy.loss_regression import in_use, regressions
 from router.policy.profiles import load_latency, load_profile
-from router.policy.replay import differing, read_recording, seen, simulate, summarise
+from router.policy.replay import differing, read_recording, seen, summarise
+from router.policy.simulation import Options, simulate
 from router.policy.table import policy_table
 from router.settings import load_settings
 from tiers.spec import TierName
@@ -50,14 +53,20 @@ def _compare(recording: Recording, policy: Path | None, quality: Path | None, la
     table = recorded
     if policy is not None:
         table = replace(policy_table(load_settings(policy).policy), losses=recorded.losses, promoted=recorded.promoted)
+        table = replace(table, prompt_losses=recorded.prompt_losses)
     if quality is not None:
-        table = replace(table, losses=policy_table(load_settings(policy).policy, load_profile(quality)).losses)
+        profile = load_profile(quality)
+        losses = policy_table(load_settings(policy).policy, profile).losses
+        table = replace(table, losses=losses, prompt_losses=in_use(regressions(profile)))
+    settings = load_settings(policy)
+    longest = {number: float(getattr(settings.admission.max_wait_s, name)) for name, number in PRIORITIES.items()}
+    options = Options(settings.policy.budget_half_life_s, settings.admission.max_waiting, longest)
     speeds = {fit.tier: fit.model for fit in load_latency(latency).fits} if latency is not None else None
     _show(
         {
             "recorded, as seen": summarise(seen(recording)),
-            "recorded, simulated": summarise(simulate(recording)),
-            "other, simulated": summarise(simulate(recording, table, speeds)),
+            "recorded, simulated": summarise(simulate(recording, options=options)),
+            "other, simulated": summarise(simulate(recording, table, speeds, options)),
         }
     )
 

@@ -29,7 +29,7 @@ from router.telemetry.logs import Logging
 from tiers.checkpoints.prepare import finished
 from tiers.plan import GIB
 from tiers.preparing import about
-from tiers.spec import ReplicaState
+from tiers.spec import PRECISIONS, ReplicaState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,11 +105,12 @@ def _show_plan(model: str, plan: Plan, specs: Sequence[TierSpec]) -> None:
     err.print(f"model {model} on {plan.device}")
     for share in plan.shares:
         spec = next(s for s in specs if s.name is share.tier)
+        precision = PRECISIONS[spec.name] if spec.checkpoint is None else spec.precision  # what is to be made, or is
         weights = f"{'~' if spec.checkpoint is None else ' '}{share.weights / GIB:4.2f} GiB"
         if share.weights != share.on_disk:
             weights += f" ({share.on_disk / GIB:.2f} on disk: this CPU has no AMX)"
         err.print(
-            f"  {spec.name:9}{spec.precision:9} weights {weights}, KV cache {share.kv_cache / GIB:5.2f} GiB "
+            f"  {spec.name:9}{precision:9} weights {weights}, KV cache {share.kv_cache / GIB:5.2f} GiB "
             f"({share.kv_tokens} tokens), context {spec.max_model_len}"
         )
 

@@ -43,7 +43,7 @@ def tiers_drain(target: TargetArgument, url: UrlOption = URL, key: KeyOption = "
 
 @tiers_app.command("resume")
 def tiers_resume(target: TargetArgument, url: UrlOption = URL, key: KeyOption = "") -> None:
-    """Give a drained replica requests again."""
+    """Give a drained replica requests again; a quarantined one is warmed up and compared first."""
     _operate("resume", target, url, key)
 
 
@@ -61,10 +61,10 @@ def tiers_recycle(target: TargetArgument, url: UrlOption = URL, key: KeyOption =
 
 @tiers_app.command("record")
 def tiers_record(tier: TierName, config: ConfigOption = None) -> None:
-    """Delete the recorded answers of a tier's engines (the canary); the next start records new ones."""
+    """Delete the recorded answers of a tier's engines (the canary); the next start, or resume, records new ones."""
     canary = make_canary(load_settings(config), machine_name())
     count = canary.forget(tier)
-    typer.echo(f"{count} records of {tier} forgotten in {canary.path}; its next start records new ones")
+    typer.echo(f"{count} records of {tier} forgotten in {canary.path}; its next start, or resume, records new ones")
 
 
 def _operate(kind: Kind, target: str, url: str, key: str) -> None:
@@ -116,12 +116,12 @@ def _print_fleet(fleet: dict[str, Any]) -> None:
     if fleet.get("scope") == "own":
         typer.echo("only operators' keys see where engines are, and why one is not ready")
     loads = ("in flight", "served", "failed", "KV cache", "ms/token")
-    table = Table("tier", "replica", "state", *loads, "pid", "url", "detail", box=None)
+    table = Table("tier", "replica", "state", "precision", *loads, "pid", "url", "detail", box=None)
     for tier in fleet["tiers"]:
         for replica in tier["replicas"]:
             table.add_row(tier["tier"], *_row(replica, tier))
         if not tier["replicas"]:
-            table.add_row(tier["tier"], "-", tier["state"], *"-------", _detail(tier.get("detail"), tier))
+            table.add_row(tier["tier"], "-", tier["state"], *"--------", _detail(tier.get("detail"), tier))
     print_table(table, 200)
 
 
@@ -136,6 +136,7 @@ def _row(replica: dict[str, Any], tier: dict[str, Any]) -> list[str]:
     return [
         replica["id"],
         replica["state"],
+        replica.get("precision", "-"),
         str(replica["in_flight"]),
         str(replica["served"]),
         str(replica["failed"]),

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from classifier import extract
 from router.deployment.counters import LateCounter, make_counter, named_counter
 from router.telemetry.tracing import engine_target
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike
+from tiers.checkpoints.precision import checkpoint_precision, told_precision
 from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
 from tiers.errors import EngineError
 from tiers.plan import Plan, make_plan, read_machine
-from tiers.spec import EngineLaunch, TierName, TierSpec
+from tiers.spec import UNKNOWN, EngineLaunch, TierName, TierSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from classifier import TokenCounter
@@ -58,6 +60,7 @@ class Deployment:
         counter: Counts tokens as the engines do, once there is a checkpoint.
         model: The model's name.
         missing: Tiers to run here whose checkpoints must be made first.
+        tokenizer: Folder of the model's tokenizer; None: none is known yet.
     """
 
     settings: Settings
@@ -67,6 +70,7 @@ class Deployment:
     counter: TokenCounter
     model: str
     missing: tuple[TierName, ...] = ()
+    tokenizer: Path | None = None
 
     @property
     def local(self) -> frozenset[TierName]:
@@ -97,7 +101,8 @@ def make_deployment(
         TokenizerError: The tokenizer's folder has none.
     """
     prepared = {c.tier: c for c in checkpoints}
-    specs = tuple(tier_spec(name, getattr(settings.tiers, name.value), prepared) for name in TierName)
+    args = settings.engine.extra_args
+    specs = tuple(tier_spec(name, getattr(settings.tiers, name.value), prepared, args) for name in TierName)
     local = tuple(spec for spec in specs if not spec.urls and start_engines)
     missing = tuple(spec.name for spec in local if spec.checkpoint is None)
     if missing:
@@ -109,15 +114,17 @@ def make_deployment(
         )
     folders = {spec.name: spec.checkpoint for spec in specs if spec.checkpoint is not None}
     check_alike(folders)
-    counter = make_counter(next(iter(folders.values()), None)) if tokenizer is None else named_counter(tokenizer)
+    folder = next(iter(folders.values()), None) if tokenizer is None else tokenizer
+    counter = make_counter(folder) if tokenizer is None else named_counter(tokenizer)
+    extract("", counter)  # reads the weights now, not at the first request
     if missing:
         model = slug(settings.model.name)
-        return Deployment(settings, specs, (), Plan("", ()), LateCounter(counter), model, missing)
+        return Deployment(settings, specs, (), Plan("", ()), LateCounter(counter), model, missing, folder)
     plan = make_plan(read_machine(), local, kv_cache_gib=settings.engine.cpu_kv_cache_gib) if local else Plan("", ())
     precise = prepared.get(TierName.PRECISE)
     model = precise.manifest.model if precise else settings.model.name
     launches = tuple(make_launch(spec, plan, settings, model, number) for number, spec in enumerate(local))
-    return Deployment(settings, specs, launches, plan, counter, model)
+    return Deployment(settings, specs, launches, plan, counter, model, tokenizer=folder)
 
 
 def prepare_options(settings: Settings) -> PrepareOptions:
@@ -133,15 +140,33 @@ def prepare_options(settings: Settings) -> PrepareOptions:
     )
 
 
-def tier_spec(name: TierName, tier: TierSettings, prepared: Mapping[TierName, Checkpoint]) -> TierSpec:
-    """Return a tier's layout: its engines' URLs, else the checkpoint of the settings, else the prepared one."""
-    found = None if tier.urls or tier.checkpoint is not None else prepared.get(name)
-    return TierSpec(
+def tier_spec(
+    name: TierName, tier: TierSettings, prepared: Mapping[TierName, Checkpoint], args: Sequence[str] = ()
+) -> TierSpec:
+    """Return a tier's layout: its engines' URLs, else the checkpoint of the settings, else the prepared one.
+
+    Args:
+        name: The tier.
+        tier: Its settings.
+        prepared: Prepared checkpoints.
+        args: vLLM's further arguments, which may change the precision that is served.
+    """
+    spec = TierSpec(
         name=name,
         max_model_len=tier.max_model_len,
         max_num_seqs=tier.max_num_seqs,
         max_in_flight=tier.max_in_flight,
         urls=tier.urls,
-        checkpoint=found.path if found else None if tier.urls else tier.checkpoint,
-        digest=found.manifest.weights_digest if found else None,
+        stated_precision=(tier.urls and tier.precision) or None,
     )
+    if spec.urls:
+        return replace(spec, precision=told_precision(UNKNOWN, spec.stated_precision))
+    if tier.checkpoint is not None:
+        return replace(spec, checkpoint=tier.checkpoint, precision=checkpoint_precision(tier.checkpoint, args))
+    return with_checkpoint(spec, prepared[name], args) if name in prepared else spec
+
+
+def with_checkpoint(spec: TierSpec, made: Checkpoint, args: Sequence[str]) -> TierSpec:
+    """Return a tier's layout with a prepared checkpoint."""
+    precision = checkpoint_precision(made.path, args)
+    return replace(spec, checkpoint=made.path, digest=made.manifest.weights_digest, precision=precision)

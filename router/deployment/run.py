@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from router.app import create_app
+from router.app import wire_router
 from router.auth.api_keys import KeyStore
 from router.auth.network import is_loopback
 from router.deployment.first_start import FirstStart
 from router.deployment.options import fleet_options, supervisor_options
+from router.deployment.shared import Shared
 from router.lifecycle import ServerState
 from router.line_file import LineFile
 from router.server.handover import TakenError, TakeoverError, control_path, handing_over
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"qarr.{__name__}")
 POLL_S = 0.1
-SETTLED = {ReplicaState.READY, ReplicaState.FAILED, ReplicaState.UNREACHABLE}
+SETTLED = {ReplicaState.READY, ReplicaState.FAILED, ReplicaState.UNREACHABLE, ReplicaState.QUARANTINED}
 
 
 class ListenError(Exception):
@@ -157,10 +158,14 @@ async def run(
     """
     settings = deployment.settings
     telemetry = make_telemetry(version("qarr"), settings.telemetry)
-    fleet = Fleet(deployment.specs, machine=machine_name(), options=fleet_options(settings))
-    supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), observer.changed)
+    shared = Shared(deployment) if settings.server.workers > 1 else None
+    fleet = shared.fleet if shared is not None else Fleet(
+        deployment.specs, machine=machine_name(), options=fleet_options(settings)
+    )  # fmt: skip
+    changed = shared.telling(observer.changed) if shared is not None else observer.changed
+    supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), changed)
     state = ServerState()
-    app = create_app(
+    router = wire_router(
         settings,
         fleet,
         deployment.counter,
@@ -169,8 +174,12 @@ async def run(
         keys=keys,
         server_state=state,
         operations=supervisor.operations,
+        links=shared.links if shared is not None else None,
     )
-    server = Server(app, state, settings.server, protocol_for(settings.server))
+    if shared is not None:
+        server: Server = shared.pool(router, state)
+    else:
+        server = Server(router.app, state, settings.server, protocol_for(settings.server))
     server.end_on_signals()
     starting: asyncio.Task[None] | None = None
     try:

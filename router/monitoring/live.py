@@ -11,7 +11,7 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
@@ -21,11 +21,12 @@ from router.api.asgi import body_message, cancel_on_disconnect, context_of, star
 from router.api.bodies import json_response, render_fleet, scope_of
 from router.api.paths import MOST_LISTED
 from router.policy.profiles import percentile
+from router.policy.render import render_regression
 from router.telemetry.record import Outcome, render_record
 from router.telemetry.trace_store import UnknownTrace, render_listed, render_trace
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from starlette.requests import Request
     from starlette.responses import Response
@@ -64,7 +65,17 @@ TOTALS = {
 }
 
 
-class _Ended(NamedTuple):
+class TracesElsewhere(Protocol):
+    """Traces that other processes of this router keep."""
+
+    async def listed(self, caller: Caller, limit: int) -> list[dict[str, Any]]:
+        """Return the last ones that a caller may see, as one line of a list each."""
+
+    async def found(self, trace_id: str, caller: Caller) -> dict[str, Any] | None:
+        """Return one of them; None: none of them has it."""
+
+
+class Ended(NamedTuple):
     """What the window keeps of a record; ``at`` is in seconds by the monotonic clock."""
 
     at: float
@@ -76,7 +87,7 @@ class _Ended(NamedTuple):
 
 
 # The same as the window has it: a named tuple takes eight times as long to make, and most are never read.
-_Entry = tuple[float, "TierName | None", bool, float | None, float | None, bool | None]
+WindowEntry = tuple[float, "TierName | None", bool, float | None, float | None, bool | None]
 
 
 class Reader:
@@ -121,6 +132,9 @@ class Live:
 
     A key sees its own requests, and figures of all. The streams have no end of their own: they are ended when the router
     shuts down, and when their key is no longer in force.
+
+    Attributes:
+        loss_budget: Returns it as JSON values.
     """
 
     def __init__(
@@ -130,10 +144,12 @@ class Live:
         server_state: ServerState,
         keys: KeyStore,
         about: Mapping[str, str],
+        *,
+        loss_budget: Callable[[], dict[str, Any]],
     ) -> None:
-        self._pipeline, self._profiling = pipeline, profiling
+        self._pipeline, self._profiling, self.loss_budget = pipeline, profiling, loss_budget
         self._server_state, self._keys, self._about = server_state, keys, about
-        self._window: deque[_Entry] = deque(maxlen=WINDOW_RECORDS)
+        self._window: deque[WindowEntry] = deque(maxlen=WINDOW_RECORDS)
         self._generated: dict[str, int] = {}
         self._rates: dict[str, float] = {}
         self._readers: set[Reader] = set()
@@ -205,9 +221,10 @@ class Live:
             for replica in tier["replicas"]:
                 replica["tokens_per_s"] = round(self._rates.get(replica["id"], 0.0), 1)
             tier["tokens_per_s"] = round(sum(r["tokens_per_s"] for r in tier["replicas"]), 1)
-            tier.update(_summary([_Ended._make(entry) for entry in self._window if entry[1] is tier["tier"]]))
-        served, totals = pipeline.registry.open, pipeline.registry.totals
-        shown = [request for request in served if caller.sees(request.context.caller.key_id)][:MOST_SHOWN]
+            tier.update(_summary([Ended._make(entry) for entry in self._window if entry[1] is tier["tier"]]))
+        registry, served, totals = pipeline.registry, pipeline.registry.open, pipeline.registry.totals
+        shown = [render_open(r, now) for r in served if caller.sees(r.context.caller.key_id)][:MOST_SHOWN]
+        shown += [request.shown for request in registry.elsewhere if caller.sees(request.key_id)]
         return {
             "at": round(time.time(), 3),
             "version": self._about["version"],
@@ -215,9 +232,10 @@ class Live:
             "trace_url": self._about["trace_url"] or None,
             **rendered,
             "profiling": self._profiling.render(inside=caller.sees_all),
+            "loss_budget": self.loss_budget(),
             "waiting": pipeline.admission.waiting,
-            "in_flight": [_render_open(request, now) for request in shown],
-            "in_flight_total": len(served),
+            "in_flight": shown[:MOST_SHOWN],
+            "in_flight_total": len(served) + registry.open_elsewhere,
             "totals": {name: totals[total] for name, total in TOTALS.items()},
         }
 
@@ -232,6 +250,24 @@ class Live:
         self._forget(now)
         tier = record.served_by or record.decision.tier
         self._window.append((now, tier, failed, record.ttft_ms, record.tpot_ms, record.sla_met))
+        self._show(record)
+
+    @property
+    def readers(self) -> int:
+        """Return how many clients read the stream."""
+        return len(self._readers)
+
+    def ended_since(self, at: float) -> list[WindowEntry]:
+        """Return what the window has from a monotonic time on."""
+        return [entry for entry in self._window if entry[0] > at]
+
+    def take(self, records: Sequence[RequestRecord], ended: Sequence[WindowEntry]) -> None:
+        """Take in what other processes of this router have served."""
+        self._window.extend(sorted(ended, key=lambda entry: entry[0]))
+        for record in records:
+            self._show(record)
+
+    def _show(self, record: RequestRecord) -> None:
         if self._readers:
             event = _event(b"request", render_record(record))
             for reader in self._readers:
@@ -244,7 +280,7 @@ class Live:
         self._rates = {id_: (n - before.get(id_, n)) / elapsed_s for id_, n in self._generated.items()}
 
 
-def _summary(ended: Sequence[_Ended]) -> dict[str, Any]:
+def _summary(ended: Sequence[Ended]) -> dict[str, Any]:
     """Return a tier's figures over the window."""
     kept = [e.sla_met for e in ended if e.sla_met is not None]
     return {
@@ -262,7 +298,8 @@ def _percentiles(values: list[float]) -> dict[str, float] | None:
     return {"p50": round(percentile(values, 0.5), 2), "p95": round(percentile(values, 0.95), 2)}
 
 
-def _render_open(request: ActiveRequest, now: float) -> dict[str, Any]:
+def render_open(request: ActiveRequest, now: float) -> dict[str, Any]:
+    """Return what the page shows of an open request."""
     answer, decision, admitted, part = request.answer, request.decision, request.admitted, request.now_on
     replica = part.replica_id if part is not None else admitted.lease.replica.id if admitted is not None else None
     return {
@@ -286,9 +323,15 @@ class LiveEndpoints:
     """``GET /live``, ``/requests``, ``/traces`` and ``/policy``."""
 
     def __init__(
-        self, pipeline: Pipeline, evaluation: ShadowEvaluation, live: Live, settings: TelemetrySettings
+        self,
+        pipeline: Pipeline,
+        evaluation: ShadowEvaluation,
+        live: Live,
+        settings: TelemetrySettings,
+        elsewhere: TracesElsewhere | None = None,
     ) -> None:
         self._pipeline, self._evaluation, self._live, self._settings = pipeline, evaluation, live, settings
+        self._elsewhere = elsewhere
 
     def routes(self) -> list[Endpoint]:
         """Return the endpoints' routes."""
@@ -309,24 +352,39 @@ class LiveEndpoints:
 
     async def _traces(self, request: Request) -> Response:
         """Answer with the kept traces that the caller may see, newest first."""
-        limit, caller, traces = _limit(request), context_of(request.scope).caller, self._pipeline.telemetry.traces
-        kept = traces.recent() if traces is not None else []
-        seen = (own for own in (_seen(trace, caller) for trace in kept) if own is not None)
-        shown = [render_listed(trace) for trace in islice(seen, limit)]
+        limit, caller = _limit(request), context_of(request.scope).caller
+        shown = self.listed(caller, limit)
+        if self._elsewhere is not None:
+            shown += await self._elsewhere.listed(caller, limit)
+            shown = sorted(shown, key=lambda trace: trace["at"], reverse=True)[:limit]
         return _json({"scope": scope_of(everything=caller.sees_all), "traces": shown})
 
     async def _trace(self, request: Request) -> Response:
         """Answer with one trace; another key's counts as unknown."""
-        caller, traces = context_of(request.scope).caller, self._pipeline.telemetry.traces
-        kept = traces.find(request.path_params["trace_id"]) if traces is not None else None
-        trace = _seen(kept, caller) if kept is not None else None
-        if trace is None:
+        caller, trace_id = context_of(request.scope).caller, request.path_params["trace_id"]
+        rendered = self.found(trace_id, caller)
+        if rendered is None and self._elsewhere is not None:
+            rendered = await self._elsewhere.found(trace_id, caller)
+        if rendered is None:
             raise UnknownTrace(
                 "a router keeps as many of its own last traces as telemetry.recent_traces says, and of a busy router's not "
                 "every one: ask the router that served the request, or look in the trace viewer"
             )
-        rendered = render_trace(trace, inside=caller.sees_all)
         return _json({**rendered, "trace_url": self._settings.trace_address(rendered["trace_id"])})
+
+    def listed(self, caller: Caller, limit: int) -> list[dict[str, Any]]:
+        """Return the last traces of this process that a caller may see, newest first, as one line of a list each."""
+        traces = self._pipeline.telemetry.traces
+        kept = traces.recent() if traces is not None else []
+        seen = (own for own in (_seen(trace, caller) for trace in kept) if own is not None)
+        return [render_listed(trace) for trace in islice(seen, limit)]
+
+    def found(self, trace_id: str, caller: Caller) -> dict[str, Any] | None:
+        """Return one trace of this process; None: it has none with this id that the caller may see."""
+        traces = self._pipeline.telemetry.traces
+        kept = traces.find(trace_id) if traces is not None else None
+        trace = _seen(kept, caller) if kept is not None else None
+        return render_trace(trace, inside=caller.sees_all) if trace is not None else None
 
     async def _policy(self, _request: Request) -> Response:
         """Answer with the parameters of decisions."""
@@ -335,12 +393,17 @@ class LiveEndpoints:
             {
                 "class_floor": {kind.value: tier for kind, tier in table.class_floor.items()},
                 "max_loss": {kind.value: bound for kind, bound in table.max_loss.items()},
+                "loss_budget": self._live.loss_budget(),
                 "losses": {
                     tier.value: {
                         kind.value: {"mean": loss.mean, "low": loss.low, "high": loss.high}
                         for kind, loss in losses.items()
                     }
                     for tier, losses in table.losses.items()
+                },
+                "prompt_losses": {
+                    tier.value: render_regression(found)
+                    for tier, found in self._pipeline.policy.learned.regressions.items()
                 },
                 "promoted": {kind.value: tier for kind, tier in table.promoted.items()},
                 "live_losses": [

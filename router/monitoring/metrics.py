@@ -11,7 +11,7 @@ import asyncio
 import sys
 import time
 from itertools import permutations
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from router.monitoring.tally import Buckets, Count, Counter, Histogram
     from router.pipeline.pipeline import Pipeline
+    from router.policy.budget_store import LossBudget
     from router.policy.decision import TierReport
     from router.policy.table import PolicyStore
     from router.profiling.shadow_evaluation import ShadowEvaluation
@@ -189,7 +190,7 @@ class Losses(Collector):
             "qarr_promoted_classes", "1 for a class that now gets at least this tier.", labels=KIND
         )
         measured = GaugeMetricFamily("qarr_measured_loss_ratio", "The same share in the quality profile.", labels=KIND)
-        bound = GaugeMetricFamily("qarr_loss_bound_ratio", "The share that a class may lose.", labels=["class"])
+        bound = GaugeMetricFamily("qarr_loss_bound_ratio", "Most that a request of a class may lose.", labels=["class"])
         for (kind, tier), rolling in self._evaluation.losses.items():
             loss.add_metric([kind.value, tier.value], rolling.share)
             checked.add_metric([kind.value, tier.value], rolling.checked)
@@ -202,6 +203,33 @@ class Losses(Collector):
         for kind, most in table.max_loss.items():
             bound.add_metric([kind.value], most)
         return [loss, checked, promoted, measured, bound]
+
+
+class Budget(Collector):
+    """The loss budget. Price, mean and budget are the router's, the counters this process' own."""
+
+    def __init__(self, budget: LossBudget, half_life_s: float) -> None:
+        self._budget, self._half_life_s = budget, half_life_s
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the price and the running mean, where they are known, and what was counted since the start."""
+        budget, now = self._budget, self._budget.current()
+        for name, text, value in (
+            ("price_engine_seconds", "Price of loss: engine-seconds a differing token.", now.price),
+            ("mean_ratio", "Running mean of the share of tokens that differ from the highest precision's.", now.mean),
+            ("budget_ratio", "The share that policy.loss_budget allows of the same answers.", now.budget),
+            ("budget_half_life_seconds", "Half-life of the running mean.", self._half_life_s),
+        ):
+            gauge = GaugeMetricFamily(f"qarr_loss_{name}", text)
+            if value is not None:
+                gauge.add_metric([], value)
+            yield gauge
+        text = "Output tokens of answers that count against the loss budget."
+        yield CounterMetricFamily("qarr_loss_counted_tokens", text, budget.tokens)
+        text = "Of these, those that differ from the highest precision's, as measured or expected."
+        yield CounterMetricFamily("qarr_loss_differing_tokens", text, budget.lost)
+        text = "Of these, those that the loss budget allows to differ."
+        yield CounterMetricFamily("qarr_loss_allowed_tokens", text, budget.allowed)
 
 
 class Load(Collector):
@@ -252,11 +280,14 @@ class Load(Collector):
         opened = CounterMetricFamily("qarr_breaker_opened", "Times that a replica's breaker has opened.", labels=labels)
         text = "1 while a replica's breaker keeps requests from it."
         is_open = GaugeMetricFamily("qarr_breaker_open", text, labels=labels)
+        text = "1, with what a replica serves."
+        about = GaugeMetricFamily("qarr_replica_info", text, labels=[*labels, "precision", "checkpoint"])
         usage = GaugeMetricFamily("qarr_kv_cache_usage_ratio", "Share of a replica's KV cache in use.", labels=labels)
         now = time.monotonic()
         for replica in self._pipeline.fleet.replicas:
             values = [replica.spec.name.value, replica.id]
             state.add_metric([*values, replica.state.value], 1)
+            about.add_metric([*values, replica.spec.precision, replica.spec.checkpoint_id or ""], 1)
             in_flight.add_metric(values, replica.in_flight)
             taken.add_metric(values, replica.slots)
             limit.add_metric(values, replica.limit)
@@ -264,13 +295,21 @@ class Load(Collector):
             is_open.add_metric(values, replica.breaker.state(now) is not BreakerState.CLOSED)
             if replica.gauges is not None:
                 usage.add_metric(values, replica.gauges.kv_cache_usage)
-        return state, in_flight, taken, limit, opened, is_open, usage
+        return state, about, in_flight, taken, limit, opened, is_open, usage
+
+
+class Source(Protocol):
+    """What a scrape is made of."""
+
+    def collect(self) -> Iterable[Metric]:
+        """Return every family."""
 
 
 class Metrics:
     """All of the router's metrics.
 
     Attributes:
+        source: What a scrape is made of.
         tally: What is counted of requests.
     """
 
@@ -280,17 +319,20 @@ class Metrics:
         evaluation: ShadowEvaluation,
         retries: Mapping[TierName, int],
         about: Mapping[str, str],
+        half_life_s: float,
     ) -> None:
-        self._registry, self.tally = CollectorRegistry(), Tally()
+        registry, self.tally = CollectorRegistry(), Tally()
+        self.source: Source = registry
         requests = RequestMetrics(self.tally)
         self.answered = requests.answered
         pipeline.registry.observers.append(requests.observe)
-        self._registry.register(self.tally)
-        ProcessCollector(registry=self._registry)
-        self._registry.register(Load(pipeline, retries, about))
-        self._registry.register(Losses(evaluation, pipeline.policy))
+        registry.register(self.tally)
+        ProcessCollector(registry=registry)
+        registry.register(Load(pipeline, retries, about))
+        registry.register(Losses(evaluation, pipeline.policy))
+        registry.register(Budget(pipeline.policy.budget, half_life_s))
 
     async def answer(self, request: Request) -> Response:
         """Answer a scrape; on the event loop, which owns the state that is read."""
         encode, media_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(self._registry), media_type=media_type)
+        return Response(encode(self.source), media_type=media_type)

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from router.pipeline.queue_lines import Entry, Lines
 from router.pipeline.request import class_of
@@ -28,7 +28,7 @@ from tiers.fleet import Demand
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from router.auth.quota import Grant as QuotaGrant
     from router.policy.decision import Decision, Query
@@ -94,10 +94,17 @@ class _Waiting(Entry):
 class Admission:
     """Admits requests. One event loop owns it."""
 
-    def __init__(self, fleet: Fleet, policy: PolicyStore, options: AdmissionSettings, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        policy: PolicyStore,
+        options: AdmissionSettings,
+        telemetry: Telemetry,
+        lines: Callable[[Mapping[str, int]], Lines[Any]] = Lines,
+    ) -> None:
         self._fleet, self._policy, self._options, self._telemetry = fleet, policy, options, telemetry
         self._held: Counter[str] = Counter()  # slots, by key
-        self._lines: Lines[_Waiting] = Lines(self._held)
+        self._lines: Lines[_Waiting] = lines(self._held)
         self._granted: Counter[TierName] = Counter()
         self._scheduled = False
         fleet.on_capacity = self._schedule
@@ -243,7 +250,8 @@ class Admission:
         while (entry := self._next(passed_over)) is not None:
             ready = any(self._fleet.is_ready(tier) for tier in entry.tiers)
             if not ready or self._fleet.has_capacity(entry.tiers, entry.demand, reserved):
-                decision = decide(entry.decision.query, self._fleet.snapshot(reserved), self._policy.table)
+                policy = self._policy
+                decision = decide(entry.decision.query, self._fleet.snapshot(reserved), policy.table, policy.price)
                 if self._settle(entry, decision, reserved):
                     continue
             passed_over.add(entry)

@@ -91,13 +91,15 @@ class Pipeline:
             self.on_request()
         traced = request.context.traced
         features = self._classify(request.prompt) if traced else request.prompt.classify(self.counter)
-        fleet, table = self.fleet.snapshot(), self.policy.table
+        fleet, table, price = self.fleet.snapshot(), self.policy.table, self.policy.price
         query = query_of(request, features, fleet.template)
-        decision = self._decide(query, fleet, table) if traced else decide(query, fleet, table)
+        decision = self._decide(query, fleet, table, price) if traced else decide(query, fleet, table, price)
         if serve and self.prompt_observer is not None:
             self.prompt_observer.offer(request.prompt.text, features)
         if serve and self.decisions is not None:
-            self.decisions.decided(request.context.request_id, decision, fleet, table)
+            self.decisions.decided(
+                request.context.request_id, decision, fleet, table, price=price, priority=request.options.priority
+            )
         return decision
 
     def _classify(self, prompt: PromptText) -> PromptFeatures:
@@ -107,13 +109,13 @@ class Pipeline:
             self.telemetry.record_features(span, features, prompt.text)
         return features
 
-    def _decide(self, query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decision:
+    def _decide(self, query: Query, fleet: FleetSnapshot, table: PolicyParameters, price: float | None) -> Decision:
         """Decide under a span; the server span, which dashboards list, gets the decision as well."""
         with self.telemetry.route():
-            decision = decide(query, fleet, table)
-            self.telemetry.record_decision(decision)
+            decision = decide(query, fleet, table, price)
+            self.telemetry.record_decision(decision, price)
             self.telemetry.record_verdicts(decision)
-        self.telemetry.record_decision(decision)
+        self.telemetry.record_decision(decision, price)
         return decision
 
     async def serve(

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from router.auth.quota import OverQuota
 from router.pipeline.request import class_of
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from router.pipeline.request import RequestContext
     from router.policy.decision import Decision, Priority, Sla
     from router.upstream.engine_stream import EngineAnswer
-    from tiers.fleet import Fleet
 
 log = logging.getLogger(f"qarr.{__name__}")
 OVER_QUOTA = "over_quota"
@@ -68,6 +67,13 @@ class ActiveRequest:
         self.admitted, self.decision, self.sent = admitted, admitted.decision, time.monotonic()
 
 
+class OpenElsewhere(NamedTuple):
+    """A request that another process of this router serves: whose, and what the page shows of it."""
+
+    key_id: str
+    shown: dict[str, Any]
+
+
 class RequestRegistry:
     """Holds the open requests and the last records. One event loop owns it.
 
@@ -75,14 +81,18 @@ class RequestRegistry:
         recent: The last records, at most ``kept``.
         observers: Called with each record, in order.
         totals: Since the start: records by outcome, requests, retries, continuations and escalations.
+        elsewhere: Open requests of other processes of this router; not more than are shown.
+        open_elsewhere: Their number.
     """
 
-    def __init__(self, fleet: Fleet, server_state: ServerState, kept: int) -> None:
-        self._fleet, self._server_state = fleet, server_state
+    def __init__(self, server_state: ServerState, kept: int) -> None:
+        self._server_state = server_state
         self._open: dict[int, ActiveRequest] = {}
         self.recent: deque[RequestRecord] = deque(maxlen=kept)
         self.observers: list[Callable[[RequestRecord], None]] = []
         self.totals: Counter[str] = Counter()
+        self.elsewhere: list[OpenElsewhere] = []
+        self.open_elsewhere = 0
 
     @property
     def open(self) -> list[ActiveRequest]:
@@ -124,7 +134,7 @@ class RequestRegistry:
             overhead_ms = max((request.sent - context.arrived) * 1000 - queue_ms, 0.0)
         spec = ttft_ms = tpot_ms = None
         if answer is not None:
-            spec, prompt_tokens = self._fleet.spec(answer.tier), answer.usage.get("prompt_tokens", prompt_tokens)
+            spec, prompt_tokens = answer.spec, answer.usage.get("prompt_tokens", prompt_tokens)
             ttft_ms, tpot_ms = ttft_from_arrival(context, answer), answer.tpot_ms
         return RequestRecord(
             at=time.time() - (now - context.arrived),
@@ -138,7 +148,7 @@ class RequestRegistry:
             error=cause,
             served_by=answer.tier if answer is not None else None,
             replica=answer.replica_id if answer is not None else None,
-            precision=spec.precision._value_ if spec is not None else None,
+            precision=spec.precision if spec is not None else None,
             checkpoint=spec.checkpoint_id if spec is not None else None,
             prompt_tokens=prompt_tokens,
             output_tokens=answer.output_tokens if answer is not None else 0,

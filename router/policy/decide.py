@@ -1,8 +1,8 @@
 """Choose a tier. Pure: facts about the request and a fleet snapshot in, a decision with reasons out.
 
 Precedence: what is possible (context, readiness, free slots), then ``require``, then the SLA's bounds, then the hint, then
-the needs of the prompt's class. Of the tiers that remain, the cheapest by measured engine time serves. The reason names
-what was given up.
+the needs of the prompt's class. Of the tiers that remain, the one with the least engine time + price of loss * expected loss
+serves (``router.policy.budget``). The reason names what was given up.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
-from router.policy.decision import CHOSEN, Basis, Decision, Refusal, TierReport
+from router.policy.budget import best, middle_price
+from router.policy.decision import CHOSEN, Basis, Decision, Priced, Refusal, TierReport
 from tiers.preparing import about
 from tiers.snapshot import has_slots
 from tiers.spec import ReplicaState, TierName
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from classifier import PromptClass
-    from router.policy.decision import Bound, ExpectedLoss, PolicyParameters, Query
+    from router.policy.decision import Degraded, ExpectedLoss, PolicyParameters, Query
     from tiers.snapshot import Expectation, FleetSnapshot, TierSnapshot
     from tiers.spec import TierSpec
     from tiers.speed import SpeedModel
@@ -32,6 +33,11 @@ UNKNOWN_RETRY_S = 1.0  # a slot frees up with the next finished request
 LIKELIEST_TO_PASS = (Refusal.AT_CAPACITY, Refusal.NOT_READY, Refusal.TOO_LONG, Refusal.NOT_ALLOWED)
 _NORMAL = NormalDist()
 _TIERS = tuple(TierName)
+_DEGRADED: tuple[tuple[Degraded, Basis], ...] = (
+    ("quality", Basis.DEGRADED_QUALITY),
+    ("latency", Basis.DEGRADED_LATENCY),
+    ("unmeasured", Basis.DEGRADED_UNMEASURED),
+)
 
 # The classes below are never changed once a decision is made; freezing them would cost a third of it.
 
@@ -42,7 +48,7 @@ class _Need:
 
     Attributes:
         floor: Lowest tier where loss is not measured.
-        max_loss: Share of tokens, 0..1, where loss is measured: the request's own bound, else the class's.
+        max_loss: Share of tokens, 0..1, where loss is measured: the request's own bound, else the class's; None: no bound.
         at_least: Lowest tier whatever is measured; None: any tier.
         hinted: The hint asks for ``at_least``; else the class's live losses do.
         uncertain: The classifier is not sure of the class.
@@ -51,7 +57,7 @@ class _Need:
     kind: PromptClass
     confidence: float
     floor: TierName
-    max_loss: float
+    max_loss: float | None
     at_least: TierName | None
     hinted: bool
     uncertain: bool
@@ -72,9 +78,10 @@ class _TierEstimate:
         loss: As measured.
         worst: Upper bound of the loss at the confidence asked for.
         cost: Engine-seconds, times the tier's price.
-        excess: Largest ratio of a predicted time to its bound.
+        priced: Cost and expected loss of a token.
+        excess: Largest ratio of a predicted time to its bound; infinite where a time is not known.
         obstacle: Why the tier cannot serve now; None: it can.
-        slow: It breaks a bound on time; likewise ``lossy`` on loss.
+        slow: It breaks a bound on time, or may, for its times are not known; likewise ``lossy`` on loss.
         unfit: It is below what the class needs.
         meets: It can serve the request within the bounds asked for.
     """
@@ -87,6 +94,7 @@ class _TierEstimate:
     loss: ExpectedLoss | None
     worst: float | None
     cost: float | None
+    priced: Priced | None
     excess: float
     obstacle: Refusal | None
     slow: bool
@@ -99,10 +107,17 @@ class _TierEstimate:
         return self.speed is not None and self.speed.under_load
 
 
-def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decision:
-    """Choose the cheapest tier that serves the request as asked, or refuse it."""
+def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters, price: float | None = None) -> Decision:
+    """Choose a tier that serves the request as asked, or refuse it.
+
+    Args:
+        query: The request.
+        fleet: The tiers.
+        table: The policy's parameters.
+        price: Of loss, in engine-seconds a differing token; None: not known yet.
+    """
     z = _NORMAL.inv_cdf(table.sla_confidence if query.sla.confidence is None else query.sla.confidence)
-    case = _Case(query, fleet, table, z, _need(query, table))
+    case = _Case(query, fleet, table, z, _need(query, table), price)
     hint, estimates = query.hint, case.estimates
     asked = estimates if hint is None or not query.require else [o for o in estimates if o.name is hint]
     possible = [o for o in asked if o.obstacle is None]
@@ -112,16 +127,16 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decis
         causes = {o.obstacle for o in asked}
         refusal = Refusal.SLA_UNMET if possible else next(c for c in LIKELIEST_TO_PASS if c in causes)
         return Decision.explained(case, query, Basis.REFUSED, None, refusal=refusal)
-    degraded: tuple[Bound, ...] = ()
+    degraded: tuple[Degraded, ...] = ()
     if within:
         case.chosen, case.basis = chosen, basis = _choose(query, within, case)
         if basis is Basis.DEGRADED_QUALITY:
             degraded = ("quality",)
     else:
         chosen, degraded = _nearest(query, possible, table)
-        basis = Basis.DEGRADED_QUALITY if "quality" in degraded else Basis.DEGRADED_LATENCY
+        basis = next(basis for what, basis in _DEGRADED if what in degraded)
         case.chosen, case.basis, case.given_up = chosen, basis, degraded
-    return Decision.explained(case, query, basis, chosen.name, degraded=degraded)
+    return Decision.explained(case, query, basis, chosen.name, degraded=degraded, priced=case.priced)
 
 
 def _need(query: Query, table: PolicyParameters) -> _Need:
@@ -134,7 +149,7 @@ def _need(query: Query, table: PolicyParameters) -> _Need:
     uncertain = confidence < table.min_confidence and floor is not TierName.PRECISE
     if uncertain:
         floor = _TIERS[floor.rank + 1]
-    max_loss = table.max_loss[kind] if asked is None else asked
+    max_loss = table.max_loss.get(kind) if asked is None else asked
     return _Need(kind, confidence, floor, max_loss, at_least, hinted, uncertain)
 
 
@@ -144,9 +159,11 @@ class _Case:
 
     Attributes:
         z: The confidence asked for, as a quantile of the normal distribution.
+        price: Of loss, in engine-seconds a differing token; None: not known yet.
+        output: Expected output tokens of all sequences.
         estimates: One for each tier, by rising precision.
         asked: Those of the tiers asked for; of these, ``possible`` can serve now, and ``within`` meet the bounds as well.
-        fit: Of these, those that meet the class's needs.
+        fit: Of these, those that meet the class's needs; ``priced``: what the price of loss chose from.
         chosen: None: the request is refused.
         given_up: Bounds that no tier meets.
     """
@@ -156,20 +173,24 @@ class _Case:
     table: PolicyParameters
     z: float
     need: _Need
+    price: float | None
+    output: float = field(init=False)
     estimates: list[_TierEstimate] = field(init=False)
     asked: Sequence[_TierEstimate] = ()
     possible: Sequence[_TierEstimate] = ()
     within: Sequence[_TierEstimate] = ()
     fit: Sequence[_TierEstimate] = ()
+    priced: tuple[Priced, ...] = ()
     chosen: _TierEstimate | None = None
     basis: Basis = Basis.REFUSED
-    given_up: tuple[Bound, ...] = ()
+    given_up: tuple[Degraded, ...] = ()
     _reports: dict[TierName, TierReport] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         query, fleet = self.query, self.fleet
         prompt_tokens, sequences = query.tokens_to_read, query.sequences
         output, there = fleet.output_share * query.max_tokens * sequences, fleet.sequences + sequences
+        self.output = max(1.0, output)
         self.estimates = [self._estimate(tier, prompt_tokens, output, there) for tier in fleet.tiers]
 
     def _estimate(self, tier: TierSnapshot, prompt_tokens: int, output: float, there: int) -> _TierEstimate:
@@ -184,12 +205,12 @@ class _Case:
         query, table, z, spec, need = self.query, self.table, self.z, tier.spec, self.need
         name = spec.name
         free, speed, times = tier.offer(prompt_tokens, output, query.sequences, self.fleet)
-        cost = None
+        cost, priced, loss = None, None, table.loss(name, query.features)
         if speed is not None:
             batch = min(spec.max_num_seqs, there)
-            engine_ms = speed.engine_ms(prompt_tokens, max(1.0, output), batch)
+            engine_ms = speed.engine_ms(prompt_tokens, self.output, batch) * (times.drift if times else 1.0)
             cost = engine_ms / 1000 * table.prices.get(name, 1.0)
-        loss = table.loss(name, query.features)
+            priced = None if loss is None else Priced(name, cost / self.output, loss.mean)
         worst = None if loss is None else loss.at(z) if need.confidence >= table.min_confidence else loss.high
         obstacle, bound = _obstacle(tier, query, free=free), query.sla.max_quality_loss
         slow, excess = _slow(query, times, z)
@@ -203,6 +224,7 @@ class _Case:
             loss,
             worst,
             cost,
+            priced,
             excess,
             obstacle,
             slow,
@@ -210,6 +232,10 @@ class _Case:
             unfit=_is_unfit(name, worst, need),
             meets=obstacle is None and not lossy and not slow,
         )
+
+    def precision(self) -> str | None:
+        """Return what the chosen tier serves."""
+        return None if self.chosen is None else self.chosen.spec.precision
 
     def reason(self) -> str:
         """Return why, for a person. What was asked for and is not given comes first."""
@@ -228,14 +254,38 @@ class _Case:
     def _why(self, chosen: _TierEstimate) -> str:
         """Return why a tier was chosen."""
         if not self.within:
-            return f"no tier is expected to meet the SLA: {' and '.join(self.given_up)} given up, {chosen.name} taken"
+            given_up = " and ".join([what for what in self.given_up if what != "unmeasured"])
+            known = f"expected to meet the SLA: {given_up} given up" if given_up else "known to meet the SLA"
+            return f"no tier is {known}, {chosen.name} taken"
         if self.basis is Basis.HINT:
             return f"hint {chosen.name}"
+        if self.basis is Basis.BUDGET:
+            return f"{self.need.who}: {self._priced_text(chosen)}"
         if self.basis is Basis.MEASURED:
             return f"{self.need.who}: {_cheapest_text(self.fit, chosen)}"
         if self.basis is Basis.TABLE:
             return f"{self.need.who}: {_lowest_text(self.fit[0], chosen, self.table)}"
         return f"degraded to {chosen.name}: {self._unfit(chosen)}, {_no_better(self.asked)}"
+
+    def _priced_text(self, chosen: _TierEstimate) -> str:
+        """Return what the choice by the price of loss rests on: the next best tier, and what it would cost and lose."""
+        one, others = chosen.priced, [o for o in self.priced if o is not chosen.priced]
+        if one is None or not others:
+            return f"no tier but {chosen.name} meets its needs"
+        price = middle_price(self.priced) if self.price is None else self.price
+        other = best(others, price, lossless=self.table.loss_budget == 0)
+        saved, lost = (other.cost - one.cost) * self.output, one.loss - other.loss
+        learned = "; speed learned from live requests" if any(o.speed and o.speed.learned for o in self.fit) else ""
+        if saved * lost <= 0:  # neither is given up for the other
+            return f"{one.tier} saves {saved:.2g} engine-seconds over {other.tier} and loses no more{learned}"
+        if self.table.loss_budget == 0:
+            return f"{one.tier} loses {-lost:.3f} less than {other.tier}, and the loss budget is 0{learned}"
+        for_what = (
+            f"saves {saved:.2g} engine-seconds over {other.tier} for {lost:.3f} more expected loss"
+            if lost > 0
+            else f"loses {-lost:.3f} less than {other.tier} for {-saved:.2g} engine-seconds more"
+        )
+        return f"{one.tier} {for_what}, at a price of {price * self.output:.2g} engine-seconds a unit of loss{learned}"
 
     def fallbacks(self) -> tuple[TierName, ...]:
         """Return the tiers that could take over, in order."""
@@ -286,7 +336,11 @@ class _Case:
         if chosen is None:
             return "not asked for"
         if chosen.cost is not None and estimate.cost is not None and estimate.under_load:
-            return f"would do, at {estimate.cost:.2g} engine-seconds instead of {chosen.cost:.2g}"
+            cost = f"would do, at {estimate.cost:.2g} engine-seconds instead of {chosen.cost:.2g}"
+            if estimate.priced is None or chosen.priced is None or self.basis is not Basis.BUDGET:
+                return cost
+            more = estimate.priced.loss - chosen.priced.loss
+            return f"{cost}, and loses {abs(more):.3f} {'more' if more > 0 else 'less'}" if more else cost
         return f"would do; {chosen.name} was taken"
 
     def _against(self, estimate: _TierEstimate) -> str:
@@ -307,7 +361,7 @@ class _Case:
             return f"{f'hint {need.at_least}' if need.hinted else who} wants {need.at_least} or higher"
         if worst is None:
             return f"{need.who} wants {need.floor} or higher"
-        return f"{need.who} may lose {need.max_loss:g}, and this tier may lose {worst:.3f}"
+        return f"{need.who} may lose {need.max_loss or 0:g}, and this tier may lose {worst:.3f}"
 
 
 def _obstacle(tier: TierSnapshot, query: Query, *, free: bool) -> Refusal | None:
@@ -367,12 +421,12 @@ def _full(tier: TierSnapshot, sequences: int) -> str:
 def _slow(query: Query, times: Expectation | None, z: float) -> tuple[bool, float]:
     """Tell whether a tier's times break a bound with the confidence asked for; return the largest ratio of time to bound.
 
-    An unknown time breaks no bound. Times are log-normally distributed about the prediction; ``z`` is the confidence as a
+    An unknown time meets no bound. Times are log-normally distributed about the prediction; ``z`` is the confidence as a
     quantile of the normal distribution.
     """
     sla, slow, excess = query.sla, False, 0.0
     if times is None:
-        return slow, excess
+        return (True, math.inf) if sla.ttft_ms is not None or sla.tpot_ms is not None else (slow, excess)
     if sla.tpot_ms is not None:
         safe = times.tpot_ms * math.exp(z * times.tpot_spread)
         slow, excess = safe > sla.tpot_ms, safe / sla.tpot_ms
@@ -384,7 +438,7 @@ def _slow(query: Query, times: Expectation | None, z: float) -> tuple[bool, floa
 
 def _slow_text(estimate: _TierEstimate, query: Query, z: float) -> str:
     """Return which bound a tier's times break with the confidence asked for: of both, that on TTFT."""
-    times, sla, found = estimate.times, query.sla, ""
+    times, sla, found = estimate.times, query.sla, "its speed is not measured yet, and latency is bound"
     for name, expected, spread, bound in (
         (
             ("TPOT", times.tpot_ms, times.tpot_spread, sla.tpot_ms),
@@ -414,7 +468,9 @@ def _is_unfit(tier: TierName, worst: float | None, need: _Need) -> bool:
     """Tell whether a tier is below what the class needs."""
     if need.at_least is not None and tier.rank < need.at_least.rank:
         return True
-    return tier.rank < need.floor.rank if worst is None else worst > need.max_loss
+    if worst is None:
+        return tier.rank < need.floor.rank
+    return need.max_loss is not None and worst > need.max_loss
 
 
 def _choose(query: Query, within: Sequence[_TierEstimate], case: _Case) -> tuple[_TierEstimate, Basis]:
@@ -429,6 +485,10 @@ def _choose(query: Query, within: Sequence[_TierEstimate], case: _Case) -> tuple
     for estimate in fit:
         if not estimate.under_load:
             return _lowest(fit, case.table.max_slowdown), Basis.TABLE
+    case.priced = priced = tuple([o.priced for o in fit if o.priced is not None]) if case.table.losses else ()
+    if priced:
+        taken = best(priced, case.price, lossless=case.table.loss_budget == 0)
+        return next(o for o in fit if o.priced is taken), Basis.BUDGET
     return min(fit, key=_cost), Basis.MEASURED  # of equals, the lowest precision
 
 
@@ -480,11 +540,12 @@ def _dominated(lower: SpeedModel | None, higher: SpeedModel | None, max_slowdown
 
 def _nearest(
     query: Query, possible: Sequence[_TierEstimate], table: PolicyParameters
-) -> tuple[_TierEstimate, tuple[Bound, ...]]:
+) -> tuple[_TierEstimate, tuple[Degraded, ...]]:
     """Choose where no tier meets every bound, and say what is given up: what ``give_up`` names, if a tier keeps the rest.
 
-    A hinted tier that keeps it is taken. Else the cheapest of those that keep the loss: a request that is late anyway
-    should not hold up others. Of those that keep the latency, the one that loses least.
+    A hinted tier that keeps it is taken. Else of those that keep the loss, that of the class too if one does, the least
+    late: so load beyond what the tiers can do spreads over all of them. Of those that keep the latency, the one that
+    loses least.
     """
     lossless = [o for o in possible if not o.lossy]
     prompt = [o for o in possible if not o.slow]
@@ -494,12 +555,15 @@ def _nearest(
         chosen = hinted[0]
     elif lossless and (table.give_up == "latency" or not prompt):
         fit = [o for o in lossless if not o.unfit] or lossless
-        chosen = min(fit, key=lambda o: (_cost(o), o.excess))
+        chosen = min(fit, key=lambda o: (o.excess, _cost(o)))
     else:  # what is not measured counts as the worst, and is ordered by precision
         chosen = min(prompt or possible, key=lambda o: (1.0 if o.loss is None else o.loss.high, -o.name.rank))
-    quality: tuple[Bound, ...] = ("quality",) if chosen.lossy or chosen.unfit else ()
-    latency: tuple[Bound, ...] = ("latency",) if chosen.slow else ()
-    return chosen, quality + latency
+    found: list[Degraded] = []
+    if chosen.lossy or chosen.unfit:
+        found.append("quality" if chosen.worst is not None or not chosen.lossy else "unmeasured")
+    if chosen.slow:
+        found.append("latency" if chosen.times is not None else "unmeasured")
+    return chosen, tuple(dict.fromkeys(found))
 
 
 def successors(tier: TierName, query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> tuple[TierName, ...]:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping  # noqa: TC003  pydantic reads it for the decision log
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from math import hypot, log
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
 from classifier import PromptClass, PromptFeatures  # noqa: TC001  pydantic reads these for the decision log
-from tiers.spec import PRECISIONS, Precision, ReplicaState, TierName
+from tiers.spec import ReplicaState, TierName
+
+if TYPE_CHECKING:
+    from router.policy.profiles import Observation
 
 Bound = Literal["quality", "latency"]
+Degraded = Literal["quality", "latency", "unmeasured"]  # the last: nobody knows whether a bound is kept
 CHOSEN = "chosen"
 _INTERVAL_Z = NormalDist().inv_cdf(0.975)  # half the width of a 95 % interval, in standard deviations
 
@@ -32,35 +37,128 @@ class ExpectedLoss:
 NO_LOSS = ExpectedLoss(0.0, 0.0, 0.0)
 
 
+def loss_features(prompt: PromptFeatures | Observation) -> tuple[float, float, float, bool, bool]:
+    """Return the numbers that ``PromptLoss`` is linear in.
+
+    Logarithm of the characters, and of the characters a word (it tells scripts without spaces, and code, from English);
+    the classifier's confidence; whether there is code; whether code is asked for. None depends on the tokenizer.
+    """
+    chars = prompt.chars or 1
+    return log(chars), log(chars / (prompt.words or 1)), prompt.confidence, prompt.contains_code, prompt.asks_for_code
+
+
+@dataclass(frozen=True, slots=True)
+class ClassLine:
+    """How the loss on a class's prompts differs from its mean.
+
+    Attributes:
+        offset: Difference where every feature is 0.
+        error: Half width of the 95 % interval of a difference, the largest of the class.
+        slopes: Of each of ``loss_features``.
+        seen: Lowest and highest value of each of the first three.
+    """
+
+    offset: float
+    error: float
+    slopes: tuple[float, float, float, float, float]
+    seen: tuple[float, float, float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLoss:
+    """How a prompt's features change its loss on one tier; fitted by ``router/policy/loss_regression.py``."""
+
+    classes: Mapping[PromptClass, ClassLine]
+
+    def expected(self, prompt: PromptFeatures | Observation, mean: ExpectedLoss) -> ExpectedLoss:
+        """Return the loss on a prompt. A feature counts as no further out than was seen of the class.
+
+        Args:
+            prompt: Of a class that is known.
+            mean: Of the class. Each half of its interval h becomes sqrt(h^2 + error^2).
+        """
+        line = self.classes.get(prompt.prompt_class)
+        if line is None:
+            return mean
+        a, b, c, code, asked = loss_features(prompt)
+        a0, a1, b0, b1, c0, c1 = line.seen
+        by_a, by_b, by_c, by_code, by_asked = line.slopes
+        middle, error = mean.mean, line.error
+        share = (  # min and max take several times as long as comparisons
+            middle
+            + line.offset
+            + by_a * (a0 if a < a0 else a1 if a > a1 else a)  # noqa: FURB136
+            + by_b * (b0 if b < b0 else b1 if b > b1 else b)  # noqa: FURB136
+            + by_c * (c0 if c < c0 else c1 if c > c1 else c)  # noqa: FURB136
+        )
+        if code:
+            share += by_code
+        if asked:
+            share += by_asked
+        share = 0.0 if share < 0 else 1.0 if share > 1 else share
+        low, high = share - hypot(middle - mean.low, error), share + hypot(mean.high - middle, error)
+        return ExpectedLoss(share, 0.0 if low < 0 else low, 1.0 if high > 1 else high)
+
+
+class Priced(NamedTuple):
+    """A tier that a request may take, as the price of loss weighs it.
+
+    Attributes:
+        cost: Engine-seconds an output token, times the tier's price.
+        loss: Expected share of tokens, 0..1, that differ from the highest precision's.
+    """
+
+    tier: TierName
+    cost: float
+    loss: float
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyParameters:
     """The policy's parameters: settings of the same names, and what was measured.
 
     Attributes:
+        max_loss: By class; a class without one has no bound of its own.
+        loss_budget: Mean loss, 0..1, or the tier that may not be lost more than.
         losses: By tier and class, from the quality profile; empty: not measured.
+        prompt_losses: By tier, where a prompt's features and its class predict its loss better than its class alone.
         promoted: Classes that lose more than they may in live answers, with the lowest tier that they get until they do not.
     """
 
     class_floor: Mapping[PromptClass, TierName]
-    max_loss: Mapping[PromptClass, float]
+    max_loss: Mapping[PromptClass, float] = field(default_factory=dict)
+    loss_budget: float | TierName = TierName.BALANCED
     min_confidence: float = 0.6
     sla_confidence: float = 0.9
     give_up: Bound = "latency"
     max_slowdown: float = 4.0
     prices: Mapping[TierName, float] = field(default_factory=dict)
     losses: Mapping[TierName, Mapping[PromptClass, ExpectedLoss]] = field(default_factory=dict)
+    prompt_losses: Mapping[TierName, PromptLoss] = field(default_factory=dict)
     promoted: Mapping[PromptClass, TierName] = field(default_factory=dict)
 
     def loss(self, tier: TierName, features: PromptFeatures) -> ExpectedLoss | None:
-        """Return the measured loss of a tier on a prompt; of an uncertain class, the worst class's. None: not measured."""
+        """Return the expected loss of a tier on a prompt; of an uncertain or unmeasured class, the worst class's.
+
+        None: not measured.
+        """
         if tier is TierName.PRECISE:
             return NO_LOSS
         measured = self.losses.get(tier)
         if not measured:
             return None
-        if features.confidence >= self.min_confidence:
-            return measured.get(features.prompt_class)
+        if features.confidence >= self.min_confidence and (mean := measured.get(features.prompt_class)) is not None:
+            fitted = self.prompt_losses.get(tier)
+            return mean if fitted is None else fitted.expected(features, mean)
         return max(measured.values(), key=lambda loss: loss.high)
+
+    def allowed(self, features: PromptFeatures) -> float | None:
+        """Return the share of a prompt's tokens, 0..1, that the budget allows to differ; None: not measured."""
+        budget = self.loss_budget
+        if not isinstance(budget, TierName):
+            return budget
+        loss = self.loss(budget, features)
+        return None if loss is None else loss.mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +214,12 @@ class Basis(StrEnum):
     """What a decision rests on, in one word; the reason has it in full."""
 
     HINT = "hint"
+    BUDGET = "budget"
     MEASURED = "measured"
     TABLE = "table"
     DEGRADED_QUALITY = "degraded_quality"
     DEGRADED_LATENCY = "degraded_latency"
+    DEGRADED_UNMEASURED = "degraded_unmeasured"
     REFUSED = "refused"
 
 
@@ -155,6 +255,9 @@ class TierReport:
 
 class Explanation(Protocol):
     """What a decision was made from: gives those of its attributes that are made when somebody reads them."""
+
+    def precision(self) -> str | None:
+        """Return ``Decision.precision``."""
 
     def reason(self) -> str:
         """Return ``Decision.reason``."""
@@ -200,24 +303,27 @@ class Decision(_Explained):
 
     Attributes:
         tier: The tier that is to serve it; None: refused.
+        precision: What that tier serves; see ``TierSpec``.
         reason: For a person; without any of the prompt's text.
         fallbacks: Tiers that could take over when the decision was made, in order; after a failure they are chosen anew.
         verdicts: One for each tier, by rising precision.
-        degraded: What the request asks for or its class needs, and is not expected to get.
+        priced: The tiers that the price of loss chose from; empty: it did not choose.
+        degraded: What the request asks for or its class needs, and is not expected, or not known, to get.
         refusal: Why there is no tier; None where there is one.
         retry_after_s: Of a refusal: predicted seconds until it could be served; None: never, as far as is known.
     """
 
     tier: TierName | None
-    precision: Precision | None
+    precision: str | None
     reason: str
     query: Query
     fallbacks: tuple[TierName, ...]
     verdicts: tuple[TierReport, ...]
     basis: Basis
-    degraded: tuple[Bound, ...] = ()
+    degraded: tuple[Degraded, ...] = ()
     refusal: Refusal | None = None
     retry_after_s: float | None = None
+    priced: tuple[Priced, ...] = ()
 
     @classmethod
     def explained(
@@ -227,8 +333,9 @@ class Decision(_Explained):
         basis: Basis,
         tier: TierName | None,
         *,
-        degraded: tuple[Bound, ...] = (),
+        degraded: tuple[Degraded, ...] = (),
         refusal: Refusal | None = None,
+        priced: tuple[Priced, ...] = (),
     ) -> Self:
         """Return a decision whose other attributes an explanation gives when they are read."""
         made, fill = object.__new__(cls), object.__setattr__
@@ -236,9 +343,9 @@ class Decision(_Explained):
         fill(made, "query", query)
         fill(made, "basis", basis)
         fill(made, "tier", tier)
-        fill(made, "precision", None if tier is None else PRECISIONS[tier])
         fill(made, "degraded", degraded)
         fill(made, "refusal", refusal)
+        fill(made, "priced", priced)
         if refusal is None:
             fill(made, "retry_after_s", None)
         return made

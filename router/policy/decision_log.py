@@ -46,6 +46,8 @@ class DecisionRecord:
         at: Seconds since 1970.
         policy: Digest of the parameters.
         tier: What was decided; None: refused.
+        price: Of loss, in engine-seconds a differing token; None: it was not known yet.
+        priority: In vLLM's numbers, lower first.
     """
 
     at: float
@@ -58,6 +60,8 @@ class DecisionRecord:
     reason: str
     predicted_ttft_ms: float | None
     predicted_tpot_ms: float | None
+    price: float | None = None
+    priority: int = 0
     kind: Literal["decision"] = "decision"
 
 
@@ -94,7 +98,16 @@ class DecisionLog:
         self._table: PolicyParameters | None = None
         self._policy, self._head = "", b""
 
-    def decided(self, request_id: str, decision: Decision, fleet: FleetSnapshot, table: PolicyParameters) -> None:
+    def decided(
+        self,
+        request_id: str,
+        decision: Decision,
+        fleet: FleetSnapshot,
+        table: PolicyParameters,
+        *,
+        price: float | None = None,
+        priority: int = 0,
+    ) -> None:
         """Write a decision."""
         if table is not self._table:
             self._table, self._policy = table, digest_of(table)
@@ -111,6 +124,8 @@ class DecisionLog:
             reason=decision.reason,
             predicted_ttft_ms=chosen.predicted_ttft_ms if chosen else None,
             predicted_tpot_ms=chosen.predicted_tpot_ms if chosen else None,
+            price=price,
+            priority=priority,
         )
         self._writer.put(_line(record), self._head)
 

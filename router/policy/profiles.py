@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
+    from classifier import PromptFeatures
+
 
 class ProfileError(Exception):
     """A profile or decision log cannot be made or used; says why and what to do."""
@@ -28,6 +30,7 @@ TOP_K = 10  # logprobs a token; vLLM's own maximum is 20 by default
 MIN_SPREAD = 0.05  # of log(seen / predicted): live requests scatter by this much even where the fit is perfect
 MIN_CERTAINTIES = 20  # answers that a threshold is taken from
 MIN_PROMPTS = 5  # of a class; resampling fewer tells nothing about other prompts
+MIN_LIVE = 8  # answers of a class that shadow evaluation scored, before they count
 CHECK_TOKENS = 8  # first tokens of an answer that show how certain a tier is of it
 
 
@@ -78,6 +81,44 @@ class Certainty(Frozen):
     disagreement: float
 
 
+class Observation(Frozen):
+    """What one answer lost, and what is known of its prompt before it is answered; nothing of either text.
+
+    Attributes:
+        prompt_class: The class that the loss counts for.
+        confidence: Of the classifier, 0..1; likewise its other findings. Lengths do not depend on the tokenizer.
+        tokens: Of the answer.
+        disagreed: Those that are not the reference's first choice.
+    """
+
+    tier: TierName
+    prompt_class: PromptClass
+    confidence: float
+    chars: int
+    words: int
+    contains_code: bool
+    asks_for_code: bool
+    tokens: int
+    disagreed: int
+
+    @classmethod
+    def of(
+        cls, tier: TierName, prompt_class: PromptClass, features: PromptFeatures, tokens: int, disagreed: int
+    ) -> Self:
+        """Return what is kept of a prompt and of its answer's score."""
+        return cls(
+            tier=tier,
+            prompt_class=prompt_class,
+            confidence=round(features.confidence, 4),
+            chars=features.chars,
+            words=features.words,
+            contains_code=features.contains_code,
+            asks_for_code=features.asks_for_code,
+            tokens=tokens,
+            disagreed=disagreed,
+        )
+
+
 class _Profile(Frozen):
     """What was measured of one model's tiers.
 
@@ -86,7 +127,7 @@ class _Profile(Frozen):
     """
 
     kind: ClassVar[str]
-    version: Literal[1] = 1
+    version: int
     created: AwareDatetime
     model: str
     checkpoints: dict[TierName, str | None]
@@ -108,16 +149,20 @@ class QualityProfile(_Profile):
     """The measured loss of every class and tier.
 
     Attributes:
+        version: 1: of an earlier release, without observations, so that loss is known by class only.
         answer_tokens: Length of the longest answer.
         prompts: Digest of the prompts.
+        observations: Of every tier but the reference.
     """
 
     kind = "quality"
+    version: Literal[1, 2] = 2
     answer_tokens: int
     top_k: int
     prompts: str
     losses: tuple[Loss, ...]
     certainties: tuple[Certainty, ...] = ()
+    observations: tuple[Observation, ...] = ()
 
     def threshold(self, tier: TierName, share: float) -> float | None:
         """Return the certainty that a share (0..1) of a tier's answers stays under; None: too few answers were measured."""
@@ -142,6 +187,12 @@ def profile_name(checkpoints: Mapping[TierName, str | None]) -> str:
     """Return the file name of the profile of these checkpoints."""
     digests = [checkpoints.get(tier) for tier in TierName]
     return f"quality-{hashlib.sha256(repr(digests).encode()).hexdigest()[:16]}.json"
+
+
+def budget_name(checkpoints: Mapping[TierName, str | None]) -> str:
+    """Return what the loss budget's state of these checkpoints is kept under."""
+    digests = [checkpoints.get(tier) for tier in TierName]
+    return f"loss-budget-{hashlib.sha256(repr(digests).encode()).hexdigest()[:16]}"
 
 
 _P = TypeVar("_P", bound=_Profile)
@@ -252,6 +303,7 @@ class LatencyProfile(_Profile):
     """The measured speed of every tier on one machine, and the samples that it was fitted to."""
 
     kind = "latency"
+    version: Literal[1] = 1
     machine: str
     fits: tuple[Fit, ...]
     samples: tuple[Sample, ...]

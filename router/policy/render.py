@@ -1,12 +1,16 @@
-"""Decisions, reports and features as JSON values."""
+"""Decisions, reports, features and the loss budget as JSON values."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tiers.spec import TierName
+
 if TYPE_CHECKING:
     from classifier import PromptFeatures
     from router.policy.decision import Decision, TierReport
+    from router.policy.loss_regression import Regression
+    from router.policy.table import PolicyStore
 
 
 def render_verdict(verdict: TierReport) -> dict[str, Any]:
@@ -17,10 +21,23 @@ def render_verdict(verdict: TierReport) -> dict[str, Any]:
         "state": verdict.state.value,
         "predicted_ttft_ms": verdict.predicted_ttft_ms,
         "predicted_tpot_ms": verdict.predicted_tpot_ms,
-        "expected_loss": loss.mean if loss else None,
-        "expected_loss_interval": [loss.low, loss.high] if loss else None,
+        "expected_loss": round(loss.mean, 5) if loss else None,
+        "expected_loss_interval": [round(loss.low, 5), round(loss.high, 5)] if loss else None,
         "cost": verdict.cost,
         "verdict": verdict.verdict,
+    }
+
+
+def render_regression(found: Regression) -> dict[str, Any]:
+    """Return how well a tier's regression predicts the loss of prompts."""
+    return {
+        "used": found.used,
+        "prompts": found.prompts,
+        "error": round(found.error, 5),
+        "class_error": round(found.class_error, 5),
+        "rank_correlation": round(found.rank_correlation, 3),
+        "class_rank_correlation": round(found.class_rank_correlation, 3),
+        "gain": round(found.gain, 2),
     }
 
 
@@ -51,9 +68,27 @@ def render_features(features: PromptFeatures) -> dict[str, Any]:
         "contains_code": features.contains_code,
         "asks_for_code": features.asks_for_code,
         "language": features.language,
+        "complexity": features.complexity,
         "tokens": features.tokens,
         "tokens_exact": features.tokens_exact,
         "words": features.words,
         "chars": features.chars,
         "signals": list(features.signals),
+    }
+
+
+def render_budget(policy: PolicyStore, half_life_s: float) -> dict[str, Any]:
+    """Return the loss budget as it is now.
+
+    Args:
+        policy: Holds it.
+        half_life_s: Of the running mean.
+    """
+    state, rule = policy.budget.current(), policy.table.loss_budget
+    return {
+        "rule": {"like": rule} if isinstance(rule, TierName) else rule,
+        "price": None if state.price is None else float(f"{state.price:.4g}"),
+        "mean": None if state.mean is None else round(state.mean, 5),
+        "budget": None if state.budget is None else round(state.budget, 5),
+        "half_life_s": half_life_s,
     }

@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
+from collections import deque
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from router.policy.budget import Answer
+from router.policy.budget_store import FileState, LossBudget, RedisState
 from router.policy.decide import successors
-from router.policy.decision import ExpectedLoss, PolicyParameters
+from router.policy.decision import Basis, ExpectedLoss, PolicyParameters
+from router.policy.loss_regression import in_use, regressions
 from router.policy.profiles import (
     ProfileError,
     QualityProfile,
+    budget_name,
     latency_name,
     load_latency,
     load_profile,
     profile_name,
 )
-from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
+from router.redis_link import connect
+from router.settings import CLASS_FLOOR, LikeTier
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -28,24 +34,49 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from classifier import PromptClass
-    from router.policy.decision import Query
+    from router.policy.budget_store import SharedState
+    from router.policy.decision import Decision, Query
+    from router.policy.loss_regression import Regression
+    from router.policy.profiles import Observation
     from router.settings import PolicySettings
     from tiers.fleet import Fleet
     from tiers.speed import SpeedModel
 
 log = logging.getLogger(f"qarr.{__name__}")
 LOOK_S = 2.0
+LIVE_ANSWERS = 500  # the newest, that the regressions of loss are fitted to beside the profile's
+FIT_EVERY = 10  # live answers; a fit takes about 20 ms for 1000 answers
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What live answers have taught, in the process that scores them.
+
+    Attributes:
+        promoted: Lowest tier of classes that lose too much.
+        losses: By tier and class; they replace the profile's.
+        regressions: Of the profile and live answers, by tier.
+    """
+
+    promoted: Mapping[PromptClass, TierName] = field(default_factory=dict)
+    losses: Mapping[tuple[TierName, PromptClass], ExpectedLoss] = field(default_factory=dict)
+    regressions: Mapping[TierName, Regression] = field(default_factory=dict)
 
 
 class PolicyStore:
     """Holds the parameters that decisions are made by; they are a value, and replaced as a whole."""
 
-    def __init__(self, settings: PolicySettings, fleet: Fleet) -> None:
+    def __init__(self, settings: PolicySettings, fleet: Fleet, redis_url: str = "") -> None:
         """Read the profiles of what the fleet serves."""
         self._settings, self._fleet = settings, fleet
+        self._redis = connect(redis_url, 1) if redis_url else None
+        self.budget = LossBudget(settings.budget_half_life_s)
         self._seen: list[float | None] = []
-        self._promoted: Mapping[PromptClass, TierName] = {}
+        self.learned = Learned()
+        self._follows = False
         self.quality: QualityProfile | None = None
+        self._answers: deque[Observation] = deque(maxlen=LIVE_ANSWERS)
+        self._learned = 0
         self._thresholds: dict[TierName, float] = {}
         self.table = policy_table(settings)
         self._load()
@@ -79,10 +110,79 @@ class PolicyStore:
         """Return the tiers that may take over now from one that failed, in order."""
         return successors(tier, query, self._fleet.snapshot(), self.table)
 
+    @property
+    def price(self) -> float | None:
+        """Return the price of loss in engine-seconds a differing token; None: not known yet."""
+        return self.budget.price
+
+    def served(self, decision: Decision, tier: TierName, tokens: int) -> None:
+        """Count an answer's loss against the budget, unless the caller chose its tier.
+
+        Args:
+            decision: That admitted the request.
+            tier: That served it.
+            tokens: Of the answer.
+        """
+        if decision.basis is Basis.HINT and tier is decision.tier:
+            return
+        table, features = self.table, decision.query.features
+        loss, allowed = table.loss(tier, features), table.allowed(features)
+        if loss is not None and allowed is not None:
+            self.budget.add(Answer(tokens, loss.mean, allowed, decision.priced))
+
+    async def keep_budget(self) -> None:
+        """Share and keep the state of the loss budget, until cancelled."""
+        await self.budget.keep(self._shared_budget)
+
+    def _shared_budget(self) -> SharedState:
+        name = budget_name(self._identities)
+        if self._redis is not None:
+            return RedisState(self._redis, f"qarr:{{fleet}}:{name}")
+        return FileState(self._settings.profiles / f"{name}.json")
+
+    async def aclose(self) -> None:
+        """Close the link to Redis."""
+        if self._redis is not None:
+            await self._redis.aclose()
+
+    def observe(self, tier: TierName, kind: PromptClass, loss: ExpectedLoss) -> None:
+        """Take what live answers of a class lost on a tier in the place of the profile's loss."""
+        self.learned = replace(self.learned, losses={**self.learned.losses, (tier, kind): loss})
+        self.table = replace(self.table, losses=_with_live(self.table.losses, self.learned.losses))
+
     def promote(self, promoted: Mapping[PromptClass, TierName]) -> None:
         """Set the lowest tier of classes that lose too much in live answers; classes left out have none."""
-        self._promoted = promoted
+        self.learned = replace(self.learned, promoted=promoted)
         self.table = replace(self.table, promoted=promoted)
+
+    def follow(self, learned: Learned) -> None:
+        """Take over what another process has learned; from now on it fits the regressions for this one too."""
+        self._follows, self.learned = True, learned
+        losses = _with_live(policy_table(self._settings, self.quality).losses, learned.losses)
+        self.table = replace(
+            self.table, losses=losses, promoted=learned.promoted, prompt_losses=in_use(learned.regressions)
+        )
+
+    async def learn(self, answer: Observation) -> None:
+        """Fit the expected loss of prompts to a live answer too, with the next few. No answer outlasts its checkpoints."""
+        self._answers.append(answer)
+        self._learned += 1
+        profile = self.quality
+        if profile is None or self._learned % FIT_EVERY:
+            return
+        found = await asyncio.to_thread(regressions, profile, tuple(self._answers))
+        if self.quality is profile:
+            self._set_regressions(found)
+
+    def _set_regressions(self, found: Mapping[TierName, Regression]) -> None:
+        """Use the regressions that predict better than the class's mean; say which, when it changes."""
+        used = in_use(found)
+        for tier, regression in found.items():
+            earlier = self.learned.regressions.get(tier)
+            if earlier is None or earlier.used != regression.used:
+                log.info("loss of each prompt on %s, predicted by its features: %s", tier, regression)
+        self.learned = replace(self.learned, regressions=found)
+        self.table = replace(self.table, prompt_losses=used)
 
     @property
     def measured(self) -> frozenset[TierName]:
@@ -116,6 +216,9 @@ class PolicyStore:
                 latency = load_latency(latency_file).check(self._identities, self._fleet.machine, latency_file)
         except ProfileError as error:
             log.warning("%s; speed counts as not measured under load", error)
+        if quality is None or self.quality is None or quality.checkpoints != self.quality.checkpoints:
+            self._answers.clear()
+            self.learned = replace(self.learned, losses={})
         self.quality = quality
         share = self._settings.check_share
         found = {tier: quality.threshold(tier, share) for tier in TierName} if quality and share else {}
@@ -124,7 +227,18 @@ class PolicyStore:
             log.warning(
                 "policy.check_share is set, but no quality profile has the tiers' certainty: nothing is checked"
             )
-        self.table = replace(policy_table(self._settings, quality), promoted=self._promoted)
+        table = policy_table(self._settings, quality)
+        learned = self.learned
+        self.table = replace(table, promoted=learned.promoted, losses=_with_live(table.losses, learned.losses))
+        if self._follows:
+            self.table = replace(self.table, prompt_losses=in_use(learned.regressions))
+        else:
+            self._set_regressions(regressions(quality, self._answers) if quality is not None else {})
+        if quality is not None and quality.version == 1:
+            log.info(
+                "the quality profile is of an earlier release, so loss is known by class only; 'qarr profile quality' "
+                "adds what loss by prompt needs, and asks the engines only for what its journal lacks"
+            )
         self._set_speeds({fit.tier: fit.model for fit in latency.fits} if latency is not None else {})
 
     def _set_speeds(self, speeds: dict[TierName, SpeedModel]) -> None:
@@ -149,7 +263,8 @@ def policy_table(policy: PolicySettings, profile: QualityProfile | None = None) 
             losses.setdefault(loss.tier, {})[loss.prompt_class] = ExpectedLoss(share.mean, share.low, share.high)
     return PolicyParameters(
         class_floor={**CLASS_FLOOR, **policy.class_floor},
-        max_loss={**CLASS_MAX_LOSS, **policy.max_loss},
+        max_loss=policy.max_loss,
+        loss_budget=policy.loss_budget.like if isinstance(policy.loss_budget, LikeTier) else policy.loss_budget,
         min_confidence=policy.min_confidence,
         sla_confidence=policy.sla_confidence,
         give_up=policy.give_up,
@@ -157,6 +272,17 @@ def policy_table(policy: PolicySettings, profile: QualityProfile | None = None) 
         prices=policy.prices,
         losses=losses,
     )
+
+
+def _with_live(
+    losses: Mapping[TierName, Mapping[PromptClass, ExpectedLoss]],
+    live: Mapping[tuple[TierName, PromptClass], ExpectedLoss],
+) -> dict[TierName, dict[PromptClass, ExpectedLoss]]:
+    """Return losses with those of live answers in their place."""
+    found = {tier: dict(of_tier) for tier, of_tier in losses.items()}
+    for (tier, kind), loss in live.items():
+        found.setdefault(tier, {})[kind] = loss
+    return found
 
 
 def _changed(path: Path) -> float | None:

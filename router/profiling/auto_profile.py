@@ -35,7 +35,12 @@ PARALLEL = 8  # prompts: a request cancels them, and what an engine has begun de
 LOOK_S = 1.0
 FIRST_PAUSE_S = 5.0  # after an error; doubled after each further one
 LONGEST_PAUSE_S = 300.0
-SETTLED = {ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.FAILED, ReplicaState.UNREACHABLE}
+SETTLED = set(ReplicaState) - {
+    ReplicaState.PREPARING,
+    ReplicaState.STARTING,
+    ReplicaState.WARMING,
+    ReplicaState.STOPPED,
+}
 What = Literal["latency", "quality"]
 Attempt = tuple[What, frozenset[TierName], tuple[str | None, ...]]  # tiers, and the identities of all
 
@@ -99,6 +104,11 @@ class AutoProfile:
     def give_way(self) -> None:
         """Free the engines at once: a request has arrived."""
         self._client.give_way()
+
+    @property
+    def measuring(self) -> bool:
+        """Tell whether a measurement has begun, and has not ended."""
+        return self._now.what is not None
 
     @property
     def progress(self) -> Progress:

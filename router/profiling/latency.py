@@ -1,8 +1,8 @@
 """Fits the speed model to samples of requests under known load.
 
 ``tiers.speed`` has the model and its terms. The fit is least squares on relative errors, so that short and long times weigh
-alike, without negative parameters (a negative one is set to zero, the rest fitted again). Contention is the median slowdown
-of single requests that were decoded while other tiers were computing.
+alike, without negative parameters (a negative one is set to zero, the rest fitted again). Contention is the mean over tiers
+of the median slowdown of single requests that were decoded while other tiers were computing.
 """
 
 from __future__ import annotations
@@ -17,20 +17,42 @@ from tiers.least_squares import least_squares
 from tiers.speed import Load, SpeedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tiers.spec import TierName
 
+BUNCHED = 0.1  # of the smallest batch's median time a token: no batch is decoded in less
 KNEE_PAYS = 0.7  # a knee must reduce the line's squared error to less than this share
 
 
-def fit(tier: TierName, samples: Sequence[Sample], max_num_seqs: int) -> Fit:
+def fit_all(samples: Sequence[Sample], max_num_seqs: Mapping[TierName, int]) -> tuple[Fit, ...]:
+    """Fit the speed models of several tiers; ``contention`` is one for all, since they share one machine.
+
+    It is the geometric mean of the tiers' slowdowns: a few samples of each do not show a difference. Where tiers share the
+    machine fairly, none is slowed more than by their number; what was measured beyond that had other causes.
+
+    Raises:
+        ProfileError: There are too few samples.
+    """
+    own = [fit(tier, samples, most) for tier, most in max_num_seqs.items()]
+    slowdowns = [1 + min(found.contention, len(own) - 1) for found in own]
+    shared = math.exp(fmean(map(math.log, slowdowns))) - 1
+    return tuple(fit(tier, samples, most, shared) for tier, most in max_num_seqs.items())
+
+
+def fit(tier: TierName, samples: Sequence[Sample], max_num_seqs: int, contention: float | None = None) -> Fit:
     """Fit one tier's speed model to its samples.
+
+    Args:
+        tier: The tier.
+        samples: Of all tiers.
+        max_num_seqs: Of the tier's engines.
+        contention: None: fit it too.
 
     Raises:
         ProfileError: There are too few.
     """
-    own = [s for s in samples if s.tier is tier]
+    own = _paced([s for s in samples if s.tier is tier])
     decoded = [s for s in own if s.tpot_ms is not None and not s.neighbours]
     begun = [s for s in own if s.ttft_ms is not None and not s.neighbours and s.sequences < max_num_seqs]
     if len({s.batch for s in decoded}) < 2 or len({s.prompt_tokens for s in begun}) < 2:  # noqa: PLR2004
@@ -42,20 +64,12 @@ def fit(tier: TierName, samples: Sequence[Sample], max_num_seqs: int) -> Fit:
         [s.ttft_ms for s in begun if s.ttft_ms is not None],
     )
     alone = replace(steps_alone, ttft_base_ms=ttft[0], prefill_ms_per_token=ttft[1], ttft_steps=ttft[2])
-    slowed = [
-        (seen / predicted - 1) / s.neighbours
-        for s in own
-        if s.neighbours and s.batch == 1
-        for seen, predicted in (
-            (s.tpot_ms, alone.step_ms(s.batch)),
-            (s.ttft_ms, _predicted_ttft(alone, s, max_num_seqs)),
-        )
-        if seen is not None and predicted > 0
-    ]
-    contention = max(median(slowed), 0.0) if slowed else 0.0
+    if contention is None:
+        contention = _contention(own, alone, max_num_seqs)
+    shared = contention
 
     def factor(s: Sample) -> float:
-        return 1 + contention * s.neighbours
+        return 1 + shared * s.neighbours
 
     ttft_pairs = [
         (_predicted_ttft(alone, s, max_num_seqs) * factor(s), s.ttft_ms) for s in own if s.ttft_ms is not None
@@ -77,6 +91,32 @@ def fit(tier: TierName, samples: Sequence[Sample], max_num_seqs: int) -> Fit:
         tpot_error=_error(tpot_pairs),
         samples=len(own),
     )
+
+
+def _contention(own: Sequence[Sample], alone: SpeedModel, max_num_seqs: int) -> float:
+    """Return the median slowdown by neighbours, of TPOT and TTFT at batch 1; 0: none, or nothing was measured."""
+    slowed = [
+        (seen / predicted - 1) / s.neighbours
+        for s in own
+        if s.neighbours and s.batch == 1
+        for seen, predicted in (
+            (s.tpot_ms, alone.step_ms(s.batch)),
+            (s.ttft_ms, _predicted_ttft(alone, s, max_num_seqs)),
+        )
+        if seen is not None and predicted > 0
+    ]
+    return max(median(slowed), 0.0) if slowed else 0.0
+
+
+def _paced(own: list[Sample]) -> list[Sample]:
+    """Return samples without the pace of answers that came in one piece, because this process or the router had to wait."""
+    paces = [(s.batch, s.tpot_ms) for s in own if s.tpot_ms is not None and not s.neighbours]
+    smallest = min((batch for batch, _ in paces), default=0)
+    least = BUNCHED * median(pace for batch, pace in paces if batch == smallest) if paces else 0.0
+    return [
+        s.model_copy(update={"tpot_ms": None, "batch": 0}) if s.tpot_ms is not None and s.tpot_ms <= least else s
+        for s in own
+    ]
 
 
 def _fit_steps(decoded: Sequence[Sample]) -> SpeedModel:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from router.policy.profiles import LatencyProfile, ProfileError, Sample
 from router.profiling.client import first_of
-from router.profiling.latency import fit
+from router.profiling.latency import fit_all
 
 if TYPE_CHECKING:
     from router.profiling.client import Client, FleetState, Timed
@@ -84,7 +84,7 @@ async def measure_latency(
         model=fleet.model,
         machine=fleet.machine,
         checkpoints=dict(fleet.checkpoints),
-        fits=tuple(fit(tier, run.samples, fleet.max_num_seqs[tier]) for tier in tiers),
+        fits=fit_all(run.samples, {tier: fleet.max_num_seqs[tier] for tier in tiers}),
         samples=tuple(run.samples),
     )
 

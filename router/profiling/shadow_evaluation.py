@@ -1,15 +1,16 @@
 """Shadow evaluation: measures the cheap tiers' quality loss on live prompts while the engines are idle.
 
 A sample of the prompts that a cheap tier served is kept in memory. When nothing is in flight, that tier answers one again,
-greedily and briefly, and the reference scores the answer, as in ``qarr profile quality``, so that the figures compare. A
-class that loses more than allowed is promoted to the next precision. Its prompts are still tried on the tier that it left;
-when they lose less again, the class returns.
+greedily and briefly, and the reference scores the answer, as in ``qarr profile quality``, so that the figures compare. What
+a class lost lately counts in the place of the profile's loss. A class that loses more than its own bound is promoted to the
+next precision. Its prompts are still tried on the tier that it left; when they lose less again, the class returns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import secrets
 from collections import deque
@@ -18,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
-from router.policy.decision import PRIORITIES
-from router.policy.profiles import REFERENCE
+from router.policy.decision import PRIORITIES, ExpectedLoss
+from router.policy.profiles import MIN_LIVE, REFERENCE, Observation
 from router.profiling.quality import judge
 from router.profiling.scoring import greedy_body, read_greedy, read_scored, scoring_body
 from router.upstream.engine_stream import BufferedAnswer
@@ -43,7 +44,6 @@ log = logging.getLogger(f"qarr.{__name__}")
 ANSWER_TOKENS = 24
 KEPT_PROMPTS = 100
 WINDOW = 50  # answers of the rolling loss
-ENOUGH = 8  # answers before it counts
 RECOVERED = 0.9  # share of the allowed loss at which a class returns to its tier
 LOOK_S = 0.5
 QUIET_LOOKS = 2  # in a row without requests in flight, before the first check
@@ -110,6 +110,14 @@ class RollingLoss:
         """Return the rolling loss, 0..1."""
         return sum(d for d, _ in self.answers) / max(sum(n for _, n in self.answers), 1)
 
+    @property
+    def expected(self) -> ExpectedLoss:
+        """Return the rolling loss with its 95 % interval: of a ratio of sums over answers (Cochran 1977, 6.13)."""
+        share, count, tokens = self.share, len(self.answers), sum(n for _, n in self.answers)
+        off = sum((d - share * n) ** 2 for d, n in self.answers)
+        error = 1.96 * math.sqrt(off * count / max(count - 1, 1)) / max(tokens, 1)
+        return ExpectedLoss(share, max(share - error, 0.0), min(share + error, 1.0))
+
 
 class ShadowEvaluation:
     """Keeps samples, scores them while idle, and promotes and restores classes."""
@@ -161,7 +169,11 @@ class ShadowEvaluation:
             rolling = self.losses.setdefault((kind, sample.tier), RollingLoss())
             rolling.add(score)
             self._telemetry.record_live_loss(span, score.disagreed / max(score.tokens, 1), rolling.share)
-            self._judge(kind, sample.tier, rolling)
+            if len(rolling.answers) >= MIN_LIVE:
+                self._policy.observe(sample.tier, kind, rolling.expected)
+                self._judge(kind, sample.tier, rolling)
+        features = sample.decision.query.features
+        await self._policy.learn(Observation.of(sample.tier, kind, features, score.tokens, score.disagreed))
 
     async def _score(self, sample: Sample) -> Score:
         query = sample.decision.query
@@ -184,10 +196,10 @@ class ShadowEvaluation:
         return read_json(answer.content)
 
     def _judge(self, kind: PromptClass, tier: TierName, rolling: RollingLoss) -> None:
-        """Promote a class that loses too much; return a recovered one to its tier."""
-        share, allowed = rolling.share, self._policy.table.max_loss[kind]
+        """Promote a class that loses more than its bound; return a recovered one to its tier."""
+        share, allowed = rolling.share, self._policy.table.max_loss.get(kind)
         promoted, higher = self._promoted.get(kind), list(TierName)[tier.rank + 1]
-        if len(rolling.answers) < ENOUGH:
+        if allowed is None:
             return
         others = {k: t for k, t in self._promoted.items() if k is not kind}
         if share > allowed and (promoted is None or promoted.rank < higher.rank):

@@ -41,6 +41,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             http=protocol,
+            interface="asgi3",
             ws="none",
             proxy_headers=False,
             access_log=False,

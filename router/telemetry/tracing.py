@@ -167,12 +167,12 @@ class Telemetry:
 
     def request_ids(self, headers: Mapping[bytes, bytes]) -> tuple[str, str]:
         """Return the request's id and its trace id: the caller's where valid, else new ones."""
-        context = trace.get_current_span().get_span_context()
+        parent = _PARENT.get()
+        context = trace.INVALID_SPAN_CONTEXT if parent else trace.get_current_span().get_span_context()
         if context.is_valid:
             trace_id = trace.format_trace_id(context.trace_id)
         else:
-            given = _PARENT.get() or headers.get(b"traceparent", b"").decode("latin-1")
-            trace_id = _trace_id_of(given) or random_hex(32)
+            trace_id = _trace_id_of(parent or headers.get(b"traceparent", b"").decode("latin-1")) or random_hex(32)
         asked = headers.get(b"x-request-id", b"")
         usable = 0 < len(asked) <= 128 and asked.replace(b"-", b"").replace(b"_", b"").isalnum()  # noqa: PLR2004
         return asked.decode() if usable else random_hex(32), trace_id
@@ -219,10 +219,15 @@ class Telemetry:
             # A lone surrogate, which JSON can escape, would spoil the export of every span beside it.
             span.set_attribute("gen_ai.input.messages", prompt.encode("utf-8", "replace").decode())
 
-    def record_decision(self, decision: Decision) -> None:
-        """Put the decision on the current span."""
+    def record_decision(self, decision: Decision, price: float | None = None) -> None:
+        """Put the decision on the current span.
+
+        Args:
+            decision: The decision.
+            price: Of loss, in engine-seconds a differing token; None: not known yet.
+        """
         if span := _recording():
-            span.set_attributes(_decision_attributes(decision))
+            span.set_attributes(_decision_attributes(decision, price))
 
     def record_verdicts(self, decision: Decision) -> None:
         """Put the report on each tier on the current span."""
@@ -326,7 +331,7 @@ class Telemetry:
         Of a request that the sampler left out, return the server span, whose end has no effect. A server span that has
         ended is another matter: a resumable stream may go on after it.
         """
-        current = trace.get_current_span()
+        current = trace.INVALID_SPAN if _PARENT.get() else trace.get_current_span()
         if isinstance(current, trace.NonRecordingSpan):
             return current
         where = urlsplit(replica.url)
@@ -342,7 +347,7 @@ class Telemetry:
                 "server.address": where.hostname or "",
                 "server.port": where.port or 80,
                 "qarr.tier": tier.value,
-                "qarr.precision": replica.spec.precision.value,
+                "qarr.precision": replica.spec.precision,
                 "qarr.checkpoint": replica.spec.checkpoint_id or "",
                 "qarr.replica": replica.id,
                 "qarr.attempt": number,
@@ -351,12 +356,12 @@ class Telemetry:
 
     def context_headers(self, span: Span) -> list[tuple[bytes, bytes]]:
         """Return the headers that carry the W3C trace context to an engine: the span's, or without one the caller's."""
+        if parent := _PARENT.get():
+            return [(b"traceparent", parent.encode("latin-1"))]
+        carrier: dict[str, str] = {}
         if span.get_span_context().is_valid:
-            carrier: dict[str, str] = {}
             propagate.inject(carrier, trace.set_span_in_context(span))
-            return [(name.encode("ascii"), value.encode("latin-1")) for name, value in carrier.items()]
-        parent = _PARENT.get()
-        return [(b"traceparent", parent.encode("latin-1"))] if parent else []
+        return [(name.encode("ascii"), value.encode("latin-1")) for name, value in carrier.items()]
 
     def shutdown(self) -> None:
         """Export what is left."""
@@ -469,6 +474,8 @@ def _endpoint() -> str:
 
 def _recording() -> Span | None:
     """Return the current span if it records; attributes for others are not computed."""
+    if _PARENT.get():  # it has no spans, which OpenTelemetry takes longer to tell
+        return None
     span = trace.get_current_span()
     return span if span.is_recording() else None
 
@@ -487,8 +494,9 @@ def _trace_id_of(parent: str) -> str:
     return given if usable else ""
 
 
-def _decision_attributes(decision: Decision) -> dict[str, Any]:
-    query = decision.query
+def _decision_attributes(decision: Decision, price: float | None) -> dict[str, Any]:
+    query, chosen = decision.query, decision.chosen
+    loss = chosen.expected_loss if chosen is not None else None
     attributes: dict[str, Any] = {
         "qarr.reason": decision.reason,
         "qarr.basis": decision.basis.value,
@@ -500,17 +508,20 @@ def _decision_attributes(decision: Decision) -> dict[str, Any]:
         "qarr.fallbacks": [tier.value for tier in decision.fallbacks],
     }
     if decision.tier is not None and decision.precision is not None:
-        attributes |= {"qarr.tier": decision.tier.value, "qarr.precision": decision.precision.value}
+        attributes |= {"qarr.tier": decision.tier.value, "qarr.precision": decision.precision}
     if decision.refusal is not None:
         attributes["qarr.refusal"] = decision.refusal.value
     if query.hint is not None:
         attributes["qarr.hint"] = query.hint.value
-    bounds = {
+    known = {
         "qarr.sla.ttft_ms": query.sla.ttft_ms,
         "qarr.sla.tpot_ms": query.sla.tpot_ms,
         "qarr.sla.max_quality_loss": query.sla.max_quality_loss,
+        "qarr.loss.price": price,
+        "qarr.loss.expected": loss.mean if loss is not None else None,
+        "qarr.cost": chosen.cost if chosen is not None else None,
     }
-    return attributes | {name: bound for name, bound in bounds.items() if bound is not None}
+    return attributes | {name: value for name, value in known.items() if value is not None}
 
 
 def _verdict_attributes(verdict: TierReport) -> dict[str, Any]:

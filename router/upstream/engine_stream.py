@@ -112,6 +112,7 @@ class EngineAnswer(ABC):
     Attributes:
         tier: That began the answer.
         replica_id: The same, of the tier's replicas.
+        spec: What that replica serves.
         sent_at: When the request was first sent, to whichever replica, by the monotonic clock in seconds.
         escalation: Why it was begun again at a higher precision; None: it was not.
         hedge: Why another tier was asked as well, and was quicker; None: it was not.
@@ -120,7 +121,7 @@ class EngineAnswer(ABC):
 
     def __init__(self, attempt: Attempt) -> None:
         self.tier = attempt.tier
-        self.replica_id = attempt.lease.replica.id
+        self.replica_id, self.spec = attempt.lease.replica.id, attempt.lease.replica.spec
         self.sent_at = attempt.sent_at
         self.failed_attempts = attempt.number
         self.ttft_ms: float | None = None
@@ -151,8 +152,8 @@ class EngineAnswer(ABC):
     @property
     def media_type(self) -> str | None:
         """Return what the engine says the answer is."""
-        content_type: str | None = self._attempt.response.headers.get("content-type")
-        return content_type
+        raw = self._attempt.response.headers.raw
+        return next((value.decode("latin-1") for name, value in raw if name.lower() == b"content-type"), None)
 
     @property
     def fingerprint(self) -> str | None:

@@ -53,7 +53,7 @@ _BOOLEAN: TypeAdapter[bool] = TypeAdapter(bool)
 
 def as_integer(value: Any) -> int | None:
     """Return a value as vLLM, whose models are lax, would read it where it wants an integer; None where it would refuse."""
-    if type(value) is int:
+    if value is None or type(value) is int:
         return value
     try:
         return None if isinstance(value, bool) else _INTEGER.validate_python(value)

@@ -15,8 +15,9 @@ from tests.browser.made_up import ANSWER, measured
 from tests.fakes.engine import Behaviour
 from tests.unit.first_up import first_up
 from tests.unit.measuring_router import engines, measuring_router
+from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
-from tiers.spec import TierName
+from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -353,21 +354,71 @@ async def test_an_admin_drains_and_resumes(tmp_path: Path, opened: Opened) -> No
 
 
 async def test_what_was_measured_is_plotted(tmp_path: Path, opened: Opened) -> None:
-    """Losses are drawn by class and tier with the class's bound, and are there as a table as well."""
+    """Losses are drawn by class and tier with the class's cap where it has one, and are there as a table as well."""
     folder = tmp_path / "profiles"
     folder.mkdir()
-    async with router_stack(tmp_path, {"policy": {"profiles": str(folder)}}) as stack:
+    policy = {"profiles": str(folder), "max_loss": {"math": 0.1, "code": 0.2}}
+    async with router_stack(tmp_path, {"policy": policy}) as stack:
         await measured(stack, folder)
         async with opened(stack.url) as page:
             plot = page.get_by_role("img", name="Measured loss of fast and balanced")
             await expect(plot).to_be_visible()
-            assert await plot.locator(".bound").count() == 7
+            assert await plot.locator(".bound").count() == 2
             assert await plot.locator(".mean").count() == 14
+            await expect(page.locator("#quality .legend")).to_contain_text("cap of the class")
             await page.get_by_text("The figures as a table").click()
             table = page.get_by_role("region", name="Measured loss")
             await expect(table.get_by_role("row", name="math")).to_contain_text("16.8 % (13.1\u201320.9) over")
+            await expect(table.get_by_role("row", name="code")).to_contain_text("20.0 %")
             await page.get_by_label("Prompt", exact=True).fill("What is the capital of France?")
+            await page.locator("select[name=tier]").select_option("fast")
             await expect(page.locator("#decision .chosen")).to_contain_text("8.1 % 6.3\u201310.1")
+
+
+async def test_the_loss_budget_is_shown_over_time(tmp_path: Path, opened: Opened) -> None:
+    """The running mean beside what is allowed, and the price of loss, once something counts; without caps there are none."""
+    folder = tmp_path / "profiles"
+    folder.mkdir()
+    policy = {"profiles": str(folder), "loss_budget": {"like": "fast"}, "max_slowdown": 1e9}
+    async with router_stack(tmp_path, {"policy": policy}) as stack:
+        async with opened(stack.url) as page:
+            await live(page)
+            await expect(page.locator("#sum-loss-of")).to_have_text("not measured yet")
+            await expect(page.locator("#budget")).to_be_hidden()
+            await measured(stack, folder)
+            await until(lambda: all(r.speed is not None and r.speed.under_load for r in stack.fleet.replicas))
+            answer = await stack.generate(prompt="What is the capital of France?")
+            lost = {"fast": "8.1 %", "balanced": "1.6 %", "precise": "0.0 %"}[answer.headers["x-qarr-tier"]]
+            await expect(page.locator("#sum-loss")).to_have_text(lost)
+            await expect(page.locator("#sum-loss-of")).to_have_text("of 8.1 % allowed")
+            budget = page.locator("#budget")
+            await expect(budget).to_contain_text(
+                "as much as if fast served them all, on average, with a half-life of 5 min"
+            )
+            await expect(budget.locator(".figure", has_text="Mean loss")).to_contain_text(f"{lost} of 8.1 % allowed")
+            await expect(budget.locator(".figure", has_text="Price of loss")).to_contain_text("of engine time a token")
+            await expect(budget.locator(".spark .line.second")).to_have_count(1)
+        async with opened(stack.url) as page:
+            await expect(page.get_by_role("img", name="Measured loss of fast and balanced")).to_be_visible()
+            assert await page.locator(".plot .bound").count() == 0
+            await expect(page.locator("#quality .legend")).not_to_contain_text("cap of the class")
+            row = page.locator(f'tr[data-request="{answer.headers["x-request-id"]}"]')
+            await row.get_by_role("button").press("Enter")
+            facts = page.get_by_role("dialog").locator("#details-facts")
+            await expect(facts).to_contain_text("engine time and loss, by the price of loss")
+            await expect(facts).to_contain_text(f"Expected loss{lost}")
+
+
+async def test_a_bound_that_nobody_knows_to_be_kept_is_not_called_given_up(tmp_path: Path, opened: Opened) -> None:
+    """A bound on loss where loss is not measured, while only the lowest tier is up, may break."""
+    async with router_stack(tmp_path) as stack, opened(stack.url) as page:
+        await live(page)
+        stack.engines[PRECISE].alive = stack.engines[BALANCED].alive = False
+        await until(lambda: all(r.state is not ReplicaState.READY for r in stack.fleet.replicas[1:]))
+        answer = await stack.generate(prompt="hi", sla={"max_quality_loss": 0.1})
+        assert answer.headers["x-qarr-degraded"] == "unmeasured"
+        row = page.locator(f'tr[data-request="{answer.headers["x-request-id"]}"]')
+        await expect(row.locator(".clip")).to_have_text(re.compile("^not measured: a bound may break · "))
 
 
 async def test_the_list_holds_still(tmp_path: Path, opened: Opened) -> None:

@@ -7,8 +7,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from router.policy.profiles import latency_name
+from tests.browser.made_up import speed
 from tests.deploy.services import eventually
 from tests.fakes.engine import Behaviour
+from tests.unit.own_engines import until
 from tests.unit.pipeline.test_cascade import WORDS, profiled_stack
 from tiers.spec import TierName
 
@@ -121,11 +124,20 @@ class Routers:
 
 @asynccontextmanager
 async def two_routers(tmp_path: Path) -> AsyncIterator[Routers]:
-    """Run two routers with a quality profile; one begins unsure answers again, the other one checks live answers."""
+    """Run two routers with a quality profile; one begins unsure answers again, the other one checks live answers.
+
+    The second knows the tiers' speed as well, so that it has a price of loss, and has a cap.
+    """
     async with AsyncExitStack() as cleanup:
         stacks = []
-        for name, policy in (("first", {"check_share": 0.2}), ("second", {"live_check_share": 1.0})):
+        checked = {"live_check_share": 1.0, "max_loss": {"chat": 0.12}}
+        for name, policy in (("first", {"check_share": 0.2}), ("second", checked)):
             (tmp_path / name).mkdir()
             behaviours = {tier.value: Behaviour(answer=WORDS) for tier in TierName}
             stacks.append(await cleanup.enter_async_context(profiled_stack(tmp_path / name, policy, **behaviours)))
+        fleet = stacks[1].fleet
+        identities = {spec.name: spec.identity for spec in fleet.specs}
+        profile = tmp_path / "second/profiles" / latency_name(identities, fleet.machine)
+        profile.write_text(speed(identities, fleet.machine).model_dump_json())
+        await until(lambda: all(r.speed is not None and r.speed.under_load for r in fleet.replicas))
         yield Routers(stacks)

@@ -10,10 +10,17 @@ import pytest
 
 from router.upstream.sse import plain_end
 from tests.fakes.engine import FakeEngine, serving
+from tiers.checkpoints.precision import root_precision
+from tiers.fleet import Fleet
+from tiers.lifecycle.idle_speed import IdleSpeed
+from tiers.lifecycle.warmup import WarmupPlan
 from tiers.probe import EngineProbe
+from tiers.replica import Replica
+from tiers.spec import PRECISIONS, TierName, TierSpec
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Up
+    from tiers.speed import SpeedModel
 
 
 METRICS = (
@@ -39,7 +46,7 @@ async def script(url: str, key: str) -> dict[str, Any]:
         metrics = (await client.get("/metrics")).text
         return {
             "health": (await client.get("/health")).status_code,
-            "model": type(model["max_model_len"]).__name__,
+            "model": [type(model[name]).__name__ for name in ("id", "root", "parent", "max_model_len")],
             "metrics": [n in metrics for n in METRICS],
             "tokenize": type(
                 (await client.post("/tokenize", json={"prompt": "a", **_of(chat)})).json()["tokens"]
@@ -161,13 +168,47 @@ def test_fake_and_real_engine_look_alike(up: Up, tier: str, engine_keys: dict[st
 
 
 @pytest.mark.parametrize("tier", ["fast", "balanced", "precise"])
+def test_an_engine_names_its_checkpoint(up: Up, tier: str, engine_keys: dict[str, str]) -> None:
+    """And its process, with the arguments, is found by its port: so what an engine given by URL serves can be read."""
+    url = up.replica(tier)["url"]
+
+    async def root() -> str | None:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            return (await EngineProbe(client, url, engine_keys[tier]).model()).root
+
+    named, shown = asyncio.run(root()), up.tiers()[tier]
+    assert named == shown["checkpoint"]
+    assert root_precision(url, named) == shown["precision"] == PRECISIONS[TierName(tier)]
+
+
+def test_the_speed_of_an_engine_elsewhere_is_measured_while_it_is_idle(up: Up, engine_keys: dict[str, str]) -> None:
+    """Its gauges show nobody, and its counters no more tokens than the measurement's own."""
+    url, key = up.replica("precise")["url"], engine_keys["precise"]
+    spec = TierSpec(TierName.PRECISE, 2048, 16, 32, urls=(url,))
+    fleet = Fleet((spec,))
+
+    async def measured() -> SpeedModel | None:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            probe = EngineProbe(client, url, key)
+            replica = fleet.add(Replica("precise-0", spec, url, key, (await probe.model()).name))
+            idle = IdleSpeed(fleet, WarmupPlan(), lambda _: probe)
+            for _ in range(30):  # the router that started the engine measures it as well, which disturbs
+                if (speed := await idle.measure(replica)) is not None:
+                    return speed
+                await asyncio.sleep(2)
+            return None
+
+    assert asyncio.run(measured()) is not None
+
+
+@pytest.mark.parametrize("tier", ["fast", "balanced", "precise"])
 def test_token_ids_of_several_prompts(up: Up, tier: str, engine_keys: dict[str, str]) -> None:
-    """A list of texts is continued in one answer, each by exactly as many token ids as asked for; the fake does alike."""
+    """Each text is continued by exactly as many token ids as asked for; the fake does alike."""
 
     async def asked(url: str, key: str) -> tuple[tuple[int, ...], ...]:
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             probe = EngineProbe(client, url, key)
-            model, _ = await probe.model()
+            model = (await probe.model()).name
             return await probe.greedy_tokens(model, ("One", "Two, three"), 5, 60)
 
     async def both() -> list[tuple[tuple[int, ...], ...]]:

@@ -72,11 +72,13 @@ class Behaviour:
         vocabulary: Changes every token id: another tokenizer.
         first_id: Of the answer's token ids: other weights.
         exit_after_s: End the process, with status 7, so long after its start; None: stay.
+        root: Folder or id of the model that it says it was started with; None: the served name.
         prompt_tokens: That it says every prompt has.
         kv_cache_usage: That it reports, 0 to 1.
         hung: Paths whose requests are taken and never answered.
         held: Requests that are held so now.
         instead: What it answers on some paths instead, with status 200, by path.
+        running: Requests that are computed now; ``callers``: those for streams of callers, of the ids that these need.
         measurements: Requests of a supervisor that measures speed; they are not among ``requests``.
     """
 
@@ -109,11 +111,13 @@ class Behaviour:
     first_id: int = 0
     exit_after_s: float | None = None
     max_model_len: int = 8192
+    root: str | None = None
     prompt_tokens: int = 10
     kv_cache_usage: float = 0.25
     priorities: bool = True
     instead: dict[str, str] = field(default_factory=dict)
     running: int = 0
+    callers: int = 0
     tokens: int = 0
     measurements: int = 0
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -236,7 +240,9 @@ class FakeEngine:
         )
 
     async def _models(self, _request: Request) -> Response:
-        card = {"id": self._model, "object": "model", "max_model_len": self.behaviour.max_model_len}
+        b = self.behaviour
+        root = self._model if b.root is None else b.root
+        card = {"id": self._model, "object": "model", "root": root, "parent": None, "max_model_len": b.max_model_len}
         return JSONResponse({"object": "list", "data": [card]})
 
     async def _tokenize(self, request: Request) -> Response:
@@ -379,9 +385,11 @@ class FakeEngine:
     async def _events(self, body: dict[str, Any], *, chat: bool) -> AsyncGenerator[bytes, None]:
         b = self.behaviour
         b.running += 1
+        computing = True
         counted = bool((body.get("stream_options") or {}).get("include_usage"))
         last = {"system_fingerprint": FINGERPRINT}  # on the last chunk, whichever that is
         wanted = bool(body.get("return_token_ids")) and b.tells_ids
+        b.callers += wanted
         try:
             if chat:
                 yield self._chunk(
@@ -425,6 +433,8 @@ class FakeEngine:
                 yield (b": ping\n\n" if b.pings else b"") + event + nonsense
             if b.break_after == done + len(pieces):
                 raise ConnectionResetError
+            # vLLM's scheduler is done with it before its last chunk is sent.
+            b.running, b.callers, computing = b.running - 1, b.callers - wanted, False
             reason = (
                 "length" if written.stopped is None and number + 1 - done == self._most(body, chat=chat) else "stop"
             )
@@ -436,7 +446,8 @@ class FakeEngine:
                 yield self._event({"choices": [], "usage": self._usage(number + 1 - done), **last}, chat=chat)
             yield b"data: [DONE]\n\n"
         finally:
-            b.running -= 1
+            b.running -= computing
+            b.callers -= computing and wanted
 
     def _most(self, body: dict[str, Any], *, chat: bool) -> int:
         """Return how many tokens an answer may have: vLLM's own limit is 16 for completions, and the context for chats."""
@@ -451,7 +462,7 @@ class FakeEngine:
         found: dict[str, Any] = {}
         if (logprobs := self._logprobs(body, range(tokens))) is not None:
             found["logprobs"] = logprobs
-        if body.get("return_token_ids"):
+        if body.get("return_token_ids") and self.behaviour.tells_ids:
             found["token_ids"] = [self.behaviour.first_id + number for number in range(tokens)]
         if body.get("prompt_logprobs"):
             place = {"logprob": self.behaviour.certainty, "rank": self.behaviour.rank}
@@ -570,6 +581,8 @@ def main() -> None:
     if named := os.environ.get("FAKE_BEHAVIOUR"):
         for name, value in json.loads(Path(named).read_bytes()).items():
             setattr(behaviour, name, value)
+    if "--model" in sys.argv and behaviour.root is None:
+        behaviour.root = sys.argv[sys.argv.index("--model") + 1]
     if behaviour.exit_after_s is not None:
         threading.Timer(behaviour.exit_after_s, os._exit, (7,)).start()
     uvicorn.run(FakeEngine(behaviour).app, port=port, log_config=None)

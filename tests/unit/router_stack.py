@@ -61,6 +61,8 @@ async def router_stack(
     async with AsyncExitStack() as cleanup:
         cleanup.enter_context(no_faults_in_the_router())
         engines = {name: behaviours.get(name.value, Behaviour()) for name in TierName}
+        for name, behaviour in engines.items():
+            behaviour.root = behaviour.root or f"made/{name}"
         served = await cleanup.enter_async_context(serving_all(*(FakeEngine(b).app for b in engines.values())))
         urls = dict(zip(engines, served, strict=True))
         # Fakes answer in no time at all, so which of them was measured to be faster is chance.

@@ -12,6 +12,7 @@ from classifier import PromptClass
 from router.policy.table import policy_table
 from router.settings import (
     PROJECT,
+    LikeTier,
     SettingsError,
     TelemetrySettings,
     cache_dir,
@@ -249,3 +250,25 @@ def test_the_schema_allows_what_the_settings_allow() -> None:
     assert server["additionalProperties"] is False
     assert (server["properties"]["port"]["minimum"], server["properties"]["port"]["maximum"]) == (0, 65535)
     assert found["$defs"]["PolicySettings"]["properties"]["min_confidence"]["maximum"] == 1
+
+
+@pytest.mark.parametrize("value", ["2", "-0.1", '"balanced"', '{ like = "precise" }'])
+def test_a_wrong_loss_budget_says_what_is_allowed(tmp_path: Path, value: str) -> None:
+    """Once, whichever of the two forms was meant."""
+    path = tmp_path / "qarr.toml"
+    path.write_text(f"[policy]\nloss_budget = {value}\n")
+    with pytest.raises(SettingsError) as caught:
+        load_settings(path)
+    assert str(caught.value).count("policy.loss_budget") == 1
+    assert 'a number from 0 to 1, { like = "fast" } or { like = "balanced" } is needed' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("0.05", 0.05), ("0", 0.0), ('{ like = "fast" }', LikeTier(like=TierName.FAST))]
+)
+def test_a_loss_budget_is_a_number_or_a_comparison(tmp_path: Path, value: str, expected: object) -> None:
+    """Without one, nothing may be lost beyond what FP8 would lose everywhere."""
+    path = tmp_path / "qarr.toml"
+    path.write_text(f"[policy]\nloss_budget = {value}\n")
+    assert load_settings(path).policy.loss_budget == expected
+    assert load_settings(None).policy.loss_budget == LikeTier(like=TierName.BALANCED)

@@ -23,7 +23,7 @@ from router.upstream.transport import EngineTransport
 from tests.fakes.engine import Behaviour, FakeEngine
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import PRECISIONS, ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -83,7 +83,10 @@ async def upstream_stack(
         engines = {name: behaviours.get(name.value, Behaviour()) for name in TierName}
         urls = [await cleanup.enter_async_context(_serving(FakeEngine(b).app)) for b in engines.values()]
         settings = load_settings(None, {"upstream": overrides or {}})
-        specs = tuple(TierSpec(name, 4096, 16, LIMIT, urls=(url,)) for name, url in zip(TierName, urls, strict=True))
+        specs = tuple(
+            TierSpec(n, 4096, 16, LIMIT, urls=(url,), precision=PRECISIONS[n])
+            for n, url in zip(TierName, urls, strict=True)
+        )
         fleet = Fleet(specs)
         for spec in specs:
             fleet.add(Replica(f"{spec.name}-0", spec, spec.urls[0], "", "fake", state=ReplicaState.READY))

@@ -3,15 +3,15 @@
 A wrong checkpoint, a broken kernel or a fallback to a slow one may still answer the warm-up's question well. So the first
 start that passes the warm-up records the ids of greedy tokens, per checkpoint and machine; later starts are compared.
 
-The measure is the mean share of tokens before the first divergence, over four prompts of sixteen tokens. After a
-divergence two answers have different contexts, so the rest tells nothing. Batches and kernels round differently: one
-near-tie may change an answer of a sound engine, and must not weigh more than that answer.
+The measure is the mean share of tokens before the first divergence, over four prompts of sixteen tokens, asked one at a
+time. After a divergence two answers have different contexts, so the rest tells nothing. Batches and kernels round
+differently: one near-tie may change an answer of a sound engine, and must not weigh more than that answer.
 
-Measured with the built-in model on a CPU (vLLM 0.32): a checkpoint agrees with itself by 1.00 in each of three tiers,
-asked again, one prompt at a time instead of four, and beside five other answers; started again, by 0.9 or more. AWQ
-agrees with FP8 and with BF16 by 0.17; FP8 with BF16 by 0.78. The default of 0.5 lets two of the four answers diverge at
-their first token, as with another release of vLLM or other kernels, and still refuses other weights or noise. FP8 in the
-place of BF16 passes, because they are nearly equal; where kernels do not change, 0.9 tells them apart.
+Measured with the built-in model on a CPU (vLLM 0.32): a checkpoint agrees with itself by 1.00, asked or started again.
+Asked four prompts at once, AWQ gave one of two first tokens, whose log-probabilities are equal, by how the engine divided
+the batch: 0.73. AWQ agrees with FP8 and with BF16 by 0.17; FP8 with BF16 by 0.78. The default of 0.5 lets two of the four
+answers diverge at their first token, as with another release of vLLM or other kernels, and still refuses other weights or
+noise. FP8 in the place of BF16 passes, because they are nearly equal; where kernels do not change, 0.9 tells them apart.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from tiers.errors import CanaryRefused, CheckpointError
+from tiers.errors import CanaryRefused, CheckpointError, ProbeError
 from tiers.spec import TierName  # noqa: TC001  pydantic reads it
 
 if TYPE_CHECKING:
@@ -45,10 +45,12 @@ PROMPTS = (
     "Q: What is 12 + 7? A: 19. Q: What is 23 + 9? A:",
 )
 TOKENS = 16
+ELSEWHERE = "elsewhere"  # the machine of engines given by URL
+NO_IDS = "token ids"  # in the probe's error when an engine does not give them
 
 
 class Golden(BaseModel):
-    """The answers of one checkpoint on one machine."""
+    """The answers of one checkpoint on one machine; of an engine given by URL, the answers of that URL."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -99,22 +101,31 @@ class Canary:
     async def check_answers(self, probe: EngineProbe, model: str, spec: TierSpec, timeout_s: float) -> None:
         """Compare an engine's greedy answers with the recorded ones, or record them if there are none.
 
+        The answers of an engine given by URL belong to its URL, not to what it says about itself, because a wrong
+        checkpoint would say something else. Without token ids, as from older releases of vLLM, it is not compared.
+
         Raises:
             CanaryRefused: They differ too much.
             CheckpointError: The file cannot be read.
             ProbeError: The engine did not answer.
         """
-        identity = spec.identity
+        machine, identity = (ELSEWHERE, probe.url) if spec.urls else (self.machine, spec.identity)
         if not self.min_agreement or identity is None:
             return
-        given = await probe.greedy_tokens(model, PROMPTS, TOKENS, timeout_s)
-        key, records = (spec.name, identity, self.machine), read_golden(self.path)
+        try:
+            given = await probe.greedy_tokens(model, PROMPTS, TOKENS, timeout_s)
+        except ProbeError as error:
+            if not spec.urls or NO_IDS not in str(error):
+                raise
+            log.warning("%s serves without being compared with its earlier answers: %s", identity, error)
+            return
+        key, records = (spec.name, identity, machine), read_golden(self.path)
         known = next((r for r in records if r.key == key and r.prompts == PROMPTS), None)
         if known is None:
             record = Golden(
                 tier=spec.name,
                 identity=identity,
-                machine=self.machine,
+                machine=machine,
                 recorded=datetime.now(UTC),
                 prompts=PROMPTS,
                 tokens=given,
@@ -132,8 +143,7 @@ class Canary:
                 f"its greedy answers are not those of {known.recorded:%Y-%m-%d %H:%M} UTC: {found:.0%} of the tokens agree "
                 f"up to the first divergence, {self.min_agreement:.0%} must (engine.canary_min_agreement). The checkpoint "
                 f"was changed ({spec.checkpoint or identity}), or a kernel is missing or broken. If the answers are meant "
-                f"to differ, record them anew: qarr tiers record {spec.name}, then start it again: qarr up, or qarr tiers "
-                f"restart {spec.name}"
+                f"to differ, record them anew: qarr tiers record {spec.name}{_then(spec)}"
             )
 
     def check_speed(self, measured: SpeedModel, profiled: SpeedModel | None, spec: TierSpec) -> None:
@@ -154,16 +164,21 @@ class Canary:
             )
 
     def forget(self, tier: TierName) -> int:
-        """Delete the records of a tier on this machine; return their number.
+        """Delete the records of a tier on this machine, and of its engines given by URL; return their number.
 
         Raises:
             CheckpointError: The file cannot be used.
         """
         records = read_golden(self.path)
-        kept = [r for r in records if (r.tier, r.machine) != (tier, self.machine)]
+        kept = [r for r in records if r.tier is not tier or r.machine not in {self.machine, ELSEWHERE}]
         if len(kept) < len(records):
             write_golden(self.path, kept)
         return len(records) - len(kept)
+
+
+def _then(spec: TierSpec) -> str:
+    """Return how an engine that was started here is compared again."""
+    return "" if spec.urls else f", then start it again: qarr up, or qarr tiers restart {spec.name}"
 
 
 def agreement(golden: Sequence[Sequence[int]], given: Sequence[Sequence[int]]) -> float:

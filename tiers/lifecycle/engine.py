@@ -30,8 +30,8 @@ class Engine:
         was_ready: Whether it was ever ready.
         ready_at: Since when it is ready; None: it is not.
         started_at: When it was last started.
-        again: Set to restart it, whatever it does.
-        recycle: Why it is to be recycled; None: it is not.
+        again: Set to restart it, whatever it does; one that runs elsewhere is checked again if it is quarantined.
+        recycle: Why it is to be recycled; None: it is not, as one that runs elsewhere never is.
         worn_at: When that was last found.
     """
 

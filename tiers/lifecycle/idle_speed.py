@@ -6,8 +6,8 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from tiers.errors import TierError
-from tiers.lifecycle.warmup import measure_speed
+from tiers.errors import NotPossible, TierError
+from tiers.lifecycle.warmup import MEASURED_TOKENS, measure_speed
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
@@ -64,13 +64,32 @@ class IdleSpeed:
                     taken[replica.id] = count + 1, time.monotonic() + PAUSE_S * 2**count
 
     async def measure(self, replica: Replica) -> SpeedModel | None:
-        """Measure one idle replica; None if it failed, or if a request on any replica may have disturbed it."""
-        before = self._requests()
+        """Measure one idle replica; None if it failed, or if a request on any replica may have disturbed it.
+
+        An engine given by URL is only measured while nobody else uses it, as far as its own gauges and counters tell.
+        """
+        before, probe = self._requests(), self._probe(replica)
         try:
-            speed = await measure_speed(self._probe(replica), replica.model, self._plan)
+            generated = await self._generated(replica, probe)
+            speed = await measure_speed(probe, replica.model, self._plan)
+            if await self._generated(replica, probe) > generated + MEASURED_TOKENS:
+                return None
         except TierError:
             return None
         return speed if self._requests() == before else None
+
+    async def _generated(self, replica: Replica, probe: EngineProbe) -> float:
+        """Return the tokens that an engine given by URL has generated, for anybody; 0 for one of our own.
+
+        Raises:
+            TierError: It computes something, or did not answer.
+        """
+        if not replica.spec.urls:
+            return 0.0
+        gauges, counters = await probe.readings()
+        if gauges.running + gauges.waiting:
+            raise NotPossible(f"{replica.id} is used by others")
+        return counters.output_tokens
 
     def quiet(self, but: Replica | None = None) -> bool:
         """Tell whether no replica (but the given one) starts or serves, and no checkpoint is being made."""

@@ -231,7 +231,12 @@ class Operations:
         operation.detail = f"{left} requests are still open; it gets no new ones" if left else "drained"
 
     async def _resume(self, operation: Operation, engine: Engine) -> None:
+        """Send requests again; an engine that is quarantined is warmed up and compared first."""
+        quarantined = engine.replica.state is ReplicaState.QUARANTINED
         self._control.resume(engine)
+        if quarantined:
+            operation.detail = "is checked again"
+            await _settled(engine)
         operation.detail = f"is {engine.replica.state.value}"
 
     async def _restart(self, operation: Operation, engine: Engine) -> None:

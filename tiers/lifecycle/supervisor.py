@@ -4,6 +4,9 @@ Each replica has one task for its whole life: starting, warming, ready, and what
 fleet's records; routing decides elsewhere, from snapshots. An engine that was started here and was ready once is
 restarted when it exits, hangs or stops answering. One that was never ready, or that the canary refuses, is not.
 
+An engine that runs elsewhere, and is refused by the canary, hangs or is too slow, is quarantined: it gets no traffic until
+an operator resumes it, or it was away, so that it was probably started again. Either way it is warmed up and compared anew.
+
 A task ends only by cancellation. A failure becomes the replica's detail, and the task goes on: it restarts its own
 engine, or tries one that runs elsewhere again after a pause.
 """
@@ -24,10 +27,13 @@ from typing import TYPE_CHECKING
 import httpx
 
 from tiers.background import Faults, lasting
+from tiers.checkpoints.precision import root_precision, told_precision
 from tiers.errors import (
     CanaryRefused,
     EngineDied,
     EngineError,
+    EngineHung,
+    EngineSlow,
     PortInUse,
     ProbeError,
     TierError,
@@ -44,7 +50,7 @@ from tiers.lifecycle.watchdog import WatchdogOptions, hangs, off_by
 from tiers.live_speed import LiveSpeed
 from tiers.probe import EngineProbe
 from tiers.replica import Replica
-from tiers.spec import EngineLaunch, ReplicaState, TierSpec
+from tiers.spec import UNKNOWN, EngineLaunch, ReplicaState, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,7 +81,7 @@ class SupervisorOptions:
         warmup: What an engine must answer before it is ready.
         watchdog: When an engine is restarted.
         operations: How engines are drained and recycled.
-        canary: Compares engines started here with recorded answers; None: no comparison.
+        canary: Compares engines with recorded answers; None: no comparison.
         live_speed: Whether speeds without a profile are learned from live requests.
     """
 
@@ -186,6 +192,9 @@ class Supervisor:
         engine.held = None
         if engine.replica.state is ReplicaState.DRAINING:
             self._mark(engine.replica, ReplicaState.READY)
+        elif engine.replica.state is ReplicaState.QUARANTINED:
+            self._mark(engine.replica, ReplicaState.WARMING, "checked again, as asked for")
+            engine.again.set()
 
     def start_beside(self, engine: Engine) -> Engine:
         """Start another engine with the same configuration, but with a port and an id of its own.
@@ -228,7 +237,10 @@ class Supervisor:
             api_key=launch.api_key if launch else self._options.external_api_key,
             model=launch.served_model if launch else "",
         )
-        engine = Engine(self.fleet.add(replica), launch, self._options.watchdog, note=note)
+        watchdog = self._options.watchdog
+        if launch is None:  # others' prompts tell nothing of an engine's prefix cache
+            watchdog = replace(watchdog, min_hit_rate=0.0)
+        engine = Engine(self.fleet.add(replica), launch, watchdog, note=note)
         self._engines[replica.id] = engine
         life = partial(self._run_here, engine, launch) if launch else partial(self._run_elsewhere, engine)
         name = f"watching {replica.id}"
@@ -242,7 +254,7 @@ class Supervisor:
         if state in {ReplicaState.READY, ReplicaState.FAILED}:
             self.fleet.preparations.settled(replica.spec.name)
         restarts = state is ReplicaState.STARTING and detail is not None
-        wrong = restarts or state in {ReplicaState.FAILED, ReplicaState.UNREACHABLE}
+        wrong = restarts or state in {ReplicaState.FAILED, ReplicaState.UNREACHABLE, ReplicaState.QUARANTINED}
         level = logging.WARNING if wrong else logging.INFO
         log.log(level, "%s is %s%s", replica.id, state.value, f": {detail}" if detail else "")
         try:
@@ -356,7 +368,7 @@ class Supervisor:
             await asyncio.sleep(POLL_S)
 
     async def _run_elsewhere(self, engine: Engine) -> None:
-        """Watch an engine that runs elsewhere: warm it whenever it becomes alive."""
+        """Watch an engine that runs elsewhere: warm it whenever it becomes alive, and quarantine it if it is not sound."""
         replica, probe = engine.replica, self._probe(engine.replica)
         while True:
             try:
@@ -365,24 +377,40 @@ class Supervisor:
                     await self._poll(engine, probe)
                 else:
                     self._mark(replica, ReplicaState.UNREACHABLE, f"{replica.url}/health does not answer 200")
+            except (CanaryRefused, EngineHung, EngineSlow) as error:
+                await self._quarantine(engine, probe, str(error))
             except Exception as error:  # noqa: BLE001  the watcher goes on after any error
                 self._mark(replica, ReplicaState.FAILED, str(self._explained(engine, error)))
                 await asyncio.sleep(ELSEWHERE_PAUSE_S)
             await asyncio.sleep(POLL_S)
 
+    async def _quarantine(self, engine: Engine, probe: EngineProbe, why: str) -> None:
+        """Keep traffic from an engine until an operator resumes it, or until it has been away."""
+        replica, missed = engine.replica, 0
+        then = f"'qarr tiers resume {replica.id}' checks it again, and so does a restart where it runs"
+        self._mark(replica, ReplicaState.QUARANTINED, f"{why}. {then}")
+        while missed < MISSED_PROBES and not engine.again.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(engine.again.wait(), POLL_S)
+            missed = 0 if await probe.alive() else missed + 1
+        engine.begun()
+
     async def _warm(self, engine: Engine, probe: EngineProbe) -> None:
         replica = engine.replica
         self._mark(replica, ReplicaState.WARMING, engine.note)
         await probe.readings()  # an engine without gauges must not be ready until the first poll
-        replica.model, length = await probe.model()
-        if length < replica.spec.max_model_len:
+        model = await probe.model()
+        replica.model = model.name
+        if engine.launch is None:
+            await self._note_precision(replica, model.root)
+        if model.max_model_len < replica.spec.max_model_len:
             raise EngineDied(
-                f"{replica.url} has a context of {length} tokens, tier {replica.spec.name} promises "
+                f"{replica.url} has a context of {model.max_model_len} tokens, tier {replica.spec.name} promises "
                 f"{replica.spec.max_model_len}: set tiers.{replica.spec.name}.max_model_len"
             )
         report = await warm_up(probe, replica.model, self._options.warmup)
         self._check_tokens(replica, report.tokens_digest)
-        if engine.launch is not None and self._options.canary is not None:
+        if self._options.canary is not None:
             await self._compare(replica, probe, self._options.canary)
         replica.takes_priority = report.takes_priority
         replica.fingerprint = report.fingerprint
@@ -400,6 +428,23 @@ class Supervisor:
             if speed is not None and self._idle_speed.quiet(but=replica):
                 canary.check_speed(speed, profiled, replica.spec)
 
+    async def _note_precision(self, replica: Replica, root: str | None) -> None:
+        """Find out what an engine that runs elsewhere serves; warn if another replica of its tier serves something else."""
+        tier, stated, before = replica.spec.name, replica.spec.stated_precision, replica.spec.precision
+        read = await asyncio.to_thread(root_precision, replica.url, root)
+        precision = told_precision(read, stated)
+        shown, differ = self.fleet.spec(tier).precision, self.fleet.note_precision(replica, precision)
+        now = self.fleet.spec(tier).precision
+        if differ and now != shown:
+            log.warning("the replicas of tier %s differ in precision: %s", tier, now)
+        if precision == before:
+            return
+        log.info("%s serves %s: %s", replica.id, precision, root)
+        if stated is not None and read not in {stated, UNKNOWN}:
+            log.warning(
+                "%s: tiers.%s.precision is %s, but the checkpoint %s is %s", replica.id, tier, stated, root, read
+            )
+
     def _check_tokens(self, replica: Replica, digest: str) -> None:
         for other, known in self._tokens_digests.items():
             if other != replica.id and known != digest:
@@ -410,7 +455,7 @@ class Supervisor:
         self._tokens_digests[replica.id] = digest
 
     async def _poll(self, engine: Engine, probe: EngineProbe) -> None:
-        """Read the engine's gauges until it stops answering; raise ``EngineDied`` if it was started here and hangs."""
+        """Read the engine's gauges until it stops answering; raise as ``_judge`` does."""
         missed, known, why = 0, None, ""
         while missed < MISSED_PROBES:
             await asyncio.sleep(POLL_S)
@@ -423,28 +468,47 @@ class Supervisor:
                 continue
             missed = 0
             engine.replica.note_gauges(gauges)
-            if engine.launch is not None:
-                await self._judge(engine, probe, counters, moved=known is not None and counters != known)
+            await self._judge(engine, probe, counters, moved=known is not None and counters != known)
             known = counters
         self._mark(engine.replica, ReplicaState.UNREACHABLE, why)
 
     async def _judge(self, engine: Engine, probe: EngineProbe, counters: Counters, *, moved: bool) -> None:
-        """Find out whether an engine that was started here has become too slow; raise ``EngineDied`` if it hangs."""
+        """Find out whether an engine has become too slow.
+
+        Raises:
+            EngineHung: It hangs.
+            EngineSlow: It is too slow, runs elsewhere, and another replica of its tier is ready.
+        """
         replica, now, limit_s = engine.replica, time.monotonic(), self._options.watchdog.hang_s
         if moved:
             replica.progressed(now)
         if replica.silence_s(now) > limit_s:
             if await hangs(probe, replica):
-                raise EngineDied(f"hung: {replica.in_flight} requests, no token for {limit_s:g} s")
+                raise EngineHung(f"hung: {replica.in_flight} requests, no token for {limit_s:g} s")
             replica.progressed(time.monotonic())
-        worn = engine.wear.note(now, off_by(replica, now), counters, sequences=replica.sequences)
-        others = [off_by(r, now) for r in self.fleet.replicas if r is not replica and r.state is ReplicaState.READY]
+        sequences, gauges = replica.sequences, replica.gauges
+        if engine.launch is None and gauges is not None:  # others may use it, and are soon gone again
+            sequences = max(sequences, gauges.running + gauges.waiting)
+        worn = engine.wear.note(now, off_by(replica, now), counters, sequences=sequences)
+        others = [r for r in self.fleet.replicas if r is not replica and r.state is ReplicaState.READY]
         # If others are slow as well, the machine is the cause, and a new engine would be no faster.
-        machine_is_slow = any(2 * off > self._options.watchdog.slow_factor > 0 for off in others)
+        machine_is_slow = any(2 * off_by(r, now) > self._options.watchdog.slow_factor > 0 for r in others)
         if worn is not None and not machine_is_slow:
-            engine.recycle, engine.worn_at = worn, now
+            if engine.launch is None:
+                self._spare(engine, worn, others, now)
+            else:
+                engine.recycle = worn
+            engine.worn_at = now
         elif now - engine.worn_at > WORN_S:
             engine.recycle = None
+
+    def _spare(self, engine: Engine, worn: str, others: Sequence[Replica], now: float) -> None:
+        """Raise ``EngineSlow`` if another replica of its tier can do a slow engine's work: better slow answers than none."""
+        replica = engine.replica
+        if any(r.spec.name is replica.spec.name for r in others):
+            raise EngineSlow(f"too slow: {worn}")
+        if now - engine.worn_at > WORN_S:
+            log.warning("%s serves on, as the last ready one of its tier, though it is too slow: %s", replica.id, worn)
 
     def _probe(self, replica: Replica) -> EngineProbe:
         return EngineProbe(self._client, replica.url, replica.api_key)

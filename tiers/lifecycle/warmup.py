@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _SENTENCE = "The lighthouse keeper wrote the weather into a ledger every evening before the lamp was lit. "
 _SHORT = "Water boils at"
 _LONG_TOKENS = 256
+_SHORT_ANSWER = 6
+MEASURED_TOKENS = _SHORT_ANSWER + 1  # that ``measure_speed`` has an engine generate
 # Digits, white space, scripts and accents, which tokenizers of one family split differently.
 _TOKENIZER_TEXT = "In 1984 x_1 += 3.50;\t\u00e9tude \u4f60\u597d \U0001f600\n\n  indented 12345"
 _WORD = re.compile(r"[^\W\d_]{2,}")
@@ -120,7 +122,7 @@ async def measure_speed(probe: EngineProbe, model: str, plan: WarmupPlan) -> Spe
     Raises:
         ProbeError: The engine did not answer.
     """
-    body = {"model": model, "prompt": _SHORT, "max_tokens": 6, "ignore_eos": True}
+    body = {"model": model, "prompt": _SHORT, "max_tokens": _SHORT_ANSWER, "ignore_eos": True}
     short = await probe.generate(COMPLETIONS, body, plan.timeout_s)
     long = await probe.generate(COMPLETIONS, _long(model), plan.timeout_s)
     span = max(long.prompt_tokens - short.prompt_tokens, 1)

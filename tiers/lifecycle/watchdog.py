@@ -1,4 +1,4 @@
-"""Decide when an engine is restarted: after an exit, when it hangs, or when it has become too slow.
+"""Decide when an engine is restarted, or quarantined: after an exit, when it hangs, or when it has become too slow.
 
 The supervisor acts on it. Times are monotonic seconds.
 """
@@ -29,7 +29,7 @@ FIXED_TOKENS = 64  # added to a prompt's tokens, because the TTFT of an empty pr
 
 @dataclass(frozen=True, slots=True)
 class WatchdogOptions:
-    """When an engine that was started here is restarted or recycled.
+    """When an engine is restarted or recycled; one that runs elsewhere is quarantined instead.
 
     Attributes:
         max_restarts: Restarts within ``restart_window_s``; after one more exit the engine stays down. 0: never.

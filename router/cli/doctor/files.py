@@ -14,6 +14,7 @@ from router.deployment.layout import tier_spec
 from router.policy.profiles import ProfileError, latency_name, load_latency, load_profile, profile_name
 from router.settings import PROJECT
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike, check_whole, identity, weights_digest
+from tiers.checkpoints.precision import checkpoint_precision
 from tiers.errors import CheckpointError
 from tiers.plan import machine_name, read_machine
 from tiers.spec import TierName
@@ -143,7 +144,7 @@ def judge_checkpoint(name: TierName, folder: Path, made: Checkpoint | None, *, d
         check_whole(folder)
         ours = identity(folder)
         if made is None:
-            return ok(f"{folder.name}: files complete, no manifest", check)
+            return ok(f"{folder.name}: {checkpoint_precision(folder)}, files complete, no manifest", check)
         changed = ""
         if ours.tokenizer_digest != made.manifest.tokenizer_digest:
             changed = "tokenizer"

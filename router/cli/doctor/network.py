@@ -21,6 +21,7 @@ from router.cli.client import KEY_NEEDED, authorization
 from router.cli.common import http_url
 from router.cli.doctor.findings import Check, Finding, local_tiers, ok, problem, warning
 from router.telemetry.tracing import TelemetryError, exporter_address
+from tiers.checkpoints.precision import root_precision, told_precision
 from tiers.errors import PortInUse, ProbeError
 from tiers.lifecycle.process import check_port_free
 from tiers.lifecycle.warmup import tokens_digest
@@ -29,10 +30,10 @@ from tiers.probe import EngineProbe
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from router.cli.doctor.findings import CheckContext
-    from router.settings import Settings
+    from router.settings import Settings, TierSettings
 
 GROUP, RUNNING = "network", "running"
 TIMEOUT_S = 3.0
@@ -176,6 +177,9 @@ def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
     """
     for tier in fleet["tiers"]:
         name = f"tier {tier['tier']}"
+        served = {replica["id"]: replica.get("precision", "") for replica in tier["replicas"]}
+        if len(set(served.values())) > 1:
+            yield differing(served, name)
         if not tier["replicas"]:
             yield _without_engine(tier, name)
         for replica in tier["replicas"]:
@@ -188,9 +192,24 @@ def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
                 yield ok(f"{found}, {replica['served']} served, {replica['failed']} failed", name)
             elif state in TRANSIENT:
                 yield warning(found, "wait, or 'qarr tiers resume' it, if it was drained", name)
+            elif state == "quarantined":
+                yield problem(
+                    found, f"mend it where it runs; 'qarr tiers resume {replica['id']}' checks it again", name
+                )
             else:
                 then = f"{logs}', correct the cause, then 'qarr tiers restart {replica['id']}'"
                 yield problem(found, then, name)
+
+
+def differing(served: Mapping[str, str], check: str) -> Finding:
+    """Return the finding that engines of one tier differ in precision.
+
+    Args:
+        served: Precision by engine.
+        check: The check's name.
+    """
+    each = ", ".join(f"{name} {precision}" for name, precision in served.items())
+    return warning(f"its engines differ in precision: {each}", "give a tier engines of one checkpoint", check)
 
 
 def judge_profiling(profiling: dict[str, Any]) -> Finding:
@@ -239,38 +258,50 @@ async def _examined(context: CheckContext, urls: list[tuple[TierName, str]]) -> 
     async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as client:
         probes = [(name, EngineProbe(client, url, context.settings.engine.api_key)) for name, url in urls]
         both = await asyncio.gather(*(_engine(context, name, probe) for name, probe in probes))
-    digests = {digest for _, digest in both if digest}
-    found = [finding for finding, _ in both]
+    digests = {digest for _, digest, _ in both if digest}
+    found = [finding for finding, _, _ in both]
     if len(digests) > 1:
         then = "all tiers must be made from one base model: 'qarr model prepare'"
         found.append(problem("the engines split one text into different tokens", then, "tokenizers"))
     elif digests and len(both) > 1:
         found.append(ok("the engines split text into the same tokens", "tokenizers"))
+    for tier in TierName:
+        each = [
+            (_address(url), precision) for (name, url), (*_, precision) in zip(urls, both, strict=True) if name is tier
+        ]
+        served = {where: precision for where, precision in each if precision}
+        if len(set(served.values())) > 1:
+            found.append(differing(served, f"tier {tier}"))
     return found
 
 
-async def _engine(context: CheckContext, name: TierName, probe: EngineProbe) -> tuple[Finding, str]:
-    """Return the finding for one engine, and a digest of its tokens for a text; empty if it gives none."""
+async def _engine(context: CheckContext, name: TierName, probe: EngineProbe) -> tuple[Finding, str, str]:
+    """Return the finding for one engine, a digest of its tokens for a text, and its precision; empty if it gives none."""
     check, where, then = f"engine {name}", _address(probe.url), f"start it, or correct tiers.{name}.urls"
     try:
         health = await probe.client.get(f"{probe.url}/health")
         if health.status_code != httpx.codes.OK:
-            return problem(f"{where} is not healthy: HTTP {health.status_code}", then, check), ""
-        model, context_tokens = await probe.model()
-        digest = await tokens_digest(probe, model)
+            return problem(f"{where} is not healthy: HTTP {health.status_code}", then, check), "", ""
+        model = await probe.model()
+        digest = await tokens_digest(probe, model.name)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return problem(f"{where} does not answer ({type(error).__name__})", then, check), ""
+        return problem(f"{where} does not answer ({type(error).__name__})", then, check), "", ""
     except ProbeError as error:
         found = f"{where} does not answer as vLLM does ({type(error).__name__})"
-        return problem(found, "is it vLLM, and engine.api_key its key?", check), ""
+        return problem(found, "is it vLLM, and engine.api_key its key?", check), "", ""
     setting, skew_s = f"tiers.{name}.max_model_len", _skew_s(health)
-    wanted = getattr(context.settings.tiers, name.value).max_model_len
-    found = f"{where} serves {model}, context {context_tokens}"
-    if context_tokens < wanted:
-        return problem(f"{found}, less than {setting} = {wanted}", f"set {setting} to {context_tokens}", check), digest
-    if abs(skew_s) > ENGINE_SKEW_S:
-        return warning(f"{found}; its clock is {skew_s:+.0f} s off ours", SYNCHRONISE, check), digest
-    return ok(found, check), digest
+    tier: TierSettings = getattr(context.settings.tiers, name.value)
+    precision, length = (
+        told_precision(root_precision(probe.url, model.root), tier.precision or None),
+        model.max_model_len,
+    )
+    text = f"{where} serves {model.name}, precision {precision}, context {length}"
+    finding = ok(text, check)
+    if length < tier.max_model_len:
+        finding = problem(f"{text}, less than {setting} = {tier.max_model_len}", f"set {setting} to {length}", check)
+    elif abs(skew_s) > ENGINE_SKEW_S:
+        finding = warning(f"{text}; its clock is {skew_s:+.0f} s off ours", SYNCHRONISE, check)
+    return finding, digest, precision
 
 
 def _skew_s(response: httpx.Response) -> float:

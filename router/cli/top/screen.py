@@ -24,6 +24,7 @@ STATES = {
     "warming": "yellow",
     "draining": "yellow",
     "unreachable": "bold red",
+    "quarantined": "bold red",
     "failed": "bold red",
     "stopped": "dim",
 }
@@ -31,6 +32,7 @@ OUTCOMES = {"ok": "green", "refused": "yellow", "error": "bold red", "client_gon
 TIERS = {"fast": "cyan", "balanced": "blue", "precise": "magenta"}
 PHASES = {"waiting": "yellow", "prefill": "cyan", "decode": "green"}
 NEARLY_FULL, FILLING = 0.88, 0.6
+OVER_BUDGET = 1.1  # times what is allowed: a price that falls between two assignments may leave it a little above
 ONCE_LINES = 32
 MINUTE_S, HOUR_S = 60, 3600
 OWN_ONLY = "only this key's own requests are shown: a key made with --admin sees all"
@@ -158,6 +160,7 @@ def _summary(fleet: Mapping[str, Any], width: int, view: ViewState) -> Text:
         Text(f"{sum(t['tokens_per_s'] for t in tiers):.0f} tok/s"),
         Text(f"{errors} errors", style="bold red" if errors else ""),
         Text(f"SLA {met}/{asked}" if asked else "no SLAs", style=_sla_style(met, asked)),
+        *_budget(fleet.get("loss_budget") or {}),
         Text(f"total {totals['requests']}, {totals['refused']} refused, {totals['errors']} errors", style="dim"),
     ]
     events = f"{totals['retries']} retries, {totals['continuations']} continued, {totals['escalations']} escalated"
@@ -170,6 +173,18 @@ def _summary(fleet: Mapping[str, Any], width: int, view: ViewState) -> Text:
             break
         line.append(gap, style="dim").append_text(part)
     return line
+
+
+def _budget(budget: Mapping[str, Any]) -> list[Text]:
+    """Return the parts on the loss budget: the running mean beside what is allowed, and the price of loss."""
+    mean, allowed, price = (budget.get(name) for name in ("mean", "budget", "price"))
+    parts = []
+    if mean is not None and allowed is not None:
+        style = "yellow" if mean > OVER_BUDGET * allowed else ""
+        parts.append(Text(f"loss {mean:.1%} of {allowed:.1%} allowed", style=style))
+    if price is not None:
+        parts.append(Text(f"a lost token is worth {shown_ms(price * 1000)} of engine time", style="dim"))
+    return parts
 
 
 def _trouble(picture: Snapshot) -> list[Text]:
@@ -351,7 +366,7 @@ def _opened(request: Mapping[str, Any], width: int) -> list[Text]:
         f"(predicted {shown_ms(request['predicted_tpot_ms'])}), all {shown_ms(request['duration_ms'])}",
         "tokens": f"{request['prompt_tokens']} in, {request['output_tokens']} out",
         "SLA": _sla_text(request),
-        "given up": ", ".join(request["degraded"]),
+        "not assured": ", ".join(request["degraded"]),
         "continued on": ", ".join(request["continued_on"]),
     }
     lines.extend(Text(f"   {name:13} {value}") for name, value in facts.items() if value)

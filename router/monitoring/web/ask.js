@@ -59,7 +59,7 @@ async function decide() {
 function renderDecision(decision) {
   const features = `${decision.class}, ${percent(decision.confidence)} sure · ${plural(decision.prompt_tokens, "token")}`;
   const head = decision.tier
-    ? el("p", { class: "to" }, "would go to ", tierName(decision.tier), decision.degraded.length ? el("span", { class: "badge missed" }, `▾ ${decision.degraded.join(" and ")} given up`) : null)
+    ? el("p", { class: "to" }, "would go to ", tierName(decision.tier), decision.degraded.length ? el("span", { class: "badge missed" }, `▾ ${notAssured(decision.degraded).join(", ")}`) : null)
     : el("p", { class: "to refused" }, "✕ would be refused", known(decision.retry_after_s) ? `, possible in about ${duration(decision.retry_after_s * 1000)}` : "");
   return [head, el("p", { class: "muted" }, features), el("p", { class: "reason" }, decision.reason), verdictTable(decision.tiers, decision.tier)];
 }

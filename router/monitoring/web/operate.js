@@ -5,10 +5,11 @@ const BUSY_POLL_MS = 700;
 const IDLE_POLL_MS = 5_000;
 const KINDS = {
   drain: "It gets no new requests; those that it has may finish.",
-  resume: "It gets requests again.",
+  resume: "It gets requests again. A quarantined one is warmed up and compared with its earlier answers first.",
   restart: "It drains, then its engine is stopped and started again. Its tier has less room meanwhile, or none.",
   recycle: "A new engine is started beside it and takes its place, or in its place where there is no memory for both.",
 };
+const PAUSED = new Set(["draining", "quarantined"]); // states that "resume" ends
 // "unknown" until the router has answered; "cli": no keys here, and web pages may not; "look": this key may not; "admin"; "none": no such thing here.
 let rights = "unknown";
 let operations = [];
@@ -73,10 +74,10 @@ function operate(area, replica) {
   area.dataset.shown = shown;
   const parts = [];
   if (rights === "admin") {
-    const kinds = Object.keys(KINDS).filter((kind) => (kind === "drain" ? replica.state !== "draining" : kind !== "resume" || replica.state === "draining"));
+    const kinds = Object.keys(KINDS).filter((kind) => (kind === "drain" ? !PAUSED.has(replica.state) : kind !== "resume" || PAUSED.has(replica.state)));
     parts.push(...kinds.map((kind) => el("button", { type: "button", class: "plain", "data-kind": kind, "aria-label": `${kind} ${replica.id}`, onclick: () => confirmOperation(kind, replica) }, kind)));
   } else if (rights === "cli" || rights === "look") {
-    parts.push(el("code", {}, `qarr tiers ${replica.state === "draining" ? "resume" : "drain"} ${replica.id}`));
+    parts.push(el("code", {}, `qarr tiers ${PAUSED.has(replica.state) ? "resume" : "drain"} ${replica.id}`));
   }
   if (recent) {
     const mark = { running: "…", done: "✓", failed: "✕" }[recent.state];

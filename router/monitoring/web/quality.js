@@ -1,4 +1,4 @@
-// What each precision loses on each class of prompts: measured, with intervals, against the class's bound.
+// The loss budget over time; and what each precision loses on each class of prompts: measured, with intervals and the class's cap.
 
 const POLICY_EVERY_MS = 30_000;
 let policyTimer = 0;
@@ -15,9 +15,39 @@ async function refreshPolicy() {
   }
 }
 
+const OVER_BUDGET = 1.1; // times what is allowed: a price that falls between two assignments may leave it a little above
+const budgetSeries = { mean: new Series(LEAST_SECONDS, MOST_SECONDS), allowed: new Series(LEAST_SECONDS, MOST_SECONDS), price: new Series(LEAST_SECONDS, MOST_SECONDS) };
+const budgetFigures = {
+  mean: figure("Mean loss", "Share of tokens that differ from the highest precision's first choice: over recent answers, the older the less; dashed: what is allowed of the same answers"),
+  price: figure("Price of loss", "Engine time that a token which differs is worth: a request takes a lower precision where that saves more"),
+};
+
+/** What recent answers lose beside what they may, and the price of loss that follows from it. */
+function showBudget(budget) {
+  const { rule, mean, budget: allowed, price, half_life_s } = budget ?? {};
+  put(byId("sum-loss"), loss(mean));
+  put(byId("sum-loss-of"), known(allowed) ? `of ${loss(allowed)} allowed` : "not measured yet");
+  budgetSeries.mean.push(mean);
+  budgetSeries.allowed.push(allowed);
+  budgetSeries.price.push(price);
+  byId("budget").hidden = !known(mean);
+  if (!known(mean)) return;
+  const may = rule?.like ? `Answers may lose as much as if ${rule.like} served them all` : rule === 0 ? "No answer may lose anything" : `Answers may lose ${loss(rule)} of their tokens`;
+  put(byId("budget-rule"), `${may}, on average, with a half-life of ${about(half_life_s).replace("about ", "")}.`);
+  const { mean: lost, price: worth } = budgetFigures;
+  if (!byId("budget-figures").firstChild) byId("budget-figures").append(lost.node, worth.node);
+  put(lost.value, loss(mean));
+  put(lost.more, ` of ${loss(allowed)} allowed`);
+  lost.node.classList.toggle("bad", mean > OVER_BUDGET * allowed);
+  sparkline(lost.below, budgetSeries.mean, budgetSeries.allowed);
+  put(worth.value, known(price) ? duration(price * 1000) : NONE);
+  put(worth.more, known(price) ? " of engine time a token" : " no request had a choice yet");
+  sparkline(worth.below, budgetSeries.price);
+}
+
 function showPolicy(policy) {
   const area = byId("quality"), tiers = TIERS.filter((t) => t !== "precise" && Object.keys(policy.losses?.[t] ?? {}).length);
-  const classes = Object.keys(policy.max_loss).filter((c) => tiers.some((t) => policy.losses[t][c]));
+  const classes = Object.keys(policy.class_floor).filter((c) => tiers.some((t) => policy.losses[t][c]));
   area.dataset.shown = "true";
   area.replaceChildren(...(classes.length ? measured(policy, classes, tiers) : unmeasured(policy)));
 }
@@ -37,7 +67,7 @@ function measured(policy, classes, tiers) {
   const live = (policy.live_losses ?? []).filter((l) => classes.includes(l.class));
   const promoted = Object.entries(policy.promoted ?? {});
   return [
-    el("p", { class: "legend" }, tiers.map((t) => el("span", {}, tierName(t))), el("span", {}, el("i", { class: "bound-mark" }), "bound of the class"),
+    el("p", { class: "legend" }, tiers.map((t) => el("span", {}, tierName(t))), classes.some((c) => known(policy.max_loss[c])) ? el("span", {}, el("i", { class: "bound-mark" }), "cap of the class") : null,
       live.length ? el("span", {}, "○ live answers") : null),
     lossPlot(policy, classes, tiers, live),
     promoted.length ? el("p", {}, "Promoted, because live answers lose more than they may: ", promoted.map(([c, t]) => `${c} to ${t}`).join(", "), ".") : null,
@@ -47,9 +77,9 @@ function measured(policy, classes, tiers) {
 
 const PLOT = { left: 92, right: 14, top: 6, row: 30, bottom: 22, width: 460 };
 
-/** A row for each class: an interval with its mean for each tier, and the bound as a line across. */
+/** A row for each class: an interval with its mean for each tier, and its cap, if it has one, as a line across. */
 function lossPlot(policy, classes, tiers, live) {
-  const most = Math.max(...classes.map((c) => policy.max_loss[c]), ...classes.flatMap((c) => tiers.map((t) => policy.losses[t][c]?.high ?? 0)), ...live.map((l) => l.loss));
+  const most = Math.max(...classes.map((c) => policy.max_loss[c] ?? 0), ...classes.flatMap((c) => tiers.map((t) => policy.losses[t][c]?.high ?? 0)), ...live.map((l) => l.loss));
   const top = Math.max(0.02, most * 1.05);
   const { left, right, row, bottom, width } = PLOT, height = PLOT.top + classes.length * row + bottom;
   const x = (share) => left + (Math.min(share, top) / top) * (width - left - right);
@@ -63,7 +93,7 @@ function lossPlot(policy, classes, tiers, live) {
     const y = PLOT.top + n * row;
     if (n % 2) plot.append(svg("rect", { class: "stripe", x: 0, y, width, height: row }));
     plot.append(svg("text", { class: "class-text", x: left - 10, y: y + row / 2 + 4, "text-anchor": "end" }, name));
-    plot.append(svg("line", { class: "bound", x1: x(policy.max_loss[name]), x2: x(policy.max_loss[name]), y1: y + 3, y2: y + row - 3 }));
+    if (known(policy.max_loss[name])) plot.append(svg("line", { class: "bound", x1: x(policy.max_loss[name]), x2: x(policy.max_loss[name]), y1: y + 3, y2: y + row - 3 }));
     tiers.forEach((tier, m) => {
       const found = policy.losses[tier][name], middle = y + (row * (m + 1)) / (tiers.length + 1);
       if (found) plot.append(lossMark(tier, name, found, x, middle, policy.max_loss[name]));
@@ -74,19 +104,20 @@ function lossPlot(policy, classes, tiers, live) {
 }
 
 function lossMark(tier, name, { mean, low, high }, x, y, bound) {
-  const words = `${name} on ${tier}: ${loss(mean)} (${loss(low)} to ${loss(high)}), bound ${loss(bound)}`;
+  const words = `${name} on ${tier}: ${loss(mean)} (${loss(low)} to ${loss(high)})${known(bound) ? `, cap ${loss(bound)}` : ""}`;
   return svg("g", { class: `of-${tier}` }, svg("title", {}, words),
     svg("line", { class: "interval", x1: x(low), x2: x(high), y1: y, y2: y }),
     svg("path", { class: "mean", d: SHAPES[tier], transform: `translate(${x(mean) - 5} ${y - 5}) scale(0.83)` }));
 }
 
 function lossTable(policy, classes, tiers, live) {
+  const capped = classes.some((c) => known(policy.max_loss[c]));
   const cell = (tier, name) => {
     const found = policy.losses[tier][name], seen = live.find((l) => l.class === name && l.tier === tier);
     if (!found) return NONE;
     return `${loss(found.mean)} (${fixed(found.low * 100, 1)}–${fixed(found.high * 100, 1)})${found.mean > policy.max_loss[name] ? " over" : ""}${seen ? `, live ${loss(seen.loss)} of ${count(seen.checked)}` : ""}`;
   };
   return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Measured loss" }, el("table", {},
-    el("thead", {}, el("tr", {}, ["Class", "Bound", ...tiers].map((name) => el("th", { scope: "col" }, name)))),
-    el("tbody", {}, classes.map((c) => el("tr", {}, el("th", { scope: "row" }, c), el("td", { class: "num" }, loss(policy.max_loss[c])), tiers.map((t) => el("td", { class: "num" }, cell(t, c))))))));
+    el("thead", {}, el("tr", {}, ["Class", ...(capped ? ["Cap"] : []), ...tiers].map((name) => el("th", { scope: "col" }, name)))),
+    el("tbody", {}, classes.map((c) => el("tr", {}, el("th", { scope: "row" }, c), capped ? el("td", { class: "num" }, loss(policy.max_loss[c])) : null, tiers.map((t) => el("td", { class: "num" }, cell(t, c))))))));
 }

@@ -68,8 +68,13 @@ function detours(r) {
   if (r.escalated) found.push("escalated");
   if (r.hedged) found.push("hedged");
   if (r.continued_on.length) found.push(`continued on ${r.continued_on.join(", ")}`);
-  if (r.degraded.length) found.push(`${r.degraded.join(" and ")} given up`);
-  return found;
+  return [...found, ...notAssured(r.degraded)];
+}
+
+/** What is not going to be kept, and whether that is known. */
+function notAssured(degraded) {
+  const given = degraded.filter((bound) => bound !== "unmeasured");
+  return [...(given.length ? [`${given.join(" and ")} given up`] : []), ...(degraded.includes("unmeasured") ? ["not measured: a bound may break"] : [])];
 }
 
 /** The reason without the class, which has a column of its own. */

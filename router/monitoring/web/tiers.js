@@ -17,6 +17,7 @@ function showFleet(next) {
   byId("scope").hidden = next.scope !== "own";
   sync(byId("tiers"), next.tiers, (tier) => tier.tier, makeTier, (_, tier) => rows.get(tier.tier).update(tier, next));
   showSums(next);
+  showBudget(next.loss_budget);
   showMeasuring(next.profiling);
   showTitle(next);
   if (before) tellChanges(before, next);
@@ -25,6 +26,7 @@ function showFleet(next) {
 /** Leave a gap in what is drawn over time: nothing was heard. */
 function gapInSeries() {
   for (const row of rows.values()) row.gap();
+  for (const series of Object.values(budgetSeries)) series.push(null);
 }
 
 const sum = (items, of) => items.reduce((total, item) => total + (of(item) ?? 0), 0);
@@ -137,7 +139,7 @@ class TierRow {
 
   update(tier, { in_flight }) {
     const { load, speed, ttft, tpot, sla, kv, requests } = this.figures;
-    put(this.precision, tier.precision);
+    put(this.precision, tier.preparing ? "" : tier.precision); // before there is a checkpoint nobody knows
     putState(this.state, tier.state);
     const inFlight = sum(tier.replicas, placesTaken);
     const limit = sum(tier.replicas, (r) => r.limit ?? tier.max_in_flight);

@@ -35,6 +35,7 @@ function facts(r) {
     ["Queue", duration(r.queue_ms)],
     ["Overhead", duration(r.overhead_ms)],
     ["Tokens", `${count(r.prompt_tokens)} in the prompt, ${count(r.output_tokens)} in the answer`],
+    ["Expected loss", loss(r.tiers?.find((t) => t.tier === r.tier)?.expected_loss)],
     ["Cost", known(r.cost) ? `${cost(r.cost)} of engine time, predicted` : NONE],
     ["Priority", r.priority],
     ["Endpoint", r.route],
@@ -48,8 +49,9 @@ function facts(r) {
 }
 
 const BASES = {
-  hint: "the caller's hint", measured: "measured loss and speed", table: "the table: not measured yet",
-  degraded_quality: "what was possible: quality gave way", degraded_latency: "what was possible: latency gave way", refused: "refusal",
+  hint: "the caller's hint", budget: "engine time and loss, by the price of loss", measured: "measured speed", table: "the table: not measured yet",
+  degraded_quality: "what was possible: quality gave way", degraded_latency: "what was possible: latency gave way",
+  degraded_unmeasured: "what was possible: a bound is not known to be kept", refused: "refusal",
 };
 
 /** Every tier's verdict. */

@@ -38,6 +38,26 @@ async def test_streams_text_then_one_done_event(tmp_path: Path) -> None:
         assert stack.leases() == 0
 
 
+async def test_an_engine_that_cannot_say_its_precision_is_unknown(tmp_path: Path) -> None:
+    """In headers, in ``/route``, in ``/tiers``, in the record and in the metrics; the tier's name tells nothing."""
+    async with router_stack(tmp_path, precise=Behaviour(root="org/Model-BF16")) as stack:
+        answer = await stack.generate(tier="precise", stream=False)
+        assert answer.headers["x-qarr-precision"] == "unknown"
+        body = {"prompt": "hi", "tier": "precise"}
+        assert (await stack.client.post(f"{stack.url}/route", json=body)).json()["precision"] == "unknown"
+        tiers = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"]
+        assert [tier["precision"] for tier in tiers] == ["awq-int4", "fp8", "unknown"]
+        assert [replica["precision"] for tier in tiers for replica in tier["replicas"]] == [
+            "awq-int4",
+            "fp8",
+            "unknown",
+        ]
+        (record,) = (await stack.client.get(f"{stack.url}/requests")).json()["requests"]
+        assert record["precision"] == "unknown"
+        metrics = (await stack.client.get(f"{stack.url}/metrics")).text
+        assert 'qarr_replica_info{checkpoint="",precision="unknown",replica="precise-0",tier="precise"} 1.0' in metrics
+
+
 async def test_answers_json_when_asked(tmp_path: Path) -> None:
     """With stream false the same answer comes as one JSON object."""
     async with router_stack(tmp_path) as stack:

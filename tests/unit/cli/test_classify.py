@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -28,6 +29,12 @@ def test_the_prompt_is_an_argument_or_standard_input() -> None:
     found = json.loads(given.stdout)
     assert (found["class"], found["tokens_exact"]) == ("math", False)
     assert "tokens are estimated" in given.stderr
+
+
+def test_what_weighed_most_is_told() -> None:
+    """Each reason names an output, a piece of the prompt and its log-odds with a sign."""
+    why = json.loads(qarr("classify", "Write a Python function that merges two sorted lists.").stdout)["why"]
+    assert any(re.fullmatch(r"asks: '(Write|function|Python function)' \+\d\.\d", reason) for reason in why), why
 
 
 def test_an_empty_prompt_is_one() -> None:

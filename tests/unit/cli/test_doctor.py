@@ -21,7 +21,7 @@ from router.cli.doctor.findings import Finding, Health
 from router.cli.doctor.machine import judge_cpu, judge_gpu
 from router.cli.doctor.network import judge_fleet, judge_profiling
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
-from tests.ports import reserved_ports
+from tests.ports import reserved_ports, reserved_range
 from tests.unit.own_router import QARR, own_router
 from tiers.checkpoints.checkpoint import check_whole, read_checkpoint, seal
 from tiers.errors import CheckpointError
@@ -160,6 +160,7 @@ def test_given_checkpoints_are_checked(tmp_path: Path, monkeypatch: pytest.Monke
     for tier in TierName:
         monkeypatch.setenv(f"QARR_TIERS__{tier.upper()}__CHECKPOINT", str(checkpoint(tmp_path / tier, tier)))
     assert [one(f"checkpoint {tier}")[0] for tier in TierName] == [OK, OK, OK]
+    monkeypatch.setenv("QARR_ENGINE__BASE_PORT", str(reserved_range(3)))  # no engine of this machine's is there
     assert one("memory")[0] is OK
     monkeypatch.setenv("QARR_ENGINE__CPU_KV_CACHE_GIB", "4000")
     if not shutil.which("nvidia-smi"):
@@ -310,6 +311,21 @@ async def test_engines_by_url(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         monkeypatch.setenv("QARR_TIERS__FAST__URLS", '["http://127.0.0.1:9"]')
         assert await health("engine fast") == [PROBLEM]
+
+
+async def test_the_precision_of_engines_by_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As their checkpoint says it, or as it is stated; where those of one tier differ, that is a warning."""
+    behaviours = [Behaviour(root="made/fast"), Behaviour()]
+    async with serving_all(*(FakeEngine(b).app for b in behaviours)) as urls:
+        monkeypatch.setenv("QARR_TIERS__FAST__URLS", json.dumps(urls))
+        monkeypatch.setenv("QARR_TIERS__FAST__PRECISION", "awq-int4")
+        findings = json.loads((await doctor()).stdout)["checks"]
+        first, second = (f["found"] for f in findings if f["check"] == "engine fast")
+        assert "serves fake, precision awq-int4, context 8192" in first
+        assert "serves fake, precision awq-int4 (stated), context 8192" in second
+        (differing,) = (f for f in findings if f["check"] == "tier fast")
+        assert differing["health"] == WARNING
+        assert "differ in precision: 127.0.0.1:" in differing["found"]
 
 
 async def doctor(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -111,7 +111,7 @@ def test_a_checkpoint_of_the_settings_needs_no_manifest(tmp_path: Path) -> None:
     missing, own = files.checkpoints(given)
     assert missing.health is WARNING
     assert missing.found.startswith("balanced, precise of ")
-    assert (own.check, own.health, own.found) == ("checkpoint fast", OK, "own: files complete, no manifest")
+    assert (own.check, own.health, own.found) == ("checkpoint fast", OK, "own: unknown, files complete, no manifest")
     (folder / "model.safetensors").write_bytes(b"cut off")
     broken = list(files.checkpoints(given))[1]
     assert broken.health is PROBLEM
@@ -313,6 +313,18 @@ def test_tiers_without_an_engine() -> None:
     drained = {"id": "fast-0", "state": "draining", "detail": None, "breaker": "closed", "served": 0, "failed": 0}
     (finding,) = network.judge_fleet({"tiers": [{"tier": "fast", "replicas": [drained]}]})
     assert "qarr tiers resume" in finding.then
+
+
+def test_engines_of_one_tier_that_differ_in_precision() -> None:
+    """Named each; a router of an older release tells none, which is no difference."""
+    engine = {"state": "ready", "detail": None, "breaker": "closed", "served": 0, "failed": 0}
+    replicas = [{**engine, "id": "fast-0", "precision": "awq-int4"}, {**engine, "id": "fast-1", "precision": "unknown"}]
+    differing, *each = network.judge_fleet({"tiers": [{"tier": "fast", "replicas": replicas}]})
+    assert (differing.health, differing.check) == (WARNING, "tier fast")
+    assert differing.found == "its engines differ in precision: fast-0 awq-int4, fast-1 unknown"
+    assert [finding.health for finding in each] == [OK, OK]
+    older = [{**engine, "id": "fast-0"}, {**engine, "id": "fast-1"}]
+    assert [f.health for f in network.judge_fleet({"tiers": [{"tier": "fast", "replicas": older}]})] == [OK, OK]
 
 
 def test_long_details_are_cut() -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 REPLICA: dict[str, Any] = {
-    "id": "fast-0", "state": "ready", "in_flight": 2, "served": 40, "failed": 1, "kv_cache_usage": 0.256, "tpot_ms": 31.26,
+    "id": "fast-0", "state": "ready", "precision": "fp8", "in_flight": 2, "served": 40, "failed": 1, "kv_cache_usage": 0.256, "tpot_ms": 31.26,
     "pid": 4711, "url": "http://127.0.0.1:9101", "detail": None,
 }  # fmt: skip
 BARE = {**REPLICA, "id": "fast-1", "state": "failed", "kv_cache_usage": None, "tpot_ms": None, "pid": None, "url": None}
@@ -39,8 +39,20 @@ def test_the_list_has_every_replica_and_tiers_without_one() -> None:
     """What is not known is a dash; a tier that is being prepared says how far it is."""
     head, _, first, second, bare = listed(fleet(REPLICA, BARE))
     assert head == "m on a CPU"
-    assert first.split() == ["fast", "fast-0", "ready", "2", "40", "1", "26%", "31.3", "4711", "http://127.0.0.1:9101"]
-    assert second.split() == ["fast", "fast-1", "failed", "2", "40", "1", "-", "-", "-", "-"]
+    assert first.split() == [
+        "fast",
+        "fast-0",
+        "ready",
+        "fp8",
+        "2",
+        "40",
+        "1",
+        "26%",
+        "31.3",
+        "4711",
+        "http://127.0.0.1:9101",
+    ]
+    assert second.split() == ["fast", "fast-1", "failed", "fp8", "2", "40", "1", "-", "-", "-", "-"]
     assert bare.split()[:3] == ["precise", "-", "preparing"]
     assert "quantizing (3 of 31)" in bare
 

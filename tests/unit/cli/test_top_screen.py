@@ -41,6 +41,29 @@ def test_the_summary_adds_the_tiers_up() -> None:
     assert "no SLAs" in lines(fleet({**TIER, "sla": {"asked": 0, "met": 0}}))[1]
 
 
+@pytest.mark.parametrize(
+    ("mean", "price", "style"), [(0.0214, 0.2134, ""), (0.0361, 0.00021, ""), (0.06, 25, "yellow")]
+)
+def test_the_loss_budget_is_in_the_summary(mean: float, price: float, style: str) -> None:
+    """The running mean beside what is allowed, and the price of loss; it stands out only when it is clearly over."""
+    shown = screen(fleet(TIER, loss_budget={"mean": mean, "budget": 0.035, "price": price}), ViewState(), 200, 30)[1]
+    said = f"loss {mean:.1%} of 3.5% allowed"
+    assert said in shown.plain
+    begin = shown.plain.index(said)
+    assert [span.style for span in shown.spans if (span.start, span.end) == (begin, begin + len(said))] == [style][
+        : bool(style)
+    ]
+    worth = {0.2134: "213ms", 0.00021: "0.2ms", 25: "25.0s"}[price]
+    assert f"a lost token is worth {worth} of engine time" in shown.plain
+
+
+@pytest.mark.parametrize("budget", [{}, {"mean": None, "budget": None, "price": None}])
+def test_a_loss_budget_that_is_not_known_yet_takes_no_room(budget: dict[str, Any]) -> None:
+    """Nor does that of a router of an earlier release."""
+    assert "loss" not in lines(fleet(TIER, loss_budget=budget), width=400)[1]
+    assert "lost" not in lines(fleet(TIER), width=400)[1]
+
+
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
 def test_the_summary_ends_with_a_whole_part(width: int) -> None:
     """What does not fit is left out, not cut."""
@@ -178,7 +201,7 @@ def test_an_opened_request_has_its_facts() -> None:
     shown = "\n".join(lines(full(1), ViewState(opened=refused)))
     assert "refused, by table" in shown
     assert "SLA  " not in shown
-    assert "given up      ttft_ms, tier" in shown
+    assert "not assured   ttft_ms, tier" in shown
 
 
 def test_an_sla_is_met_missed_or_not_judged() -> None:

@@ -13,11 +13,12 @@ from classifier import EstimatingCounter, TokenCounter, TokenizerError
 from router.deployment.counters import LateCounter, make_counter, named_counter
 from router.deployment.layout import HOST, make_deployment, make_launch, prepare_options, tier_spec
 from router.deployment.options import fleet_options, make_canary, supervisor_options
-from router.settings import Settings, load_settings
+from router.settings import Settings, SettingsError, load_settings
 from tests.unit.cli.test_doctor import checkpoint
+from tests.unit.made_configs import model_folder, tier_folder
 from tiers.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from tiers.errors import CheckpointError, EngineError
-from tiers.spec import TierName
+from tiers.spec import UNKNOWN, TierName
 
 FAST, BALANCED, PRECISE = TierName
 URL = "http://10.0.0.5:8000"
@@ -51,6 +52,35 @@ def test_a_url_goes_before_any_checkpoint(tmp_path: Path) -> None:
         prepared[PRECISE].manifest.weights_digest,
     )
     assert tier_spec(PRECISE, given.precise, {}).checkpoint is None
+
+
+def test_a_tiers_precision_is_that_of_its_checkpoint(tmp_path: Path) -> None:
+    """Whatever the tier is called, and with what the engines' arguments make of it."""
+    prepared = made(tmp_path)
+    config = json.loads((prepared[PRECISE].path / "config.json").read_text())
+    model_folder(prepared[PRECISE].path, {**config, "dtype": "bfloat16"})
+    folder = tier_folder(tmp_path / "own", FAST)
+    tiers = settings(tiers={"precise": {"checkpoint": folder}}).tiers
+    assert tier_spec(PRECISE, tiers.precise, prepared).precision == "awq-int4"
+    assert tier_spec(PRECISE, settings().tiers.precise, prepared).precision == "bf16"
+    assert tier_spec(PRECISE, settings().tiers.precise, prepared, ("--quantization", "fp8")).precision == "fp8"
+    assert tier_spec(PRECISE, settings().tiers.precise, {}).precision == UNKNOWN
+    engine = {"python": Path(sys.executable), "extra_args": ("--dtype", "half")}
+    deployment = make_deployment(settings(engine=engine), tuple(prepared.values()))
+    assert [launch.tier.precision for launch in deployment.launches] == ["fp16"] * 3
+
+
+def test_the_precision_of_engines_by_url_may_be_stated() -> None:
+    """Until they are asked it is unknown, or as stated. For an engine that is started here it counts for nothing."""
+    stating = {"fast": {"urls": (URL,), "precision": "fp8"}, "precise": {"precision": "fp8"}}
+    given = settings(tiers={**stating, "balanced": {"urls": (URL + "/b",)}}).tiers
+    stated, unknown, here = (tier_spec(name, getattr(given, name.value), {}) for name in TierName)
+    assert (stated.precision, stated.stated_precision) == ("fp8 (stated)", "fp8")
+    assert (unknown.precision, unknown.stated_precision) == (UNKNOWN, None)
+    assert (here.precision, here.stated_precision) == (UNKNOWN, None)
+    for wrong in ("FP 8", "a\r\nb: c", "f" * 33):
+        with pytest.raises(SettingsError, match="precision"):
+            settings(tiers={"fast": {"urls": (URL,), "precision": wrong}})
 
 
 def test_engines_get_ports_and_keys_of_their_own(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from classifier import PromptClass
-from router.monitoring.metrics import RequestMetrics
+from router.monitoring.metrics import Budget, RequestMetrics
 from router.monitoring.tally import Tally
 from router.pipeline.registry import OVER_QUOTA
-from router.policy.decision import Refusal
+from router.policy.budget import Answer
+from router.policy.budget_store import LossBudget
+from router.policy.decision import Priced, Refusal
 from router.telemetry.record import Outcome
 from tests.unit.records import decision, record
 from tests.unit.router_stack import router_stack
@@ -223,13 +225,13 @@ async def scrape(stack: Stack) -> dict[tuple[str, ...], float]:
 @pytest.mark.anyio
 async def test_a_scrape_reads_the_fleet_as_it_is(tmp_path: Path) -> None:
     """States, slots, breakers and failures are read at each scrape; a replica's series go with it."""
-    async with router_stack(tmp_path) as stack:
+    async with router_stack(tmp_path, {"policy": {"max_loss": {"code": 0.05}}}) as stack:
         first = stack.fleet.replicas[0]
         before = await scrape(stack)
         assert before["qarr_replica_state", first.id, "ready", "fast"] == 1
         assert before["qarr_tier_ready_replicas", "fast"] == 1
         assert before["qarr_places_taken", first.id, "fast"] == before["qarr_open_requests",] == 0
-        assert before["qarr_loss_bound_ratio", "code"] >= 0
+        assert before["qarr_loss_bound_ratio", "code"] == 0.05
         lease = stack.fleet.lease(FAST, prompt_tokens=10, max_tokens=10, sequences=3)
         assert lease is not None
         first.mark(ReplicaState.DRAINING)
@@ -245,6 +247,24 @@ async def test_a_scrape_reads_the_fleet_as_it_is(tmp_path: Path) -> None:
         lease.release()
         stack.fleet.remove(first)
         assert not any(first.id in names for names in await scrape(stack))
+
+
+def test_the_loss_budget_is_gauges_of_the_router_and_counters_of_the_process() -> None:
+    """What is not known yet has no sample; counters are at 0 from the start, and do not fade as the gauges do."""
+    seconds = iter((0.0, 0.0, 0.0, 0.0, 600.0))
+    budget = LossBudget(300, now=lambda: next(seconds))
+
+    def samples() -> dict[str, float]:
+        return {s.name: s.value for metric in Budget(budget, 300).collect() for s in metric.samples}
+
+    counters = ("qarr_loss_counted_tokens_total", "qarr_loss_differing_tokens_total", "qarr_loss_allowed_tokens_total")
+    assert samples() == {"qarr_loss_budget_half_life_seconds": 300, **dict.fromkeys(counters, 0)}
+    budget.add(Answer(100, 0.2, 0.05, (Priced(FAST, 0.01, 0.2), Priced(PRECISE, 0.03, 0.0))))
+    budget.add(Answer(300, 0.0, 0.05, (Priced(FAST, 0.01, 0.2), Priced(PRECISE, 0.03, 0.0))))
+    found = samples()
+    assert [found[name] for name in counters] == [400, 20, 20]
+    assert (found["qarr_loss_mean_ratio"], found["qarr_loss_budget_ratio"]) == pytest.approx((0.05, 0.05))
+    assert found["qarr_loss_price_engine_seconds"] == budget.price
 
 
 @pytest.mark.anyio

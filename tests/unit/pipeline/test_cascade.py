@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from classifier import PromptClass
-from router.policy.profiles import Certainty, Interval, Loss, QualityProfile, profile_name
-from router.profiling.shadow_evaluation import ENOUGH
+from router.policy.profiles import MIN_LIVE, Certainty, Interval, Loss, QualityProfile, profile_name
 from tests.fakes.engine import Behaviour
 from tests.unit.router_stack import Stack, events, router_stack
 from tiers.spec import TierName
@@ -200,24 +200,35 @@ async def test_hints_and_requirements_are_not_checked(tmp_path: Path) -> None:
         assert "logprobs" not in stack.engines[FAST].requests[-1]
 
 
-@pytest.mark.timeout(100)
+async def scored(stack: Stack) -> float:
+    """Return how many live answers were scored."""
+    metrics = (await stack.client.get(f"{stack.url}/metrics")).text
+    found = re.findall(r"^qarr_live_checked_answers_total{[^}]*} ([0-9.]+)", metrics, re.MULTILINE)
+    return sum(map(float, found))
+
+
 async def test_a_class_that_loses_too_much_is_promoted_and_recovers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Live prompts are scored while it is quiet; over what is allowed the class moves up, and back when it is better."""
     caplog.set_level(logging.WARNING, "qarr.router")
-    async with profiled_stack(tmp_path, {"live_check_share": 1.0}) as stack:
+    policy = {"live_check_share": 1.0, "max_loss": {"chat": 0.12}, "loss_budget": 1.0}
+    async with profiled_stack(tmp_path, policy) as stack:
         stack.engines[PRECISE].rank = 2  # precise would have said something else, every time
 
+        asked = 0
+
         async def tier() -> str:
+            nonlocal asked
+            asked += 1
             return (await stack.generate(prompt="Hello, how are you today?")).headers["x-qarr-tier"]
 
         async def until(wanted: str) -> None:
-            for _ in range(60):
-                found = [await tier() for _ in range(ENOUGH)][-1]
-                if found == wanted:
+            for _ in range(20):
+                if (found := [await tier() for _ in range(2 * MIN_LIVE)][-1]) == wanted:
                     return
-                await asyncio.sleep(2)  # for the engines to be idle, and the prompts scored
+                while await scored(stack) < asked:
+                    await asyncio.sleep(0.1)
             raise AssertionError(found)
 
         assert await tier() == "fast"

@@ -177,7 +177,7 @@ async def line(
             admission=Admission(stack.fleet, stack.policy, settings.admission, stack.telemetry),
             opener=Failover(cascade, *parts, settings.upstream.attempts, 256),
             cascade=cascade,
-            registry=RequestRegistry(stack.fleet, ServerState(), 9),
+            registry=RequestRegistry(ServerState(), 9),
             decisions=decisions,
             telemetry=stack.telemetry,
             prompt_observer=Prompts(noted),

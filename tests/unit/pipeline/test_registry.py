@@ -34,8 +34,8 @@ pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = TierName
 
 
-def registry_of(stack: UpstreamStack, kept: int = 8, state: ServerState | None = None) -> RequestRegistry:
-    return RequestRegistry(stack.fleet, state or ServerState(), kept)
+def registry_of(kept: int = 8, state: ServerState | None = None) -> RequestRegistry:
+    return RequestRegistry(state or ServerState(), kept)
 
 
 def context(**fields: object) -> RequestContext:
@@ -71,7 +71,7 @@ def ended(registry: RequestRegistry, decision: Decision, error: BaseException) -
 
 async def test_a_record_tells_what_was_decided_and_who_served() -> None:
     async with upstream_stack(balanced=Behaviour(prompt_tokens=33)) as stack:
-        registry, decision = registry_of(stack), stack.decision(BALANCED)
+        registry, decision = registry_of(), stack.decision(BALANCED)
         with entry(registry, context(arrived=0.0), decision, 0) as request:
             assert registry.open == [request]
             answer = await stack.stream(BALANCED)
@@ -90,6 +90,18 @@ async def test_a_record_tells_what_was_decided_and_who_served() -> None:
         assert record.tpot_ms == answer.tpot_ms
 
 
+async def test_a_record_has_the_precision_of_the_replica_that_served() -> None:
+    """Not of its tier, whose replicas may differ."""
+    async with upstream_stack() as stack:
+        stack.fleet.configure(replace(stack.fleet.spec(FAST), precision="awq-int4, unknown"))
+        registry, decision = registry_of(), stack.decision(FAST)
+        assert decision.precision == "awq-int4, unknown"
+        with entry(registry, context(), decision, 0) as request:
+            request.answer = await stack.stream(FAST)
+            await request.answer.aclose()
+        assert registry.recent[-1].precision == "awq-int4"
+
+
 async def test_a_time_to_the_first_token_is_counted_from_the_arrival() -> None:
     """The engine's counts from when the request was sent; the caller has waited for longer."""
     async with upstream_stack() as stack:
@@ -103,7 +115,7 @@ async def test_a_time_to_the_first_token_is_counted_from_the_arrival() -> None:
 
 async def test_a_request_waits_then_computes_its_prompt_then_its_output() -> None:
     async with upstream_stack() as stack:
-        registry, first, later = registry_of(stack), stack.decision(FAST), stack.decision(BALANCED)
+        registry, first, later = registry_of(), stack.decision(FAST), stack.decision(BALANCED)
         with entry(registry, context(), first, 0) as request:
             assert (request.state, request.now_on, request.admitted) == ("waiting", None, None)
             answer = await stack.stream(BALANCED)
@@ -122,7 +134,7 @@ async def test_a_request_waits_then_computes_its_prompt_then_its_output() -> Non
 
 async def test_refusals_are_told_by_their_code() -> None:
     async with upstream_stack() as stack:
-        registry, decision, refused = registry_of(stack), stack.decision(), too_long(stack)
+        registry, decision, refused = registry_of(), stack.decision(), too_long(stack)
         record = ended(registry, decision, Refused(refused))
         assert (record.outcome, record.error, record.decision) == (
             Outcome.REFUSED, Refusal.TOO_LONG.value, refused,
@@ -138,7 +150,7 @@ async def test_a_client_that_goes_away_is_no_error(error: BaseException) -> None
     """But once the router has run out of time to leave, it is the router that ends requests."""
     async with upstream_stack() as stack:
         state = ServerState()
-        registry = registry_of(stack, state=state)
+        registry = registry_of(state=state)
         record = ended(registry, stack.decision(), error)
         assert (record.outcome, record.error) == (Outcome.CLIENT_GONE, None)
         state.end_all()
@@ -150,7 +162,7 @@ async def test_a_client_that_goes_away_is_no_error(error: BaseException) -> None
 async def test_an_answer_that_broke_is_an_error_though_nothing_was_raised() -> None:
     """Its endpoint has told the caller in the stream, and ended well itself."""
     async with upstream_stack() as stack:
-        registry = registry_of(stack)
+        registry = registry_of()
         with entry(registry, context(), stack.decision(), 0) as request:
             request.answer = await stack.stream()
             request.answer.error = EngineBroke("gone")
@@ -165,7 +177,7 @@ async def test_an_answer_that_broke_is_an_error_though_nothing_was_raised() -> N
 )
 async def test_any_number_of_vllms_has_a_class(priority: int, name: str) -> None:
     async with upstream_stack() as stack:
-        with entry(registry_of(stack), context(), stack.decision(), priority) as request:
+        with entry(registry_of(), context(), stack.decision(), priority) as request:
             assert request.priority == name
 
 
@@ -191,7 +203,7 @@ async def test_bounds_on_times_are_met_or_not_or_nobody_knows(
 ) -> None:
     """An answer that failed met none; of one that its caller left in time nobody knows."""
     async with upstream_stack() as stack:
-        registry, decision = registry_of(stack), stack.decision()
+        registry, decision = registry_of(), stack.decision()
         decision = replace(decision, query=replace(decision.query, sla=sla))
         with (
             suppress(EngineBroke, asyncio.CancelledError),
@@ -207,7 +219,7 @@ async def test_bounds_on_times_are_met_or_not_or_nobody_knows(
 
 async def test_an_observer_that_fails_keeps_nothing_from_the_others(caplog: pytest.LogCaptureFixture) -> None:
     async with upstream_stack() as stack:
-        registry, seen = registry_of(stack), list[RequestRecord]()
+        registry, seen = registry_of(), list[RequestRecord]()
 
         def fail(_record: RequestRecord) -> None:
             raise RuntimeError("full disk")
@@ -223,7 +235,7 @@ async def test_only_the_last_records_are_kept() -> None:
     """All are counted; with none kept, too."""
     async with upstream_stack() as stack:
         for kept in (0, 2):
-            registry = registry_of(stack, kept)
+            registry = registry_of(kept)
             for number in range(3):
                 with entry(registry, context(request_id=str(number)), stack.decision(), 0):
                     pass

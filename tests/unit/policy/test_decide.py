@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +10,21 @@ import pytest
 
 from classifier import PromptClass, PromptFeatures
 from router.policy.decide import decide, successors
-from router.policy.decision import CHOSEN, ExpectedLoss, PolicyParameters, Query, Refusal, Sla
-from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
+from router.policy.decision import CHOSEN, Basis, ExpectedLoss, PolicyParameters, Query, Refusal, Sla
+from router.settings import CLASS_FLOOR
 from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import Load, SpeedModel, Trend
 
-TABLE = PolicyParameters(CLASS_FLOOR, CLASS_MAX_LOSS)
+CAPS = {
+    kind: 0.12
+    if kind in {PromptClass.CHAT, PromptClass.WRITING}
+    else 0.05
+    if kind in {PromptClass.CODE, PromptClass.MATH, PromptClass.UNKNOWN}
+    else 0.06
+    for kind in PromptClass
+}
+TABLE = PolicyParameters(CLASS_FLOOR, CAPS)
 FAST, BALANCED, PRECISE = TierName
 LENGTHS = {FAST: 2048, BALANCED: 4096, PRECISE: 8192}
 
@@ -217,15 +226,15 @@ PROFILED = replace(TABLE, losses=LOSSES)
 
 
 def test_cheapest_by_measurement() -> None:
-    """Of the tiers whose measured loss the class can bear, the one that takes least engine time: never the slow FP8."""
-    chat = decide(query(), fleet(speeds=MEASURED), PROFILED)
-    assert chat.tier is FAST
-    assert "cheapest tier that meets its needs is fast" in chat.reason
-    code = decide(query(PromptClass.CODE), fleet(speeds=MEASURED), PROFILED)
+    """Where loss costs nothing: of the tiers whose loss the class can bear, that of least engine time, not the slow FP8."""
+    chat = decide(query(), fleet(speeds=MEASURED), PROFILED, 0.0)
+    assert (chat.tier, chat.basis) == (FAST, Basis.BUDGET)
+    assert "class chat: fast saves 3.8 engine-seconds over precise for 0.080 more expected loss" in chat.reason
+    code = decide(query(PromptClass.CODE), fleet(speeds=MEASURED), PROFILED, 0.0)
     assert code.tier is PRECISE  # fast loses too much, and balanced would do at a higher cost
     assert [v.verdict for v in code.verdicts] == [
         "class code may lose 0.05, and this tier may lose 0.233",
-        "would do, at 40 engine-seconds instead of 6.3",
+        "would do, at 40 engine-seconds instead of 6.3, and loses 0.030 more",
         CHOSEN,
     ]
 
@@ -233,10 +242,10 @@ def test_cheapest_by_measurement() -> None:
 def test_cost_follows_the_load() -> None:
     """With its own growth a cheap tier loses its lead: at sixteen requests in flight the other one takes less time each."""
     speeds = {**MEASURED, PRECISE: SpeedModel(20, 1, 60, 0, 1, 0, 0.1, 0.1, profiled=True)}
-    assert decide(query(), fleet(speeds=speeds), PROFILED).tier is FAST
-    assert decide(query(), fleet(speeds=speeds, busy=5), PROFILED).tier is PRECISE
+    assert decide(query(), fleet(speeds=speeds), PROFILED, 0.0).tier is FAST
+    assert decide(query(), fleet(speeds=speeds, busy=5), PROFILED, 0.0).tier is PRECISE
     dear = replace(PROFILED, prices={PRECISE: 3.0})
-    assert decide(query(), fleet(speeds=speeds, busy=5), dear).tier is FAST
+    assert decide(query(), fleet(speeds=speeds, busy=5), dear, 0.0).tier is FAST
 
 
 def test_class_in_doubt_takes_the_upper_end_of_the_worst() -> None:
@@ -255,8 +264,8 @@ def test_bounds_hold_with_the_confidence_asked_for() -> None:
     sure = decide(query(sla=replace(bound, confidence=0.99), require=True), one, PROFILED)
     assert sure.refusal is Refusal.SLA_UNMET
     loss = Sla(max_quality_loss=0.09)
-    assert decide(query(sla=replace(loss, confidence=0.5)), fleet(speeds=MEASURED), PROFILED).tier is FAST
-    assert decide(query(sla=replace(loss, confidence=0.95)), fleet(speeds=MEASURED), PROFILED).tier is PRECISE
+    assert decide(query(sla=replace(loss, confidence=0.5)), fleet(speeds=MEASURED), PROFILED, 0.0).tier is FAST
+    assert decide(query(sla=replace(loss, confidence=0.95)), fleet(speeds=MEASURED), PROFILED, 0.0).tier is PRECISE
 
 
 def test_prediction_follows_the_load() -> None:
@@ -345,3 +354,73 @@ def test_several_answers_cost_and_take_as_much() -> None:
     assert refused.refusal is Refusal.AT_CAPACITY
     assert "too few of its 32 slots free for 3 answers at the same time" in refused.reason
     assert decide(query(sequences=300), fleet(), TABLE).tier is not None  # alone on a replica
+
+
+def test_the_price_of_loss_decides() -> None:
+    """As it rises, a request goes to tiers that lose less, and the reason weighs what is saved against what is lost."""
+    speeds = {**MEASURED, BALANCED: SpeedModel(20, 1, 40, 3, 1, 0, 0.1, 0.1, profiled=True)}
+    free, some, dear = (decide(query(), fleet(speeds=speeds), PROFILED, price) for price in (0.0, 0.5, 100.0))
+    assert [decision.tier for decision in (free, some, dear)] == [FAST, BALANCED, PRECISE]
+    assert {decision.basis for decision in (free, some, dear)} == {Basis.BUDGET}
+    assert [option.tier for option in some.priced] == [FAST, BALANCED, PRECISE]
+    assert "balanced saves 2 engine-seconds over precise for 0.020 more expected loss, at a price of 50" in some.reason
+    assert "precise loses 0.020 less than balanced" in dear.reason
+    assert decide(query(), fleet(speeds=speeds), replace(PROFILED, loss_budget=0.0), 0.0).tier is PRECISE
+
+
+def test_hints_and_bounds_come_before_the_price() -> None:
+    """What a caller asks for is not weighed against cost."""
+    hinted = decide(query(hint=PRECISE), fleet(speeds=MEASURED), PROFILED, 0.0)
+    assert (hinted.tier, hinted.basis, hinted.priced) == (PRECISE, Basis.HINT, ())
+    bound = decide(query(sla=Sla(max_quality_loss=0.0)), fleet(speeds=MEASURED), PROFILED, 0.0)
+    assert bound.tier is PRECISE
+
+
+def test_without_caps_only_the_price_counts() -> None:
+    """A class has no bound of its own unless the settings give one."""
+    assert decide(query(PromptClass.CODE), fleet(speeds=MEASURED), replace(PROFILED, max_loss={}), 0.0).tier is FAST
+
+
+def test_cost_follows_the_trend() -> None:
+    """A tier that lately took three times as long as its speed says costs three times as much."""
+    slow = fleet(speeds=MEASURED)
+    replica = replace(slow.tiers[0].replicas[0], tpot_trend=Trend(math.log(3.0), 0.01, 0.0))
+    slow = replace(slow, tiers=(replace(slow.tiers[0], replicas=(replica,)), *slow.tiers[1:]))
+    usual = decide(query(), fleet(speeds=MEASURED), PROFILED, 0.0)
+    now = decide(query(), slow, PROFILED, 0.0)
+    assert (usual.tier, now.tier) == (FAST, PRECISE)
+    assert now.verdict(FAST).cost == pytest.approx(3 * (usual.verdict(FAST).cost or 0), rel=1e-3)
+
+
+@pytest.mark.parametrize("sla", [Sla(ttft_ms=1000), Sla(tpot_ms=1000)])
+def test_an_unknown_time_meets_no_bound(sla: Sla) -> None:
+    """Nobody can say that it would be kept: required it is refused, else the answer says that it was not measured."""
+    preferred = decide(query(sla=sla), fleet(), TABLE)
+    assert (preferred.tier, preferred.degraded) == (FAST, ("unmeasured",))
+    assert preferred.basis is Basis.DEGRADED_UNMEASURED
+    assert "no tier is known to meet the SLA, fast taken" in preferred.reason
+    refused = decide(query(sla=sla, require=True), fleet(), TABLE)
+    assert refused.refusal is Refusal.SLA_UNMET
+    assert "its speed is not measured yet" in refused.reason
+    assert refused.retry_after_s is not None
+    known = decide(query(sla=sla), fleet(speeds={BALANCED: MEASURED[BALANCED]}), TABLE)
+    assert (known.tier, known.degraded) == (BALANCED, ())
+
+
+def test_an_unknown_loss_meets_no_bound() -> None:
+    """Only the reference is known to lose nothing; without it the answer says that nobody knows."""
+    away = {PRECISE: ReplicaState.FAILED}
+    decision = decide(query(sla=Sla(max_quality_loss=0.5)), fleet(away), TABLE)
+    assert decision.degraded == ("unmeasured",)
+    assert decide(query(sla=Sla(max_quality_loss=0.5), require=True), fleet(away), TABLE).refusal is Refusal.SLA_UNMET
+
+
+def test_where_all_are_late_the_least_late_serves() -> None:
+    """Not the cheapest, and not the highest precision: so requests beyond what the tiers can do spread over all of them."""
+    speeds = {**MEASURED, BALANCED: SpeedModel(20, 1, 40, 3, 1, 0, 0.1, 0.1, profiled=True)}
+    sla = Sla(tpot_ms=10)
+    assert decide(query(sla=sla), fleet(speeds=speeds), replace(PROFILED, max_loss={}), 100.0).tier is FAST
+    busy = {FAST: Load(sequences=12, output_tokens=100)}
+    assert decide(query(sla=sla), fleet(speeds=speeds, loads=busy), replace(PROFILED, max_loss={})).tier is BALANCED
+    bound = Sla(tpot_ms=10, max_quality_loss=0.0)  # within the loss that is allowed
+    assert decide(query(sla=bound), fleet(speeds=speeds), PROFILED).tier is PRECISE

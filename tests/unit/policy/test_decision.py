@@ -11,7 +11,7 @@ import pytest
 from classifier import PromptClass
 from router.policy.decide import decide
 from router.policy.decision import CHOSEN, NO_LOSS, PRIORITIES, ExpectedLoss, PolicyParameters, Refused
-from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
+from router.settings import CLASS_FLOOR
 from tests.unit.policy.test_decide import TABLE, features, fleet, query
 from tiers.spec import ReplicaState, TierName
 
@@ -35,16 +35,24 @@ def test_no_more_than_every_token_differs() -> None:
 
 
 def parameters(**losses: dict[PromptClass, ExpectedLoss]) -> PolicyParameters:
-    return PolicyParameters(CLASS_FLOOR, CLASS_MAX_LOSS, losses={TierName(name): of for name, of in losses.items()})
+    return PolicyParameters(CLASS_FLOOR, losses={TierName(name): of for name, of in losses.items()})
 
 
 def test_a_loss_is_that_of_the_class_and_an_uncertain_class_gets_the_worst() -> None:
-    """By its upper end, not its mean; a certain class that was not measured has none."""
+    """By its upper end, not its mean; so does a class that was not measured."""
     table = parameters(fast={PromptClass.CHAT: LOSS, PromptClass.CODE: WORSE})
     assert table.loss(FAST, features(PromptClass.CHAT, 0.9)) == LOSS
     assert table.loss(FAST, features(PromptClass.CHAT, 0.59)) == WORSE
     assert table.loss(FAST, features(PromptClass.CHAT, 0.6)) == LOSS
-    assert table.loss(FAST, features(PromptClass.MATH, 0.9)) is None
+    assert table.loss(FAST, features(PromptClass.MATH, 0.9)) == WORSE
+
+
+def test_what_the_budget_allows_a_prompt() -> None:
+    """A number is the same for all; by comparison it is the other tier's loss, if that is measured."""
+    table = parameters(fast={PromptClass.CHAT: LOSS})
+    assert replace(table, loss_budget=0.07).allowed(features(PromptClass.CHAT, 0.9)) == 0.07
+    assert replace(table, loss_budget=FAST).allowed(features(PromptClass.CHAT, 0.9)) == LOSS.mean
+    assert table.allowed(features(PromptClass.CHAT, 0.9)) is None
 
 
 def test_the_reference_loses_nothing_and_an_unmeasured_tier_is_unknown() -> None:

@@ -13,12 +13,12 @@ from pydantic import TypeAdapter
 from classifier import PromptClass, PromptFeatures
 from router.policy.decide import decide, successors
 from router.policy.decision import Decision, ExpectedLoss, PolicyParameters, Query, Sla
-from router.settings import CLASS_FLOOR, CLASS_MAX_LOSS
-from tiers.fleet import Fleet, Lease
+from router.settings import CLASS_FLOOR
+from tiers.fleet import MOST_BESIDE, Fleet, Lease
 from tiers.replica import FleetOptions, PeerLoad, Replica, Share
 from tiers.snapshot import FleetSnapshot, Gauges, ReplicaSnapshot, TierSnapshot
 from tiers.spec import ReplicaState, TierName, TierSpec
-from tiers.speed import PREFILL_MEMORY_MS, STEADY, Load, SpeedModel
+from tiers.speed import ALWAYS_MS, PREFILL_MEMORY_MS, STEADY, Load, SpeedModel
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -26,14 +26,33 @@ if TYPE_CHECKING:
 STEPS = 120
 ADAPTER = TypeAdapter(FleetSnapshot)
 LOSS = {kind: ExpectedLoss(0.03, 0.02, 0.05) for kind in PromptClass}
-TABLE = PolicyParameters(CLASS_FLOOR, CLASS_MAX_LOSS, losses={TierName.FAST: LOSS, TierName.BALANCED: LOSS})
+TABLE = PolicyParameters(CLASS_FLOOR, losses={TierName.FAST: LOSS, TierName.BALANCED: LOSS})
+
+
+def alone(replica: Replica, now: float) -> Load:
+    """Return a replica's load without its neighbours."""
+    others, speed = replica._others if now < replica._others_until else PeerLoad(), replica.speed
+    prompts = replica.prompt_tokens + others.prompt_tokens
+    if prompts and speed is not None:
+        prompts = max(prompts - int((now - replica._prompts_at) * 1000 / speed.prefill_ms_per_token), 0)
+    sequences = replica.slots + others.slots + replica._foreign
+    return Load(sequences, prompts, replica.output_tokens + others.output_tokens)
 
 
 def copied(replica: Replica, fleet: Fleet, now: float, *, reserved: bool) -> ReplicaSnapshot:
-    """Return a replica as it is, read from its own counters; nothing that it keeps is used."""
+    """Return a replica as it is, read from its own counters; nothing that it keeps is used but who was busy lately."""
     others = replica._others if now < replica._others_until else PeerLoad()
     beside = [r for r in fleet.replicas if r is not replica]
-    busy = sum(r.slots + r._foreign + (r._others.slots if now < r._others_until else 0) > 0 for r in beside)
+    busy = [r for r in beside if alone(r, now).sequences > 0]
+    left_ms, usually = ALWAYS_MS, 0.0
+    contended = any(r.speed is not None and r.speed.contention for r in fleet.replicas)
+    if contended and len(fleet.replicas) <= MOST_BESIDE:
+        usually = min(fleet._totals.busy_lately(now) / len(fleet.replicas), 1.0)
+        left = [
+            r.speed.left_ms(alone(r, now), r.spec.max_num_seqs, fleet.output_share) if r.speed is not None else 0.0
+            for r in busy
+        ]
+        left_ms = sum(left) / len(left) if left else ALWAYS_MS
     limit, speed, breaker = replica.whole_limit, replica.speed, replica.breaker
     if replica.share is not None:
         limit = min(limit, max(replica.share.slots if now < replica.share.until else 0, 1))
@@ -50,12 +69,12 @@ def copied(replica: Replica, fleet: Fleet, now: float, *, reserved: bool) -> Rep
         replica.served,
         replica.failed,
         replica.gauges,
-        Load(
-            replica.slots + others.slots + replica._foreign,
-            replica.prompt_tokens + others.prompt_tokens,
-            replica.output_tokens + others.output_tokens,
-            busy / max(len(beside), 1),
-            pytest.approx(replica._prefill_rate * fading),
+        replace(
+            alone(replica, now),
+            neighbours=len(busy) / max(len(beside), 1),
+            prefill_rate=pytest.approx(replica._prefill_rate * fading),
+            neighbours_left_ms=pytest.approx(left_ms),
+            neighbours_usually=pytest.approx(usually),
         ),
         speed,
         replica.ttft_trend.faded(now, speed.ttft_spread) if speed else STEADY,

@@ -9,14 +9,16 @@ from classifier import PromptClass
 from router.policy.decide import decide
 from router.policy.render import render_decision, render_features, render_verdict
 from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, fleet, query
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import PRECISIONS, ReplicaState, TierName
 
 FAST, BALANCED, PRECISE = TierName
 
 
 def test_a_decision_is_json_with_every_tier() -> None:
     """Names are plain strings, tiers rise in precision, and nothing needs an encoder of its own."""
-    decision = decide(query(PromptClass.CODE), fleet(speeds=MEASURED), PROFILED)
+    snapshot = fleet(speeds=MEASURED)
+    served = [replace(tier, spec=replace(tier.spec, precision=PRECISIONS[tier.spec.name])) for tier in snapshot.tiers]
+    decision = decide(query(PromptClass.CODE), replace(snapshot, tiers=tuple(served)), PROFILED)
     rendered = json.loads(json.dumps(render_decision(decision)))
     assert (rendered["tier"], rendered["precision"], rendered["class"]) == ("precise", "bf16", "code")
     assert (rendered["prompt_tokens"], rendered["max_tokens"]) == (20, 100)

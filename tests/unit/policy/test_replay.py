@@ -16,7 +16,8 @@ from router.policy.decide import decide
 from router.policy.decision import PolicyParameters, Sla
 from router.policy.decision_log import DecisionLog, DecisionRecord, OutcomeRecord, digest_of, read_log
 from router.policy.profiles import ProfileError
-from router.policy.replay import Recording, differing, read_recording, seen, simulate, summarise
+from router.policy.replay import Recording, differing, read_recording, seen, summarise
+from router.policy.simulation import simulate
 from tests.fakes.engine import Behaviour
 from tests.unit.policy.test_decide import FAST, MEASURED, PRECISE, PROFILED, fleet, query
 from tests.unit.router_stack import router_stack
@@ -227,7 +228,7 @@ def test_several_answers_are_simulated_as_several() -> None:
     """Four answers of a request take an engine about as long as four requests, and more than one."""
     record = DecisionRecord(
         at=0.0, request_id="r", policy="p", query=query(), fleet=fleet(speeds=MEASURED), tier=FAST, refusal=None,
-        reason="", predicted_ttft_ms=None, predicted_tpot_ms=None,
+        reason="", predicted_ttft_ms=None, predicted_tpot_ms=None, price=0.0,
     )  # fmt: skip
 
     def engine_ms(*records: DecisionRecord) -> float:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import statistics
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from typer.testing import CliRunner
 
 from router.cli.main import make_app
-from router.policy.replay import Summary, differing, read_recording, seen, simulate, summarise
+from router.policy.replay import Summary, differing, read_recording, seen, summarise
+from router.policy.simulation import Options, simulate
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
 from tiers.spec import TierName
+from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,32 +52,37 @@ def query(kind: str = "chat", prompt_tokens: int = 20, hint: str | None = None, 
     }  # fmt: skip
 
 
-def fleet(*ready: str, max_num_seqs: int = 16, contention: float = 0.0) -> dict[str, Any]:
-    """Return an idle fleet, some tiers ready: TTFT of 10 ms and 1 ms a token, steps of 10 ms and 5 a sequence."""
+def fleet(
+    *ready: str, max_num_seqs: int = 16, contention: float = 0.0, slots: int = 32, slower: float = 1.0
+) -> dict[str, Any]:
+    """Return an idle fleet, some tiers ready: TTFT of 10 ms and 1 ms a token, steps of 10 ms and 5 a sequence.
+
+    ``slower``: How many times as long as that a token took lately.
+    """
     speed = {
         "ttft_base_ms": 10.0, "prefill_ms_per_token": 1.0, "step_base_ms": 10.0, "step_ms_per_sequence": 5.0,
         "contention": contention, "profiled": True,
     }  # fmt: skip
     tiers = []
     for name in TierName:
-        spec = {"name": name, "max_model_len": 8192, "max_num_seqs": max_num_seqs, "max_in_flight": 32}
+        spec = {"name": name, "max_model_len": 8192, "max_num_seqs": max_num_seqs, "max_in_flight": slots}
         replica = {
             "id": f"{name}-0", "url": "u", "pid": None, "state": "ready" if name in ready else "starting", "detail": None,
             "in_flight": 0, "prompt_tokens_outstanding": 0, "output_tokens_outstanding": 0, "served": 0, "failed": 0,
-            "speed": speed,
+            "speed": speed, "tpot_trend": {"mean": math.log(slower), "variance": 0.01, "at": 0.0},
         }  # fmt: skip
         tiers.append({"spec": spec, "replicas": [replica]})
     return {"tiers": tiers, "template": {}, "output_share": 1.0}
 
 
 def decided(
-    number: int, at: float, tier: str | None, asked: dict[str, Any], seen_fleet: dict[str, Any]
+    number: int, at: float, tier: str | None, asked: dict[str, Any], seen_fleet: dict[str, Any], **more: Any
 ) -> dict[str, Any]:
     """Return a decision as a log has it."""
     return {
         "kind": "decision", "at": at, "request_id": str(number), "policy": "by-hand", "query": asked, "fleet": seen_fleet,
         "tier": tier, "refusal": None if tier else "too_long", "reason": "by hand", "predicted_ttft_ms": None,
-        "predicted_tpot_ms": None,
+        "predicted_tpot_ms": None, **more,
     }  # fmt: skip
 
 
@@ -194,6 +203,91 @@ def test_replicas_that_share_a_machine(tmp_path: Path) -> None:
     assert [r.engine_ms for r in results] == [pytest.approx(30, abs=0.01), pytest.approx(50, abs=0.01)]
     assert summarise(results).shares == {FAST: 0.5, BALANCED: 0.0, PRECISE: 0.5}
     assert summarise(results).mean_loss == pytest.approx(0.04)
+
+
+def test_requests_wait_in_the_routers_queue(tmp_path: Path) -> None:
+    """One slot. The first ends at 30 + 4 * 15 = 90 ms; the second, which came at 10, waits until the fourth has been served.
+
+    That came at 30 with a higher priority: it begins at 90, and its only token comes at 120, 90 ms after it came. The second
+    begins then, so its first token comes at 150: after 140. The third, which came at 20, bounds its TTFT to 50 ms, and gives
+    up at 70. The fifth finds two waiting, which is the most: it is refused.
+    """
+    there = fleet("fast", slots=1)
+    path = log_of(
+        tmp_path / "log",
+        decided(1, 1000.000, "fast", query(), there),
+        decided(2, 1000.010, None, query(), there),
+        decided(3, 1000.020, None, query(ttft_ms=50.0), there),
+        decided(4, 1000.030, None, query(), there, priority=-1),
+        decided(5, 1000.075, None, query(), there),
+        *(ended(number, "fast", 5 if number == 1 else 1, 1.0, 1.0) for number in range(1, 6)),
+    )
+    results = simulate(read_recording(path), options=Options(max_waiting=2))
+    assert [r.tier for r in results] == [FAST, FAST, None, FAST, None]
+    assert [r.ttft_ms for r in results if r.tier] == [pytest.approx(x, abs=0.01) for x in (30, 140, 90)]
+    assert summarise(results).refused == 2
+
+
+def test_a_request_continues_elsewhere_when_its_replica_goes(tmp_path: Path) -> None:
+    """At 40 ms, 2/3 of a token after its first one, fast is gone. Balanced reads 20 prompt tokens and 5/3 of the answer.
+
+    Its next token comes at 40 + 10 + 21.67 = 71.67; the other 7/3 take 35 ms: 106.67. So TPOT is (106.67 - 30) / 4 = 19.17.
+    The third request comes when nothing is ready, and is refused.
+    """
+    both, one = fleet("fast", "precise"), fleet("balanced", "precise")
+    path = log_of(
+        tmp_path / "log",
+        decided(1, 1000.000, "fast", query(), both),
+        decided(2, 1000.040, "precise", query(hint="precise"), one),
+        decided(3, 1000.500, None, query(), fleet()),
+        ended(1, "fast", 5, 1.0, 1.0),
+        ended(2, "precise", 1, 1.0, None),
+    )
+    results = simulate(read_recording(path))
+    assert [r.tier for r in results] == [BALANCED, PRECISE, None]
+    assert (results[0].ttft_ms, results[0].tpot_ms) == (pytest.approx(30, abs=0.01), pytest.approx(19.17, abs=0.01))
+
+
+def test_a_replica_is_as_slow_as_it_was_seen(tmp_path: Path) -> None:
+    """Tokens took twice as long lately as the speed model says: so they do in the simulation."""
+    path = log_of(
+        tmp_path / "log",
+        decided(1, 1000.0, "fast", query(), fleet("fast", slower=2.0)),
+        ended(1, "fast", 5, 1.0, 1.0),
+    )
+    (result,) = simulate(read_recording(path))
+    assert (result.ttft_ms, result.tpot_ms) == (pytest.approx(30, abs=0.01), pytest.approx(30, abs=0.01))
+
+
+def test_the_price_of_loss_moves_in_a_simulation(tmp_path: Path) -> None:
+    """Under another policy it begins anew, and holds the mean loss of the simulated answers to the budget."""
+    there = fleet("fast", "balanced", "precise")
+    for tier, step_ms in zip(there["tiers"], (10.0, 20.0, 40.0), strict=True):
+        tier["replicas"][0]["speed"] = {**tier["replicas"][0]["speed"], "step_base_ms": step_ms}
+    records = [decided(n, 1000.0 + n, "fast", query("chat" if n % 2 else "code"), there) for n in range(300)]
+    path = log_of(tmp_path / "log", *records, *(ended(n, "fast", 10, 1.0, 1.0) for n in range(300)))
+    recording = read_recording(path)
+    for budget, expected in ((0.0, 0.0), (0.05, 0.05), (0.12, 0.12)):
+        table = replace(recording.tables["by-hand"], loss_budget=budget)
+        results = simulate(recording, table, options=Options(half_life_s=60.0))
+        found = [r.loss for r in results[100:] if r.loss is not None]
+        assert statistics.fmean(found) == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.anyio
+async def test_a_burst_that_was_queued_is_queued_in_the_simulation(tmp_path: Path) -> None:
+    """One slot a tier and thirty requests at once: all were served, and all are in the simulation."""
+    path = tmp_path / "decisions.jsonl"
+    slots = {tier.value: {"max_in_flight": 1} for tier in TierName}
+    async with router_stack(tmp_path, {"telemetry": {"decision_log": str(path)}, "tiers": slots}) as stack:
+        await stack.generate()  # its speed is known afterwards
+        answers = await asyncio.gather(*(stack.generate(max_tokens=8) for _ in range(30)))
+        assert {answer.status_code for answer in answers} == {200}
+        await until(lambda: not stack.leases())
+    recording = read_recording(path)
+    speed = SpeedModel(10.0, 0.1, 5.0, profiled=True)
+    assert sum(record.tier is None for record in recording.decisions) > 20  # there was no slot when they came
+    assert summarise(simulate(recording, speeds=dict.fromkeys(TierName, speed))).refused == 0
 
 
 def test_the_command_prints_what_is_worked_out(tmp_path: Path) -> None:

@@ -72,6 +72,19 @@ def test_noise_is_stated() -> None:
     assert 0.05 < found.tpot_spread < 0.2
 
 
+def test_answers_that_come_in_one_piece_have_no_pace() -> None:
+    """Where nobody read for a while, tokens seem to take no time at all: that says nothing of the engine."""
+    sound = samples(0.1)
+    bunched = [
+        s.model_copy(update={"tpot_ms": pace, "ttft_ms": None})
+        for s, pace in zip(sound[8:12], (0.0, 0.001, 0.02, 1.0), strict=True)
+    ]
+    found, alone = fit(FAST, [*sound, *bunched], SEQS), fit(FAST, sound, SEQS)
+    assert found.tpot_spread == alone.tpot_spread
+    assert found.tpot_error == alone.tpot_error
+    assert found.step_base_ms == alone.step_base_ms
+
+
 @given(st.lists(st.tuples(st.floats(1, 1e3), st.floats(0, 1e4)), min_size=3, max_size=30))
 def test_coefficients_are_never_negative(points: list[tuple[float, float]]) -> None:
     """Whatever the samples, no time has a negative part."""

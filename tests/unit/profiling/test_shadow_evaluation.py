@@ -11,11 +11,12 @@ import pytest
 
 from classifier import PromptClass
 from router.policy.decision import PRIORITIES
-from router.policy.table import PolicyStore
+from router.policy.loss_regression import MIN_PROMPTS
+from router.policy.profiles import MIN_LIVE, profile_name
+from router.policy.table import FIT_EVERY, PolicyStore
 from router.profiling import shadow_evaluation as module
 from router.profiling.shadow_evaluation import (
     ANSWER_TOKENS,
-    ENOUGH,
     KEPT_PROMPTS,
     WINDOW,
     RollingLoss,
@@ -27,6 +28,7 @@ from router.upstream.client import Upstream
 from router.upstream.transport import EngineTransport
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.unit.own_engines import until
+from tests.unit.policy.made_profiles import loss, observed, quality
 from tests.unit.records import decision
 from tiers.fleet import Fleet
 from tiers.replica import Replica
@@ -158,11 +160,11 @@ async def test_a_class_changes_its_tier_and_comes_back(
     monkeypatch.setattr(module.random, "random", lambda: 0.0)  # every sample is of the tier that was left
     async with evaluated(tmp_path, monkeypatch) as one:
         one.disagree(wholly=True)
-        one.offer(ENOUGH - 1)
-        await until(lambda: one.checked() == ENOUGH - 1)
+        one.offer(MIN_LIVE - 1)
+        await until(lambda: one.checked() == MIN_LIVE - 1)
         assert one.policy.table.promoted == {}
         one.offer()
-        await until(lambda: one.checked() == ENOUGH)
+        await until(lambda: one.checked() == MIN_LIVE)
         await until(lambda: one.policy.table.promoted == {CHAT: BALANCED})
         assert one.evaluation.promoted == {CHAT: BALANCED}
         assert "class chat loses 1.000 on fast in live answers, 0.100 is allowed: it gets balanced until" in caplog.text
@@ -174,6 +176,20 @@ async def test_a_class_changes_its_tier_and_comes_back(
         assert one.policy.table.promoted == {}
         assert "it gets fast again" in caplog.text
         assert one.checked(BALANCED) == 0
+
+
+async def test_what_was_scored_teaches_the_loss_by_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the profile's prompts, one fewer than are fitted to, the live prompt is the one that was missing."""
+    seen = tuple(observed(FAST, CHAT, 20 * (n + 1), n // 3, 32) for n in range(MIN_PROMPTS - 1))
+    identities = dict.fromkeys(TierName)
+    profile = quality(loss(FAST, 0.2), identities=identities, observations=seen)
+    (tmp_path / profile_name(identities)).write_text(profile.model_dump_json())
+    async with evaluated(tmp_path, monkeypatch) as one:
+        assert one.policy.quality == profile
+        assert one.policy.learned.regressions == {}
+        one.offer(FIT_EVERY)
+        await until(lambda: one.policy.learned.regressions)
+        assert one.policy.learned.regressions[FAST].prompts == MIN_PROMPTS
 
 
 async def test_an_engine_that_fails_costs_the_sample_only(

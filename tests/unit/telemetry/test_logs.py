@@ -319,7 +319,8 @@ async def test_what_the_router_logs(tmp_path: Path) -> None:
         ]
         ok, long = about[:2]
         assert ok["request_id"] == served.headers["x-request-id"]
-        assert (ok["trace_id"], ok["tier"], ok["class"]) == (served.headers["x-qarr-trace-id"], "precise", "unknown")
+        assert (ok["trace_id"], ok["tier"]) == (served.headers["x-qarr-trace-id"], served.headers["x-qarr-tier"])
+        assert f"class {ok['class']}" in served.headers["x-qarr-reason"]
         assert (long["level"], long["error"], long["served_by"]) == ("warning", "too_long", None)
         assert "tiers" not in ok
         assert [line["message"] for line in lines].count("fast-0 is ready") == 1
@@ -328,7 +329,7 @@ async def test_what_the_router_logs(tmp_path: Path) -> None:
             assert key not in text
             assert "GET /no%1Bthing 404" in text
         assert f"trace={ok['trace_id']}" in shown
-        assert "POST /generate ok class=unknown tier=precise" in shown
+        assert f"POST /generate ok class={ok['class']} tier={ok['tier']}" in shown
         found = await router.qarr("logs", "router", "--trace", ok["trace_id"][:12])
         assert found.stdout.count("\n") == 1
         assert "POST /generate ok" in found.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,7 +25,7 @@ from router.telemetry.tracing import (
     exporter_address,
     make_telemetry,
 )
-from tests.unit.policy.test_decide import TABLE, features, fleet, query
+from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, features, fleet, query
 from tiers.replica import Replica
 from tiers.spec import OtlpTarget, ReplicaState, TierName, TierSpec
 
@@ -336,6 +337,22 @@ def test_a_decision_is_told_with_its_bounds_and_every_tiers_report() -> None:
     assert found["qarr.fast.verdict"] == "chosen"
     assert {"qarr.sla.ttft_ms", "qarr.refusal"}.isdisjoint(found)
     assert {f"qarr.{tier.value}.state" for tier in TierName} < found.keys()
+
+
+def test_a_decision_is_told_with_the_price_of_loss_and_what_it_expects() -> None:
+    """Loss and cost are those of the chosen tier; a price that is not known yet is left out."""
+    table = replace(PROFILED, max_loss={})
+    for price in (None, 0.25):
+        made, exporter, provider = telemetry()
+        decision = decide(query(), fleet(speeds=MEASURED), table, price)
+        chosen = decision.chosen
+        assert chosen is not None
+        assert chosen.expected_loss is not None
+        with server_span(provider):
+            made.record_decision(decision, price)
+        found = attributes(exporter, "POST")
+        assert found.get("qarr.loss.price") == price
+        assert (found["qarr.loss.expected"], found["qarr.cost"]) == (chosen.expected_loss.mean, chosen.cost)
 
 
 def test_a_refusal_has_no_tier() -> None:

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.unit.own_engines import own_engines, until
-from tiers.errors import CanaryRefused, CheckpointError
+from tiers.errors import CanaryRefused, CheckpointError, ProbeError
 from tiers.lifecycle.canary import TOKENS, Canary, agreement, read_golden, write_golden
 from tiers.plan import machine_name
 from tiers.probe import EngineProbe
@@ -164,6 +164,22 @@ async def test_nothing_is_asked_where_nothing_is_compared(tmp_path: Path, least:
 
 
 @pytest.mark.anyio
+async def test_an_engine_elsewhere_that_fails_to_answer_is_not_trusted(tmp_path: Path) -> None:
+    """Only one that gives no token ids at all goes without a comparison."""
+
+    class Failing(EngineProbe):
+        said = "/v1/completions: HTTP 500: broken"
+
+        async def greedy_tokens(self, *_args: Any) -> tuple[tuple[int, ...], ...]:
+            raise ProbeError(self.said)
+
+    canary, spec = Canary(tmp_path / "c.json", "m"), replace(SPEC, urls=("http://u",))
+    async with httpx.AsyncClient() as client:
+        with pytest.raises(ProbeError, match="HTTP 500"):
+            await canary.check_answers(Failing(client, "http://u", ""), "m", spec, 1.0)
+
+
+@pytest.mark.anyio
 async def test_records_of_other_prompts_are_replaced(tmp_path: Path) -> None:
     """After a change of the prompts the old answers tell nothing; other checkpoints' records stay."""
     canary = Canary(tmp_path / "c.json", "m")
@@ -186,7 +202,8 @@ async def test_only_a_tiers_records_on_this_machine_are_forgotten(tmp_path: Path
         (here, replace(SPEC, name=TierName.PRECISE)),
     ):
         await check(canary, spec=spec)
-    assert here.forget(TierName.FAST) == 2
+    await check(here, spec=replace(SPEC, urls=("http://u",)))  # which counts as this machine's, wherever it runs
+    assert here.forget(TierName.FAST) == 3
     assert [(r.tier, r.machine) for r in read_golden(here.path)] == [
         (TierName.FAST, "there"),
         (TierName.PRECISE, "here"),

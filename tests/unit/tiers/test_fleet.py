@@ -16,7 +16,7 @@ from tiers.fleet import Demand, Fleet, Lease
 from tiers.replica import FOREIGN_POLLS, PeerLoad, Replica, Share
 from tiers.snapshot import Gauges, Moment, TemplateTokens, fits, has_slots
 from tiers.spec import ReplicaState, TierName, TierSpec
-from tiers.speed import HALF_LIFE_S, PREFILL_MEMORY_MS, Seen, SpeedModel, Trend
+from tiers.speed import ALWAYS_MS, HALF_LIFE_S, PREFILL_MEMORY_MS, Seen, SpeedModel, Trend
 
 FAST = TierName.FAST
 
@@ -153,6 +153,50 @@ def test_neighbours_are_the_other_busy_replicas() -> None:
     fleet = make_fleet(replicas=3)
     fleet.lease(FAST, prompt_tokens=9, max_tokens=9)
     assert [r.load.neighbours for r in fleet.snapshot().tiers[0].replicas] == [0.0, 0.5, 0.5]
+
+
+def test_a_prompt_counts_less_the_longer_it_has_been_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 1 ms a token; what waits behind it is begun when it has its first token."""
+    now = 1000.0
+    for module in ("tiers.fleet", "tiers.replica"):
+        monkeypatch.setattr(f"{module}.monotonic", lambda: now)
+    fleet = make_fleet(replicas=1, slots=9)
+    fleet.replicas[0].measured(_profiled())
+
+    def to_compute() -> int:
+        return fleet.snapshot().tiers[0].replicas[0].load.prompt_tokens
+
+    first = fleet.lease(FAST, prompt_tokens=300, max_tokens=9)
+    now += 0.1
+    assert to_compute() == pytest.approx(200, abs=1)
+    assert fleet.lease(FAST, prompt_tokens=50, max_tokens=9) is not None
+    assert to_compute() == pytest.approx(250, abs=1)
+    now += 9
+    assert to_compute() == 0
+    assert first is not None
+    first.first_token()
+    assert to_compute() == 50
+    now += 0.02
+    assert to_compute() == pytest.approx(30, abs=1)
+
+
+def test_neighbours_have_a_time_left_where_replicas_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the mean of the busy ones; where none slows another, it is not looked for."""
+    for module in ("tiers.fleet", "tiers.replica"):
+        monkeypatch.setattr(f"{module}.monotonic", lambda: 1000.0)
+    fleet = make_fleet(replicas=3)
+    for replica in fleet.replicas:
+        replica.measured(_profiled())
+    assert fleet.lease(FAST, prompt_tokens=100, max_tokens=10) is not None
+    apart = [r.load.neighbours_left_ms for r in fleet.snapshot().tiers[0].replicas]
+    assert apart == [ALWAYS_MS] * 3
+    for replica in fleet.replicas:
+        replica.measured(replace(_profiled(), contention=1.0))
+    busy, *idle = fleet.snapshot().tiers[0].replicas
+    assert busy.load.neighbours_left_ms == ALWAYS_MS
+    left_ms = 100 + 10 * _profiled().step_ms(1)
+    assert [r.load.neighbours_left_ms for r in idle] == pytest.approx([left_ms] * 2)
+    assert busy.expect(100, 16, 1.0, output_tokens=10) != idle[0].expect(100, 16, 1.0, output_tokens=10)
 
 
 def test_several_sequences_take_their_places_and_tokens() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -43,7 +42,7 @@ ODD = [
     (CHAT, 'data: {"choices": []}\n\n', "the stream ends without [DONE]"),
     (CHAT, "", "the stream ends without [DONE]"),
     (COMPLETIONS, '{"choices": [{"index": 0, "text": "x"}]}', "It must return token ids"),
-    (COMPLETIONS, '{"choices": []}', "answers 0 of 2 prompts"),
+    (COMPLETIONS, '{"choices": []}', "gives 0 answers to one prompt"),
     (METRICS, "", "has no vLLM gauges"),
     (METRICS, GAUGES.format("NaN", 0), "vllm:num_requests_running is NaN"),
     (METRICS, GAUGES.format(0, "+Inf"), "vllm:kv_cache_usage_perc is +Inf"),
@@ -74,7 +73,7 @@ async def test_what_vllm_answers_is_read() -> None:
     """All the same calls on a sound engine."""
     async with serving(FakeEngine().app) as url, httpx.AsyncClient() as client:
         probe = EngineProbe(client, url, "")
-        assert await probe.model() == ("fake", 8192)
+        assert await probe.model() == ("fake", 8192, "fake")
         assert await probe.text_tokens("m", "a bb") == [1, 2]
         answer = await ASKED[CHAT](probe)
         assert (answer.text, answer.completion_tokens) == ("The capital of France is Paris.", 7)
@@ -171,12 +170,21 @@ async def test_older_engines_name_the_cache_gauge_otherwise() -> None:
     assert (gauges.kv_cache_usage, gauges.kv_cache_tokens) == (0.25, 4096)
 
 
-async def test_greedy_answers_are_in_the_order_of_the_prompts() -> None:
-    """Whatever order the engine lists them in."""
-    choices = [{"index": n, "token_ids": [n], "text": ""} for n in (1, 0)]
-    behaviour = Behaviour(instead={COMPLETIONS: json.dumps({"choices": choices})})
-    async with serving(FakeEngine(behaviour).app) as url, httpx.AsyncClient() as client:
-        assert await ASKED[COMPLETIONS](EngineProbe(client, url, "")) == ((0,), (1,))
+async def test_prompts_are_continued_one_after_another() -> None:
+    """Each is alone in the engine, so its near-ties are decided alike every time."""
+    engine, asked = FakeEngine(), list[str]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            asked.append("begin")
+        await engine.app(scope, receive, send)
+        if scope["type"] == "http":
+            asked.append("end")
+
+    async with serving(app) as url, httpx.AsyncClient() as client:
+        found = await ASKED[COMPLETIONS](EngineProbe(client, url, ""))
+    assert [len(ids) for ids in found] == [2, 2]
+    assert asked == ["begin", "end", "begin", "end"]
 
 
 async def test_a_generation_of_one_token_has_no_time_between_tokens() -> None:

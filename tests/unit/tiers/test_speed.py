@@ -50,6 +50,30 @@ def test_neighbours_slow_both_times_in_proportion() -> None:
     assert beside == tuple(pytest.approx(1.5 * each) for each in alone)
 
 
+def test_neighbours_count_for_as_long_as_they_compute() -> None:
+    """Those that compute now until they are expected to end, and later as many as usually do."""
+    load = Load(neighbours=0.5, neighbours_left_ms=100, neighbours_usually=0.2)
+    assert [load.neighbours_within(ms) for ms in (50, 100, 200)] == pytest.approx([0.6, 0.6, 0.25 + 0.75 * 0.2])
+    assert Load(neighbours=0.5).neighbours_within(1e9) == 0.5
+    assert Load(neighbours_usually=0.2).neighbours_within(1) == 0.2
+
+
+def test_a_long_answer_outlasts_its_neighbours() -> None:
+    """They slow its prompt, and only the first part of its tokens."""
+    slowed, load = replace(MODEL, contention=1.0), Load(neighbours=1.0, neighbours_left_ms=300)
+    short, long = (slowed.times(100, load, SEQS, 1.0, output_tokens=n) for n in (1, 1000))
+    assert short.ttft_ms == long.ttft_ms == 2 * 90
+    assert short.tpot_ms == 2 * 12
+    assert long.tpot_ms == pytest.approx(12 * (1 + 300 / (180 + 1000 * 12)))
+
+
+def test_what_a_replica_has_left() -> None:
+    """Its prompts, then the steps of its answers, as long as they are expected to be."""
+    load = Load(sequences=2, prompt_tokens=30, output_tokens=100)
+    assert MODEL.left_ms(load, SEQS, 0.5) == 0.5 * 30 + 0.5 * 50 * MODEL.step_ms(2)
+    assert MODEL.left_ms(IDLE, SEQS, 0.5) == 0
+
+
 def test_prompts_that_keep_coming_slow_decoding_up_to_a_bound() -> None:
     """At 0.5 ms a token, one token a millisecond takes half of the time; more than 0.8 of it is not believed."""
     assert MODEL.times(0, Load(prefill_rate=1.0), SEQS, 1.0).tpot_ms == pytest.approx(12 / 0.5)

@@ -1,0 +1,411 @@
+"""Run recorded arrivals through a policy: a discrete-event simulation of the router's queue and of every replica.
+
+A replica computes one prompt at a time, then decodes in a batch with the others, as its speed model says (``tiers.speed``)
+and as far off it as the recording saw at that time. Whether it gets requests, and how many at once, is as recorded too. A
+request that finds every tier full waits in the router's queue. One whose replica goes away continues on the tier that the
+policy names, where its prompt and what was answered are computed again. Refusals of requests whose turn is expected too
+late are not simulated: such a request waits, and is refused when its time is up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from router.policy.budget import Answer, BudgetState
+from router.policy.decide import decide, successors
+from router.policy.decision import Basis, Refusal
+from router.policy.profiles import ProfileError
+from router.policy.replay import NOT_SERVED, Result, is_met, mean_loss
+from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TierSnapshot
+from tiers.spec import ReplicaState
+from tiers.speed import PREFILL_MEMORY_MS, Load, Trend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from router.policy.decision import PolicyParameters, Query
+    from router.policy.decision_log import DecisionRecord
+    from router.policy.replay import Recording
+    from tiers.spec import TierName, TierSpec
+    from tiers.speed import SpeedModel
+
+ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a router is set whose policy is simulated.
+
+    Attributes:
+        half_life_s: ``policy.budget_half_life_s``; the price of loss begins anew.
+        max_waiting: ``admission.max_waiting``.
+        max_wait_s: ``admission.max_wait_s``, by vLLM's number of the priority.
+    """
+
+    half_life_s: float = 300.0
+    max_waiting: int = 256
+    max_wait_s: Mapping[int, float] = field(default_factory=lambda: {-1: 10.0, 0: 30.0, 1: 120.0})
+
+
+def simulate(
+    recording: Recording,
+    table: PolicyParameters | None = None,
+    speeds: Mapping[TierName, SpeedModel] | None = None,
+    options: Options | None = None,
+) -> list[Result]:
+    """Run the recorded arrivals through a policy.
+
+    Args:
+        recording: Gives arrivals, fleet and answer lengths.
+        table: The policy's parameters; None: those, and the price of loss, that each decision was made by.
+        speeds: By tier; a tier without one keeps the speed that was recorded.
+        options: None: the defaults.
+
+    Raises:
+        ProfileError: No speed is known of a tier that was ready.
+    """
+    simulated = _Router(recording, table, speeds, options or Options())
+    for record in recording.decisions:
+        simulated.run_until(record.at * 1000)
+        simulated.arrive(record)
+    simulated.run_until(math.inf)
+    return [request.result() for request in simulated.requests]
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One request in the simulation. Times in milliseconds; token counts of each sequence.
+
+    Attributes:
+        output_tokens: That it will have in the end.
+        until: When it gives up waiting.
+        tier: That serves it; None: it waits, or was refused.
+        to_read: Tokens to compute before its next token.
+        tokens_left: Output tokens to come, once those are computed.
+    """
+
+    record: DecisionRecord
+    output_tokens: float
+    came: float
+    until: float
+    tier: TierName | None = None
+    loss: float | None = None
+    to_read: float = 0.0
+    prefill_left: float = 0.0
+    tokens_left: float = 0.0
+    first: float | None = None
+    last: float | None = None
+    engine_ms: float = 0.0
+
+    @property
+    def query(self) -> Query:
+        return self.record.query
+
+    def result(self) -> Result:
+        if self.tier is None:
+            return NOT_SERVED
+        ttft = tpot = None
+        if self.first is not None and self.last is not None:
+            ttft = self.first - self.came
+            tpot = (self.last - self.first) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+        return Result(self.tier, ttft, tpot, self.loss, self.engine_ms, met=is_met(self.query, ttft, tpot))
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    """One replica in the simulation.
+
+    Attributes:
+        seen: What was last recorded of it; None: it is away.
+        trends: Whether it is as far off its speed model as was recorded.
+    """
+
+    spec: TierSpec
+    id: str
+    speed: SpeedModel
+    trends: bool
+    seen: ReplicaSnapshot | None = None
+    waiting: list[_Request] = field(default_factory=list)
+    prefilling: _Request | None = None
+    decoding: list[_Request] = field(default_factory=list)
+    prefill_rate: float = 0.0
+    prefill_at: float = 0.0
+
+    @property
+    def ttft_trend(self) -> Trend:
+        return self.seen.ttft_trend if self.seen and self.trends else Trend(0.0, self.speed.ttft_spread**2, 0.0)
+
+    @property
+    def tpot_trend(self) -> Trend:
+        return self.seen.tpot_trend if self.seen and self.trends else Trend(0.0, self.speed.tpot_spread**2, 0.0)
+
+    def rate(self, now: float) -> float:
+        """Return the recent arrival rate, in prompt tokens a millisecond."""
+        return self.prefill_rate * math.exp((self.prefill_at - now) / PREFILL_MEMORY_MS)
+
+    @property
+    def unread(self) -> list[_Request]:
+        """Return the requests whose prompt is not computed yet."""
+        return [*self.waiting, *([self.prefilling] if self.prefilling else [])]
+
+    @property
+    def requests(self) -> list[_Request]:
+        return [*self.unread, *self.decoding]
+
+    @property
+    def sequences(self) -> int:
+        return sum(request.query.sequences for request in self.requests)
+
+    @property
+    def batch(self) -> int:
+        """Return the sequences that are being decoded."""
+        return sum(request.query.sequences for request in self.decoding)
+
+    @property
+    def step_ms(self) -> float:
+        """Return the time in which each sequence gets a token; those beyond the largest batch take turns."""
+        batch, most = self.batch, self.spec.max_num_seqs
+        return self.speed.step_ms(min(batch, most)) * max(batch / most, 1.0) * math.exp(self.tpot_trend.mean)
+
+    def take(self, request: _Request, now: float) -> None:
+        """Take a request, which waits until its prompt is computed."""
+        self.prefill_rate = self.rate(now) + request.to_read / PREFILL_MEMORY_MS
+        self.prefill_at = now
+        self.waiting.append(request)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with the next prompt, if a sequence is free."""
+        speed, others = self.speed, self.batch
+        if self.prefilling is None and self.waiting and others < self.spec.max_num_seqs:
+            request = self.prefilling = self.waiting.pop(0)
+            left = speed.ttft_base_ms + speed.prefill_ms_per_token * request.to_read
+            if others:
+                left += speed.ttft_steps * speed.step_ms(others)
+            request.prefill_left = left * math.exp(self.ttft_trend.mean)
+
+    def next_event(self) -> float:
+        """Return the milliseconds of computing to the next event."""
+        if self.prefilling is not None:
+            return self.prefilling.prefill_left
+        if self.decoding:
+            return min(request.tokens_left for request in self.decoding) * self.step_ms
+        return math.inf
+
+    def advance(self, own_ms: float, now: float) -> bool:
+        """Compute for ``own_ms``; ``now`` is the time at the end. Tell whether a request has ended."""
+        ended = False
+        if self.prefilling is not None:
+            request = self.prefilling
+            request.prefill_left -= own_ms
+            request.engine_ms += own_ms
+            if request.prefill_left <= ROUNDING:
+                request.first = now if request.first is None else request.first
+                request.last = now
+                request.tokens_left -= 1
+                self.prefilling = None
+                ended = request.tokens_left <= ROUNDING
+                if not ended:
+                    self.decoding.append(request)
+        elif self.decoding:
+            tokens, batch = own_ms / self.step_ms, self.batch
+            for request in self.decoding:
+                request.tokens_left -= tokens
+                request.engine_ms += own_ms * request.query.sequences / batch
+                request.last = now
+            before = len(self.decoding)
+            self.decoding = [request for request in self.decoding if request.tokens_left > ROUNDING]
+            ended = len(self.decoding) < before
+        self.begin()
+        return ended
+
+    def leave(self) -> list[_Request]:
+        """Give up all requests; each has to compute what it was answered as well before it goes on."""
+        left, self.waiting, self.prefilling, self.decoding = self.requests, [], None, []
+        for request in left:
+            request.to_read = request.query.tokens_to_read + request.output_tokens - request.tokens_left
+        return left
+
+    def snapshot(self, now: float, neighbours: float) -> ReplicaSnapshot:
+        """Return the replica as a policy sees it."""
+        unread, decoding, speed = self.unread, self.decoding, self.speed
+        prompts = sum(round(request.to_read) for request in unread)
+        output = sum(request.query.max_tokens * request.query.sequences for request in unread)
+        for request in decoding:
+            to_come = request.query.max_tokens - request.output_tokens + request.tokens_left
+            output += int(to_come * request.query.sequences)
+        return ReplicaSnapshot(
+            id=self.id,
+            url="",
+            pid=None,
+            state=ReplicaState.READY,
+            detail=None,
+            in_flight=len(unread) + len(decoding),
+            prompt_tokens_outstanding=prompts,
+            output_tokens_outstanding=output,
+            served=0,
+            failed=0,
+            load=Load(self.sequences, prompts, output, neighbours, self.rate(now)),
+            speed=speed,
+            ttft_trend=self.ttft_trend,
+            tpot_trend=self.tpot_trend,
+            admits=self.seen.admits if self.seen else True,
+            limit=self.seen.limit if self.seen else 1 << 30,
+            places=self.sequences,
+        )
+
+
+class _Router:
+    """The router's queue, and all replicas that were ever ready, at one simulated time."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        table: PolicyParameters | None,
+        speeds: Mapping[TierName, SpeedModel] | None,
+        options: Options,
+    ) -> None:
+        self._recording, self._table, self._options = recording, table, options
+        self._fleet = recording.decisions[0].fleet
+        self._now = recording.decisions[0].at * 1000
+        self._budget = BudgetState(at=recording.decisions[0].at)
+        self._queue: list[_Request] = []
+        self.requests: list[_Request] = []
+        self._replicas = _replicas(recording, speeds or {})
+
+    def arrive(self, record: DecisionRecord) -> None:
+        """Take a request into the queue, and admit whom there is a slot for."""
+        self._observe(record.fleet)
+        query, outcome = record.query, self._recording.outcomes.get(record.request_id)
+        if outcome is not None and outcome.output_tokens:
+            output = outcome.output_tokens / query.sequences
+        else:
+            output = max(round(query.max_tokens * record.fleet.output_share), 1)
+        longest = self._options.max_wait_s.get(record.priority, 30.0)
+        wait_s = longest if query.sla.ttft_ms is None else min(query.sla.ttft_ms / 1000, longest)
+        request = _Request(record, output, self._now, self._now + wait_s * 1000)
+        request.to_read, request.tokens_left = query.tokens_to_read, output
+        self.requests.append(request)
+        self._queue.append(request)
+        self._dispatch()
+        if len(self._queue) > self._options.max_waiting:
+            self._queue.remove(max(self._queue, key=_order))
+
+    def run_until(self, end: float) -> None:
+        """Let all replicas compute up to a time in milliseconds; those of one machine slow one another."""
+        while True:
+            slowed = [1 + r.speed.contention * self._neighbours(r) for r in self._replicas]
+            step = min((r.next_event() * s for r, s in zip(self._replicas, slowed, strict=True)), default=math.inf)
+            given_up = min((request.until for request in self._queue), default=math.inf)
+            step = max(min(step, end - self._now, given_up - self._now), 0.0)
+            if not math.isfinite(step):
+                return
+            self._now += step
+            ended = [r.advance(step / s, self._now) for r, s in zip(self._replicas, slowed, strict=True)]
+            self._queue = [request for request in self._queue if request.until > self._now]
+            if any(ended):
+                self._dispatch()
+            if self._now >= end:
+                return
+
+    def _dispatch(self) -> None:
+        """Admit those that there is a slot for, in order; refuse those that no tier can serve."""
+        for request in sorted(self._queue, key=_order):
+            fleet, (table, price) = self._snapshot(), self._policy(request.record)
+            decision = decide(request.query, fleet, table, price)
+            if decision.tier is not None:
+                self._queue.remove(request)
+                request.loss = mean_loss(table, decision.tier, request.query)
+                allowed = table.allowed(request.query.features)
+                self._give(request, decision.tier)
+                if request.loss is not None and allowed is not None and decision.basis is not Basis.HINT:
+                    tokens = round(request.output_tokens * request.query.sequences)
+                    answer = Answer(tokens, request.loss, allowed, decision.priced)
+                    self._budget = self._budget.after(answer, self._now / 1000, self._options.half_life_s)
+            elif decision.refusal is not Refusal.AT_CAPACITY:
+                self._queue.remove(request)
+            elif not any(_is_free(tier) for tier in fleet.tiers):
+                return
+
+    def _policy(self, record: DecisionRecord) -> tuple[PolicyParameters, float | None]:
+        """Return the parameters and the price of loss that a request is decided by."""
+        if self._table is None:
+            return self._recording.tables[record.policy], record.price
+        return self._table, self._budget.price
+
+    def _give(self, request: _Request, tier: TierName) -> None:
+        """Give a request to the least loaded replica of a tier."""
+        request.tier = tier
+        there = [r for r in self._replicas if r.spec.name is tier and r.seen is not None]
+        min(there, key=lambda replica: replica.sequences).take(request, self._now)
+
+    def _observe(self, fleet: FleetSnapshot) -> None:
+        """Take in what was recorded of the fleet; requests of replicas that are gone continue elsewhere."""
+        self._fleet = fleet
+        there = {replica.id: replica for tier in fleet.tiers for replica in tier.ready}
+        for replica in self._replicas:
+            replica.seen = there.get(replica.id)
+        for replica in self._replicas:
+            if replica.seen is None:
+                self._continue(replica.leave())
+
+    def _continue(self, requests: Iterable[_Request]) -> None:
+        for request in requests:
+            assert request.tier is not None
+            table, _ = self._policy(request.record)
+            others = successors(request.tier, request.query, self._snapshot(), table)
+            alike = any(r.spec.name is request.tier and r.seen is not None for r in self._replicas)
+            if alike or others:
+                self._give(request, request.tier if alike else others[0])
+            else:
+                request.tier = None  # it fails
+
+    def _snapshot(self) -> FleetSnapshot:
+        """Return the simulated fleet as a policy sees it."""
+        tiers = tuple(
+            TierSnapshot(
+                tier.spec,
+                tuple(
+                    r.snapshot(self._now, self._neighbours(r))
+                    for r in self._replicas
+                    if r.spec.name is tier.spec.name and r.seen is not None
+                ),
+                tier.preparing,
+            )
+            for tier in self._fleet.tiers
+        )
+        return FleetSnapshot(tiers, self._fleet.template, self._fleet.output_share, self._fleet.long_prompt_tokens)
+
+    def _neighbours(self, replica: _Replica) -> float:
+        """Return the share of the other replicas that have requests, 0..1."""
+        others = [r for r in self._replicas if r is not replica and r.seen is not None]
+        return sum(r.sequences > 0 for r in others) / len(others) if others else 0.0
+
+
+def _replicas(recording: Recording, speeds: Mapping[TierName, SpeedModel]) -> list[_Replica]:
+    """Return all replicas that were ever ready, with their last known speeds."""
+    known: dict[str, tuple[TierSpec, SpeedModel | None]] = {}
+    for record in recording.decisions:
+        for tier in record.fleet.tiers:
+            for replica in tier.ready:
+                before = known.get(replica.id)
+                speed = speeds.get(tier.spec.name) or replica.speed or (before[1] if before else None)
+                known[replica.id] = tier.spec, speed
+    found = []
+    for name, (spec, speed) in known.items():
+        if speed is None:
+            raise ProfileError(f"no speed of {spec.name} was recorded: give a latency profile")
+        found.append(_Replica(spec, name, speed, trends=spec.name not in speeds))
+    return found
+
+
+def _order(request: _Request) -> tuple[int, float]:
+    """Return a request's place in the queue: by priority, then by age."""
+    return request.record.priority, request.came
+
+
+def _is_free(tier: TierSnapshot) -> bool:
+    """Tell whether a tier takes any request."""
+    return tier.next(1, 1, 1 << 30) is not None

@@ -1,0 +1,1 @@
+"""Several processes that serve as one router: what they share, and how they find one another."""

@@ -1,0 +1,48 @@
+"""Model folders with what says their precision: a configuration as Hugging Face and llm-compressor write it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+AWQ_RECIPE = "default_stage:\n  default_modifiers:\n    AWQModifier:\n      duo_scaling: true\n"
+
+
+def compressed(kind: str, bits: int, packing: str = "pack-quantized") -> dict[str, Any]:
+    """Return what compressed-tensors writes into a configuration, shortened."""
+    group = {"format": packing, "targets": ["Linear"], "weights": {"num_bits": bits, "type": kind}}
+    quantization = {"config_groups": {"group_0": group}, "format": packing, "quant_method": "compressed-tensors"}
+    return {"dtype": "bfloat16", "quantization_config": quantization}
+
+
+CONFIGS = {
+    TierName.FAST: compressed("int", 4),
+    TierName.BALANCED: compressed("float", 8, "float-quantized"),
+    TierName.PRECISE: {"dtype": "bfloat16"},
+}
+
+
+def model_folder(path: Path, config: object, recipe: str = "") -> Path:
+    """Make a folder with a configuration; return it."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    if recipe:
+        (path / "recipe.yaml").write_text(recipe)
+    return path
+
+
+def made_hub(path: Path) -> Path:
+    """Make a cache of the Hugging Face hub with the models ``made/fast``, ``made/balanced`` and ``made/precise``."""
+    for tier in TierName:
+        tier_folder(path / f"models--made--{tier}" / "snapshots" / "0", tier)
+    return path
+
+
+def tier_folder(path: Path, tier: TierName) -> Path:
+    """Make the folder of what is made for a tier; return it."""
+    return model_folder(path, CONFIGS[tier], AWQ_RECIPE if tier is TierName.FAST else "")

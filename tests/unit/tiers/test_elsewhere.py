@@ -1,0 +1,351 @@
+"""Engines given by URL: what they serve is asked of them, and one that is not to be trusted gets no traffic."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.fakes.engine import Behaviour, FakeEngine, serving_all
+from tests.unit.own_engines import until
+from tiers.fleet import Fleet
+from tiers.lifecycle.canary import Canary, read_golden
+from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
+from tiers.lifecycle.watchdog import WatchdogOptions, Wear
+from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.speed import SpeedModel
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tiers.lifecycle.operations import Kind, Operation
+    from tiers.replica import Replica
+
+pytestmark = pytest.mark.anyio
+FAST = TierName.FAST
+QUARANTINED = ReplicaState.QUARANTINED
+
+
+@pytest.fixture(autouse=True)
+def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiers.lifecycle.supervisor.POLL_S", 0.02)
+    monkeypatch.setattr("tiers.lifecycle.supervisor.ELSEWHERE_PAUSE_S", 0.02)
+    monkeypatch.setattr("tiers.lifecycle.operations.POLL_S", 0.02)
+
+
+@asynccontextmanager
+async def elsewhere(
+    tmp_path: Path, *behaviours: Behaviour, stated: str | None = None, ready: int | None = None, **options: Any
+) -> AsyncIterator[Supervisor]:
+    """Watch engines of one tier, given by URL, and wait until they are ready, or so many of them."""
+    async with serving_all(*(FakeEngine(behaviour).app for behaviour in behaviours)) as urls:
+        fleet = Fleet((TierSpec(FAST, 2048, 16, 32, urls=tuple(urls), stated_precision=stated),))
+        supervisor = Supervisor(fleet, SupervisorOptions(tmp_path, **options))
+        supervisor.start([], fleet.specs)
+        try:
+            wanted = len(behaviours) if ready is None else ready
+            await until(lambda: sum(r.state is ReplicaState.READY for r in fleet.replicas) >= wanted)
+            yield supervisor
+        finally:
+            await supervisor.stop()
+
+
+async def test_an_engines_precision_is_that_of_the_checkpoint_it_names(tmp_path: Path) -> None:
+    """Of the tier as well as of its replica, whatever the tier is called."""
+    async with elsewhere(tmp_path, Behaviour(root="made/balanced")) as watched:
+        assert watched.fleet.spec(FAST).precision == watched.fleet.replicas[0].spec.precision == "fp8"
+        assert watched.fleet.snapshot().tier(FAST).replicas[0].precision == "fp8"
+
+
+async def test_replicas_that_differ_in_precision_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The tier has all that it serves, and the log a warning; each replica has its own."""
+    caplog.set_level(logging.WARNING, "qarr.tiers")
+    roots = ("made/fast", "/a folder/of its own machine")
+    async with elsewhere(tmp_path, *(Behaviour(root=root) for root in roots)) as watched:
+        fleet = watched.fleet
+        assert [r.spec.precision for r in fleet.replicas] == ["awq-int4", "unknown"]
+        assert fleet.spec(FAST).precision == "awq-int4, unknown"
+        assert "the replicas of tier fast differ in precision: awq-int4, unknown" in caplog.text
+
+
+async def test_an_engine_that_cannot_say_differs_from_one_that_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In whichever order they become alive."""
+    caplog.set_level(logging.WARNING, "qarr.tiers")
+    late = Behaviour(alive=False)
+    async with elsewhere(tmp_path, Behaviour(root="made/fast"), late, ready=1) as watched:
+        assert watched.fleet.spec(FAST).precision == "awq-int4"
+        assert "differ" not in caplog.text
+        late.alive = True
+        await until(lambda: watched.fleet.replicas[1].state is ReplicaState.READY)
+        assert "the replicas of tier fast differ in precision: awq-int4, unknown" in caplog.text
+
+
+async def test_a_stated_precision_is_shown_as_stated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And a checkpoint that contradicts it is shown as well, and logged."""
+    caplog.set_level(logging.WARNING, "qarr.tiers")
+    async with elsewhere(tmp_path, Behaviour(), stated="fp8") as watched:
+        assert watched.fleet.spec(FAST).precision == "fp8 (stated)"
+        assert not caplog.records
+    async with elsewhere(tmp_path, Behaviour(root="made/precise"), stated="fp8") as watched:
+        assert watched.fleet.spec(FAST).precision == "fp8 (stated; its checkpoint is bf16)"
+        assert "tiers.fast.precision is fp8, but the checkpoint made/precise is bf16" in caplog.text
+
+
+async def test_an_engine_that_was_replaced_is_asked_again(tmp_path: Path) -> None:
+    """Its precision is read whenever it becomes alive."""
+    behaviour = Behaviour(root="made/fast")
+    async with elsewhere(tmp_path, behaviour) as watched:
+        (replica,) = watched.fleet.replicas
+        behaviour.alive = False
+        await until(lambda: replica.state is ReplicaState.UNREACHABLE)
+        behaviour.root, behaviour.alive = "made/precise", True
+        await until(lambda: replica.state is ReplicaState.READY)
+        assert watched.fleet.spec(FAST).precision == replica.spec.precision == "bf16"
+
+
+def canary_of(tmp_path: Path) -> Canary:
+    """Return a canary with a file of its own."""
+    return Canary(tmp_path / "canary.json", "this machine")
+
+
+async def replaced(watched: Supervisor, behaviour: Behaviour, **fields: Any) -> Replica:
+    """Stop an engine where it runs, and start it again so that it behaves differently; return its replica."""
+    replica = watched.fleet.replicas[0]
+    behaviour.alive = False
+    await until(lambda: replica.state is ReplicaState.UNREACHABLE)
+    for name, value in fields.items():
+        setattr(behaviour, name, value)
+    behaviour.alive = True
+    return replica
+
+
+async def operated(watched: Supervisor, kind: Kind, replica: str = "fast-0") -> Operation:
+    """Begin an operation, and wait for its end."""
+    operation = watched.operations.begin(kind, replica)
+    await until(lambda: operation.state != "running")
+    return operation
+
+
+async def test_what_an_engine_answers_belongs_to_its_url(tmp_path: Path) -> None:
+    """Not to this machine, nor to what the engine says about itself: another URL has a record of its own."""
+    canary = canary_of(tmp_path)
+    async with elsewhere(tmp_path, Behaviour(first_id=1), Behaviour(first_id=9), canary=canary) as watched:
+        records = {r.identity: r for r in read_golden(canary.path)}
+        assert records.keys() == {replica.url for replica in watched.fleet.replicas}
+        assert {(r.tier, r.machine) for r in records.values()} == {(FAST, "elsewhere")}
+        assert [records[replica.url].tokens[0][0] for replica in watched.fleet.replicas] == [1, 9]
+
+
+async def test_an_engine_that_answers_otherwise_is_quarantined(tmp_path: Path) -> None:
+    """It gets no traffic, says why and what to do, and is asked nothing more by itself."""
+    behaviour = Behaviour()
+    async with elsewhere(tmp_path, behaviour, canary=canary_of(tmp_path)) as watched:
+        replica = await replaced(watched, behaviour, first_id=5)
+        await until(lambda: replica.state is QUARANTINED)
+        detail = replica.detail or ""
+        assert "its greedy answers are not those of" in detail
+        assert "If the answers are meant to differ, record them anew: qarr tiers record fast. " in detail
+        assert "'qarr tiers resume fast-0' checks it again, and so does a restart where it runs" in detail
+        assert watched.fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
+        assert watched.fleet.snapshot().tier(FAST).state is QUARANTINED
+        asked = len(behaviour.requests)
+        for _ in range(5):
+            await asyncio.sleep(0.02)
+        assert (replica.state, len(behaviour.requests)) == (QUARANTINED, asked)
+
+
+async def test_a_quarantined_engine_that_is_mended_and_started_again_serves(tmp_path: Path) -> None:
+    """Nobody need tell the router: it was away, so it is compared as at any start."""
+    behaviour = Behaviour()
+    async with elsewhere(tmp_path, behaviour, canary=canary_of(tmp_path)) as watched:
+        replica = await replaced(watched, behaviour, first_id=5)
+        await until(lambda: replica.state is QUARANTINED)
+        await replaced(watched, behaviour, first_id=0)
+        await until(lambda: replica.state is ReplicaState.READY)
+        assert replica.detail is None
+
+
+async def test_resume_compares_a_quarantined_engine_first(tmp_path: Path) -> None:
+    """One that still answers otherwise stays where it is, with the reason; one that does not is served from at once."""
+    behaviour = Behaviour()
+    async with elsewhere(tmp_path, behaviour, canary=canary_of(tmp_path)) as watched:
+        replica = await replaced(watched, behaviour, first_id=5)
+        await until(lambda: replica.state is QUARANTINED)
+        refused = await operated(watched, "resume")
+        assert (refused.state, replica.state) == ("failed", QUARANTINED)
+        assert "fast-0 did not become ready: its greedy answers are not those of" in refused.detail
+        behaviour.first_id = 0
+        done = await operated(watched, "resume")
+        assert (done.state, done.detail, replica.state) == ("done", "is ready", ReplicaState.READY)
+
+
+async def test_weights_that_were_changed_on_purpose_are_recorded_anew(tmp_path: Path) -> None:
+    """`qarr tiers record` and `qarr tiers resume`; the new answers are the measure from then on."""
+    behaviour, canary = Behaviour(), canary_of(tmp_path)
+    async with elsewhere(tmp_path, behaviour, canary=canary) as watched:
+        replica = await replaced(watched, behaviour, first_id=5)
+        await until(lambda: replica.state is QUARANTINED)
+        assert canary.forget(FAST) == 1
+        assert (await operated(watched, "resume")).state == "done"
+        assert [record.tokens[0][0] for record in read_golden(canary.path)] == [5]
+        await replaced(watched, behaviour, first_id=0)
+        await until(lambda: replica.state is QUARANTINED)
+
+
+async def test_a_drained_engine_is_compared_too_and_stays_drained(tmp_path: Path) -> None:
+    """What an operator drained gets nothing when it is sound again; one resume ends both."""
+    behaviour = Behaviour()
+    async with elsewhere(tmp_path, behaviour, canary=canary_of(tmp_path)) as watched:
+        await operated(watched, "drain")
+        replica = await replaced(watched, behaviour, first_id=5)
+        await until(lambda: replica.state is QUARANTINED)
+        await replaced(watched, behaviour, first_id=0)
+        await until(lambda: replica.state is ReplicaState.DRAINING)
+        await replaced(watched, behaviour, first_id=5)
+        await until(lambda: replica.state is QUARANTINED)
+        behaviour.first_id = 0
+        assert (await operated(watched, "resume")).detail == "is ready"
+
+
+async def test_an_engine_that_tells_no_ids_serves_without_being_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As older releases of vLLM; the log says so. One that fails in another way is not ready."""
+    caplog.set_level(logging.WARNING, "qarr.tiers")
+    canary = canary_of(tmp_path)
+    async with elsewhere(tmp_path, Behaviour(tells_ids=False), canary=canary) as watched:
+        url = watched.fleet.replicas[0].url
+        assert f"{url} serves without being compared with its earlier answers" in caplog.text
+        assert read_golden(canary.path) == ()
+
+
+async def test_an_engine_elsewhere_that_hangs_is_quarantined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no process to kill: it gets nothing more, and comes back when it answers an operator's check."""
+    monkeypatch.setattr("tiers.lifecycle.watchdog.HANG_PROOF_S", 0.2)
+    behaviour = Behaviour()
+    async with elsewhere(tmp_path, behaviour, watchdog=WatchdogOptions(hang_s=0.2)) as watched:
+        (replica,) = watched.fleet.replicas
+        behaviour.stall_after = 0
+        lease = watched.fleet.lease(FAST, prompt_tokens=5, max_tokens=5)
+        assert lease is not None
+        await until(lambda: replica.state is QUARANTINED)
+        lease.release()
+        assert "hung: 1 requests, no token for 0.2 s. 'qarr tiers resume fast-0'" in (replica.detail or "")
+        behaviour.stall_after = None
+        assert (await operated(watched, "resume")).detail == "is ready"
+
+
+async def test_an_engine_that_computes_for_others_does_not_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our request waits in its queue behind theirs; its counters show that it works."""
+    asked: list[str] = []
+
+    async def hangs(_probe: object, replica: Replica) -> bool:
+        asked.append(replica.id)
+        return True
+
+    monkeypatch.setattr("tiers.lifecycle.supervisor.hangs", hangs)
+    behaviour = Behaviour()
+    async with elsewhere(tmp_path, behaviour, watchdog=WatchdogOptions(hang_s=1.0)) as watched:
+        (replica,) = watched.fleet.replicas
+        lease = watched.fleet.lease(FAST, prompt_tokens=5, max_tokens=5)
+        assert lease is not None
+        for _ in range(75):
+            behaviour.tokens += 1
+            await asyncio.sleep(0.02)
+        assert (asked, replica.state) == ([], ReplicaState.READY)
+        await until(lambda: replica.state is QUARANTINED)
+        lease.release()
+
+
+def slow_down(replica: Replica) -> None:
+    """Let a replica's answers take eight times what is predicted."""
+    for _ in range(10):
+        replica.tpot_trend = replica.tpot_trend.after(10, 80, time.monotonic(), 0.3)
+
+
+SLOW = WatchdogOptions(slow_factor=3, slow_s=0.2)
+
+
+async def test_a_slow_engine_elsewhere_is_quarantined_if_its_tier_has_another(tmp_path: Path) -> None:
+    async with elsewhere(tmp_path, Behaviour(), Behaviour(), watchdog=SLOW) as watched:
+        slow, other = watched.fleet.replicas
+        await until(lambda: slow.speed is not None and other.speed is not None)
+        slow_down(slow)
+        await until(lambda: slow.state is QUARANTINED)
+        assert "too slow: answers take " in (slow.detail or "")
+        assert other.state is ReplicaState.READY
+
+
+async def test_the_last_engine_of_a_tier_serves_on_however_slow(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Slow answers are better than none. The log says it once."""
+    caplog.set_level(logging.WARNING, "qarr.tiers")
+    async with elsewhere(tmp_path, Behaviour(), watchdog=SLOW) as watched:
+        (only,) = watched.fleet.replicas
+        await until(lambda: only.speed is not None)
+        slow_down(only)
+        await until(lambda: "fast-0 serves on, as the last ready one of its tier" in caplog.text)
+        for _ in range(10):
+            await asyncio.sleep(0.02)
+        assert only.state is ReplicaState.READY
+        assert caplog.text.count("serves on") == 1
+
+
+async def test_a_prefix_cache_that_others_use_tells_nothing(tmp_path: Path) -> None:
+    """Their prompts decide on its hit rate."""
+    async with elsewhere(tmp_path, Behaviour(), watchdog=WatchdogOptions(min_hit_rate=0.9)) as watched:
+        (engine,) = watched.engines
+        assert engine.options.min_hit_rate == 0.0
+
+
+async def test_a_wait_behind_others_is_no_wear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's own times to a first token count only while nobody else has requests on it."""
+    seen: list[int] = []
+    monkeypatch.setattr(Wear, "note", lambda *_args, sequences, **_more: seen.append(sequences))
+    behaviour = Behaviour()
+    async with elsewhere(tmp_path, behaviour):
+        await until(lambda: 0 in seen)
+        behaviour.running = 7
+        await until(lambda: 7 in seen)
+
+
+@pytest.mark.parametrize("used", ["now", "meanwhile"])
+async def test_the_speed_of_an_engine_that_others_use_is_not_measured(tmp_path: Path, used: str) -> None:
+    """Nor compared: others' requests would make it look slow, and the measurement would slow them."""
+    behaviour = Behaviour()
+    async with elsewhere(tmp_path, behaviour) as watched:
+        (replica,) = watched.fleet.replicas
+        await until(lambda: replica.speed is not None)
+        assert await watched._idle_speed.measure(replica) is not None
+        before = behaviour.measurements
+        if used == "now":
+            behaviour.running = 1
+            assert await watched._idle_speed.measure(replica) is None
+            assert behaviour.measurements == before
+        else:
+            behaviour.delay_s = 0.02
+            measuring = asyncio.create_task(watched._idle_speed.measure(replica))
+            await until(lambda: behaviour.measurements > before)
+            behaviour.tokens += 1
+            assert await measuring is None
+
+
+async def test_an_engine_elsewhere_that_is_much_slower_than_its_profile_is_quarantined(tmp_path: Path) -> None:
+    """Alone on it, as one that is started here is refused."""
+    behaviour = Behaviour(delay_s=0.01)
+    canary = Canary(tmp_path / "canary.json", "this machine", max_slowdown=4.0)
+    async with elsewhere(tmp_path, behaviour, canary=canary) as watched:
+        watched.fleet.speeds = {FAST: SpeedModel(10.0, 0.1, 10.0, profiled=True)}
+        replica = await replaced(watched, behaviour, delay_s=0.1)
+        await until(lambda: replica.state is QUARANTINED)
+        assert "times the profile's 10.0 ms" in (replica.detail or "")
