@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 GAIN = 20.0  # of log(price) over about a half-life, if every answer is as far from the budget as choosing could take it
 RECALL = 3.0  # weight of the running mean's distance; 3 half-lives of the mean's memory pass in one of the clock's
 STEP = 0.25  # most of log(price) for one answer
+FEW = 60.0  # answers, of which the mean and the steps count by half: the first ones would throw the price to and fro
 MARGIN = math.log(2.0)  # of log(price) beyond every price at which a recent request would have changed its tier
 
 
@@ -56,6 +57,7 @@ class BudgetState:
     Attributes:
         at: Seconds since 1970 at which the sums were as given.
         log_price: Logarithm of the price in engine-seconds a differing token; None: no request had a choice yet.
+        answers: Their number.
         tokens: Output tokens.
         lost: Of these, those that differ from the highest precision's, as measured or expected.
         allowed: Of these, those that the budget allows to differ.
@@ -65,6 +67,7 @@ class BudgetState:
 
     at: float = 0.0
     log_price: float | None = None
+    answers: float = 0.0
     tokens: float = 0.0
     lost: float = 0.0
     allowed: float = 0.0
@@ -95,6 +98,7 @@ class BudgetState:
         return replace(
             self,
             at=now,
+            answers=self.answers * left,
             tokens=self.tokens * left,
             lost=self.lost * left,
             allowed=self.allowed * left,
@@ -110,6 +114,7 @@ class BudgetState:
         reach = max(losses) - min(losses) if losses else 0.0
         state = replace(
             state,
+            answers=state.answers + 1,
             tokens=state.tokens + tokens,
             lost=state.lost + tokens * answer.loss,
             allowed=state.allowed + tokens * answer.allowed,
@@ -134,8 +139,9 @@ class BudgetState:
         """Move the price by what an answer, and the running mean, are off the budget."""
         if self.log_price is None or self.reach <= 0:
             return self
-        off = answer.loss - answer.allowed + RECALL * (self.lost - self.allowed) / self.tokens
-        step = GAIN * answer.tokens * off / self.reach
+        known = self.answers / (self.answers + FEW)
+        off = answer.loss - answer.allowed + known * RECALL * (self.lost - self.allowed) / self.tokens
+        step = known * GAIN * answer.tokens * off / self.reach
         price = self.log_price + max(-STEP, min(STEP, step))
         return replace(self, log_price=max(self.lowest - MARGIN, min(self.highest + MARGIN, price)))
 
@@ -151,6 +157,7 @@ class BudgetState:
             moved = replace(own if own.log_price is not None else base, log_price=base.log_price + step)
         return replace(
             moved,
+            answers=max(base.answers + own.answers - before.answers, 0.0),
             tokens=max(base.tokens + own.tokens - before.tokens, 0.0),
             lost=max(base.lost + own.lost - before.lost, 0.0),
             allowed=max(base.allowed + own.allowed - before.allowed, 0.0),

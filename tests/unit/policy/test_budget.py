@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import statistics
+from collections import deque
 from typing import TYPE_CHECKING
 
 import pytest
@@ -71,10 +73,20 @@ def test_equal_tiers_and_a_budget_of_nothing() -> None:
 
 
 def served(
-    seed: int, mix: Callable[[float], dict[str, float]], *, rate: float, budget: float | None = None, hours: float = 8
+    seed: int,
+    mix: Callable[[float], dict[str, float]],
+    *,
+    rate: float,
+    budget: float | None = None,
+    hours: float = 8,
+    open_: int = 0,
 ) -> Iterator[tuple[float, BudgetState, int, Priced, tuple[Priced, ...]]]:
-    """Serve random traffic by the price as it moves; yield half-lives passed, state, tokens, choice and options."""
+    """Serve random traffic by the price as it moves, so many requests open at once.
+
+    Yields half-lives passed, state, tokens, choice and options.
+    """
     rng, state, now = random.Random(seed), BudgetState(), 0.0
+    running: deque[Answer] = deque()
     while now < hours * HALF_LIFE_S:
         now += rng.expovariate(rate)
         shares = mix(now / HALF_LIFE_S)
@@ -87,9 +99,9 @@ def served(
             0.01 + 0.0002 * read,
         )
         taken = best(priced, state.price)
-        state = state.after(
-            Answer(tokens, taken.loss, balanced if budget is None else budget, priced), now, HALF_LIFE_S
-        )
+        running.append(Answer(tokens, taken.loss, balanced if budget is None else budget, priced))
+        if len(running) > open_:
+            state = state.after(running.popleft(), now, HALF_LIFE_S)
         yield now / HALF_LIFE_S, state, tokens, taken, priced
 
 
@@ -114,6 +126,17 @@ def test_the_mean_comes_back_after_a_step_in_the_traffic(after: str) -> None:
     found = list(served(4, lambda t: {"chat": 5, "code": 5} if t < 4 else {after: 1}, rate=20))
     then = next(state for at, state, *_ in found if at > 5)
     assert then.mean == pytest.approx(then.budget, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_first_answers_do_not_throw_the_price_about(seed: int) -> None:
+    """The mean of a few answers says little: the price of the first hundred stays near that of the next thousand."""
+    mix = {"chat": 5.0, "code": 3.0, "math": 2.0}
+    states = [state for _, state, *_ in served(seed, lambda _: mix, rate=10, hours=2, open_=15)]
+    found = [state.price for state in states if state.price is not None]
+    usual = statistics.median(found[100:1100])
+    assert usual / 4 < min(found[:100])
+    assert max(found[:100]) < 3 * usual
 
 
 def test_a_budget_out_of_reach_does_not_run_the_price_away() -> None:
@@ -163,7 +186,7 @@ def test_what_several_have_added_is_joined() -> None:
     two = base.after(Answer(70, 0.0, 0.1, priced), 3.0, HALF_LIFE_S)
     joined = two.joined(base, HALF_LIFE_S, one.joined(base, HALF_LIFE_S, base))
     other = one.joined(base, HALF_LIFE_S, two.joined(base, HALF_LIFE_S, base))
-    for name in ("log_price", "tokens", "lost", "allowed", "reach"):
+    for name in ("log_price", "answers", "tokens", "lost", "allowed", "reach"):
         assert getattr(joined, name) == pytest.approx(getattr(other, name))
     assert joined.tokens == pytest.approx(base.faded(3.0, HALF_LIFE_S).tokens + 50 * 0.5**0.01 + 70)
     assert base.log_price is not None
