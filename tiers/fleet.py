@@ -17,12 +17,11 @@ from tiers.preparing import Preparations
 from tiers.replica import FleetOptions, Replica, Share, Totals
 from tiers.snapshot import FleetSnapshot, KeptTier, Moment, TemplateTokens, least_loaded
 from tiers.spec import ReplicaState, TierName, TierSpec
-from tiers.speed import Load, Seen, SpeedModel, Times
+from tiers.speed import MOST_BESIDE, Load, Seen, SpeedModel, Times
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-MOST_BESIDE = 8  # replicas on one machine; in a larger fleet, what each has left is not looked for
 OUTPUT_MEMORY = 0.95  # weight of the past in ``Fleet.output_share``: about the last twenty answers
 
 

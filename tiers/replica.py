@@ -16,7 +16,7 @@ from tiers.breaker import Breaker, BreakerOptions, BreakerState
 from tiers.limit import ConcurrencyLimit
 from tiers.snapshot import Gauges, KeptReplica, Moment, faded_rate
 from tiers.spec import ReplicaState, TierName, TierSpec
-from tiers.speed import PREFILL_MEMORY_MS, STEADY, Seen, SpeedModel, Trend
+from tiers.speed import BUSY_MEMORY_S, PREFILL_MEMORY_MS, STEADY, Seen, SpeedModel, Trend
 from tiers.turnover import Turnover
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 SHORTEST_HOLD_S = 1e-3  # of a slot
 UNKNOWN_RELIEF_S = 1.0  # until a slot of a replica of unknown speed is free
 FOREIGN_POLLS = 8  # consecutive readings (4 s) that must show other clients' requests, because gauges lag by seconds
-BUSY_MEMORY_S = 60.0  # time constant of the mean number of busy replicas
 KEPT_ANSWERS = 256  # of each replica, to learn its speed from
 
 

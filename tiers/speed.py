@@ -23,6 +23,8 @@ from typing import Literal, NamedTuple
 MEMORY = 0.8  # weight of the past in a trend: about the last five answers
 HALF_LIFE_S = 60.0  # of a trend: a tier that gets no requests returns to its measured speed
 PREFILL_MEMORY_MS = 20_000.0  # time constant of the rate of prompt tokens
+BUSY_MEMORY_S = 60.0  # time constant of the mean number of busy replicas
+MOST_BESIDE = 8  # replicas on one machine; in a larger fleet, what each has left is not looked for
 MOST_PREFILL = 0.8  # highest share of time spent on prompts; beyond it the engine cannot keep up anyway
 ALWAYS_MS = 1e12
 UNMEASURED_SPREAD = 0.3  # of log(seen / predicted) before any answer: about a third either way

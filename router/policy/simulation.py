@@ -10,7 +10,7 @@ late are not simulated: such a request waits, and is refused when its time is up
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from router.policy.budget import Answer, BudgetState
@@ -20,7 +20,7 @@ from router.policy.profiles import ProfileError
 from router.policy.replay import NOT_SERVED, Result, is_met, mean_loss
 from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TierSnapshot
 from tiers.spec import ReplicaState
-from tiers.speed import PREFILL_MEMORY_MS, Load, Trend
+from tiers.speed import ALWAYS_MS, BUSY_MEMORY_S, MOST_BESIDE, PREFILL_MEMORY_MS, Load, Trend
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -228,27 +228,30 @@ class _Replica:
             request.to_read = request.query.tokens_to_read + request.output_tokens - request.tokens_left
         return left
 
-    def snapshot(self, now: float, neighbours: float) -> ReplicaSnapshot:
-        """Return the replica as a policy sees it."""
-        unread, decoding, speed = self.unread, self.decoding, self.speed
-        prompts = sum(round(request.to_read) for request in unread)
-        output = sum(request.query.max_tokens * request.query.sequences for request in unread)
-        for request in decoding:
+    def load(self, now: float) -> Load:
+        """Return the load, without the neighbours'."""
+        prompts = sum(round(request.to_read) for request in self.unread)
+        output = sum(request.query.max_tokens * request.query.sequences for request in self.unread)
+        for request in self.decoding:
             to_come = request.query.max_tokens - request.output_tokens + request.tokens_left
             output += int(to_come * request.query.sequences)
+        return Load(self.sequences, prompts, output, 0.0, self.rate(now))
+
+    def snapshot(self, load: Load) -> ReplicaSnapshot:
+        """Return the replica as a policy sees it."""
         return ReplicaSnapshot(
             id=self.id,
             url="",
             pid=None,
             state=ReplicaState.READY,
             detail=None,
-            in_flight=len(unread) + len(decoding),
-            prompt_tokens_outstanding=prompts,
-            output_tokens_outstanding=output,
+            in_flight=len(self.requests),
+            prompt_tokens_outstanding=load.prompt_tokens,
+            output_tokens_outstanding=load.output_tokens,
             served=0,
             failed=0,
-            load=Load(self.sequences, prompts, output, neighbours, self.rate(now)),
-            speed=speed,
+            load=load,
+            speed=self.speed,
             ttft_trend=self.ttft_trend,
             tpot_trend=self.tpot_trend,
             admits=self.seen.admits if self.seen else True,
@@ -274,6 +277,7 @@ class _Router:
         self._queue: list[_Request] = []
         self.requests: list[_Request] = []
         self._replicas = _replicas(recording, speeds or {})
+        self._busy_lately = 0.0  # replicas, in the mean of about the last ``BUSY_MEMORY_S``
 
     def arrive(self, record: DecisionRecord) -> None:
         """Take a request into the queue, and admit whom there is a slot for."""
@@ -303,6 +307,8 @@ class _Router:
             if not math.isfinite(step):
                 return
             self._now += step
+            busy = sum(r.sequences > 0 for r in self._replicas)
+            self._busy_lately = busy + (self._busy_lately - busy) * math.exp(-step / 1000 / BUSY_MEMORY_S)
             ended = [r.advance(step / s, self._now) for r, s in zip(self._replicas, slowed, strict=True)]
             self._queue = [request for request in self._queue if request.until > self._now]
             if any(ended):
@@ -364,19 +370,32 @@ class _Router:
 
     def _snapshot(self) -> FleetSnapshot:
         """Return the simulated fleet as a policy sees it."""
+        there = self._there()
         tiers = tuple(
-            TierSnapshot(
-                tier.spec,
-                tuple(
-                    r.snapshot(self._now, self._neighbours(r))
-                    for r in self._replicas
-                    if r.spec.name is tier.spec.name and r.seen is not None
-                ),
-                tier.preparing,
-            )
+            TierSnapshot(tier.spec, tuple(seen for name, seen in there if name is tier.spec.name), tier.preparing)
             for tier in self._fleet.tiers
         )
         return FleetSnapshot(tiers, self._fleet.template, self._fleet.output_share, self._fleet.long_prompt_tokens)
+
+    def _there(self) -> list[tuple[TierName, ReplicaSnapshot]]:
+        """Return the replicas that are there, each with what its neighbours have left to do, as ``tiers.fleet`` has it."""
+        there = [(r, r.load(self._now)) for r in self._replicas if r.seen is not None]
+        others, looked_for = max(len(there) - 1, 1), len(there) <= MOST_BESIDE
+        left = {
+            r.id: r.speed.left_ms(load, r.spec.max_num_seqs, self._fleet.output_share)
+            for r, load in there
+            if load.sequences
+        }
+        found = []
+        for replica, load in there:
+            busy = len(left) - (replica.id in left)
+            left_ms, usually = ALWAYS_MS, 0.0
+            if looked_for and replica.speed.contention:
+                usually = min(self._busy_lately / len(there), 1.0)
+                left_ms = (sum(left.values()) - left.get(replica.id, 0.0)) / busy if busy else ALWAYS_MS
+            beside = replace(load, neighbours=busy / others, neighbours_left_ms=left_ms, neighbours_usually=usually)
+            found.append((replica.spec.name, replica.snapshot(beside)))
+        return found
 
     def _neighbours(self, replica: _Replica) -> float:
         """Return the share of the other replicas that have requests, 0..1."""

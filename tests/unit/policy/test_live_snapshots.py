@@ -14,11 +14,11 @@ from classifier import PromptClass, PromptFeatures
 from router.policy.decide import decide, successors
 from router.policy.decision import Decision, ExpectedLoss, PolicyParameters, Query, Sla
 from router.settings import CLASS_FLOOR
-from tiers.fleet import MOST_BESIDE, Fleet, Lease
+from tiers.fleet import Fleet, Lease
 from tiers.replica import FleetOptions, PeerLoad, Replica, Share
 from tiers.snapshot import FleetSnapshot, Gauges, ReplicaSnapshot, TierSnapshot
 from tiers.spec import ReplicaState, TierName, TierSpec
-from tiers.speed import ALWAYS_MS, PREFILL_MEMORY_MS, STEADY, Load, SpeedModel
+from tiers.speed import ALWAYS_MS, MOST_BESIDE, PREFILL_MEMORY_MS, STEADY, Load, SpeedModel
 
 if TYPE_CHECKING:
     from collections.abc import Collection
