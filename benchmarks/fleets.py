@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from router.policy.replay import Summary
+
 QARR = ROOT / ".venv/bin/qarr"
 NOTHING: dict[str, dict[str, Any]] = {}
 HAS_BUDGET = "loss_budget" in PolicySettings.model_fields
@@ -377,3 +379,21 @@ class Cpu:
         """Return the share of one core of each."""
         took = time.monotonic() - self._began
         return {name: spent / took for name, spent in self.seconds().items()}
+
+
+def beside(seen: Summary, simulated: Summary) -> str:
+    """Return what was seen beside what a simulation of the same arrivals says."""
+
+    def pair(name: str, one: float | None, other: float | None, digits: int) -> str:
+        return f"{name} {one or 0:.{digits}f}/{other or 0:.{digits}f}"
+
+    return ", ".join(
+        (
+            pair("TTFT p50", seen.ttft_p50, simulated.ttft_p50, 0),
+            pair("p95", seen.ttft_p95, simulated.ttft_p95, 0),
+            pair("TPOT p50", seen.tpot_p50, simulated.tpot_p50, 1),
+            pair("p95", seen.tpot_p95, simulated.tpot_p95, 1),
+            pair("not served", seen.refused, simulated.refused, 0),
+            pair("in time", seen.met, simulated.met, 3),
+        )
+    )

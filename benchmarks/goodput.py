@@ -47,6 +47,7 @@ from fleets import (
     Engines,
     Simulation,
     assumed_losses,
+    beside,
     give_profiles,
     given_settings,
     half_life,
@@ -85,7 +86,8 @@ from simulated_engine import HARDWARE, offline
 
 from classifier import PromptClass
 from router.policy.profiles import percentile
-from router.policy.replay import differing, read_recording
+from router.policy.replay import differing, read_recording, seen, summarise
+from router.policy.simulation import simulate
 from router.settings import cache_dir
 from tiers.spec import TierName
 
@@ -95,6 +97,7 @@ if TYPE_CHECKING:
     import psutil
 
     from router.policy.profiles import Interval, LatencyProfile, QualityProfile
+    from router.policy.replay import Result as Replayed
 
 ROWS = {
     "a": "all precise",
@@ -152,6 +155,7 @@ class Result:
         cpu: Share of one core of each process, of the last round.
         lost_s: By which simulated engines fell behind their clock.
         replayed: Decisions that come out again from the log alone, and all.
+        seen: What became of the requests, by the decision logs; ``simulated``: the same by a simulation of their arrivals.
         errors: Of predicted TTFT and TPOT, as |predicted - seen| / seen.
     """
 
@@ -161,6 +165,8 @@ class Result:
     cpu: dict[str, float] = field(default_factory=dict)
     lost_s: float = 0.0
     replayed: Counter[str] = field(default_factory=Counter)
+    seen: list[Replayed] = field(default_factory=list)
+    simulated: list[Replayed] = field(default_factory=list)
     errors: dict[str, list[float]] = field(default_factory=lambda: {"TTFT": [], "TPOT": []})
 
     @property
@@ -393,16 +399,18 @@ def judge(decisions: Path, result: Result) -> None:
     recording = read_recording(decisions)
     result.replayed["all"] += len(recording.decisions)
     result.replayed["same"] += len(recording.decisions) - len(differing(recording))
+    result.seen += seen(recording)
+    result.simulated += simulate(recording)
     for record in recording.decisions:
         outcome = recording.outcomes.get(record.request_id)
         if outcome is None or outcome.tier is not record.tier:
             continue
-        for name, predicted, seen in (
+        for name, predicted, true in (
             ("TTFT", record.predicted_ttft_ms, outcome.ttft_ms),
             ("TPOT", record.predicted_tpot_ms, outcome.tpot_ms),
         ):
-            if predicted is not None and seen:
-                result.errors[name].append(abs(predicted - seen) / seen)
+            if predicted is not None and true:
+                result.errors[name].append(abs(predicted - true) / true)
 
 
 def compare(bench: Bench, options: argparse.Namespace) -> None:
@@ -506,6 +514,10 @@ def show_run(results: Mapping[str, Result]) -> None:
             f"  ({row}) % of one core: {used}; 95 % sent at most {late:.0f} ms late{behind}; prediction off by {predicted}; "
             f"{result.replayed['same']} of {result.replayed['all']} decisions replay"
         )
+        if result.seen:
+            print(
+                f"      seen and simulated from the log: {beside(summarise(result.seen), summarise(result.simulated))}"
+            )
 
 
 def told(value: Interval, digits: int, *, plus: bool = False) -> str:

@@ -8,7 +8,8 @@ tier gets a third of each, so that every precision is judged. The engines run si
 
 A prediction is that of the decision, before the request is sent. An error is abs(predicted - seen) / seen. Requests that
 failed, waited for a slot or were served by another tier than decided on do not count. The first minute is not counted: the
-router has just been started then.
+router has just been started then. At last the arrivals in the decision log are simulated (``qarr replay``), beside what was
+seen of the same requests.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from fleets import Engines, Router, give_profiles, kept_profiles, measure_speed, real_engines, router
+from fleets import Engines, Router, beside, give_profiles, kept_profiles, measure_speed, real_engines, router
 from open_loop import Arrival, Workload, arrivals, read_prompts, send, write_lines
 from plots import Point, Series, chart
 
 from router.policy.profiles import percentile
-from router.policy.replay import read_recording
+from router.policy.replay import read_recording, seen, summarise
+from router.policy.simulation import simulate
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from router.policy.decision_log import DecisionRecord, OutcomeRecord
+    from router.policy.replay import Result
 
 LENGTHS = (12, 24, 48, 64)
 LONG = 0.25  # share of requests that are several prompts at once
@@ -79,6 +82,8 @@ def main() -> None:
     args = parser.parse_args()
     print(f"$ python benchmarks/predictions.py --rounds {args.rounds}\n", flush=True)
     pairs: list[Pair] = []
+    happened: list[Result] = []
+    simulated: list[Result] = []
     with tempfile.TemporaryDirectory() as folder, real_engines() as engines:
         quality, latency = kept_profiles(args.profiles, engines)
         for number in range(args.rounds):
@@ -86,10 +91,14 @@ def main() -> None:
                 give_profiles(running, quality, latency)
                 latency = latency or measure_speed(running, args.step)
                 pairs += _round(running, engines, number)
+                recording = read_recording(running.decisions)
+                happened += seen(recording)
+                simulated += simulate(recording)
                 if args.logs is not None:
                     args.logs.mkdir(parents=True, exist_ok=True)
                     shutil.copy(running.decisions, args.logs / f"decisions-{number + 1}.jsonl")
     print(_table(pairs))
+    print(f"Seen and simulated from the log: {beside(summarise(happened), summarise(simulated))}")
     if args.json is not None:
         write_lines(args.json, [_row(pair) for pair in pairs])
     if args.plots is not None:
