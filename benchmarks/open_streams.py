@@ -8,8 +8,8 @@ seconds. Memory is the growth of the router's resident set, from when a few stre
 streams; the stub engine's own is shown beside it. CPU is of the time in which all streams are open.
 
 ``--ttft`` measures what the router adds to the TTFT while streams are open: requests to the router and to a stub engine in
-turn, each on a new connection. An open stream, of another stub, has 32 tokens, ``--pause`` milliseconds apart; another one
-follows it at once. The streams begin evenly spread over that time.
+turn, each on a new connection and read to its end. An open stream, of another stub, has 32 tokens, ``--pause`` milliseconds
+apart; another one follows it at once. The streams begin evenly spread over that time.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class Clients:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         await self._ask(reader, writer)
         took = time.perf_counter() - began
+        await reader.readuntil(END)
         writer.transport.abort()
         return took * 1000
 
