@@ -1,10 +1,11 @@
 """Run recorded arrivals through a policy: a discrete-event simulation of the router's queue and of every replica.
 
-A replica computes one prompt at a time, then decodes in a batch with the others, as its speed model says (``tiers.speed``)
-and as far off it as the recording saw at that time. Whether it gets requests, and how many at once, is as recorded too. A
-request that finds every tier full waits in the router's queue. One whose replica goes away continues on the tier that the
-policy names, where its prompt and what was answered are computed again. Refusals of requests whose turn is expected too
-late are not simulated: such a request waits, and is refused when its time is up.
+A replica computes one prompt at a time, and decodes nothing meanwhile. Then the request waits for its first step, while the
+others go on, and decodes in a batch with them. Times are those of the speed model (``tiers.speed``), as far off as the
+recording saw at that time; engine time is that of prompts and of decode steps. Whether a replica gets requests, and how many
+at once, is as recorded too. A request that finds every tier full waits in the router's queue. One whose replica goes away
+continues on the tier that the policy names, where its prompt and what was answered are computed again. Refusals of requests
+whose turn is expected too late are not simulated: such a request waits, and is refused when its time is up.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tiers.speed import ALWAYS_MS, BUSY_MEMORY_S, MOST_BESIDE, PREFILL_MEMORY_MS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from router.policy.decision import PolicyParameters, Query
+    from router.policy.decision import Decision, PolicyParameters, Query
     from router.policy.decision_log import DecisionRecord
     from router.policy.replay import Recording
     from tiers.spec import TierName, TierSpec
@@ -83,6 +84,7 @@ class _Request:
         until: When it gives up waiting.
         tier: That serves it; None: it waits, or was refused.
         to_read: Tokens to compute before its next token.
+        phase_left: Milliseconds until they are computed; then, until the first step with it.
         tokens_left: Output tokens to come, once those are computed.
     """
 
@@ -93,7 +95,7 @@ class _Request:
     tier: TierName | None = None
     loss: float | None = None
     to_read: float = 0.0
-    prefill_left: float = 0.0
+    phase_left: float = 0.0
     tokens_left: float = 0.0
     first: float | None = None
     last: float | None = None
@@ -120,6 +122,8 @@ class _Replica:
     Attributes:
         seen: What was last recorded of it; None: it is away.
         trends: Whether it is as far off its speed model as was recorded.
+        prefilling: Whose prompt is being computed.
+        starting: Those that wait for their first step.
     """
 
     spec: TierSpec
@@ -129,6 +133,7 @@ class _Replica:
     seen: ReplicaSnapshot | None = None
     waiting: list[_Request] = field(default_factory=list)
     prefilling: _Request | None = None
+    starting: list[_Request] = field(default_factory=list)
     decoding: list[_Request] = field(default_factory=list)
     prefill_rate: float = 0.0
     prefill_at: float = 0.0
@@ -152,7 +157,7 @@ class _Replica:
 
     @property
     def requests(self) -> list[_Request]:
-        return [*self.unread, *self.decoding]
+        return [*self.unread, *self.starting, *self.decoding]
 
     @property
     def sequences(self) -> int:
@@ -178,52 +183,72 @@ class _Replica:
 
     def begin(self) -> None:
         """Begin with the next prompt, if a sequence is free."""
-        speed, others = self.speed, self.batch
-        if self.prefilling is None and self.waiting and others < self.spec.max_num_seqs:
+        taken = self.batch + sum(request.query.sequences for request in self.starting)
+        if self.prefilling is None and self.waiting and taken < self.spec.max_num_seqs:
             request = self.prefilling = self.waiting.pop(0)
-            left = speed.ttft_base_ms + speed.prefill_ms_per_token * request.to_read
-            if others:
-                left += speed.ttft_steps * speed.step_ms(others)
-            request.prefill_left = left * math.exp(self.ttft_trend.mean)
+            request.phase_left = self.speed.prefill_ms_per_token * request.to_read * math.exp(self.ttft_trend.mean)
 
     def next_event(self) -> float:
         """Return the milliseconds of computing to the next event."""
         if self.prefilling is not None:
-            return self.prefilling.prefill_left
-        if self.decoding:
-            return min(request.tokens_left for request in self.decoding) * self.step_ms
-        return math.inf
+            nearest = self.prefilling.phase_left
+        elif self.decoding:
+            nearest = min(request.tokens_left for request in self.decoding) * self.step_ms
+        else:
+            nearest = math.inf
+        return min([nearest, *(request.phase_left for request in self.starting)])
 
     def advance(self, own_ms: float, now: float) -> bool:
         """Compute for ``own_ms``; ``now`` is the time at the end. Tell whether a request has ended."""
-        ended = False
-        if self.prefilling is not None:
-            request = self.prefilling
-            request.prefill_left -= own_ms
-            request.engine_ms += own_ms
-            if request.prefill_left <= ROUNDING:
-                request.first = now if request.first is None else request.first
-                request.last = now
-                request.tokens_left -= 1
-                self.prefilling = None
-                ended = request.tokens_left <= ROUNDING
-                if not ended:
-                    self.decoding.append(request)
-        elif self.decoding:
+        before, read = len(self.requests), self.prefilling
+        if read is None:
+            self._decode(own_ms, now)
+        self._start(own_ms, now)
+        if read is not None:
+            read.engine_ms += own_ms
+            read.phase_left -= own_ms
+            if read.phase_left <= ROUNDING:
+                self._read(read)
+        ended = len(self.requests) < before
+        self.begin()
+        return ended
+
+    def _decode(self, own_ms: float, now: float) -> None:
+        if self.decoding:
             tokens, batch = own_ms / self.step_ms, self.batch
             for request in self.decoding:
                 request.tokens_left -= tokens
                 request.engine_ms += own_ms * request.query.sequences / batch
                 request.last = now
-            before = len(self.decoding)
             self.decoding = [request for request in self.decoding if request.tokens_left > ROUNDING]
-            ended = len(self.decoding) < before
-        self.begin()
-        return ended
+
+    def _start(self, own_ms: float, now: float) -> None:
+        """Let those wait that wait for their first step; who has it goes on to decode."""
+        waiting, self.starting = self.starting, []
+        for request in waiting:
+            request.phase_left -= own_ms
+            if request.phase_left > ROUNDING:
+                self.starting.append(request)
+                continue
+            request.first = now if request.first is None else request.first
+            request.last = now
+            request.tokens_left -= 1
+            if request.tokens_left > ROUNDING:
+                self.decoding.append(request)
+
+    def _read(self, request: _Request) -> None:
+        """Let a request wait for its first step: its prompt is computed."""
+        speed, others, self.prefilling = self.speed, self.batch, None
+        request.phase_left = speed.ttft_base_ms
+        if others:
+            request.phase_left += speed.ttft_steps * speed.step_ms(min(others, self.spec.max_num_seqs))
+        request.phase_left *= math.exp(self.ttft_trend.mean)
+        self.starting.append(request)
 
     def leave(self) -> list[_Request]:
         """Give up all requests; each has to compute what it was answered as well before it goes on."""
-        left, self.waiting, self.prefilling, self.decoding = self.requests, [], None, []
+        left, self.prefilling = self.requests, None
+        self.waiting, self.starting, self.decoding = [], [], []
         for request in left:
             request.to_read = request.query.tokens_to_read + request.output_tokens - request.tokens_left
         return left
@@ -232,7 +257,7 @@ class _Replica:
         """Return the load, without the neighbours'."""
         prompts = sum(round(request.to_read) for request in self.unread)
         output = sum(request.query.max_tokens * request.query.sequences for request in self.unread)
-        for request in self.decoding:
+        for request in (*self.starting, *self.decoding):
             to_come = request.query.max_tokens - request.output_tokens + request.tokens_left
             output += int(to_come * request.query.sequences)
         return Load(self.sequences, prompts, output, 0.0, self.rate(now))
@@ -318,22 +343,34 @@ class _Router:
 
     def _dispatch(self) -> None:
         """Admit those that there is a slot for, in order; refuse those that no tier can serve."""
+        fleet, full = self._snapshot(), set[object]()
         for request in sorted(self._queue, key=_order):
-            fleet, (table, price) = self._snapshot(), self._policy(request.record)
-            decision = decide(request.query, fleet, table, price)
+            query = request.query
+            alike = query.hint, query.require, query.sla, query.allowed
+            if alike in full:
+                continue  # none of the tiers that it may take has a slot
+            table, price = self._policy(request.record)
+            decision = decide(query, fleet, table, price)
             if decision.tier is not None:
                 self._queue.remove(request)
-                request.loss = mean_loss(table, decision.tier, request.query)
-                allowed = table.allowed(request.query.features)
-                self._give(request, decision.tier)
-                if request.loss is not None and allowed is not None and decision.basis is not Basis.HINT:
-                    tokens = round(request.output_tokens * request.query.sequences)
-                    answer = Answer(tokens, request.loss, allowed, decision.priced)
-                    self._budget = self._budget.after(answer, self._now / 1000, self._options.half_life_s)
+                self._admit(request, decision.tier, decision, table)
+                fleet = self._snapshot()
             elif decision.refusal is not Refusal.AT_CAPACITY:
                 self._queue.remove(request)
-            elif not any(_is_free(tier) for tier in fleet.tiers):
-                return
+            else:
+                full.add(alike)
+                if not any(_is_free(tier) for tier in fleet.tiers):
+                    return
+
+    def _admit(self, request: _Request, tier: TierName, decision: Decision, table: PolicyParameters) -> None:
+        """Give a request to a tier, and count its expected loss."""
+        request.loss = mean_loss(table, tier, request.query)
+        allowed = table.allowed(request.query.features)
+        self._give(request, tier)
+        if request.loss is not None and allowed is not None and decision.basis is not Basis.HINT:
+            tokens = round(request.output_tokens * request.query.sequences)
+            answer = Answer(tokens, request.loss, allowed, decision.priced)
+            self._budget = self._budget.after(answer, self._now / 1000, self._options.half_life_s)
 
     def _policy(self, record: DecisionRecord) -> tuple[PolicyParameters, float | None]:
         """Return the parameters and the price of loss that a request is decided by."""

@@ -134,24 +134,25 @@ def test_what_was_seen(tmp_path: Path) -> None:
 
 
 def test_two_requests_that_overlap(tmp_path: Path) -> None:
-    """The first computes its prompt until 30 ms, then decodes alone, 15 ms a token, until the second comes at 40 ms.
+    """The first reads its prompt until 20 ms; its first token comes at 30. Alone, it decodes a token in 15 ms.
 
-    The second's prompt takes until 70; the first waits. Then both decode, 20 ms a token: the second's other two tokens
-    until 110. By then the first has 4 - 10/15 - 2 = 4/3 tokens left: alone again, 20 ms, until 130. So its TPOT is
-    (130 - 30) / 4 = 25, over its bound, and the second's (110 - 70) / 2 = 20, within it. Each has half of the 40 ms that
-    they decoded together: 30 + 10 + 20 + 20 = 80 ms of engine time, and 30 + 20 = 50.
+    The second comes at 40 and reads until 60, while the first waits; its first token comes at 70. By then the first has
+    4 - 10/15 - 10/15 = 8/3 tokens left. Both decode, 20 ms a token: the second's other two until 110. The first's last 2/3
+    of a token take 10 ms alone, until 120. So its TPOT is (120 - 30) / 4 = 22.5, over its bound, and the second's
+    (110 - 70) / 2 = 20, within it. Each has half of the 40 ms that they decoded together: 20 + 10 + 10 + 20 + 10 = 70 ms of
+    engine time, and 20 + 20 = 40.
     """
     there = fleet("fast")
     path = log_of(
         tmp_path / "log",
-        decided(1, 1000.000, "fast", query(tpot_ms=24.0), there),
-        decided(2, 1000.040, "fast", query(tpot_ms=24.0), there),
+        decided(1, 1000.000, "fast", query(tpot_ms=22.0), there),
+        decided(2, 1000.040, "fast", query(tpot_ms=22.0), there),
         ended(1, "fast", 5, 1.0, 1.0),
         ended(2, "fast", 3, 1.0, 1.0),
     )
     first, second = simulate(read_recording(path))
-    assert (first.ttft_ms, first.tpot_ms, first.engine_ms) == tuple(pytest.approx(x, abs=0.01) for x in (30, 25, 80))
-    assert (second.ttft_ms, second.tpot_ms, second.engine_ms) == tuple(pytest.approx(x, abs=0.01) for x in (30, 20, 50))
+    assert (first.ttft_ms, first.tpot_ms, first.engine_ms) == tuple(pytest.approx(x, abs=0.01) for x in (30, 22.5, 70))
+    assert (second.ttft_ms, second.tpot_ms, second.engine_ms) == tuple(pytest.approx(x, abs=0.01) for x in (30, 20, 40))
     assert summarise([first, second]) == Summary(
         requests=2,
         refused=0,
@@ -160,9 +161,9 @@ def test_two_requests_that_overlap(tmp_path: Path) -> None:
         mean_loss=pytest.approx(0.08),
         ttft_p50=pytest.approx(30, abs=0.01),
         ttft_p95=pytest.approx(30, abs=0.01),
-        tpot_p50=pytest.approx(22.5, abs=0.01),
-        tpot_p95=pytest.approx(24.75, abs=0.01),
-        engine_s=pytest.approx(0.13, abs=1e-4),
+        tpot_p50=pytest.approx(21.25, abs=0.01),
+        tpot_p95=pytest.approx(22.375, abs=0.01),
+        engine_s=pytest.approx(0.11, abs=1e-4),
     )
 
 
@@ -187,7 +188,7 @@ def test_a_request_waits_for_a_sequence(tmp_path: Path) -> None:
 def test_replicas_that_share_a_machine(tmp_path: Path) -> None:
     """All takes twice as long while both compute: 30 ms of the one end at 60, when 20 of the other's 50 are left.
 
-    Those go at full speed, until 80. Engine time is the replica's own: 30 and 50 ms. Precise loses nothing.
+    Those go at full speed, until 80. Engine time is that of the prompts: 20 and 40 ms. Precise loses nothing.
     """
     there = fleet("fast", "precise", contention=1.0)
     path = log_of(
@@ -200,7 +201,7 @@ def test_replicas_that_share_a_machine(tmp_path: Path) -> None:
     results = simulate(read_recording(path))
     assert [r.tier for r in results] == [FAST, PRECISE]
     assert [r.ttft_ms for r in results] == [pytest.approx(60, abs=0.01), pytest.approx(80, abs=0.01)]
-    assert [r.engine_ms for r in results] == [pytest.approx(30, abs=0.01), pytest.approx(50, abs=0.01)]
+    assert [r.engine_ms for r in results] == [pytest.approx(20, abs=0.01), pytest.approx(40, abs=0.01)]
     assert summarise(results).shares == {FAST: 0.5, BALANCED: 0.0, PRECISE: 0.5}
     assert summarise(results).mean_loss == pytest.approx(0.04)
 
