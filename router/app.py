@@ -223,7 +223,6 @@ def _wire(
         registry.observers.append(partial(log_outcome, decisions))
     redis_url = settings.state.redis_url.get_secret_value()
     policy = PolicyStore(settings.policy, fleet, redis_url)
-    registry.observers.append(partial(_count_loss, policy))
     # The most requests that replicas have at once; an engine started here may have a successor beside it for a while.
     slots = sum(spec.max_in_flight * (len(spec.urls) or 2) for spec in fleet.specs)
     upstream = Upstream(fleet, EngineTransport(2 * slots), settings.upstream, telemetry, policy)
@@ -261,12 +260,6 @@ def _wire(
     about = {"version": version("qarr"), "model": model, "trace_url": kept.trace_url}
     loss_budget = partial(render_budget, policy, settings.policy.budget_half_life_s)
     return _Wired(pipeline, upstream, shared, evaluation, profiling, samples, about, loss_budget)
-
-
-def _count_loss(policy: PolicyStore, record: RequestRecord) -> None:
-    """Count the loss of an answer that has ended."""
-    if record.served_by is not None:
-        policy.served(record.decision, record.served_by, record.output_tokens)
 
 
 def _lifespan(

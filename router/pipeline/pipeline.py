@@ -155,6 +155,7 @@ class Pipeline:
         try:
             grant.slot = await self.admission.enter(decision, caller.key_id, priority)
             active.let_in(grant.slot)
+            active.expected = self.policy.admitted(active.decision)
             answer = active.answer = await self.opener.open(grant.slot, asked, sent_at)
         except (asyncio.CancelledError, EngineTooSlow):
             grant.used = decision.query.tokens_to_read  # an engine may have computed them
@@ -165,9 +166,11 @@ class Pipeline:
     async def _close(
         self, active: ActiveRequest, grant: Grant, asked: EngineRequest, error: BaseException | None
     ) -> None:
-        """Close the answer, and give back quota and slot."""
+        """Close the answer, count its loss, and give back quota and slot."""
         answer = active.answer
         try:
+            tier, tokens = (None, 0) if answer is None else (answer.tier, answer.output_tokens)
+            self.policy.served(active.decision, tier, tokens, active.expected)
             if answer is not None:
                 prompt_tokens = answer.usage.get("prompt_tokens", active.decision.query.tokens_to_read)
                 grant.used = prompt_tokens + answer.output_tokens

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from router.lifecycle import ServerState
     from router.pipeline.admission import Admitted
     from router.pipeline.request import RequestContext
+    from router.policy.budget_store import Expectation
     from router.policy.decision import Decision, Priority, Sla
     from router.upstream.engine_stream import EngineAnswer
 
@@ -41,6 +42,7 @@ class ActiveRequest:
         admitted: Its slot; None while it waits.
         sent: When it was admitted, in seconds by the monotonic clock.
         answer: None until it has begun.
+        expected: What the loss budget counts for it meanwhile.
     """
 
     context: RequestContext
@@ -49,6 +51,7 @@ class ActiveRequest:
     admitted: Admitted | None = None
     sent: float = 0.0
     answer: EngineAnswer | None = None
+    expected: Expectation | None = None
 
     @property
     def state(self) -> State:

@@ -11,9 +11,11 @@ more (Everett 1963, "Generalized Lagrange multiplier method"), if costs and loss
 other requests are assigned. A request more or less than the budget allows is the error of a price that falls between two
 assignments.
 
-The price is found by dual ascent: after each answer its logarithm moves by what the answer lost beyond its budget, and by
+The price is found by dual ascent: with each answer its logarithm moves by what the answer loses beyond its budget, and by
 what the running mean is beyond the budget, over what choosing could have changed. So it needs no knowledge of the traffic,
 follows when that changes, and does not depend on the unit of cost. A mean that is off comes back within about a half-life.
+An answer counts with what is expected of it as soon as its tier is chosen, and is put right when it ends: if it counted at
+its end, the price would swing to and fro where answers take as long as the mean's memory.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ MARGIN = math.log(2.0)  # of log(price) beyond every price at which a recent req
 
 
 class Answer(NamedTuple):
-    """One served answer.
+    """One answer, expected or served.
 
     Attributes:
         tokens: Output tokens.
@@ -107,23 +109,38 @@ class BudgetState:
 
     def after(self, answer: Answer, now: float, half_life_s: float) -> BudgetState:
         """Return the state after one more answer."""
-        tokens, state = answer.tokens, self.faded(now, half_life_s)
-        if tokens <= 0:
+        state = self.faded(now, half_life_s)
+        if answer.tokens <= 0:
             return state
-        losses = [option.loss for option in answer.priced]
-        reach = max(losses) - min(losses) if losses else 0.0
-        state = replace(
-            state,
-            answers=state.answers + 1,
-            tokens=state.tokens + tokens,
-            lost=state.lost + tokens * answer.loss,
-            allowed=state.allowed + tokens * answer.allowed,
-            reach=state.reach + tokens * reach,
-        )
+        state = state.counted(answer, 1.0)
         turns = turning_prices(answer.priced)
         if turns:
-            state = state.among(math.log(turns[0]), math.log(turns[-1]), tokens / state.tokens)
-        return state.moved(answer)
+            state = state.among(math.log(turns[0]), math.log(turns[-1]), answer.tokens / state.tokens)
+        return state.moved(answer.tokens, answer.tokens * (answer.loss - answer.allowed))
+
+    def corrected(
+        self, expected: Answer, expected_at: float, answer: Answer, now: float, half_life_s: float
+    ) -> BudgetState:
+        """Return the state as if it had been known at ``expected_at`` what an answer became."""
+        state = self.faded(now, half_life_s)
+        left = 0.5 ** (max(now - expected_at, 0.0) / half_life_s)
+        state = state.counted(expected, -left).counted(answer, left)
+        beyond = answer.tokens * (answer.loss - answer.allowed) - expected.tokens * (expected.loss - expected.allowed)
+        return state.moved(answer.tokens - expected.tokens, beyond)
+
+    def counted(self, answer: Answer, weight: float) -> BudgetState:
+        """Return the state with an answer's tokens in its sums; none falls below zero."""
+        losses = [option.loss for option in answer.priced]
+        reach = max(losses) - min(losses) if losses else 0.0
+        tokens = weight * answer.tokens
+        return replace(
+            self,
+            answers=max(self.answers + weight * (answer.tokens > 0), 0.0),
+            tokens=max(self.tokens + tokens, 0.0),
+            lost=max(self.lost + tokens * answer.loss, 0.0),
+            allowed=max(self.allowed + tokens * answer.allowed, 0.0),
+            reach=max(self.reach + tokens * reach, 0.0),
+        )
 
     def among(self, low: float, high: float, weight: float) -> BudgetState:
         """Take in the prices at which a request would have changed its tier: at once outwards, slowly inwards."""
@@ -135,13 +152,18 @@ class BudgetState:
             highest=max(high, self.highest + weight * (high - self.highest)),
         )
 
-    def moved(self, answer: Answer) -> BudgetState:
-        """Move the price by what an answer, and the running mean, are off the budget."""
-        if self.log_price is None or self.reach <= 0:
+    def moved(self, tokens: float, beyond: float) -> BudgetState:
+        """Move the price by what an answer, and the running mean, are off the budget.
+
+        Args:
+            tokens: Of the answer; below zero where fewer came than were expected.
+            beyond: How many more of them differ from the highest precision's than are allowed.
+        """
+        if self.log_price is None or self.reach <= 0 or self.tokens <= 0:
             return self
         known = self.answers / (self.answers + FEW)
-        off = answer.loss - answer.allowed + known * RECALL * (self.lost - self.allowed) / self.tokens
-        step = known * GAIN * answer.tokens * off / self.reach
+        off = beyond + known * tokens * RECALL * (self.lost - self.allowed) / self.tokens
+        step = known * GAIN * off / self.reach
         price = self.log_price + max(-STEP, min(STEP, step))
         return replace(self, log_price=max(self.lowest - MARGIN, min(self.highest + MARGIN, price)))
 

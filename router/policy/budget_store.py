@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -45,6 +45,13 @@ class SharedState(Protocol):
         """
 
 
+class Expectation(NamedTuple):
+    """What is expected of a request that was let in, since ``at``, in seconds since 1970."""
+
+    answer: Answer
+    at: float
+
+
 class LossBudget:
     """The budget's state as this process sees it.
 
@@ -65,9 +72,18 @@ class LossBudget:
         """Return the price of loss in engine-seconds a differing token; None: not known yet."""
         return self.state.price
 
-    def add(self, answer: Answer) -> None:
-        """Count one answer, and move the price."""
-        self.state = self.state.after(answer, self._now(), self._half_life_s)
+    def expect(self, answer: Answer) -> Expectation:
+        """Count what is expected of an answer, and move the price."""
+        now = self._now()
+        self.state = self.state.after(answer, now, self._half_life_s)
+        return Expectation(answer, now)
+
+    def add(self, answer: Answer, expected: Expectation | None = None) -> None:
+        """Count what has become of an answer, in the place of what was expected of it if anything was."""
+        if expected is None:
+            self.state = self.state.after(answer, self._now(), self._half_life_s)
+        else:
+            self.state = self.state.corrected(*expected, answer, self._now(), self._half_life_s)
         self.tokens += answer.tokens
         self.lost += answer.tokens * answer.loss
         self.allowed += answer.tokens * answer.allowed

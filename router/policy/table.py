@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from classifier import PromptClass
-    from router.policy.budget_store import SharedState
+    from router.policy.budget_store import Expectation, SharedState
     from router.policy.decision import Decision, Query
     from router.policy.loss_regression import Regression
     from router.policy.profiles import Observation
@@ -115,20 +115,40 @@ class PolicyStore:
         """Return the price of loss in engine-seconds a differing token; None: not known yet."""
         return self.budget.price
 
-    def served(self, decision: Decision, tier: TierName, tokens: int) -> None:
+    def admitted(self, decision: Decision) -> Expectation | None:
+        """Count what is expected of a request's answer against the loss budget; None: nothing is.
+
+        Args:
+            decision: That admitted the request.
+        """
+        tier, query = decision.tier, decision.query
+        if tier is None or decision.basis is Basis.HINT:
+            return None
+        tokens = max(round(self._fleet.output_share * query.max_tokens * query.sequences), 1)
+        answer = self._answer(decision, tier, tokens)
+        return None if answer is None else self.budget.expect(answer)
+
+    def served(self, decision: Decision, tier: TierName | None, tokens: int, expected: Expectation | None) -> None:
         """Count an answer's loss against the budget, unless the caller chose its tier.
 
         Args:
             decision: That admitted the request.
-            tier: That served it.
+            tier: That served it; None: none did.
             tokens: Of the answer.
+            expected: What ``admitted`` returned.
         """
-        if decision.basis is Basis.HINT and tier is decision.tier:
-            return
+        chosen_by_caller = decision.basis is Basis.HINT and tier is decision.tier
+        answer = None if tier is None or chosen_by_caller else self._answer(decision, tier, tokens)
+        if answer is not None:
+            self.budget.add(answer, expected)
+        elif expected is not None:
+            self.budget.add(expected.answer._replace(tokens=0), expected)
+
+    def _answer(self, decision: Decision, tier: TierName, tokens: int) -> Answer | None:
+        """Return an answer as the budget counts it; None: it is not known what it loses."""
         table, features = self.table, decision.query.features
         loss, allowed = table.loss(tier, features), table.allowed(features)
-        if loss is not None and allowed is not None:
-            self.budget.add(Answer(tokens, loss.mean, allowed, decision.priced))
+        return None if loss is None or allowed is None else Answer(tokens, loss.mean, allowed, decision.priced)
 
     async def keep_budget(self) -> None:
         """Share and keep the state of the loss budget, until cancelled."""
