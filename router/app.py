@@ -69,7 +69,6 @@ if TYPE_CHECKING:
     from router.monitoring.live import TracesElsewhere
     from router.pipeline.pipeline import AnswerObserver
     from router.settings import Settings
-    from router.telemetry.record import RequestRecord
     from router.telemetry.tracing import Telemetry
     from tiers.fleet import Fleet
     from tiers.lifecycle.operations import Operations

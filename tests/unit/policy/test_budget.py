@@ -139,6 +139,50 @@ def test_the_first_answers_do_not_throw_the_price_about(seed: int) -> None:
     assert max(found[:100]) < 3 * usual
 
 
+def test_answers_that_take_as_long_as_the_mean_remembers() -> None:
+    """They count as soon as their tier is chosen: the price stands still, and no more is spent than by ``balanced``."""
+    rng, state, now = random.Random(3), BudgetState(), 0.0
+    running: list[tuple[float, float, Answer, Answer]] = []
+    found: list[tuple[float, Answer, float, float]] = []
+    while now < 40 * HALF_LIFE_S:
+        now += rng.expovariate(2)
+        while running and running[0][0] <= now:
+            ended, began, expected, answer = running.pop(0)
+            state = state.corrected(expected, began, answer, ended, HALF_LIFE_S)
+        fast, balanced = LOSSES[rng.choice(list(LOSSES))]
+        priced = options((0.004, fast * rng.uniform(0.5, 1.5)), (0.006, balanced), 0.01)
+        taken, tokens = best(priced, state.price), max(1, int(rng.expovariate(1 / 120)))
+        expected, answer = (Answer(n, taken.loss, balanced, priced) for n in (120, tokens))
+        state = state.after(expected, now, HALF_LIFE_S)
+        running.append((now + HALF_LIFE_S * tokens / 120, now, expected, answer))
+        running.sort(key=lambda one: one[0])
+        if now > 5 * HALF_LIFE_S and state.price is not None:
+            found.append((state.price, answer, taken.cost, priced[1].cost))
+    prices = statistics.quantiles((price for price, *_ in found), n=20)
+    assert prices[-1] < 3 * prices[0]
+    lost, allowed = sum(a.tokens * a.loss for _, a, *_ in found), sum(a.tokens * a.allowed for _, a, *_ in found)
+    assert lost == pytest.approx(allowed, rel=0.05)
+    assert sum(a.tokens * cost for _, a, cost, _ in found) <= 1.01 * sum(a.tokens * cost for _, a, _, cost in found)
+
+
+def test_what_was_expected_gives_way_to_what_came() -> None:
+    """In the sums as if it had been known from the start; an answer that never came leaves nothing."""
+    priced = options((1.0, 0.3), (2.0, 0.1), 4.0)
+    base = BudgetState().after(Answer(100, 0.1, 0.1, priced), 1.0, HALF_LIFE_S)
+    expected, came = Answer(50, 0.3, 0.1, priced), Answer(80, 0.1, 0.1, priced)
+    known = base.after(came, 2.0, HALF_LIFE_S).faded(9.0, HALF_LIFE_S)
+    put_right = base.after(expected, 2.0, HALF_LIFE_S).corrected(expected, 2.0, came, 9.0, HALF_LIFE_S)
+    failed = expected._replace(tokens=0)
+    never = base.after(expected, 2.0, HALF_LIFE_S).corrected(expected, 2.0, failed, 9.0, HALF_LIFE_S)
+    for name in ("at", "answers", "tokens", "lost", "allowed", "reach"):
+        assert getattr(put_right, name) == pytest.approx(getattr(known, name))
+        assert getattr(never, name) == pytest.approx(getattr(base.faded(9.0, HALF_LIFE_S), name))
+    assert base.log_price is not None
+    assert never.log_price == pytest.approx(base.log_price, abs=STEP)
+    right = base.after(came, 2.0, HALF_LIFE_S).corrected(came, 2.0, came, 9.0, HALF_LIFE_S)
+    assert right.log_price == pytest.approx(base.after(came, 2.0, HALF_LIFE_S).log_price)
+
+
 def test_a_budget_out_of_reach_does_not_run_the_price_away() -> None:
     """Too wide or too narrow to matter: the price stops where every request takes one tier, and comes back at once."""
     for budget, tier in ((0.9, FAST), (0.0, PRECISE)):
