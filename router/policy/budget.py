@@ -52,9 +52,11 @@ class Answer(NamedTuple):
     priced: Sequence[Priced] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(
+    slots=True, unsafe_hash=True
+)  # two are made for each request: a frozen one takes three times as long to make
 class BudgetState:
-    """What is known of recent answers: sums of tokens that halve each half-life, and the price.
+    """What is known of recent answers: sums of tokens that halve each half-life, and the price. Never changed once returned.
 
     Attributes:
         at: Seconds since 1970 at which the sums were as given.
@@ -94,78 +96,46 @@ class BudgetState:
 
     def faded(self, now: float, half_life_s: float) -> BudgetState:
         """Return the state at a later time."""
-        if now <= self.at:
-            return self
-        left = 0.5 ** ((now - self.at) / half_life_s)
-        return replace(
-            self,
-            at=now,
-            answers=self.answers * left,
-            tokens=self.tokens * left,
-            lost=self.lost * left,
-            allowed=self.allowed * left,
-            reach=self.reach * left,
-        )
+        return self if now <= self.at else self._at(now, half_life_s)
 
     def after(self, answer: Answer, now: float, half_life_s: float) -> BudgetState:
         """Return the state after one more answer."""
-        state = self.faded(now, half_life_s)
+        state = self._at(now, half_life_s)
         if answer.tokens <= 0:
             return state
-        state = state.counted(answer, 1.0)
+        _count(state, answer, 1.0)
         turns = turning_prices(answer.priced)
         if turns:
-            state = state.among(math.log(turns[0]), math.log(turns[-1]), answer.tokens / state.tokens)
-        return state.moved(answer.tokens, answer.tokens * (answer.loss - answer.allowed))
+            _take_in(state, math.log(turns[0]), math.log(turns[-1]), answer.tokens / state.tokens)
+        _move(state, answer.tokens, answer.tokens * (answer.loss - answer.allowed))
+        return state
 
     def corrected(
         self, expected: Answer, expected_at: float, answer: Answer, now: float, half_life_s: float
     ) -> BudgetState:
         """Return the state as if it had been known at ``expected_at`` what an answer became."""
-        state = self.faded(now, half_life_s)
+        state = self._at(now, half_life_s)
         left = 0.5 ** (max(now - expected_at, 0.0) / half_life_s)
-        state = state.counted(expected, -left).counted(answer, left)
+        _count(state, expected, -left)
+        _count(state, answer, left)
         beyond = answer.tokens * (answer.loss - answer.allowed) - expected.tokens * (expected.loss - expected.allowed)
-        return state.moved(answer.tokens - expected.tokens, beyond)
+        _move(state, answer.tokens - expected.tokens, beyond)
+        return state
 
-    def counted(self, answer: Answer, weight: float) -> BudgetState:
-        """Return the state with an answer's tokens in its sums; none falls below zero."""
-        losses = [option.loss for option in answer.priced]
-        reach = max(losses) - min(losses) if losses else 0.0
-        tokens = weight * answer.tokens
-        return replace(
-            self,
-            answers=max(self.answers + weight * (answer.tokens > 0), 0.0),
-            tokens=max(self.tokens + tokens, 0.0),
-            lost=max(self.lost + tokens * answer.loss, 0.0),
-            allowed=max(self.allowed + tokens * answer.allowed, 0.0),
-            reach=max(self.reach + tokens * reach, 0.0),
+    def _at(self, now: float, half_life_s: float) -> BudgetState:
+        """Return a state of one's own, at a later time: sums fade, the price stays."""
+        left = 0.5 ** ((now - self.at) / half_life_s) if now > self.at else 1.0
+        return BudgetState(
+            max(now, self.at),
+            self.log_price,
+            self.answers * left,
+            self.tokens * left,
+            self.lost * left,
+            self.allowed * left,
+            self.reach * left,
+            self.lowest,
+            self.highest,
         )
-
-    def among(self, low: float, high: float, weight: float) -> BudgetState:
-        """Take in the prices at which a request would have changed its tier: at once outwards, slowly inwards."""
-        if self.log_price is None:
-            return replace(self, log_price=(low + high) / 2, lowest=low, highest=high)
-        return replace(
-            self,
-            lowest=min(low, self.lowest + weight * (low - self.lowest)),
-            highest=max(high, self.highest + weight * (high - self.highest)),
-        )
-
-    def moved(self, tokens: float, beyond: float) -> BudgetState:
-        """Move the price by what an answer, and the running mean, are off the budget.
-
-        Args:
-            tokens: Of the answer; below zero where fewer came than were expected.
-            beyond: How many more of them differ from the highest precision's than are allowed.
-        """
-        if self.log_price is None or self.reach <= 0 or self.tokens <= 0:
-            return self
-        known = self.answers / (self.answers + FEW)
-        off = beyond + known * tokens * RECALL * (self.lost - self.allowed) / self.tokens
-        step = known * GAIN * off / self.reach
-        price = self.log_price + max(-STEP, min(STEP, step))
-        return replace(self, log_price=max(self.lowest - MARGIN, min(self.highest + MARGIN, price)))
 
     def joined(self, earlier: BudgetState, half_life_s: float, base: BudgetState) -> BudgetState:
         """Return another state with what this one has gained since an earlier state of itself."""
@@ -185,6 +155,44 @@ class BudgetState:
             allowed=max(base.allowed + own.allowed - before.allowed, 0.0),
             reach=max(base.reach + own.reach - before.reach, 0.0),
         )
+
+
+def _count(state: BudgetState, answer: Answer, weight: float) -> None:
+    """Add an answer's tokens to the sums; none falls below zero."""
+    losses = [option.loss for option in answer.priced]
+    tokens = weight * answer.tokens
+    state.answers = max(state.answers + weight * (answer.tokens > 0), 0.0)
+    state.tokens = max(state.tokens + tokens, 0.0)
+    state.lost = max(state.lost + tokens * answer.loss, 0.0)
+    state.allowed = max(state.allowed + tokens * answer.allowed, 0.0)
+    if losses:
+        state.reach = max(state.reach + tokens * (max(losses) - min(losses)), 0.0)
+
+
+def _take_in(state: BudgetState, low: float, high: float, weight: float) -> None:
+    """Take in the prices at which a request would have changed its tier: at once outwards, slowly inwards."""
+    if state.log_price is None:
+        state.log_price, state.lowest, state.highest = (low + high) / 2, low, high
+    else:
+        state.lowest = min(low, state.lowest + weight * (low - state.lowest))
+        state.highest = max(high, state.highest + weight * (high - state.highest))
+
+
+def _move(state: BudgetState, tokens: float, beyond: float) -> None:
+    """Move the price by what an answer, and the running mean, are off the budget.
+
+    Args:
+        state: One's own.
+        tokens: Of the answer; below zero where fewer came than were expected.
+        beyond: How many more of them differ from the highest precision's than are allowed.
+    """
+    if state.log_price is None or state.reach <= 0 or state.tokens <= 0:
+        return
+    known = state.answers / (state.answers + FEW)
+    off = beyond + known * tokens * RECALL * (state.lost - state.allowed) / state.tokens
+    step = known * GAIN * off / state.reach
+    price = state.log_price + max(-STEP, min(STEP, step))
+    state.log_price = max(state.lowest - MARGIN, min(state.highest + MARGIN, price))
 
 
 def turning_prices(priced: Sequence[Priced]) -> list[float]:
