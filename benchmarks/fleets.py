@@ -33,7 +33,7 @@ from router.policy.profiles import (
     load_profile,
     profile_name,
 )
-from router.settings import PolicySettings, load_settings
+from router.settings import load_settings
 from tiers.checkpoints.prepare import finished
 from tiers.lifecycle.command import engine_argv, engine_environment
 from tiers.plan import machine_name
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 QARR = ROOT / ".venv/bin/qarr"
 NOTHING: dict[str, dict[str, Any]] = {}
-HAS_BUDGET = "loss_budget" in PolicySettings.model_fields
 
 # Losses of an 8B model: assumed, from two sources. Level: how often Llama 3 8B's likeliest token differs from FP16's, in
 # 4 bits (q4_K_M, 8.1 %) and in 8 (q8_0, 2.3 %; FP8 has fewer bits of mantissa, so it loses more than that), from
@@ -107,7 +106,7 @@ def given_settings(lines: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def half_life(seconds: float) -> dict[str, dict[str, Any]]:
     """Return the setting of the running mean's half-life, so short that a run holds several; nothing without budgets."""
-    return {"policy": {"budget_half_life_s": seconds}} if HAS_BUDGET else {}
+    return {"policy": {"budget_half_life_s": seconds}}
 
 
 def merged(*parts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

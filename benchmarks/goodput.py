@@ -6,8 +6,8 @@
     python benchmarks/goodput.py real [--profiles ~/.cache/qarr/profiles] [--seconds 60] [--rounds 2]
 
 (a) everything to ``precise``; (b) everything to ``balanced``; (c) round robin; (d) the table, with nothing measured but idle
-speeds; (e) the policy with measured loss and speed, with ``policy.loss_budget`` where this release has it. ``--set`` adds a
-setting to (e), as ``--set 'policy.loss_budget = 0.02'``. Every row has a router of its own, so none learns from another.
+speeds; (e) the policy with measured loss and speed, and its loss budget. ``--set`` adds a setting to (e), as
+``--set 'policy.loss_budget = 0.02'``. Every row has a router of its own, so none learns from another.
 
 Goodput is the rate of requests that met both their TTFT and their TPOT bound; all rows are judged by the same bounds, which
 (d) and (e) are told. Loss is the profile's for the class and the tier that answered, a share of tokens. A request's
@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleets import (
-    HAS_BUDGET,
     LEVELS,
     LOSS_SOURCE,
     NOTHING,
@@ -84,7 +83,6 @@ from open_loop import (
 from plots import Point, Series, chart
 from simulated_engine import HARDWARE, offline
 
-from classifier import PromptClass
 from router.policy.profiles import percentile
 from router.policy.replay import differing, read_recording, seen, summarise
 from router.policy.simulation import simulate
@@ -104,12 +102,10 @@ ROWS = {
     "b": "all balanced",
     "c": "round robin",
     "d": "table, nothing measured",
-    "e": "loss budget" if HAS_BUDGET else "measured policy",
+    "e": "loss budget",
 }
 MEASURED = "e"
-REAL_BOUNDS = {"chat": 0.35, "writing": 0.35, "multilingual": 0.35, "code": 0.1, "math": 0.1, "extraction": 0.1}
-# Bounds of every class between the assumed losses of classes and tiers, for a sweep without budgets.
-CLASS_BOUNDS = [0.0, 0.021, 0.028, 0.035, 0.07, 0.08, 0.09, 0.12, 0.15]
+REAL_KINDS = ("chat", "writing", "multilingual", "code", "math", "extraction")
 MOST_LOST_S, MOST_LATE_MS = 0.3, 50.0  # beyond which this machine was measured, not the rows
 WINDOW_S = 10.0  # of the moving mean after a step
 MIXES = ({"chat": 1.0, "code": 1.0}, {"code": 1.0})  # before and after it
@@ -120,7 +116,6 @@ class Bench:
     """What is compared, and on what.
 
     Attributes:
-        max_loss: Most loss by class that requests of (e) ask for; empty: they ask for none.
         saturation: Requests a second.
         block_s: Length of a bootstrap's block.
     """
@@ -131,7 +126,6 @@ class Bench:
     speeds: LatencyProfile
     ttft_ms: float
     tpot_ms: float
-    max_loss: Mapping[str, float]
     saturation: float
     seconds: float
     rounds: int
@@ -247,7 +241,7 @@ def benched(options: argparse.Namespace, folder: Path) -> Iterator[Bench]:
 
 def real_bench(options: argparse.Namespace, folder: Path, engines: Engines) -> Bench:
     """Return what is compared on real engines."""
-    workload = Workload(read_prompts(tuple(REAL_BOUNDS)), uniform(8, 32))
+    workload = Workload(read_prompts(REAL_KINDS), uniform(8, 32))
     quality, speeds = kept_profiles(options.profiles, engines)
     with router(folder / "first", engines) as running:
         if speeds is None:
@@ -266,7 +260,6 @@ def real_bench(options: argparse.Namespace, folder: Path, engines: Engines) -> B
         speeds=speeds,
         ttft_ms=options.ttft or 4000,
         tpot_ms=options.tpot or 400,
-        max_loss={} if HAS_BUDGET else REAL_BOUNDS,
         saturation=saturation,
         seconds=options.seconds or 60,
         rounds=options.rounds,
@@ -304,7 +297,6 @@ def simulated_bench(options: argparse.Namespace, folder: Path, engines: Engines)
         speeds=speeds,
         ttft_ms=(options.ttft or 250) * slower,
         tpot_ms=(options.tpot or 12) * slower,
-        max_loss={},
         saturation=saturation,
         seconds=options.seconds or 12,
         rounds=options.rounds,
@@ -348,13 +340,11 @@ def required(tier: TierName) -> dict[str, Any]:
 def body_of(bench: Bench, row: str) -> Callable[[int, Arrival], dict[str, Any]]:
     """Return what makes a row's requests."""
 
-    def body(index: int, arrival: Arrival) -> dict[str, Any]:
+    def body(index: int, _arrival: Arrival) -> dict[str, Any]:
         if row in "abc":
             tier = {"a": TierName.PRECISE, "b": TierName.BALANCED}.get(row, list(TierName)[index % 3])
             return required(tier)
         sla: dict[str, float] = {"ttft_ms": bench.ttft_ms, "tpot_ms": bench.tpot_ms} if bench.bounded else {}
-        if row == MEASURED and arrival.kind in bench.max_loss:
-            sla["max_quality_loss"] = bench.max_loss[arrival.kind]
         return {"model": "auto", "qarr": {"sla": sla} if sla else {}}
 
     return body
@@ -367,9 +357,7 @@ def measure(
     plan = arrivals(bench.workload, load * bench.saturation, bench.warm_s + bench.seconds, seed=number)
     label = f"{row}-{load:g}-{number}-{len(list(bench.folder.iterdir()))}".replace(".", "_")
     note(f"({row}) {ROWS[row]} at {load:g} of saturation, round {number + 1}: {len(plan)} requests")
-    # Without a budget the policy keeps bounds on time rather than a class's bound on loss only where it is told so.
-    own = {} if HAS_BUDGET or not bench.bounded else {"policy": {"give_up": "quality"}}
-    settings = merged(own, half_life(bench.half_life_s), bench.given, more) if row == MEASURED else own
+    settings = merged(half_life(bench.half_life_s), bench.given, more) if row == MEASURED else NOTHING
     with router(bench.folder / label, bench.engines, settings) as running:
         if row == MEASURED:
             give_profiles(running, bench.quality, bench.speeds)
@@ -526,13 +514,6 @@ def told(value: Interval, digits: int, *, plus: bool = False) -> str:
     return f"{value.mean:{sign}.{digits}f} ({value.low:{sign}.{digits}f} to {value.high:{sign}.{digits}f})"
 
 
-def budget_setting(budget: float) -> dict[str, dict[str, Any]]:
-    """Return the setting of a mean loss; without budgets, that loss as the most of every class."""
-    if HAS_BUDGET:
-        return {"policy": {"loss_budget": budget}}
-    return {"policy": {"max_loss": {kind.value: budget for kind in PromptClass}}}
-
-
 def as_if(bench: Bench, answers: Sequence[Answer], tier: TierName) -> list[Answer]:
     """Return answers with the loss that they would have if one tier had given them all."""
     return with_loss([replace(answer, tier=tier) for answer in answers], bench.quality)
@@ -554,14 +535,13 @@ def sweep(bench: Bench, options: argparse.Namespace) -> None:
     asked = results[f"(b) {ROWS['b']}"].answers
     least, most = (mean_loss_of(as_if(bench, asked, tier)) for tier in (TierName.BALANCED, TierName.FAST))
     shares = [least * n / 4 for n in range(5)] + [most * n / 4 for n in (2, 3, 4)]
-    budgets = options.budgets or (shares if HAS_BUDGET else CLASS_BOUNDS)
+    budgets = options.budgets or shares
     for budget in budgets:
         results[f"{budget:.4f}"] = result = Result()
         for number in range(bench.rounds):
-            measure(bench, MEASURED, load, number, result, budget_setting(budget))
+            measure(bench, MEASURED, load, number, result, {"policy": {"loss_budget": budget}})
     count_engine_time(bench, list(results.values()))
-    kind = "policy.loss_budget" if HAS_BUDGET else "policy.max_loss of every class (this release has no budget)"
-    print(f"\n{load:g} of saturation; rows by number: (e) with that {kind}")
+    print(f"\n{load:g} of saturation; rows by number: (e) with that policy.loss_budget")
     print(f"{'row':28} {'mean loss':>24} {'engine-seconds':>24} {'used':>7} {'goodput/s':>24}")
     points: dict[str, list[Point]] = {"e": [], "fixed": []}
     for name, result in results.items():

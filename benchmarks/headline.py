@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleets import (
-    HAS_BUDGET,
     LOSS_SOURCE,
     Cpu,
     Simulation,
@@ -246,7 +245,7 @@ def run_simulated(options: argparse.Namespace, folder: Path) -> None:
                 row.answers = with_loss(row.answers, assumed_losses({}))
                 rows[load.title][name] = row
                 keep(options.json, load, name, row)
-    policy = f"its loss budget, with a half-life of {HALF_LIFE_S:g} s" if HAS_BUDGET else "without a loss budget"
+    policy = f"its loss budget, with a half-life of {HALF_LIFE_S:g} s"
     given = f", {'; '.join(options.set)}" if options.set else ""
     print(f"# simulated: 3 H100, Llama 3.1 8B, real time, batches of at most {options.max_num_seqs}; {LOSS_SOURCE}")
     print(f"# the router's default policy, {policy}{given}")

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from router.monitoring.live import TracesElsewhere
     from router.pipeline.pipeline import AnswerObserver
     from router.settings import Settings
+    from router.telemetry.record import RequestRecord
     from router.telemetry.tracing import Telemetry
     from tiers.fleet import Fleet
     from tiers.lifecycle.operations import Operations
@@ -222,6 +223,7 @@ def _wire(
         registry.observers.append(partial(log_outcome, decisions))
     redis_url = settings.state.redis_url.get_secret_value()
     policy = PolicyStore(settings.policy, fleet, redis_url)
+    registry.observers.append(partial(_count_loss, policy))
     # The most requests that replicas have at once; an engine started here may have a successor beside it for a while.
     slots = sum(spec.max_in_flight * (len(spec.urls) or 2) for spec in fleet.specs)
     upstream = Upstream(fleet, EngineTransport(2 * slots), settings.upstream, telemetry, policy)
@@ -259,6 +261,11 @@ def _wire(
     about = {"version": version("qarr"), "model": model, "trace_url": kept.trace_url}
     loss_budget = partial(render_budget, policy, settings.policy.budget_half_life_s)
     return _Wired(pipeline, upstream, shared, evaluation, profiling, samples, about, loss_budget)
+
+
+def _count_loss(policy: PolicyStore, record: RequestRecord) -> None:
+    """Count the loss of a request's answer; if it has none, take back what was expected of it."""
+    policy.served(record.decision, record.served_by, record.output_tokens, record.expected)
 
 
 def _lifespan(

@@ -166,11 +166,9 @@ class Pipeline:
     async def _close(
         self, active: ActiveRequest, grant: Grant, asked: EngineRequest, error: BaseException | None
     ) -> None:
-        """Close the answer, count its loss, and give back quota and slot."""
+        """Close the answer, and give back quota and slot."""
         answer = active.answer
         try:
-            tier, tokens = (None, 0) if answer is None else (answer.tier, answer.output_tokens)
-            self.policy.served(active.decision, tier, tokens, active.expected)
             if answer is not None:
                 prompt_tokens = answer.usage.get("prompt_tokens", active.decision.query.tokens_to_read)
                 grant.used = prompt_tokens + answer.output_tokens

@@ -165,6 +165,7 @@ class RequestRegistry:
             escalated=answer is not None and answer.escalation is not None,
             hedged=answer is not None and answer.hedge is not None,
             continued_on=tuple(continued_on(answer)) if answer is not None and answer.parts else (),
+            expected=request.expected,
         )
 
     def _outcome(self, answer: EngineAnswer | None, error: BaseException | None) -> tuple[Outcome, str | None]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 GAIN = 20.0  # of log(price) over about a half-life, if every answer is as far from the budget as choosing could take it
 RECALL = 3.0  # weight of the running mean's distance; 3 half-lives of the mean's memory pass in one of the clock's
 STEP = 0.25  # most of log(price) for one answer
+LEAST = 1e-6  # tokens: less is what halving and rounding leave
 FEW = 60.0  # answers, of which the mean and the steps count by half: the first ones would throw the price to and fro
 MARGIN = math.log(2.0)  # of log(price) beyond every price at which a recent request would have changed its tier
 
@@ -87,12 +88,12 @@ class BudgetState:
     @property
     def mean(self) -> float | None:
         """Return the running mean loss, 0..1; None: nothing was answered lately."""
-        return self.lost / self.tokens if self.tokens > 0 else None
+        return self.lost / self.tokens if self.tokens > LEAST else None
 
     @property
     def budget(self) -> float | None:
         """Return the share, 0..1, that the budget allowed of the same answers."""
-        return self.allowed / self.tokens if self.tokens > 0 else None
+        return self.allowed / self.tokens if self.tokens > LEAST else None
 
     def faded(self, now: float, half_life_s: float) -> BudgetState:
         """Return the state at a later time."""
@@ -186,7 +187,7 @@ def _move(state: BudgetState, tokens: float, beyond: float) -> None:
         tokens: Of the answer; below zero where fewer came than were expected.
         beyond: How many more of them differ from the highest precision's than are allowed.
     """
-    if state.log_price is None or state.reach <= 0 or state.tokens <= 0:
+    if state.log_price is None or state.reach <= 0 or state.tokens <= LEAST:
         return
     known = state.answers / (state.answers + FEW)
     off = beyond + known * tokens * RECALL * (state.lost - state.allowed) / state.tokens

@@ -20,11 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 EVERY_S = 60.0
-COLLECTED_AT = (
-    100_000,
-    5,
-    5,
-)  # objects more than at the last collection, about 10 MB of them; younger ones to older ones
+# Objects more than at the last collection, about 10 MB of them; collections of younger objects before one of older ones.
+COLLECTED_AT = (100_000, 5, 5)
 
 
 def set_aside() -> None:

@@ -9,6 +9,7 @@ from router.policy.decision_log import OutcomeRecord
 from router.policy.render import render_verdict
 
 if TYPE_CHECKING:
+    from router.policy.budget_store import Expectation
     from router.policy.decision import Decision, Priority
     from router.policy.decision_log import DecisionLog
     from tiers.spec import TierName
@@ -42,6 +43,7 @@ class RequestRecord(NamedTuple):
         duration_ms: From its arrival to its last byte.
         sla_met: Whether its own bounds on times were met; None: it had none, or its caller left before.
         continued_on: Tiers that continued its answer after failures, in order.
+        expected: What the loss budget counted for it while it was open.
     """
 
     at: float
@@ -69,6 +71,7 @@ class RequestRecord(NamedTuple):
     escalated: bool
     hedged: bool
     continued_on: tuple[TierName, ...]
+    expected: Expectation | None = None
 
     @property
     def undisturbed(self) -> bool:

@@ -243,6 +243,30 @@ async def test_a_class_that_loses_too_much_is_promoted_and_recovers(
         assert "qarr_promoted_classes{" not in (await stack.client.get(f"{stack.url}/metrics")).text
 
 
+@pytest.mark.parametrize("way", ["broken", "left"])
+async def test_an_answer_that_never_came_does_not_count_against_the_budget(tmp_path: Path, way: str) -> None:
+    """While it is open the budget counts what is expected of it; afterwards nothing of that is left."""
+    async with profiled_stack(tmp_path, {}) as stack:
+
+        async def mean() -> float | None:
+            found: float | None = (await stack.client.get(f"{stack.url}/tiers")).json()["loss_budget"]["mean"]
+            return found
+
+        for engine in stack.engines.values():
+            engine.delay_s, engine.status = (30.0, 200) if way == "left" else (0.0, 500)
+        request = asyncio.create_task(stack.generate(prompt="Hello, how are you today?"))
+        if way == "left":
+            while await mean() is None:
+                await asyncio.sleep(0.01)
+            request.cancel()
+        else:
+            assert (await request).status_code >= 500
+        await asyncio.wait([request])
+        while stack.leases():
+            await asyncio.sleep(0.01)
+        assert await mean() is None
+
+
 async def test_prompts_are_sampled_only_when_asked(tmp_path: Path) -> None:
     """The file is the owner's alone, and feeds the profile; without the setting nothing is kept."""
     path = tmp_path / "kept" / "prompts.jsonl"
