@@ -1,6 +1,6 @@
 """Predicted TTFT and TPOT against what was seen, on real engines under mixed load.
 
-    python benchmarks/predictions.py [--profiles ~/.cache/qarr/profiles] [--rounds 1] [--plots DIR] [--json FILE]
+    python benchmarks/predictions.py [--profiles ~/.cache/qarr/profiles] [--rounds 1] [--auto] [--plots DIR] [--json FILE]
 
 The load changes: a few requests, none, more, a burst, none, as many as the machine carries, none, some. Prompts are the
 committed ones of every class and length, a quarter of them two to six at once; answers have 12, 24, 48 or 64 tokens. Every
@@ -78,9 +78,10 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=2.0, help="of the profile of speed, if there is none, in seconds")
     parser.add_argument("--plots", type=Path, help="folder for charts")
     parser.add_argument("--json", type=Path, help="file that every pair is written to")
+    parser.add_argument("--auto", action="store_true", help="the router chooses the tiers")
     parser.add_argument("--logs", type=Path, help="folder that the decision logs are kept in")
     args = parser.parse_args()
-    print(f"$ python benchmarks/predictions.py --rounds {args.rounds}\n", flush=True)
+    print(f"$ python benchmarks/predictions.py --rounds {args.rounds}{' --auto' * args.auto}\n", flush=True)
     pairs: list[Pair] = []
     happened: list[Result] = []
     simulated: list[Result] = []
@@ -90,7 +91,7 @@ def main() -> None:
             with router(Path(folder) / str(number), engines, {"profile": {"live": True}}) as running:
                 give_profiles(running, quality, latency)
                 latency = latency or measure_speed(running, args.step)
-                pairs += _round(running, engines, number)
+                pairs += _round(running, engines, number, auto=args.auto)
                 recording = read_recording(running.decisions)
                 happened += seen(recording)
                 simulated += simulate(recording)
@@ -105,11 +106,11 @@ def main() -> None:
         _plot(args.plots, pairs)
 
 
-def _round(running: Router, engines: Engines, seed: int) -> list[Pair]:
+def _round(running: Router, engines: Engines, seed: int, *, auto: bool) -> list[Pair]:
     """Send one round's requests, and return their pairs."""
     plan, phases = _plan(seed)
     tiers = random.Random(seed)
-    asked = [tiers.choice(list(engines.urls)).value for _ in plan]
+    asked = ["auto" if auto else tiers.choice(list(engines.urls)).value for _ in plan]
     answers = asyncio.run(send(running.url, plan, lambda index, _: {"model": asked[index]}, "p", progress=_progress))
     failed = [answer.error for answer in answers if answer.error]
     print(f"round {seed + 1}: {len(plan)} requests, {len(failed)} failed", flush=True)
