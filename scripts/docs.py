@@ -1,4 +1,4 @@
-"""Write the generated documentation: settings.md, settings.schema.json, cli.md, and figures in README and predictions.md.
+"""Write the generated documentation: settings.md, its schema, cli.md, and figures in README, predictions.md, planning.md.
 
 usage: .venv/bin/python scripts/docs.py
 """
@@ -20,12 +20,14 @@ README = "../README.md"
 RESULTS = DOCS / "../benchmarks/results"
 FIGURES = RESULTS / "side_by_side.json"
 COST = re.compile(r"^- \*\*Cost\.\*\*.*?\n(?=- |\n)", re.MULTILINE | re.DOTALL)  # README's paragraph
+PLAN = re.compile(r"^```text\n\$ qarr (plan .*)\n(?:.*\n)*?```\n", re.MULTILINE)  # of planning.md
 TABLE = re.compile(r"^```text\n.*?^```\n", re.MULTILINE | re.DOTALL)  # of predictions.md
 COMMANDS = (
     (),
     ("up",),
     ("serve",),
     ("classify",),
+    ("plan",),
     ("replay",),
     ("model",),
     ("model", "prepare"),
@@ -67,6 +69,7 @@ def render() -> dict[str, str]:
         "settings.schema.json": portable + "\n",
         README: COST.sub(lambda _: cost(), (DOCS / README).read_text("utf-8"), count=1),
         "predictions.md": TABLE.sub(lambda _: predictions(), (DOCS / "predictions.md").read_text("utf-8"), count=1),
+        "planning.md": PLAN.sub(lambda found: planned(found[1]), (DOCS / "planning.md").read_text("utf-8")),
         "cli.md": "# The command\n\n" + "\n".join(_help(command) for command in COMMANDS),
     }
 
@@ -87,6 +90,14 @@ def cost() -> str:
 def predictions() -> str:
     """Return the benchmark of predictions as it was printed."""
     return f"```text\n{(RESULTS / 'predictions.txt').read_text('utf-8')}```\n"
+
+
+def planned(command: str) -> str:
+    """Return a plan as it is printed in the checkout's folder."""
+    args = [str(DOCS.parent / arg) if arg.endswith(".json") else arg for arg in command.split()]
+    result = CliRunner().invoke(make_app(), args, env=PLAIN, prog_name="qarr", catch_exceptions=False)
+    lines = [line.rstrip().replace(f"{DOCS.parent}/", "") for line in result.output.strip().splitlines()]
+    return f"```text\n$ qarr {command}\n" + "\n".join(lines) + "\n```\n"
 
 
 def _help(command: tuple[str, ...]) -> str:

@@ -14,10 +14,11 @@ import psutil
 
 from tiers.checkpoints.checkpoint import quantized_bytes
 from tiers.errors import CheckpointError, PlanError
+from tiers.sizing.architecture import kv_bytes_per_token
 from tiers.spec import PRECISIONS, Placement, Precision, TierName, TierSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 GIB = 1 << 30
 # Of a GPU's memory, left for the CUDA contexts of three processes and fragmentation.
@@ -27,7 +28,6 @@ GPU_OVERHEAD_GIB = 2.0
 # Per CPU engine, besides weights and KV cache: three Python processes with torch. With a 135M model and a KV cache of
 # 1 GiB, 2.6 to 3.4 GiB were resident (vLLM 0.32).
 CPU_OVERHEAD_GIB = 2.0
-KV_BYTES_PER_VALUE = 2  # BF16 keys and values in every tier
 AMX = "amx_tile"  # as Linux names it
 # Bytes per weight of a linear layer. Int4 has a scale of 16 bits and a zero point of 4 per group of weights; the smallest
 # group is 32.
@@ -112,30 +112,6 @@ def _cpuinfo(name: str) -> str:
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
-
-
-def kv_bytes_per_token(config: Mapping[str, object]) -> int:
-    """Return the KV-cache bytes of one token: 2 x layers x KV heads x head dimension x bytes per value.
-
-    Args:
-        config: The model's ``config.json``.
-
-    Raises:
-        PlanError: The configuration lacks one of the dimensions.
-    """
-
-    def number(*names: str) -> int:
-        for name in names:
-            value = config.get(name)
-            if isinstance(value, int):
-                return value
-        raise PlanError(f"config.json of the model has none of {', '.join(names)}: its KV cache cannot be planned")
-
-    heads = number("num_attention_heads")
-    kv_heads = number("num_key_value_heads", "num_attention_heads")
-    head_dim = config.get("head_dim") or number("hidden_size") // heads
-    assert isinstance(head_dim, int)
-    return 2 * number("num_hidden_layers") * kv_heads * head_dim * KV_BYTES_PER_VALUE
 
 
 def weight_bytes(checkpoint: Path) -> int:

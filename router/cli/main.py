@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "trace": ("trace", "trace"),
     "doctor": ("doctor.command", "doctor"),
     "classify": ("classify", "classify"),
+    "plan": ("plan", "plan"),
     "settings": ("settings", "show_settings"),
     "model": ("model", "model_app"),
     "keys": ("keys", "keys_app"),

@@ -29,7 +29,9 @@ def _generated() -> dict[str, str]:
     return rendered
 
 
-@pytest.mark.parametrize("name", ["settings.md", "settings.schema.json", "cli.md", "../README.md"])
+@pytest.mark.parametrize(
+    "name", ["settings.md", "settings.schema.json", "cli.md", "predictions.md", "planning.md", "../README.md"]
+)
 def test_generated_docs_are_current(name: str) -> None:
     """docs/, and README's figures, are what scripts/docs.py writes now."""
     assert (ROOT / "docs" / name).read_text("utf-8") == _generated()[name], "run .venv/bin/python scripts/docs.py"

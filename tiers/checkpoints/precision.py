@@ -86,7 +86,7 @@ def root_precision(url: str, root: str | None) -> str:
         return UNKNOWN if args is None else checkpoint_precision(Path(root), args)
     if not _HUB_ID.fullmatch(root):
         return UNKNOWN
-    cached = (_hub_cache() / f"models--{root.replace('/', '--')}" / "snapshots").glob("*/config.json")
+    cached = (hub_cache() / f"models--{root.replace('/', '--')}" / "snapshots").glob("*/config.json")
     found = {checkpoint_precision(path.parent, args or ()) for path in cached}
     return found.pop() if len(found) == 1 else UNKNOWN
 
@@ -171,7 +171,7 @@ def _calibration(folder: Path) -> str:
     return "awq-" if "AWQModifier" in recipe else "gptq-" if "GPTQModifier" in recipe else ""
 
 
-def _hub_cache() -> Path:
+def hub_cache() -> Path:
     """Return the cache of the Hugging Face hub, as its library finds it."""
     given = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{given}/huggingface"

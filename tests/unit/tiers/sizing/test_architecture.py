@@ -1,0 +1,146 @@
+"""Sizes of published models, from the numbers in their ``config.json``, beside published ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiers.errors import PlanError
+from tiers.sizing.architecture import architecture, kv_bytes_per_token
+
+CONFIGS = Path(__file__).with_name("configs")
+# Parameters as the models' pages on the hub count their checkpoints' tensors; of DeepSeek-V3 without its module for predicting
+# further tokens. KV cache: 2 x layers x KV heads x head dimension x 2 bytes; of DeepSeek-V3 as its authors give it (arXiv
+# 2505.09343, table 1: 70.272 KB).
+PUBLISHED = {
+    "llama-3.1-8b": (8_030_261_248, 131_072),
+    "llama-3.3-70b": (70_553_706_496, 327_680),
+    "qwen3-30b-a3b": (30_532_122_624, 98_304),
+    "gemma-3-27b": (27_432_406_640, 507_904),
+    "deepseek-v3": (671_026_419_200, 70_272),
+}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 1024,
+}
+
+
+def read(name: str) -> dict[str, Any]:
+    """Return the configuration of a published model."""
+    found: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_bytes())
+    return found
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models(name: str) -> None:
+    """Parameters are exact, and so is the KV cache of a token."""
+    model = architecture(read(name))
+    assert (model.parameters, model.kv_bytes_per_token()) == PUBLISHED[name]
+    assert kv_bytes_per_token(read(name)) == model.kv_bytes_per_token()
+    assert model.kv_bytes_per_token(bytes_per_value=1) == model.kv_bytes_per_token() // 2
+
+
+def test_weights_of_published_checkpoints() -> None:
+    """BF16 takes two bytes a parameter; DeepSeek-V3's own FP8 checkpoint is 685 GB with its 14 billion for prediction."""
+    assert architecture(read("llama-3.1-8b")).weight_bytes(2) == 2 * 8_030_261_248
+    assert architecture(read("deepseek-v3")).weight_bytes(1) == pytest.approx(671e9, rel=0.01)
+    assert architecture(read("llama-3.1-8b")).weight_bytes(0.52) == pytest.approx(5.7e9, rel=0.01)
+
+
+def test_sliding_windows_keep_their_last_tokens() -> None:
+    """Of Gemma 3's 62 layers, ten hold the whole context and 52 the last 1,024 tokens."""
+    model = architecture(read("gemma-3-27b"))
+    each = 2 * 16 * 128 * 2
+    assert [layer.window for layer in model.layers].count(1024) == 52
+    assert model.sequence_bytes(1000) == 1000 * 62 * each
+    assert model.sequence_bytes(32_768) == (10 * 32_768 + 52 * 1024) * each
+
+
+def test_a_latent_vector_is_copied_to_every_gpu() -> None:
+    """Heads are divided between GPUs, and copied where there are fewer; MLA's one vector is on each."""
+    assert architecture(read("deepseek-v3")).kv_bytes_per_token(gpus=8) == 70_272
+    llama = architecture(read("llama-3.1-8b"))
+    assert [llama.kv_bytes_per_token(gpus=n) for n in (1, 2, 8, 16)] == [131_072, 65_536, 16_384, 16_384]
+
+
+def test_a_hybrid_keeps_a_state_beside_its_kv_cache() -> None:
+    """Qwen3-Next: 12 of 48 layers attend, with 2 KV heads of 256; the others' state does not grow."""
+    model = architecture(read("qwen3-next-80b-a3b"))
+    assert model.kv_bytes_per_token() == 12 * 2 * 2 * 256 * 2
+    state = 36 * (3 * (2 * 2048 + 4096) * 2 + 32 * 128 * 128 * 4)
+    assert model.sequence_bytes(1) == 24_576 + state
+    assert model.sequence_bytes(100_001) - model.sequence_bytes(1) == 100_000 * 24_576
+    assert model.parameters == pytest.approx(80e9, rel=0.02)
+    assert model.active == pytest.approx(3e9, rel=0.1)
+
+
+def test_experts_are_read_as_tokens_ask_for_them() -> None:
+    """One token reads its own, many read all; a token computes eight of 128."""
+    model = architecture(read("qwen3-30b-a3b"))
+    assert model.read(1) == pytest.approx(model.active)
+    assert model.active < model.read(16) < model.read(1000) == pytest.approx(model.quantizable, rel=1e-6)
+    assert model.active + 2 * model.head == pytest.approx(3.3e9, rel=0.02)  # "A3B": 3.3 billion with both embeddings
+
+
+@pytest.mark.parametrize(
+    ("changed", "kept"),
+    [
+        ({"num_key_value_heads": 8}, 4 * 2 * 8 * 8),  # multi-head
+        ({"num_key_value_heads": None}, 4 * 2 * 8 * 8),
+        ({"num_key_value_heads": 1}, 4 * 2 * 1 * 8),  # multi-query
+        ({"multi_query": True}, 4 * 2 * 1 * 8),
+        ({"head_dim": 32}, 4 * 2 * 2 * 32),
+        ({"layer_types": ["full_attention", "linear_attention"] * 2}, 2 * 2 * 2 * 8),
+        ({"layers_block_type": ["mamba", "attention", "mamba", "mamba"]}, 2 * 2 * 8),
+        ({"attn_layer_period": 4, "attn_layer_offset": 1}, 2 * 2 * 8),
+        ({"attn_layer_indices": [0, 3]}, 2 * 2 * 2 * 8),
+        ({"hybrid_override_pattern": "M-*-"}, 2 * 2 * 8),
+    ],
+)
+def test_kinds_of_attention(changed: dict[str, Any], kept: int) -> None:
+    """Values a token: layers that attend x 2 x KV heads x head dimension; two bytes each."""
+    assert kv_bytes_per_token({**LLAMA, **changed}) == 2 * kept
+
+
+@pytest.mark.parametrize(
+    ("changed", "windows"),
+    [
+        ({"sliding_window": 16}, [16] * 4),  # Mistral's first
+        ({"sliding_window": 16, "use_sliding_window": False, "max_window_layers": 2}, [None] * 4),
+        ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}, [None, None, 16, 16]),
+        ({"sliding_window": 16, "sliding_window_pattern": 2}, [16, None, 16, None]),
+        ({"sliding_window": 16, "layer_types": ["sliding_attention", *["full_attention"] * 3]}, [16, None, None, None]),
+        ({"attention_chunk_size": 8, "layer_types": ["chunked_attention"] * 4}, [8] * 4),
+    ],
+)
+def test_which_layers_slide(changed: dict[str, Any], windows: list[int | None]) -> None:
+    assert [layer.window for layer in architecture({**LLAMA, **changed}).layers] == windows
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_hidden_layers": None}, "has no num_hidden_layers"),
+        ({"vocab_size": 0}, "has no vocab_size"),
+        ({"hidden_size": -1}, "hidden_size is -1"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, num_hidden_layers is 4"),
+        ({"layer_types": ["retention"] * 4}, "layers of the kind 'retention'; known are"),
+        ({"hybrid_override_pattern": "MX"}, "hybrid_override_pattern has X"),
+        ({"kv_lora_rank": 8}, "has no qk_rope_head_dim"),
+        ({"layer_types": ["mamba"] * 4}, "has no mamba_d_conv or conv_kernel"),
+    ],
+)
+def test_what_is_not_known_is_an_error(changed: dict[str, Any], said: str) -> None:
+    """Nothing is guessed; the text names the field."""
+    with pytest.raises(PlanError, match=said):
+        architecture({**LLAMA, **changed})

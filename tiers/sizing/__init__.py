@@ -1,0 +1,1 @@
+"""What a model needs, and what GPUs carry, before anything is started."""

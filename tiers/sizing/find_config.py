@@ -1,0 +1,74 @@
+"""Find the ``config.json`` of a model: on disk, in the cache of the Hugging Face hub, or on the hub. No weights are read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tiers.checkpoints.precision import hub_cache
+from tiers.errors import PlanError
+
+HUB = "https://huggingface.co"
+TIMEOUT_S = 20
+MAX_BYTES = 4 << 20
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+def find_config(model: str) -> dict[str, Any]:
+    """Return a model's configuration.
+
+    ``HF_ENDPOINT``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` mean what they mean to the hub's own library.
+
+    Args:
+        model: A ``config.json``, a folder with one, or an id of the hub, as ``Qwen/Qwen3-30B-A3B``.
+
+    Raises:
+        PlanError: There is none, or it cannot be had; the text says what to do.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        path /= "config.json"
+    if path.is_file():
+        return _object(path.read_bytes(), str(path))
+    if not _ID.fullmatch(model) or path.suffix == ".json":
+        raise PlanError(f"--model {model}: there is no such file or folder, and it is not an id such as owner/name")
+    cached = sorted((hub_cache() / f"models--{model.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+    if cached:
+        return _object(max(cached, key=lambda file: file.stat().st_mtime).read_bytes(), model)
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
+        raise PlanError(
+            f"--model {model}: it is not in the hub's cache, and HF_HUB_OFFLINE is set; give its config.json"
+        )
+    return _object(_download(model), model)
+
+
+def _download(model: str) -> bytes:
+    url = f"{os.environ.get('HF_ENDPOINT', HUB).rstrip('/')}/{model}/resolve/main/config.json"
+    token = os.environ.get("HF_TOKEN")
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    try:
+        answer = httpx.get(url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True)
+    except httpx.HTTPError as error:
+        raise PlanError(
+            f"--model {model}: {url} cannot be reached ({error or type(error).__name__}); give the model's config.json"
+        ) from error
+    if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
+        raise PlanError(f"--model {model}: the hub wants a token that may read it in HF_TOKEN; or give its config.json")
+    if answer.status_code != httpx.codes.OK:
+        raise PlanError(f"--model {model}: {url} answered {answer.status_code}; check the id, or give its config.json")
+    return answer.content
+
+
+def _object(content: bytes, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(content[:MAX_BYTES])
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"--model {where}: its config.json is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise PlanError(f"--model {where}: its config.json must be a JSON object")
+    return found
