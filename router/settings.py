@@ -33,6 +33,7 @@ from redis.asyncio.connection import parse_url
 
 from classifier import PromptClass
 from tiers.checkpoints.prepare import CALIBRATION_SAMPLES, CALIBRATION_TOKENS, DEFAULT_CALIBRATION, DEFAULT_MODEL
+from tiers.lifecycle.engine_args import check_own
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -43,7 +44,11 @@ if TYPE_CHECKING:
 PREFIX = "QARR_"
 PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR", "QARR_KEY"}  # variables with the prefix that are not settings
 TRACE_ID = "{trace_id}"  # placeholder in the address of a trace viewer
-SECRETS = {"state.redis_url", "engine.api_key"}  # never shown, not even in an error
+SECRETS = {
+    "state.redis_url",
+    "engine.api_key",
+    *(f"tiers.{name}.env" for name in TierName),
+}  # never shown, not even in an error
 _PASSWORD = re.compile(r"//[^/\s]*@")
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -188,6 +193,33 @@ def _normalised(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.lower()}{parts.path.rstrip('/')}"
 
 
+def _not_ours(args: tuple[str, ...]) -> tuple[str, ...]:
+    """Check that arguments leave alone what QARR itself gives to engines.
+
+    Raises:
+        ValueError: One does not.
+    """
+    check_own(args)
+    return args
+
+
+def _engine_variables(variables: dict[str, str]) -> dict[str, str]:
+    """Check the names of variables.
+
+    Raises:
+        ValueError: One is not a name, or is of QARR's own.
+    """
+    for name, value in variables.items():
+        if not name.isidentifier() or not name.isascii() or "\0" in value:
+            raise ValueError(
+                f"{name!r}: a name of letters, digits and underscores, and a value without NUL are allowed"
+            )
+        if name.startswith(PREFIX):
+            raise ValueError(f"{name}: variables of QARR's own do not reach engines")
+    return variables
+
+
+EngineArgs = Annotated[tuple[str, ...], AfterValidator(_not_ours)]
 EngineAddress = Annotated[str, AfterValidator(_engine_address)]  # unchanged: profiles of a tier are named by it
 BaseAddress = Annotated[EngineAddress, AfterValidator(lambda url: url.rstrip("/"))]
 
@@ -207,6 +239,14 @@ class TierSettings(Section):
         (), description="Engines that run elsewhere; empty: one is started here."
     )
     checkpoint: Path | None = Field(None, description="Model folder for this tier instead of the prepared one.")
+    engine_args: EngineArgs = Field(
+        (),
+        description="More vLLM arguments for this tier's engines started here, after `engine.extra_args`; checked by the "
+        "installed vLLM before anything starts.",
+    )
+    env: Annotated[dict[str, str], AfterValidator(_engine_variables)] = Field(
+        {}, description="Variables for this tier's engines started here, over those of the environment."
+    )
     precision: str = Field(
         "",
         pattern=r"^([a-z0-9][a-z0-9+.-]{0,31})?$",
@@ -287,7 +327,7 @@ class EngineSettings(Section):
     api_key: Annotated[str, AfterValidator(_header_value)] = Field(
         "", description="Key of engines given by URL. Engines started here get a random one."
     )
-    extra_args: tuple[str, ...] = Field((), description="More vLLM arguments for every engine started here.")
+    extra_args: EngineArgs = Field((), description="More vLLM arguments for every engine started here.")
     log_dir: Path = Field(default_factory=lambda: cache_dir() / "logs", description="Where engines log.")
     start_timeout_s: PositiveFloat = Field(600, description="From engine start to its first healthy answer.")
     stop_grace_s: NonNegativeFloat = Field(10, description="From SIGTERM to kill.")

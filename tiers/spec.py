@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from pathlib import Path  # noqa: TC003  pydantic reads it for the decision log
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class Precision(StrEnum):
@@ -123,7 +127,12 @@ class OtlpTarget:
 
 @dataclass(frozen=True, slots=True)
 class EngineLaunch:
-    """All that an engine's command line and environment are made from."""
+    """All that an engine's command line and environment are made from.
+
+    Attributes:
+        extra_args: Of vLLM, as a person gave them; they come last, so that they win.
+        env: Variables that a person gave; they win too.
+    """
 
     tier: TierSpec
     placement: Placement
@@ -134,6 +143,7 @@ class EngineLaunch:
     api_key: str
     otlp: OtlpTarget | None = None
     extra_args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def url(self) -> str:

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from router.deployment.counters import LateCounter, make_counter
-from router.deployment.layout import HOST, make_launch, prepare_options, with_checkpoint
+from router.deployment.layout import HOST, engine_args, make_launch, prepare_options, with_checkpoint
 from tiers.checkpoints.checkpoint import check_alike
 from tiers.checkpoints.prepare import DEFAULT_MODEL, DEFAULT_WEIGHTS, prepare
 from tiers.errors import CheckpointError, TierError
@@ -126,7 +126,7 @@ class FirstStart:
         if made.tier in self._missing:
             self._missing.remove(made.tier)
             spec = self._specs[made.tier]
-            self._specs[made.tier] = with_checkpoint(spec, made, settings.engine.extra_args)
+            self._specs[made.tier] = with_checkpoint(spec, made, engine_args(settings, made.tier))
         check_alike({name: spec.checkpoint for name, spec in self._specs.items() if spec.checkpoint is not None})
         known = self._plan
         if known is None:

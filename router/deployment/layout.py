@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from classifier import extract
 from router.deployment.counters import LateCounter, make_counter, named_counter
+from router.settings import cache_dir
 from router.telemetry.tracing import engine_target
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike
 from tiers.checkpoints.precision import checkpoint_precision, told_precision
 from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
 from tiers.errors import EngineError
+from tiers.lifecycle.engine_args import check_engine_args
 from tiers.plan import Plan, make_plan, read_machine
 from tiers.spec import UNKNOWN, EngineLaunch, TierName, TierSpec
 
@@ -45,8 +47,15 @@ def make_launch(spec: TierSpec, plan: Plan, settings: Settings, model: str, numb
         port=settings.engine.base_port + number,
         api_key=secrets.token_urlsafe(24),
         otlp=engine_target(),
-        extra_args=settings.engine.extra_args,
+        extra_args=engine_args(settings, spec.name),
+        env=getattr(settings.tiers, spec.name.value).env,
     )
+
+
+def engine_args(settings: Settings, tier: TierName) -> tuple[str, ...]:
+    """Return the arguments of a tier's engines that a person gave, in their order: the last one counts."""
+    own: TierSettings = getattr(settings.tiers, tier.value)
+    return (*settings.engine.extra_args, *own.engine_args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +110,9 @@ def make_deployment(
         TokenizerError: The tokenizer's folder has none.
     """
     prepared = {c.tier: c for c in checkpoints}
-    args = settings.engine.extra_args
-    specs = tuple(tier_spec(name, getattr(settings.tiers, name.value), prepared, args) for name in TierName)
+    specs = tuple(
+        tier_spec(name, getattr(settings.tiers, name.value), prepared, engine_args(settings, name)) for name in TierName
+    )
     local = tuple(spec for spec in specs if not spec.urls and start_engines)
     missing = tuple(spec.name for spec in local if spec.checkpoint is None)
     if missing:
@@ -112,6 +122,8 @@ def make_deployment(
             f"there is no engine environment at {settings.engine.python}: run 'make engine-env', or set engine.python to "
             f"an interpreter that has vLLM"
         )
+    given = {spec.name: engine_args(settings, spec.name) for spec in local}
+    check_engine_args(settings.engine.python, given, cache_dir() / "engine-args")
     folders = {spec.name: spec.checkpoint for spec in specs if spec.checkpoint is not None}
     check_alike(folders)
     folder = next(iter(folders.values()), None) if tokenizer is None else tokenizer

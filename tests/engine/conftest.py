@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 QARR = Path(sys.executable).with_name("qarr")
+BALANCED_ARGS = ["--block-size", "64"]  # of the KV cache, which the engine tells in its metrics
 ENGINE_ARGS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 START_LIMIT_S = 1500  # checkpoints are made first where the cache has none
 
@@ -79,6 +80,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         **os.environ,
         "QARR_ENGINE__BASE_PORT": str(base),
         "QARR_ENGINE__EXTRA_ARGS": json.dumps(ENGINE_ARGS),
+        "QARR_TIERS__BALANCED__ENGINE_ARGS": json.dumps(BALANCED_ARGS),
         # No profiles, and no tier counts as slow: decisions do not depend on the machine.
         "QARR_POLICY__PROFILES": str(profiles),
         "QARR_POLICY__MAX_SLOWDOWN": "1e9",

@@ -87,4 +87,4 @@ def engine_environment(launch: EngineLaunch, parent: Mapping[str, str]) -> dict[
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(placement.threads),
         }
-    return env
+    return env | dict(launch.env)

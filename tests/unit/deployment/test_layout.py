@@ -18,6 +18,7 @@ from tests.unit.cli.test_doctor import checkpoint
 from tests.unit.made_configs import model_folder, tier_folder
 from tiers.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from tiers.errors import CheckpointError, EngineError
+from tiers.lifecycle.command import engine_environment
 from tiers.spec import UNKNOWN, TierName
 
 FAST, BALANCED, PRECISE = TierName
@@ -201,3 +202,36 @@ def test_supervision_follows_the_settings(tmp_path: Path) -> None:
     assert supervised.canary is not None
     assert (supervised.canary.path, supervised.canary.machine) == (tmp_path / "canary.json", "a machine")
     assert make_canary(given, "b").machine == "b"
+
+
+def test_each_tier_has_arguments_and_variables_of_its_own(tmp_path: Path) -> None:
+    """Its arguments come after those of all engines; its variables over those of the environment."""
+    given = settings(
+        engine={"python": Path(sys.executable), "extra_args": ("--dtype", "half")},
+        tiers={"fast": {"engine_args": ("--dtype", "float"), "env": {"VLLM_LOGGING_LEVEL": "DEBUG"}}},
+    )
+    launches = {launch.tier.name: launch for launch in make_deployment(given, tuple(made(tmp_path).values())).launches}
+    assert launches[FAST].extra_args == ("--dtype", "half", "--dtype", "float")
+    assert launches[PRECISE].extra_args == ("--dtype", "half")
+    assert engine_environment(launches[FAST], {"VLLM_LOGGING_LEVEL": "INFO"})["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert engine_environment(launches[PRECISE], {"VLLM_LOGGING_LEVEL": "INFO"})["VLLM_LOGGING_LEVEL"] == "INFO"
+
+
+@pytest.mark.parametrize(
+    ("tier", "said"),
+    [
+        (
+            {"engine_args": ("--port", "1")},
+            "tiers.fast.engine_args: --port is QARR's own: set engine.base_port instead",
+        ),
+        ({"engine_args": ("--max_model_len=9",)}, "set tiers.<name>.max_model_len instead"),
+        ({"env": {"QARR_KEY": "secret"}}, "tiers.fast.env: QARR_KEY: variables of QARR's own do not reach engines"),
+        ({"env": {"A B": "secret"}}, "a name of letters, digits and underscores"),
+    ],
+)
+def test_arguments_and_variables_are_checked(tier: dict[str, Any], said: str) -> None:
+    """No value of a variable is in an error."""
+    with pytest.raises(SettingsError) as error:
+        settings(tiers={"fast": tier})
+    assert said in str(error.value)
+    assert "secret" not in str(error.value)
