@@ -7,7 +7,7 @@ prompt is computed in chunks, so near the processor's rate. Attention's own oper
 Assumptions: 80 % of the memory's bandwidth is reached, and of the dense peak 60 % in BF16, 45 % in FP8, 45 % of BF16's with
 4-bit weights, which kernels unpack to BF16 (MARLIN, arXiv 2408.11743). 1 ms a step goes to scheduling, sampling and gaps
 between kernels. With tensor parallelism every layer adds two all-reduces of 15 µs. So times are on the fast side: FP8 Llama
-3.1 8B on one H100, with prompts of 800 and answers of 128 tokens, comes to 7,300 tokens a second; Red Hat's MLPerf 5.1
+3.1 8B on one H100, with prompts of 800 and answers of 128 tokens, comes to 6,400 tokens a second; Red Hat's MLPerf 5.1
 result with vLLM for summaries of news of up to 128 tokens is 5,777.
 """
 
