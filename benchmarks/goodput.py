@@ -198,7 +198,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engines", choices=("real", "simulated"))
     parser.add_argument(
-        "--loads", type=float, nargs="+", help="shares of saturation; by default 0.3 with --sweep, 0.5 with --step"
+        "--loads", type=float, nargs="+", help="shares of saturation; by default 0.3 with --sweep, 0.35 with --step"
     )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument(
@@ -564,7 +564,7 @@ def sweep(bench: Bench, options: argparse.Namespace) -> None:
 
 def step(bench: Bench, options: argparse.Namespace) -> None:
     """Print and plot mean loss over time while the mix goes from half chat, half code to all code."""
-    load = (options.loads or [0.5])[0]
+    load = (options.loads or [0.35])[0]  # beyond 0.4, all code cannot be served at the budget
     result = Result()
     measure(bench, MEASURED, load, 0, result)
     answers = sorted((a for a in result.answers if a.loss is not None), key=lambda a: a.at_s)
