@@ -82,7 +82,9 @@ def plan(
         typer.Option(help="Sequences an engine decodes at once: on GPUs 256, else as set.", min=1, metavar="N"),
     ] = None,
     kv_fp8: Annotated[bool, typer.Option("--kv-fp8", help="Keep the KV cache in FP8.")] = False,
-    prices: Annotated[Path, typer.Option(help="Prices of GPUs; as the built-in file.", metavar="FILE")] = PRICES,
+    prices: Annotated[
+        Path, typer.Option(help="Prices of GPUs; see docs/planning.md.", metavar="FILE", show_default="built-in")
+    ] = PRICES,
     profile: Annotated[
         Path | None,
         typer.Option(help="Latency profile measured on such GPUs, instead of the roofline.", metavar="FILE"),
