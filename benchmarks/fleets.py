@@ -105,7 +105,7 @@ def given_settings(lines: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def half_life(seconds: float) -> dict[str, dict[str, Any]]:
-    """Return the setting of the running mean's half-life, so short that a run holds several; nothing without budgets."""
+    """Return the setting of the running mean's half-life, so short that a run holds several."""
     return {"policy": {"budget_half_life_s": seconds}}
 
 

@@ -216,6 +216,8 @@ def _engine_variables(variables: dict[str, str]) -> dict[str, str]:
             )
         if name.startswith(PREFIX):
             raise ValueError(f"{name}: variables of QARR's own do not reach engines")
+        if name == "VLLM_API_KEY":
+            raise ValueError(f"{name}: engines started here get a random key; it cannot be changed")
     return variables
 
 

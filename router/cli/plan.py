@@ -16,7 +16,7 @@ from router.cli.common import ConfigOption, output, print_table
 from router.deployment.layout import prepare_options
 from router.policy.profiles import latency_name, load_latency
 from router.settings import load_settings
-from tiers.checkpoints.prepare import finished
+from tiers.checkpoints.prepare import DEFAULT_MODEL, finished
 from tiers.errors import PlanError
 from tiers.plan import GIB, held_bytes, machine_name, read_machine
 from tiers.sizing.architecture import architecture
@@ -127,6 +127,8 @@ def _target(settings: Settings, model: str | None, gpus: str | None, profile: Pa
         name, folder = checkpoints[-1].manifest.model, str(checkpoints[-1].path)
     else:
         name = folder = model or settings.model.name
+        if model is None and name == DEFAULT_MODEL:
+            raise PlanError(f"{name}, the default model, is not made yet: run 'qarr model prepare', or give --model")
     found, machine = architecture(find_config(folder)), read_machine()
     gpu, available = (None, None) if gpus is None else parse_gpus(gpus)
     if gpus is None and machine.gpus:
@@ -258,6 +260,8 @@ def _notes(target: _Target, demand: Demand, made: FleetPlan, currency: str | Non
         found.append(_needed(target.gpu, demand, made, currency))
     else:
         found.append("the three engines share the processor; 'qarr up' checks its memory")
+        if made.tiers[0].replicas > 1:
+            found.append(f"the load takes {made.tiers[0].replicas} machines like this one")
     if target.speed is None:
         found.append("speed: not measured on this machine; 'qarr profile latency' does it, --gpus has a roofline")
     else:

@@ -21,15 +21,16 @@ from router.cli.common import (
     plain,
     tier_settings,
 )
-from router.deployment.layout import make_deployment, prepare_options
+from router.deployment.layout import engine_args, make_deployment, prepare_options
 from router.deployment.run import StartObserver, check_files, listen, open_keys, run
 from router.server.handover import HandoverClient, control_path
-from router.settings import load_settings
+from router.settings import cache_dir, load_settings
 from router.telemetry.logs import Logging
 from tiers.checkpoints.prepare import finished
+from tiers.lifecycle.engine_args import check_engine_args
 from tiers.plan import GIB
 from tiers.preparing import about
-from tiers.spec import PRECISIONS, ReplicaState
+from tiers.spec import PRECISIONS, ReplicaState, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,6 +62,8 @@ def up(
     keys, sock = open_keys(settings), listen(settings)
     needed = any(not t.urls and t.checkpoint is None for t in tier_settings(settings))
     deployment = make_deployment(settings, finished(prepare_options(settings)) if needed else ())
+    given = {name: engine_args(settings, name) for name in TierName if not getattr(settings.tiers, name.value).urls}
+    check_engine_args(settings.engine.python, given, cache_dir() / "engine-args", _asking)
     if not deployment.missing:
         _show_plan(deployment.model, deployment.plan, deployment.specs)
     _run(deployment, sock, keys, started, logging)
@@ -99,6 +102,10 @@ def serve(
     if not deployment.counter.exact:
         err.print("no tokenizer folder is given (--tokenizer DIR): prompt tokens are estimated")
     _run(deployment, sock, keys, started, logging, predecessor)
+
+
+def _asking() -> None:
+    err.print("asking the installed vLLM about its arguments; this takes some seconds, once")
 
 
 def _show_plan(model: str, plan: Plan, specs: Sequence[TierSpec]) -> None:

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 
 from classifier import extract
 from router.deployment.counters import LateCounter, make_counter, named_counter
-from router.settings import cache_dir
 from router.telemetry.tracing import engine_target
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike
 from tiers.checkpoints.precision import checkpoint_precision, told_precision
 from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
 from tiers.errors import EngineError
-from tiers.lifecycle.engine_args import check_engine_args
 from tiers.plan import Plan, make_plan, read_machine
 from tiers.spec import UNKNOWN, EngineLaunch, TierName, TierSpec
 
@@ -122,8 +120,6 @@ def make_deployment(
             f"there is no engine environment at {settings.engine.python}: run 'make engine-env', or set engine.python to "
             f"an interpreter that has vLLM"
         )
-    given = {spec.name: engine_args(settings, spec.name) for spec in local}
-    check_engine_args(settings.engine.python, given, cache_dir() / "engine-args")
     folders = {spec.name: spec.checkpoint for spec in specs if spec.checkpoint is not None}
     check_alike(folders)
     folder = next(iter(folders.values()), None) if tokenizer is None else tokenizer

@@ -14,7 +14,7 @@ from tiers.errors import EngineError
 from tiers.lifecycle.command import without_ours
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from tiers.spec import TierName
 
@@ -32,7 +32,7 @@ OWN = {
     "--uds": None,
     "--root-path": None,
     "--api-key": None,
-    "--otlp-traces-endpoint": "telemetry.otlp_endpoint",
+    "--otlp-traces-endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT",
     "--scheduling-policy": None,
     "--ssl-keyfile": None,
     "--ssl-certfile": None,
@@ -54,13 +54,19 @@ def check_own(args: Sequence[str]) -> None:
             )
 
 
-def check_engine_args(python: Path, given: Mapping[TierName, Sequence[str]], known: Path) -> None:
+def check_engine_args(
+    python: Path,
+    given: Mapping[TierName, Sequence[str]],
+    known: Path,
+    asking: Callable[[], None] = lambda: None,
+) -> None:
     """Ask the installed vLLM whether it takes the arguments of each tier. Takes seconds, but only for new ones.
 
     Args:
         python: The engines' interpreter.
         given: By tier; without arguments nothing is asked.
         known: Folder of files that stand for what was accepted before.
+        asking: Called before vLLM is asked, if it is.
 
     Raises:
         EngineError: It does not; the text has its own words.
@@ -68,6 +74,7 @@ def check_engine_args(python: Path, given: Mapping[TierName, Sequence[str]], kno
     new = {tier: tuple(args) for tier, args in given.items() if args and not _mark(python, args, known).exists()}
     if not new:
         return
+    asking()
     try:
         done = subprocess.run(
             [python, ARGS_MAIN],

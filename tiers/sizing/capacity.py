@@ -2,9 +2,8 @@
 
 An engine that decodes ``b`` sequences at once computes each one's prompt once, while the others wait. So an answer of ``n``
 tokens takes ``n * step(b) + b * prefill``, and the engine serves ``b`` requests in that time; the time between two tokens is
-that divided by ``n``. ``b`` is the largest batch for which there is KV cache, that the settings allow,
-and that keeps the bound on the time between tokens. Engines are planned to be busy for ``MOST_BUSY`` of the time: arrivals
-come in bursts.
+that divided by ``n``. ``b`` is the largest batch for which there is KV cache, that the settings allow, and that keeps the
+bound on the time between tokens. Engines are planned to be busy for ``MOST_BUSY`` of the time: arrivals come in bursts.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tiers.errors import PlanError
 from tiers.plan import GIB, GPU_OVERHEAD_GIB, GPU_RESERVE
-from tiers.sizing.roofline import LINEAR_BYTES, Roofline
+from tiers.sizing.roofline import BYTES_PER_WEIGHT, Roofline
 from tiers.spec import PRECISIONS, TierName
 
 if TYPE_CHECKING:
@@ -230,7 +229,7 @@ def plan_on_cpu(
         Engine(
             tier,
             precision,
-            weights.get(tier, model.weight_bytes(LINEAR_BYTES[precision])),
+            weights.get(tier, model.weight_bytes(BYTES_PER_WEIGHT[precision])),
             0,
             kv_cache,
             2,
@@ -293,7 +292,7 @@ class _Site:
         return Engine(tier, PRECISIONS[tier], weights, gpus, kv_cache, self.kv_bytes, self.paces.get(tier, roofline))
 
     def _weights(self, tier: TierName) -> int:
-        return self.model.weight_bytes(LINEAR_BYTES[PRECISIONS[tier]])
+        return self.model.weight_bytes(BYTES_PER_WEIGHT[PRECISIONS[tier]])
 
     def _sequence(self, gpus: int) -> int:
         """Return the KV cache, in bytes on each GPU, of one sequence as long as the context."""
@@ -337,7 +336,7 @@ def _fleet(
             serves = min(t.replicas * MOST_BUSY * (t.requests_per_s or 0.0) / t.share for t in tiers if t.share)
     gpus = sum(tier.gpus for tier in tiers) // (len(tiers) if shared else 1)
     rows = {tier.tier: _priced(tier, demand, price, 1 / len(tiers) if shared else 1.0) for tier in tiers}
-    rows |= {tier: _absent(model, tier, demand, why) for tier, why in (lacking or {}).items()}
+    rows |= {tier: _absent(model, tier, demand, engines[0].kv_bytes, why) for tier, why in (lacking or {}).items()}
     saved = None if mixed is None or not alone.gpu_seconds_per_request else 1 - mixed / alone.gpu_seconds_per_request
     return FleetPlan(
         tuple(rows[tier] for tier in TierName if tier in rows),
@@ -351,10 +350,10 @@ def _fleet(
     )
 
 
-def _absent(model: Architecture, tier: TierName, demand: Demand, why: str) -> TierPlan:
+def _absent(model: Architecture, tier: TierName, demand: Demand, kv_bytes: int, why: str) -> TierPlan:
     """Return the plan of a tier that does not fit."""
-    weights = model.weight_bytes(LINEAR_BYTES[PRECISIONS[tier]])
-    each = model.kv_bytes_per_token(), model.sequence_bytes(demand.context)
+    weights = model.weight_bytes(BYTES_PER_WEIGHT[PRECISIONS[tier]])
+    each = model.kv_bytes_per_token(kv_bytes), model.sequence_bytes(demand.context, kv_bytes)
     return TierPlan(tier, str(PRECISIONS[tier]), weights, *each, 0, 0, 0, replicas=0, lacks=why)
 
 

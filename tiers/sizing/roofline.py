@@ -29,7 +29,7 @@ ALL_REDUCE_MS = 0.015
 ALL_REDUCES = 2  # a layer: after attention, and after the feed-forward part
 CHUNK = 8192  # prompt tokens a step, vLLM's default on a GPU
 # Of a weight in a linear layer. Published AWQ checkpoints have groups of 128: a scale of 16 bits and a zero point of 4.
-LINEAR_BYTES = {Precision.BF16: 2.0, Precision.FP8: 1.0, Precision.AWQ_INT4: (4 + (16 + 4) / 128) / 8}
+BYTES_PER_WEIGHT = {Precision.BF16: 2.0, Precision.FP8: 1.0, Precision.AWQ_INT4: (4 + (16 + 4) / 128) / 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,4 +86,4 @@ class Roofline:
 
     def _weights(self, tokens: int) -> float:
         """Return the bytes of weights that a step reads."""
-        return self.model.read(tokens) * LINEAR_BYTES[self.precision] + 2 * self.model.head
+        return self.model.read(tokens) * BYTES_PER_WEIGHT[self.precision] + 2 * self.model.head

@@ -124,7 +124,7 @@ def test_faults_are_told(args: tuple[str, ...], said: str) -> None:
 
 def test_a_model_that_is_not_here() -> None:
     """The default model has no configuration before it is made."""
-    with pytest.raises(PlanError, match="--model smollm2-135m-instruct: there is no such file"):
+    with pytest.raises(PlanError, match="the default model, is not made yet: run 'qarr model prepare'"):
         plan("--gpus", "H100")
 
 

@@ -226,6 +226,7 @@ def test_each_tier_has_arguments_and_variables_of_its_own(tmp_path: Path) -> Non
         ),
         ({"engine_args": ("--max_model_len=9",)}, "set tiers.<name>.max_model_len instead"),
         ({"env": {"QARR_KEY": "secret"}}, "tiers.fast.env: QARR_KEY: variables of QARR's own do not reach engines"),
+        ({"env": {"VLLM_API_KEY": "secret"}}, "engines started here get a random key"),
         ({"env": {"A B": "secret"}}, "a name of letters, digits and underscores"),
     ],
 )
