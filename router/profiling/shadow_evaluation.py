@@ -140,11 +140,22 @@ class ShadowEvaluation:
         """Keep a served prompt, by chance: only in memory, only until it is checked or newer ones replace it."""
         if not self._share or messages is None:
             return
-        promoted = self._promoted.get(decision.query.features.prompt_class)
-        if promoted is not None and (tier is REFERENCE or random.random() < 0.5):  # noqa: PLR2004, S311  no secret
-            tier = list(TierName)[promoted.rank - 1]  # the tier that the class left: has it recovered?
+        left = self._left(decision.query.features.prompt_class, tier)
+        if left is not None and (tier is REFERENCE or random.random() < 0.5):  # noqa: PLR2004, S311  no secret
+            tier = left  # has it recovered?
         if tier is not REFERENCE and random.random() < self._share:  # noqa: S311
             self._samples.append(Sample(decision, messages, tier))
+
+    def _left(self, kind: PromptClass, served: TierName) -> TierName | None:
+        """Return the tier that live answers keep a class from: promoted, or by the interval of the loss alone."""
+        if (promoted := self._promoted.get(kind)) is not None:
+            return list(TierName)[promoted.rank - 1]
+        allowed = self._policy.table.max_loss.get(kind, 1.0)
+        for tier in reversed(list(TierName)[: served.rank]):
+            rolling = self.losses.get((kind, tier))
+            if rolling is not None and len(rolling.answers) >= MIN_LIVE and rolling.expected.high > allowed:
+                return tier
+        return None
 
     async def run(self) -> None:
         """Check samples while the engines are idle, until cancelled."""

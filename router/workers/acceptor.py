@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import select
 from typing import TYPE_CHECKING
 
 from router.server.server import Server
@@ -16,6 +17,7 @@ from router.server.server import Server
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
+    from collections.abc import Set as AbstractSet
 
     from router.workers.table import Table
 
@@ -32,7 +34,7 @@ class Acceptor:
     Args:
         sock: Listens.
         table: Where this worker shows its connections, and sees the others'.
-        connections: Returns the number of open ones.
+        connections: The open ones; each adds itself.
         make_protocol: Called for each.
     """
 
@@ -40,17 +42,20 @@ class Acceptor:
         self,
         sock: socket.socket,
         table: Table,
-        connections: Callable[[], int],
-        make_protocol: Callable[[], asyncio.Protocol],
+        connections: AbstractSet[asyncio.BaseProtocol],
+        make_protocol: Callable[[], asyncio.BaseProtocol],
     ) -> None:
         self.sockets = [sock]
         self._sock, self._table, self._connections, self._make_protocol = sock, table, connections, make_protocol
         self._loop = asyncio.get_running_loop()
-        self._entering: set[asyncio.Task[None]] = set()
+        self._entering: dict[asyncio.Task[None], asyncio.BaseProtocol] = {}
         self._pause: asyncio.TimerHandle | None = None
-        self._left = self._closed = False
+        self._closed = False
+        self._waiting = select.poll()
+        self._waiting.register(sock, select.POLLIN)
         sock.setblocking(False)
-        self._listen()
+        self._loop.add_reader(sock, self._ready)
+        self.show()
 
     def show(self) -> None:
         """Show the present number of connections."""
@@ -73,11 +78,13 @@ class Acceptor:
 
     @property
     def _open(self) -> int:
-        return self._connections() + len(self._entering)
+        entering = sum(protocol not in self._connections for protocol in self._entering.values())
+        return len(self._connections) + entering
 
     def _listen(self) -> None:
         self._pause = None
         self._loop.add_reader(self._sock, self._ready)
+        self._accept(left=True)
         self.show()
 
     def _wait(self, pause_s: float) -> None:
@@ -85,13 +92,18 @@ class Acceptor:
         self._pause = self._loop.call_later(pause_s, self._listen)
 
     def _ready(self) -> None:
+        self._accept(left=False)
+
+    def _accept(self, *, left: bool) -> None:
+        """Accept what waits; leave it to a worker with fewer connections, if it has not been left once already."""
         for _ in range(ACCEPTED):
+            if not self._waiting.poll(0):
+                return
             fewest = self._table.fewest_connections()
-            if fewest is not None and self._open > fewest and not self._left:
-                self._left = True
+            if not left and fewest is not None and self._open > fewest:
                 self._wait(LEAVE_S)
                 return
-            self._left = False
+            left = False
             try:
                 connection, _ = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -103,14 +115,15 @@ class Acceptor:
                 self._wait(EXHAUSTED_S)
                 return
             connection.setblocking(False)
-            task = self._loop.create_task(self._enter(connection))
-            self._entering.add(task)
-            task.add_done_callback(self._entering.discard)
+            protocol = self._make_protocol()
+            task = self._loop.create_task(self._enter(connection, protocol))
+            self._entering[task] = protocol
+            task.add_done_callback(self._entering.pop)
             self.show()
 
-    async def _enter(self, connection: socket.socket) -> None:
+    async def _enter(self, connection: socket.socket, protocol: asyncio.BaseProtocol) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._make_protocol, connection)
+            await self._loop.connect_accepted_socket(lambda: protocol, connection)
         except OSError:  # the client has gone already
             connection.close()
 
@@ -136,7 +149,7 @@ class WorkerServer(Server):
             )
             return protocol
 
-        self._acceptors = [Acceptor(s, self.table, lambda: len(state.connections), make_protocol) for s in sockets]
+        self._acceptors = [Acceptor(s, self.table, state.connections, make_protocol) for s in sockets]
         self.servers = self._acceptors  # type: ignore[assignment]
         self.started = not self.lifespan.should_exit
         self.should_exit = self.should_exit or self.lifespan.should_exit

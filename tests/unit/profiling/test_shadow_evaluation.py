@@ -171,11 +171,19 @@ async def test_a_class_changes_its_tier_and_comes_back(
         one.disagree(wholly=False)
         while one.evaluation.promoted:  # served by the tier that it was promoted to
             done = one.checked()
-            one.offer(10, BALANCED)
-            await until(lambda done=done: one.checked() == done + 10)
+            one.offer(1, BALANCED)
+            await until(lambda done=done: one.checked() == done + 1)
         assert one.policy.table.promoted == {}
         assert "it gets fast again" in caplog.text
+        rolling = one.evaluation.losses[CHAT, FAST]
+        assert rolling.expected.high > 0.1  # so it does not serve yet, and is tried on
+        while rolling.expected.high > 0.1:
+            done = one.checked()
+            one.offer(1, BALANCED)
+            await until(lambda done=done: one.checked() == done + 1)
         assert one.checked(BALANCED) == 0
+        one.offer(3, BALANCED)
+        await until(lambda: one.checked(BALANCED) == 3)
 
 
 async def test_what_was_scored_teaches_the_loss_by_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

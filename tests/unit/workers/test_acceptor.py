@@ -21,20 +21,31 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 
 
-class Worker(asyncio.Protocol):
+class Connection(asyncio.Protocol):
+    """Adds itself to the open ones."""
+
+    def __init__(self, among: set[asyncio.BaseProtocol]) -> None:
+        self.among = among
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.among.add(self)
+
+
+class Worker:
     """An acceptor with the connections that it has.
 
     It stands in for ``Table`` too, of which an acceptor uses the numbers of connections only.
     """
 
     def __init__(self, sock: socket.socket, workers: list[Worker]) -> None:
-        self.workers, self.connections, self.accepts = workers, 0, True
-        self.shown = 0
+        self.workers, self.accepts, self.shown = workers, True, 0
+        self.open: set[asyncio.BaseProtocol] = set()
         table: Table = self  # type: ignore[assignment]
-        self.acceptor = Acceptor(sock, table, lambda: self.connections, lambda: self)
+        self.acceptor = Acceptor(sock, table, self.open, lambda: Connection(self.open))
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.connections += 1
+    @property
+    def connections(self) -> int:
+        return len(self.open)
 
     def show_connections(self, count: int, *, accepts: bool) -> None:
         self.shown, self.accepts = count, accepts
@@ -51,22 +62,24 @@ async def workers(count: int) -> AsyncIterator[tuple[list[Worker], int]]:
         found: list[Worker] = []
         shared = [listening.dup() for _ in range(count)]
         found.extend(Worker(sock, found) for sock in shared)
-        yield found, listening.getsockname()[1]
-        for worker, sock in zip(found, shared, strict=True):
-            worker.acceptor.close()
-            await worker.acceptor.wait_closed()
-            sock.close()
+        try:
+            yield found, listening.getsockname()[1]
+        finally:
+            for worker, sock in zip(found, shared, strict=True):
+                worker.acceptor.close()
+                await worker.acceptor.wait_closed()
+                sock.close()
 
 
-async def connect(port: int, count: int) -> list[asyncio.StreamWriter]:
-    """Open connections at the same time."""
-    opened = await asyncio.gather(*(asyncio.open_connection("127.0.0.1", port) for _ in range(count)))
-    return [writer for _, writer in opened]
+def connect(port: int, count: int) -> list[socket.socket]:
+    """Open connections before any worker accepts one."""
+    return [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
 
 
 async def accepted(found: list[Worker], count: int) -> None:
-    """Wait until all workers together have that many connections."""
+    """Wait until all workers together have that many connections, and none leaves one to another any more."""
     await until(lambda: sum(worker.connections for worker in found) == count)
+    await asyncio.sleep(2 * acceptor.LEAVE_S)
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -75,11 +88,11 @@ async def test_open_connections_are_divided_evenly(count: int) -> None:
     async with workers(count) as (found, port):
         opened = []
         for burst in (1, 1, 1, 1, 1, 1, 6, 12):
-            opened += await connect(port, burst)
+            opened += connect(port, burst)
             await accepted(found, len(opened))
         assert [worker.connections for worker in found] == [24 // count] * count
-        for writer in opened:
-            writer.close()
+        for connection in opened:
+            connection.close()
 
 
 async def test_one_that_does_not_take_its_turn_is_not_waited_for() -> None:
@@ -87,22 +100,22 @@ async def test_one_that_does_not_take_its_turn_is_not_waited_for() -> None:
     async with workers(2) as (found, port):
         found[1].acceptor.close()
         found[1].accepts = True  # as a worker is seen whose loop is busy
-        opened = await connect(port, 40)
+        opened = connect(port, 40)
         await accepted(found, 40)
         assert [worker.connections for worker in found] == [40, 0]
-        for writer in opened:
-            writer.close()
+        for connection in opened:
+            connection.close()
 
 
 async def test_one_that_closes_leaves_the_rest_to_the_others() -> None:
     """What it has not accepted waits in the kernel's queue."""
     async with workers(2) as (found, port):
         found[0].acceptor.close()
-        opened = await connect(port, 5)
+        opened = connect(port, 5)
         await accepted(found, 5)
         assert [worker.connections for worker in found] == [0, 5]
-        for writer in opened:
-            writer.close()
+        for connection in opened:
+            connection.close()
 
 
 async def test_without_descriptors_it_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -121,9 +134,9 @@ async def test_without_descriptors_it_waits(monkeypatch: pytest.MonkeyPatch, cap
     with socket.create_server(("127.0.0.1", 0)) as listening, Exhausted(fileno=listening.dup().detach()) as sock:
         found: list[Worker] = []
         found.append(Worker(sock, found))
-        opened = await connect(listening.getsockname()[1], 3)
+        opened = connect(listening.getsockname()[1], 3)
         await accepted(found, 3)
         assert "no connection can be accepted for now: Too many open files" in caplog.text
         found[0].acceptor.close()
-        for writer in opened:
-            writer.close()
+        for connection in opened:
+            connection.close()
