@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from router.policy.profiles import latency_name
+from router.profiling.shadow_evaluation import LOOK_S, QUIET_LOOKS
 from tests.browser.made_up import speed
 from tests.deploy.services import eventually
 from tests.fakes.engine import Behaviour
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from tests.unit.router_stack import Stack
 
 FAST, BALANCED, PRECISE = TierName
+UNTIL_IDLE_S = (QUIET_LOOKS + 2) * LOOK_S  # after a request: shadow evaluation waits for that many looks without any
 CHAT = "Hello, how are you today?"
 PROMPTS = (CHAT, "Write a Python function that sorts a list of dicts by a key.", "What is 17 * 23 + 4? Show each step.")
 
@@ -105,9 +107,9 @@ class Routers:
         stack.engines[PRECISE].rank = 2
 
         async def promoted() -> bool:
-            for _ in range(10):
-                await self.ask(stack)
-            await asyncio.sleep(1)  # the check waits until the engines are idle
+            for _ in range(10):  # of their own accord they would leave a tier that this machine happens to slow down
+                await self.ask(stack, tier="fast")
+            await asyncio.sleep(UNTIL_IDLE_S)
             return "qarr_promoted_classes{" in (await stack.client.get(f"{stack.url}/metrics")).text
 
         await eventually(promoted, 60)
