@@ -225,7 +225,7 @@ def _wire(
     policy = PolicyStore(settings.policy, fleet, redis_url)
     registry.observers.append(partial(_count_loss, policy))
     # The most requests that replicas have at once; an engine started here may have a successor beside it for a while.
-    slots = sum(spec.max_in_flight * (len(spec.urls) or 2) for spec in fleet.specs)
+    slots = sum(spec.max_in_flight * (len(spec.urls) + 2 * spec.replicas) for spec in fleet.specs)
     upstream = Upstream(fleet, EngineTransport(2 * slots), settings.upstream, telemetry, policy)
     served = links.busy if links is not None else lambda: bool(registry.open)
     profiling = AutoProfile(settings, fleet, policy, model, served)

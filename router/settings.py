@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 PREFIX = "QARR_"
+MOST_REPLICAS = 64  # of a tier on one machine
 PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR", "QARR_KEY"}  # variables with the prefix that are not settings
 TRACE_ID = "{trace_id}"  # placeholder in the address of a trace viewer
 SECRETS = {
@@ -187,6 +188,18 @@ def _once(urls: tuple[str, ...]) -> tuple[str, ...]:
     return urls
 
 
+def _different(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """Check that no number is given twice.
+
+    Raises:
+        ValueError: One is.
+    """
+    for number in numbers:
+        if numbers.count(number) > 1:
+            raise ValueError(f"{number} is named more than once")
+    return numbers
+
+
 def _normalised(url: str) -> str:
     """Return a text that is equal for equal addresses."""
     parts = urlsplit(url)
@@ -237,9 +250,25 @@ class TierSettings(Section):
         description="Requests admitted to one replica; further ones go elsewhere, wait, or get 503. A request with "
         "`n` choices counts as `n`.",
     )
-    urls: Annotated[tuple[EngineAddress, ...], AfterValidator(_once)] = Field(
-        (), description="Engines that run elsewhere; empty: one is started here."
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, description="Tokens that an engine computes in one step at most; unset: vLLM chooses."
     )
+    urls: Annotated[tuple[EngineAddress, ...], AfterValidator(_once)] = Field(
+        (), description="Engines that run elsewhere."
+    )
+    replicas: int | None = Field(
+        None,
+        ge=0,
+        le=MOST_REPLICAS,
+        description="Engines started here, besides those of `urls`; unset: one, or none if there are `urls`. 0 without "
+        "`urls` leaves the tier out.",
+    )
+    gpus: Annotated[tuple[NonNegativeInt, ...], AfterValidator(_different)] = Field(
+        (),
+        description="CUDA devices for the engines started here, taken in turn; empty: those with most memory left.",
+    )
+    tensor_parallel: int = Field(1, ge=1, le=64, description="GPUs that share each layer of one engine.")
+    pipeline_parallel: int = Field(1, ge=1, le=64, description="Stages, on GPUs of their own, of one engine's layers.")
     checkpoint: Path | None = Field(None, description="Model folder for this tier instead of the prepared one.")
     engine_args: EngineArgs = Field(
         (),
@@ -255,6 +284,21 @@ class TierSettings(Section):
         description="What the engines of `urls` serve, such as `fp8`, if their checkpoint cannot be read here; it is shown "
         "as stated. Of engines that are started here the checkpoint tells it.",
     )
+
+    @model_validator(mode="after")
+    def _enough_gpus(self) -> TierSettings:
+        """Check that one engine's GPUs are among those named."""
+        world = self.tensor_parallel * self.pipeline_parallel
+        if self.gpus and len(self.gpus) < world:
+            raise ValueError(
+                f"gpus names {len(self.gpus)}, one engine takes tensor_parallel x pipeline_parallel = {world}"
+            )
+        return self
+
+    @property
+    def replicas_here(self) -> int:
+        """Return the number of engines that are started here."""
+        return int(not self.urls) if self.replicas is None else self.replicas
 
 
 DEFAULT_LENGTHS: dict[str, dict[str, Any]] = {

@@ -60,12 +60,13 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One engine's share. Memory in bytes.
+    """One engine's share. Memory in bytes, of all its GPUs together.
 
     Attributes:
         weights: Size in the engine's memory.
         on_disk: Size in the checkpoint.
         kv_tokens: Tokens that fit into ``kv_cache``.
+        number: Of the engine among those of its tier that are started here.
     """
 
     tier: TierName
@@ -74,6 +75,7 @@ class Share:
     kv_cache: int
     kv_tokens: int
     placement: Placement
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +85,9 @@ class Plan:
     device: str
     shares: tuple[Share, ...]
 
-    def placement(self, tier: TierName) -> Placement:
-        """Return one tier's share of the machine."""
-        return next(share.placement for share in self.shares if share.tier is tier)
+    def placement(self, tier: TierName, number: int = 0) -> Placement:
+        """Return the share of the machine of one of a tier's engines."""
+        return next(share.placement for share in self.shares if (share.tier, share.number) == (tier, number))
 
 
 def read_machine() -> Machine:
@@ -158,66 +160,131 @@ def model_config(checkpoint: Path) -> dict[str, object]:
 
 
 def make_plan(machine: Machine, tiers: Sequence[TierSpec], *, kv_cache_gib: int = 1, base: Path | None = None) -> Plan:
-    """Share the machine between engines started here: one GPU if there is one, else the CPU.
+    """Share the machine between engines started here: GPUs if there are any, else the CPU.
 
     Args:
         machine: The resources.
-        tiers: Each with a checkpoint, or with one that will be made from ``base``.
+        tiers: Each with a checkpoint, or with one that will be made from ``base``, and with its number of replicas.
         kv_cache_gib: KV cache of each CPU engine, in GiB.
         base: BF16 checkpoint.
 
     Raises:
         PlanError: It does not fit; the text has the arithmetic.
     """
-    if not tiers:
+    needs = [
+        need._replace(number=number)
+        for need in (_need(tier, base, amx=machine.amx) for tier in tiers)
+        for number in range(need.tier.replicas)
+    ]
+    if not needs:
         return Plan("none", ())
-    needs = [_need(tier, base, amx=machine.amx) for tier in tiers]
-    if machine.gpus:
-        return _gpu_plan(max(machine.gpus, key=lambda g: g.free), needs)
-    return _cpu_plan(machine, needs, kv_cache_gib)
+    return _gpu_plan(machine.gpus, needs) if machine.gpus else _cpu_plan(machine, needs, kv_cache_gib)
 
 
 class _Need(NamedTuple):
-    """What an engine needs, in bytes: weights on disk, weights in a CPU engine's memory, KV cache per token."""
+    """What an engine needs, in bytes: weights on disk, weights in a CPU engine's memory, KV cache per token on each GPU."""
 
     tier: TierSpec
     on_disk: int
     held: int
     kv_per_token: int
+    number: int = 0
+
+    @property
+    def weights_each(self) -> int:
+        """Return the weights on each GPU, in bytes."""
+        return -(-self.on_disk // self.tier.world_size)
+
+    @property
+    def largest_batch(self) -> int:
+        """Return the tokens of the largest batch of the longest sequences."""
+        return self.tier.max_model_len * self.tier.max_num_seqs
 
 
 def _need(tier: TierSpec, base: Path | None, *, amx: bool) -> _Need:
     if tier.checkpoint is not None:
         on_disk, held = weight_bytes(tier.checkpoint), held_bytes(tier.checkpoint, amx=amx)
-        return _Need(tier, on_disk, held, kv_bytes_per_token(model_config(tier.checkpoint)))
+        return _Need(tier, on_disk, held, _kv_per_token(tier, tier.checkpoint))
     assert base is not None
-    return _Need(tier, *expected_bytes(base, PRECISIONS[tier.name], amx=amx), kv_bytes_per_token(model_config(base)))
+    return _Need(tier, *expected_bytes(base, PRECISIONS[tier.name], amx=amx), _kv_per_token(tier, base))
 
 
-def _gpu_plan(gpu: Gpu, needs: Sequence[_Need]) -> Plan:
-    """Give each engine its weights and overhead, and share the rest by the tokens of each tier's largest batch."""
-    weights, overhead = sum(need.on_disk for need in needs), int(GPU_OVERHEAD_GIB * GIB)
-    left = gpu.free - int(GPU_RESERVE * gpu.total) - weights - overhead * len(needs)
-    demand = sum(tier.max_model_len * tier.max_num_seqs for tier, *_ in needs)
-    shares = []
-    for tier, on_disk, _, per_token in needs:
-        kv_cache = left * (tier.max_model_len * tier.max_num_seqs) // demand
-        if kv_cache < per_token * tier.max_model_len:
+def _kv_per_token(tier: TierSpec, checkpoint: Path) -> int:
+    whole = kv_bytes_per_token(model_config(checkpoint), gpus=tier.tensor_parallel)
+    return -(-whole // tier.pipeline_parallel)
+
+
+def _gpu_plan(gpus: Sequence[Gpu], needs: Sequence[_Need]) -> Plan:
+    """Place the engines on GPUs, and share what their weights leave by the tokens of each engine's largest batch.
+
+    An engine on several GPUs gets the same fraction of each, so the smallest of its shares counts.
+    """
+    places = _places(gpus, needs)
+    shares = [_gpu_share(n, needs, places) for n in range(len(needs))]
+    used = [gpu for gpu in gpus if any(gpu in place for place in places)]
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in used))
+    return Plan(f"GPU{'s' * (len(used) > 1)} {', '.join(str(gpu.index) for gpu in used)} ({names})", tuple(shares))
+
+
+def _places(gpus: Sequence[Gpu], needs: Sequence[_Need]) -> list[tuple[Gpu, ...]]:
+    """Choose each engine's GPUs: those of its tier's setting in turn, else those with most memory left; largest first."""
+    left = {gpu.index: gpu.free for gpu in gpus}
+    places: list[tuple[Gpu, ...]] = [()] * len(needs)
+    for n, need in sorted(enumerate(needs), key=lambda each: -each[1].on_disk):
+        tier = need.tier
+        if tier.gpus:
+            chosen = [tier.gpus[(need.number * tier.world_size + k) % len(tier.gpus)] for k in range(tier.world_size)]
+        else:
+            chosen = sorted(left, key=lambda index: -left[index])[: tier.world_size]
+        for index in chosen:
+            if index not in left:
+                raise PlanError(f"tiers.{tier.name}.gpus names GPU {index}: there are {', '.join(map(str, left))}")
+        if len(set(chosen)) < tier.world_size:
             raise PlanError(
-                f"{gpu.name} has {gpu.free / GIB:.1f} GiB free. Weights take {weights / GIB:.1f} GiB and "
-                f"{len(needs)} engines {overhead * len(needs) / GIB:.1f} GiB more, which leaves tier {tier.name} "
-                f"{max(kv_cache, 0) / GIB:.2f} GiB of KV cache; one request of {tier.max_model_len} tokens needs "
-                f"{per_token * tier.max_model_len / GIB:.2f} GiB. Take a smaller model, lower "
-                f"tiers.{tier.name}.max_model_len, or run a tier elsewhere with tiers.{tier.name}.urls"
+                f"an engine of tier {tier.name} takes {tier.world_size} GPUs, {len(set(chosen))} can be used: lower "
+                f"tiers.{tier.name}.tensor_parallel or pipeline_parallel{', or name more gpus' if tier.gpus else ''}"
             )
-        placement = Placement(gpu=gpu.index, gpu_memory_fraction=(on_disk + overhead + kv_cache) / gpu.total)
-        shares.append(Share(tier.name, on_disk, on_disk, kv_cache, kv_cache // per_token, placement))
-    return Plan(f"GPU {gpu.index} ({gpu.name})", tuple(shares))
+        for index in chosen:
+            left[index] -= need.weights_each + int(GPU_OVERHEAD_GIB * GIB)
+        places[n] = tuple(gpu for index in sorted(chosen) for gpu in gpus if gpu.index == index)
+    return places
+
+
+def _gpu_share(n: int, needs: Sequence[_Need], places: Sequence[tuple[Gpu, ...]]) -> Share:
+    need, overhead = needs[n], int(GPU_OVERHEAD_GIB * GIB)
+    tier, fractions, caches = need.tier, [], []
+    for gpu in places[n]:
+        beside = [other for other, place in zip(needs, places, strict=True) if gpu in place]
+        weights = sum(other.weights_each for other in beside)
+        left = gpu.free - int(GPU_RESERVE * gpu.total) - weights - overhead * len(beside)
+        kv_cache = left * need.largest_batch // sum(other.largest_batch for other in beside)
+        needed = need.kv_per_token * tier.max_model_len
+        if kv_cache < needed:
+            engines = "1 engine" if len(beside) == 1 else f"{len(beside)} engines"
+            raise PlanError(
+                f"GPU {gpu.index} ({gpu.name}) has {gpu.free / GIB:.1f} GiB free. Weights take {weights / GIB:.1f} GiB and "
+                f"{engines} {overhead * len(beside) / GIB:.1f} GiB more, which leaves tier {tier.name} "
+                f"{max(kv_cache, 0) / GIB:.2f} GiB of KV cache; one request of {tier.max_model_len} tokens needs "
+                f"{needed / GIB:.2f} GiB. Take a smaller model, lower tiers.{tier.name}.max_model_len, raise "
+                f"tiers.{tier.name}.tensor_parallel, or run a tier elsewhere with tiers.{tier.name}.urls"
+            )
+        fractions.append((need.weights_each + overhead + kv_cache) / gpu.total)
+        caches.append(kv_cache)
+    placement = Placement(gpus=tuple(gpu.index for gpu in places[n]), gpu_memory_fraction=min(fractions))
+    tokens, world = min(caches) // need.kv_per_token, tier.world_size
+    return Share(tier.name, need.on_disk, need.on_disk, min(caches) * world, tokens, placement, need.number)
 
 
 def _cpu_plan(machine: Machine, needs: Sequence[_Need], kv_cache_gib: int) -> Plan:
     need, shares, kv_cache = 0, [], kv_cache_gib * GIB
-    for (tier, on_disk, held, per_token), cores in zip(needs, _share_cores(machine.cores, len(needs)), strict=True):
+    for each, cores in zip(needs, _share_cores(machine.cores, len(needs)), strict=True):
+        tier, on_disk, held, per_token, number = each
+        if tier.world_size > 1 or tier.gpus:
+            raise PlanError(
+                f"tier {tier.name} is to have {tier.world_size} GPU{'s' * (tier.world_size > 1)} for each engine, and this "
+                f"machine has none: leave out tiers.{tier.name}.gpus, tensor_parallel and pipeline_parallel, or run the "
+                f"tier elsewhere with tiers.{tier.name}.urls"
+            )
         if kv_cache < per_token * tier.max_model_len:
             raise PlanError(
                 f"tier {tier.name} needs {per_token * tier.max_model_len / GIB:.2f} GiB of KV cache for one request of "
@@ -225,7 +292,7 @@ def _cpu_plan(machine: Machine, needs: Sequence[_Need], kv_cache_gib: int) -> Pl
             )
         need += _cpu_need(held, on_disk, kv_cache)
         placement = Placement(cores=cores, threads=max(len(cores), 1), kv_cache_gib=kv_cache_gib)
-        shares.append(Share(tier.name, held, on_disk, kv_cache, kv_cache // per_token, placement))
+        shares.append(Share(tier.name, held, on_disk, kv_cache, kv_cache // per_token, placement, number))
     if need > machine.memory_available:
         raise PlanError(
             f"{len(needs)} CPU engines need about {need / GIB:.1f} GiB of memory, {machine.memory_available / GIB:.1f} "
@@ -247,15 +314,22 @@ def lacking_for_one_more(machine: Machine, tier: TierSpec, placement: Placement)
         tier: With a checkpoint.
         placement: Of the running engine; the new one gets the same.
     """
-    if placement.gpu is None:
+    if not placement.gpus:
         assert tier.checkpoint is not None
         held, on_disk = held_bytes(tier.checkpoint, amx=machine.amx), weight_bytes(tier.checkpoint)
         need, free = _cpu_need(held, on_disk, placement.kv_cache_gib * GIB), machine.memory_available
-    else:
-        gpu = next((gpu for gpu in machine.gpus if gpu.index == placement.gpu), None)
+        return _lacking(need, free)
+    for index in placement.gpus:
+        gpu = next((gpu for gpu in machine.gpus if gpu.index == index), None)
         if gpu is None:
-            return f"GPU {placement.gpu} is not found"
-        need, free = int(placement.gpu_memory_fraction * gpu.total), gpu.free
+            return f"GPU {index} is not found"
+        lacking = _lacking(int(placement.gpu_memory_fraction * gpu.total), gpu.free)
+        if lacking is not None:
+            return lacking
+    return None
+
+
+def _lacking(need: int, free: int) -> str | None:
     return None if need <= free else f"one more engine needs {need / GIB:.1f} GiB, {free / GIB:.1f} GiB are free"
 
 

@@ -68,12 +68,17 @@ class TierSpec:
         max_num_seqs: Sequences that the engine runs at the same time.
         max_in_flight: Slots of one replica: a request takes one for each of its answers; more requests wait, go elsewhere
             or are refused.
-        urls: Engines that run elsewhere. Empty: this tier's engine is started here.
-        checkpoint: Folder that the engine is started from; None for a tier given by URL.
+        urls: Engines that run elsewhere.
+        replicas: Engines that are started here. Without these and ``urls`` nothing serves the tier.
+        checkpoint: Folder that those are started from; None: there are none, or it is still to be made.
         digest: Digest of the checkpoint's weights; None: unknown.
         precision: Number format of the weights that are served, for people: read from the checkpoint, or ``fp8 (stated)``,
             or ``unknown``. Of replicas that differ, all, with commas.
         stated_precision: What the settings say about engines given by URL; None: nothing.
+        gpus: CUDA devices for the engines started here, in the order in which they are taken; empty: chosen by the plan.
+        tensor_parallel: GPUs that share each layer of one engine.
+        pipeline_parallel: Stages into which the layers of one engine are divided.
+        max_num_batched_tokens: Tokens that the engine computes in one step at most; None: vLLM chooses.
     """
 
     name: TierName
@@ -85,6 +90,16 @@ class TierSpec:
     digest: str | None = None
     precision: str = UNKNOWN
     stated_precision: str | None = None
+    replicas: int = 1
+    gpus: tuple[int, ...] = ()
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    max_num_batched_tokens: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of GPUs that one engine takes."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -94,8 +109,8 @@ class TierSpec:
     @property
     def identity(self) -> str | None:
         """Return what identifies the tier's weights: their digest, else their location; None: unknown."""
-        location = " ".join(self.urls) or (str(self.checkpoint) if self.checkpoint is not None else None)
-        return location if self.digest is None else self.digest
+        folder = [str(self.checkpoint)] if self.checkpoint is not None else []
+        return " ".join([*self.urls, *folder]) or None if self.digest is None else self.digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +120,14 @@ class Placement:
     Attributes:
         cores: CPU cores that the engine's processes may use; empty: all.
         threads: OpenMP threads of the engine (CPU only).
-        gpu: CUDA device index, or None for a CPU engine.
-        gpu_memory_fraction: Share of the GPU's memory for weights and KV cache, 0..1.
+        gpus: CUDA device indices; none for a CPU engine.
+        gpu_memory_fraction: Share of each GPU's memory for weights and KV cache, 0..1.
         kv_cache_gib: KV cache of a CPU engine, in GiB.
     """
 
     cores: tuple[int, ...] = ()
     threads: int = 1
-    gpu: int | None = None
+    gpus: tuple[int, ...] = ()
     gpu_memory_fraction: float = 0.0
     kv_cache_gib: int = 1
 

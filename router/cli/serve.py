@@ -60,9 +60,11 @@ def up(
     check_files(settings)
     logging = Logging(settings.telemetry)
     keys, sock = open_keys(settings), listen(settings)
-    needed = any(not t.urls and t.checkpoint is None for t in tier_settings(settings))
+    needed = any(t.replicas_here and t.checkpoint is None for t in tier_settings(settings))
     deployment = make_deployment(settings, finished(prepare_options(settings)) if needed else ())
-    given = {name: engine_args(settings, name) for name in TierName if not getattr(settings.tiers, name.value).urls}
+    given = {
+        name: engine_args(settings, name) for name in TierName if getattr(settings.tiers, name.value).replicas_here
+    }
     check_engine_args(settings.engine.python, given, cache_dir() / "engine-args", _asking)
     if not deployment.missing:
         _show_plan(deployment.model, deployment.plan, deployment.specs)
@@ -110,15 +112,19 @@ def _asking() -> None:
 
 def _show_plan(model: str, plan: Plan, specs: Sequence[TierSpec]) -> None:
     err.print(f"model {model} on {plan.device}")
+    width = 9 if len(plan.shares) == len({share.tier for share in plan.shares}) else 12
     for share in plan.shares:
         spec = next(s for s in specs if s.name is share.tier)
         precision = PRECISIONS[spec.name] if spec.checkpoint is None else spec.precision  # what is to be made, or is
         weights = f"{'~' if spec.checkpoint is None else ' '}{share.weights / GIB:4.2f} GiB"
         if share.weights != share.on_disk:
             weights += f" ({share.on_disk / GIB:.2f} on disk: this CPU has no AMX)"
+        name = share.tier.value if spec.replicas == 1 else f"{share.tier}-{share.number}"
+        gpus = share.placement.gpus
+        where = f", on GPU{'s' * (len(gpus) > 1)} {', '.join(map(str, gpus))}" if gpus else ""
         err.print(
-            f"  {spec.name:9}{precision:9} weights {weights}, KV cache {share.kv_cache / GIB:5.2f} GiB "
-            f"({share.kv_tokens} tokens), context {spec.max_model_len}"
+            f"  {name:{width}}{precision:9} weights {weights}, KV cache {share.kv_cache / GIB:5.2f} GiB "
+            f"({share.kv_tokens} tokens), context {spec.max_model_len}{where}"
         )
 
 

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from router.deployment.counters import LateCounter, make_counter
-from router.deployment.layout import HOST, engine_args, make_launch, prepare_options, with_checkpoint
+from router.deployment.layout import HOST, engine_args, make_launches, prepare_options, with_checkpoint
 from tiers.checkpoints.checkpoint import check_alike
 from tiers.checkpoints.prepare import DEFAULT_MODEL, DEFAULT_WEIGHTS, prepare
 from tiers.errors import CheckpointError, TierError
@@ -75,7 +75,7 @@ class FirstStart:
         self._deployment, self._supervisor = deployment, supervisor
         self._options = prepare_options(deployment.settings)
         self._on_plan, self._say, self._steps = on_plan, say, Steps(say)
-        self._specs = {spec.name: spec for spec in deployment.specs if not spec.urls}
+        self._specs = {spec.name: spec for spec in deployment.specs if spec.replicas}
         self._missing = set(deployment.missing)
         self._plan: Plan | None = None
         self._began = time.monotonic()
@@ -89,7 +89,7 @@ class FirstStart:
             TierError: No engine could be started.
         """
         fleet, settings = self._supervisor.fleet, self._deployment.settings
-        for number in range(len(self._specs)):
+        for number in range(sum(spec.replicas for spec in self._specs.values())):
             check_port_free(HOST, settings.engine.base_port + number)
         fleet.preparations.expect(self._missing, DEFAULT_WEIGHTS if self._options.model == DEFAULT_MODEL else None)
         self._began = time.monotonic()
@@ -138,11 +138,10 @@ class FirstStart:
             specs = tuple(self._specs.values())
             self._plan = make_plan(machine, specs, kv_cache_gib=settings.engine.cpu_kv_cache_gib, base=made.path)
         assert self._plan is not None
-        return [
-            make_launch(spec, self._plan, settings, model, number)
-            for number, spec in enumerate(self._specs.values())
-            if spec.checkpoint is not None and spec.name not in self._launched
-        ], (self._plan if known is None else None)
+        launches = make_launches(tuple(self._specs.values()), self._plan, settings, model)
+        return [launch for launch in launches if launch.tier.name not in self._launched], (
+            self._plan if known is None else None
+        )
 
     async def _start(self, made: Checkpoint, launches: list[EngineLaunch], plan: Plan | None) -> None:
         """Start engines. In the event loop.
@@ -162,7 +161,7 @@ class FirstStart:
         if plan is not None:
             self._on_plan(plan, tuple(self._specs.values()))
         for launch in launches:
-            fleet.configure(launch.tier)
+            fleet.configure(self._specs[launch.tier.name])
         self._supervisor.launch(launches)
         self._launched.update(launch.tier.name for launch in launches)
         if launches:

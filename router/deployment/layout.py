@@ -12,7 +12,7 @@ from router.telemetry.tracing import engine_target
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike
 from tiers.checkpoints.precision import checkpoint_precision, told_precision
 from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
-from tiers.errors import EngineError
+from tiers.errors import EngineError, PlanError
 from tiers.plan import Plan, make_plan, read_machine
 from tiers.spec import UNKNOWN, EngineLaunch, TierName, TierSpec
 
@@ -26,27 +26,31 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 
 
-def make_launch(spec: TierSpec, plan: Plan, settings: Settings, model: str, number: int) -> EngineLaunch:
-    """Return how a tier's engine is started.
+def make_launches(specs: Sequence[TierSpec], plan: Plan, settings: Settings, model: str) -> tuple[EngineLaunch, ...]:
+    """Return how the engines are started, tier by tier; they get ports in this order.
 
     Args:
-        spec: With a checkpoint.
+        specs: All tiers that run here; those whose checkpoint is still to be made get ports, and no launch.
         plan: How the engines share the machine.
         settings: All settings.
         model: The model's name.
-        number: Index of the tier among those that run here; it gives the port.
     """
-    return EngineLaunch(
-        tier=spec,
-        placement=plan.placement(spec.name),
-        python=settings.engine.python,
-        served_model=model,
-        host=HOST,
-        port=settings.engine.base_port + number,
-        api_key=secrets.token_urlsafe(24),
-        otlp=engine_target(),
-        extra_args=engine_args(settings, spec.name),
-        env=getattr(settings.tiers, spec.name.value).env,
+    engines = [(spec, number) for spec in specs for number in range(spec.replicas)]
+    return tuple(
+        EngineLaunch(
+            tier=replace(spec, urls=(), stated_precision=None),
+            placement=plan.placement(spec.name, number),
+            python=settings.engine.python,
+            served_model=model,
+            host=HOST,
+            port=port,
+            api_key=secrets.token_urlsafe(24),
+            otlp=engine_target(),
+            extra_args=engine_args(settings, spec.name),
+            env=getattr(settings.tiers, spec.name.value).env,
+        )
+        for port, (spec, number) in enumerate(engines, settings.engine.base_port)
+        if spec.checkpoint is not None
     )
 
 
@@ -83,7 +87,7 @@ class Deployment:
     def local(self) -> frozenset[TierName]:
         """Return the tiers that run here."""
         if self.missing:
-            return frozenset(spec.name for spec in self.specs if not spec.urls)
+            return frozenset(spec.name for spec in self.specs if spec.replicas)
         return frozenset(launch.tier.name for launch in self.launches)
 
 
@@ -100,18 +104,24 @@ def make_deployment(
         settings: All settings.
         checkpoints: Prepared checkpoints, for tiers without URLs or a folder of their own. If one is missing, engines
             start only when the model's size is known.
-        start_engines: Start an engine here for each tier without URLs; False leaves such tiers out.
+        start_engines: Start engines here; False leaves tiers without URLs out.
         tokenizer: Model folder to count tokens with; None: a checkpoint's.
 
     Raises:
-        TierError: There is no such model, tiers differ in tokenizer, or the machine is too small.
+        TierError: There is no such model, tiers differ in tokenizer, the machine is too small, or there are no tiers.
         TokenizerError: The tokenizer's folder has none.
     """
     prepared = {c.tier: c for c in checkpoints}
     specs = tuple(
         tier_spec(name, getattr(settings.tiers, name.value), prepared, engine_args(settings, name)) for name in TierName
     )
-    local = tuple(spec for spec in specs if not spec.urls and start_engines)
+    if not start_engines:
+        specs = tuple(elsewhere(spec) if spec.urls else replace(spec, replicas=0) for spec in specs)
+    if not any(spec.urls or spec.replicas for spec in specs):
+        raise PlanError(
+            "every tier is left out: tiers.fast.replicas, balanced and precise are 0, and no urls are given"
+        )
+    local = tuple(spec for spec in specs if spec.replicas)
     missing = tuple(spec.name for spec in local if spec.checkpoint is None)
     if missing:
         check_model(prepare_options(settings))
@@ -131,7 +141,7 @@ def make_deployment(
     plan = make_plan(read_machine(), local, kv_cache_gib=settings.engine.cpu_kv_cache_gib) if local else Plan("", ())
     precise = prepared.get(TierName.PRECISE)
     model = precise.manifest.model if precise else settings.model.name
-    launches = tuple(make_launch(spec, plan, settings, model, number) for number, spec in enumerate(local))
+    launches = make_launches(local, plan, settings, model)
     return Deployment(settings, specs, launches, plan, counter, model, tokenizer=folder)
 
 
@@ -151,7 +161,7 @@ def prepare_options(settings: Settings) -> PrepareOptions:
 def tier_spec(
     name: TierName, tier: TierSettings, prepared: Mapping[TierName, Checkpoint], args: Sequence[str] = ()
 ) -> TierSpec:
-    """Return a tier's layout: its engines' URLs, else the checkpoint of the settings, else the prepared one.
+    """Return a tier's layout; its engines here have the checkpoint of the settings, else the prepared one.
 
     Args:
         name: The tier.
@@ -166,12 +176,23 @@ def tier_spec(
         max_in_flight=tier.max_in_flight,
         urls=tier.urls,
         stated_precision=(tier.urls and tier.precision) or None,
+        replicas=tier.replicas_here,
+        gpus=tier.gpus,
+        tensor_parallel=tier.tensor_parallel,
+        pipeline_parallel=tier.pipeline_parallel,
+        max_num_batched_tokens=tier.max_num_batched_tokens,
     )
-    if spec.urls:
+    if not spec.replicas:
         return replace(spec, precision=told_precision(UNKNOWN, spec.stated_precision))
     if tier.checkpoint is not None:
         return replace(spec, checkpoint=tier.checkpoint, precision=checkpoint_precision(tier.checkpoint, args))
     return with_checkpoint(spec, prepared[name], args) if name in prepared else spec
+
+
+def elsewhere(spec: TierSpec) -> TierSpec:
+    """Return a tier as its engines given by URL have it, whatever is started here besides."""
+    precision = told_precision(UNKNOWN, spec.stated_precision)
+    return replace(spec, checkpoint=None, digest=None, replicas=0, precision=precision)
 
 
 def with_checkpoint(spec: TierSpec, made: Checkpoint, args: Sequence[str]) -> TierSpec:

@@ -14,6 +14,7 @@ from router.app import wire_router
 from router.auth.api_keys import KeyStore
 from router.auth.network import is_loopback
 from router.deployment.first_start import FirstStart
+from router.deployment.layout import elsewhere
 from router.deployment.options import fleet_options, supervisor_options
 from router.deployment.shared import Shared
 from router.lifecycle import ServerState
@@ -183,7 +184,7 @@ async def run(
     server.end_on_signals()
     starting: asyncio.Task[None] | None = None
     try:
-        supervisor.start(deployment.launches, [spec for spec in deployment.specs if spec.urls])
+        supervisor.start(deployment.launches, [elsewhere(spec) for spec in deployment.specs if spec.urls])
         starting = asyncio.create_task(_started(deployment, supervisor, observer))
         if predecessor is not None and not await _one_ready(fleet, server):
             return

@@ -36,7 +36,7 @@ class Shared:
 
     def __init__(self, deployment: Deployment) -> None:
         settings = deployment.settings
-        engines = sum(max(len(spec.urls), 1) for spec in deployment.specs)
+        engines = sum(len(spec.urls) + spec.replicas for spec in deployment.specs)
         self._deployment = deployment
         self.table = Table.make(settings.server.workers, max(LEAST_REPLICAS, SPARE * engines))
         self.fleet = SharedFleet(deployment.specs, machine_name(), fleet_options(settings), self.table)

@@ -44,8 +44,14 @@ def engine_argv(launch: EngineLaunch) -> list[str]:
     argv += ["--model", str(tier.checkpoint), "--served-model-name", launch.served_model]
     argv += ["--host", launch.host, "--port", str(launch.port)]
     argv += ["--max-model-len", str(tier.max_model_len), "--max-num-seqs", str(tier.max_num_seqs)]
+    if tier.max_num_batched_tokens is not None:
+        argv += ["--max-num-batched-tokens", str(tier.max_num_batched_tokens)]
+    if tier.tensor_parallel > 1:
+        argv += ["--tensor-parallel-size", str(tier.tensor_parallel)]
+    if tier.pipeline_parallel > 1:
+        argv += ["--pipeline-parallel-size", str(tier.pipeline_parallel)]
     argv += ["--scheduling-policy", "priority", "--disable-uvicorn-access-log"]
-    if placement.gpu is None:
+    if not placement.gpus:
         # Compiled graphs gave wrong answers on CPU (vLLM 0.32); eager mode is correct and starts faster.
         argv += ["--enforce-eager"]
     else:
@@ -79,8 +85,8 @@ def engine_environment(launch: EngineLaunch, parent: Mapping[str, str]) -> dict[
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": launch.otlp.protocol,
             "OTEL_EXPORTER_OTLP_TRACES_INSECURE": str(launch.otlp.endpoint.startswith("http://")).lower(),
         }
-    env["CUDA_VISIBLE_DEVICES"] = "" if placement.gpu is None else str(placement.gpu)
-    if placement.gpu is None:
+    env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.gpus))
+    if not placement.gpus:
         env |= {
             "VLLM_CPU_KVCACHE_SPACE": str(placement.kv_cache_gib),
             # vLLM's own binding pins every engine of a machine to the same cores.

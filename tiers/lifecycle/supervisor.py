@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import httpx
@@ -314,8 +315,8 @@ class Supervisor:
         engine.begun()
         if engine.process is not None:  # left over after an unexpected error
             await engine.process.stop(self._options.stop_grace_s)
-        if launch.placement.gpu is not None:
-            await self._until_earlier_settled(replica)
+        if launch.placement.gpus:
+            await self._until_earlier_settled(replica, launch)
         check_port_free(launch.host, launch.port)
         env = engine_environment(launch, os.environ)
         process = await EngineProcess.start(engine_argv(launch), env, path, launch.placement.cores)
@@ -354,9 +355,14 @@ class Supervisor:
             await self._poll(engine, probe)
             await self._until_alive(replica, probe, silent, "no answer to health checks for")
 
-    async def _until_earlier_settled(self, replica: Replica) -> None:
-        """Wait until earlier engines have started: vLLM measures a GPU's free memory while it starts."""
-        earlier = self.fleet.replicas[: self.fleet.replicas.index(replica)]
+    async def _until_earlier_settled(self, replica: Replica, launch: EngineLaunch) -> None:
+        """Wait until earlier engines on the same GPUs have started: vLLM measures free memory while it starts."""
+        gpus = set(launch.placement.gpus)
+        earlier = [
+            e.replica
+            for e in takewhile(lambda e: e.replica is not replica, self._engines.values())
+            if e.launch is not None and not gpus.isdisjoint(e.launch.placement.gpus)
+        ]
         while any(r.state in {ReplicaState.STARTING, ReplicaState.WARMING} for r in earlier):  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
 

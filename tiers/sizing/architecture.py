@@ -163,10 +163,12 @@ class Architecture:
 
 
 def _share(layer: Layer, gpus: int) -> int:
+    return _of_one(layer.kv_values, layer.kv_heads, gpus)
+
+
+def _of_one(values: int, heads: int, gpus: int) -> int:
     """Return the values a token that one of several GPUs keeps: heads are divided, and copied where there are too few."""
-    if not layer.kv_heads:
-        return layer.kv_values
-    return layer.kv_values // layer.kv_heads * -(-layer.kv_heads // gpus)
+    return values // heads * -(-heads // gpus) if heads else values
 
 
 def architecture(config: Mapping[str, Any]) -> Architecture:
@@ -200,19 +202,21 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     )
 
 
-def kv_bytes_per_token(config: Mapping[str, Any], bytes_per_value: int = 2) -> int:
+def kv_bytes_per_token(config: Mapping[str, Any], bytes_per_value: int = 2, gpus: int = 1) -> int:
     """Return the KV cache of one token, in all layers; fewer fields are needed than for the whole architecture.
 
     Args:
         config: The model's ``config.json``.
         bytes_per_value: 2 in BF16, 1 in FP8.
+        gpus: Of tensor parallelism; the result is that of one of them.
 
     Raises:
         PlanError: It lacks a field, or has one that is not known here.
     """
     inner = _text_config(config)
     kinds = _kinds(inner, inner.number("num_hidden_layers"))
-    return sum(_kv_cache(inner)[0] for kind in kinds if kind in FULL | SLIDING) * bytes_per_value
+    values, heads = _kv_cache(inner)
+    return sum(_of_one(values, heads, gpus) for kind in kinds if kind in FULL | SLIDING) * bytes_per_value
 
 
 def _text_config(config: Mapping[str, Any]) -> _Config:

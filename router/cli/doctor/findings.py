@@ -82,7 +82,7 @@ def problem(found: str, then: str, check: str = "") -> Finding:
 
 def local_tiers(context: CheckContext) -> list[TierName]:
     """Return the tiers whose engines are started here."""
-    return [name for name in TierName if not getattr(context.settings.tiers, name.value).urls]
+    return [name for name in TierName if getattr(context.settings.tiers, name.value).replicas_here]
 
 
 def local_specs(context: CheckContext) -> tuple[TierSpec, ...]:

@@ -11,13 +11,13 @@ import pytest
 
 from classifier import EstimatingCounter, TokenCounter, TokenizerError
 from router.deployment.counters import LateCounter, make_counter, named_counter
-from router.deployment.layout import HOST, make_deployment, make_launch, prepare_options, tier_spec
+from router.deployment.layout import HOST, elsewhere, make_deployment, make_launches, prepare_options, tier_spec
 from router.deployment.options import fleet_options, make_canary, supervisor_options
 from router.settings import Settings, SettingsError, load_settings
 from tests.unit.cli.test_doctor import checkpoint
 from tests.unit.made_configs import model_folder, tier_folder
 from tiers.checkpoints.checkpoint import Checkpoint, read_checkpoint
-from tiers.errors import CheckpointError, EngineError
+from tiers.errors import CheckpointError, EngineError, PlanError
 from tiers.lifecycle.command import engine_environment
 from tiers.spec import UNKNOWN, TierName
 
@@ -100,8 +100,52 @@ def test_engines_get_ports_and_keys_of_their_own(tmp_path: Path) -> None:
     assert min(map(len, keys)) >= 24
     assert (deployment.local, deployment.missing, deployment.model) == ({FAST, PRECISE}, (), "m")
     assert (deployment.counter.exact, deployment.counter.count("a b a")) == (True, 3)
-    again = make_launch(deployment.specs[0], deployment.plan, given, "m", 0)
-    assert again.api_key not in keys
+    again = make_launches(deployment.specs, deployment.plan, given, "m")
+    assert keys.isdisjoint(launch.api_key for launch in again)
+
+
+def test_a_tier_has_engines_here_and_elsewhere(tmp_path: Path) -> None:
+    """Those here have the checkpoint, those elsewhere only what is stated; each has a port, a key and cores of its own."""
+    prepared = made(tmp_path)
+    given = settings(
+        engine={"python": Path(sys.executable), "base_port": 9500},
+        tiers={
+            "fast": {"urls": (URL,), "replicas": 2, "precision": "int4", "max_num_batched_tokens": 512},
+            "balanced": {"replicas": 0},
+        },
+    )
+    deployment = make_deployment(given, tuple(prepared.values()))
+    assert [(launch.tier.name, launch.port) for launch in deployment.launches] == [
+        (FAST, 9500),
+        (FAST, 9501),
+        (PRECISE, 9502),
+    ]
+    assert len({launch.api_key for launch in deployment.launches}) == 3
+    first, second, _ = (launch.tier for launch in deployment.launches)
+    assert first == second
+    assert (first.urls, first.stated_precision, first.max_num_batched_tokens) == ((), None, 512)
+    there = elsewhere(deployment.specs[0])
+    assert (there.urls, there.checkpoint, there.digest, there.precision) == ((URL,), None, None, "int4 (stated)")
+    assert (deployment.local, deployment.missing) == ({FAST, PRECISE}, ())
+
+
+def test_checkpoints_of_tiers_that_are_left_out_are_not_made(tmp_path: Path) -> None:
+    """One tier is enough; without any nothing can start."""
+    one = {name: {"replicas": 0} for name in ("fast", "balanced")}
+    deployment = make_deployment(settings(tiers=one), ())
+    assert deployment.missing == (PRECISE,)
+    assert [spec.replicas for spec in deployment.specs] == [0, 0, 1]
+    with pytest.raises(PlanError, match="every tier is left out"):
+        make_deployment(settings(tiers={**one, "precise": {"replicas": 0}}), tuple(made(tmp_path).values()))
+
+
+def test_the_gpus_of_one_engine_must_be_named_whole() -> None:
+    with pytest.raises(SettingsError, match=r"tiers\.precise: gpus names 1, one engine takes .* = 2"):
+        settings(tiers={"precise": {"gpus": (0,), "tensor_parallel": 2}})
+    with pytest.raises(SettingsError, match="0 is named more than once"):
+        settings(tiers={"precise": {"gpus": (0, 0)}})
+    with pytest.raises(SettingsError, match=r"set tiers\.<name>\.tensor_parallel instead"):
+        settings(tiers={"precise": {"engine_args": ("--tensor-parallel-size", "2")}})
 
 
 def test_the_router_alone_starts_nothing() -> None:

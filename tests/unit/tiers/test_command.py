@@ -39,7 +39,7 @@ def test_cpu_engine_is_eager_and_unbound() -> None:
 
 def test_gpu_engine_gets_its_share() -> None:
     """A GPU engine gets its device and its share of memory, and compiles."""
-    placed = launch(placement=Placement(gpu=1, gpu_memory_fraction=0.31234))
+    placed = launch(placement=Placement(gpus=(1,), gpu_memory_fraction=0.31234))
     assert "--enforce-eager" not in engine_argv(placed)
     assert engine_argv(placed)[-2:] == ["--gpu-memory-utilization", "0.312"]
     assert engine_environment(placed, {})["CUDA_VISIBLE_DEVICES"] == "1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -130,7 +131,7 @@ def test_memory_for_one_more_is_reckoned(tmp_path: Path) -> None:
     """On a CPU by what is available, on a GPU by what is free of it; what is missing is told."""
     (tmp_path / "w.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}" + bytes(990))
     tier = TierSpec(TierName.FAST, 2048, 16, 32, checkpoint=tmp_path)
-    on_cpu, on_gpu = Placement(kv_cache_gib=1), Placement(gpu=0, gpu_memory_fraction=0.5)
+    on_cpu, on_gpu = Placement(kv_cache_gib=1), Placement(gpus=(0,), gpu_memory_fraction=0.5)
     assert lacking_for_one_more(Machine((0,), 4 * GIB, ()), tier, on_cpu) is None
     assert lacking_for_one_more(Machine((0,), 2 * GIB, ()), tier, on_cpu) == (
         "one more engine needs 3.0 GiB, 2.0 GiB are free"
@@ -143,7 +144,7 @@ def test_memory_for_one_more_is_reckoned(tmp_path: Path) -> None:
 
 def test_a_gpu_that_is_gone_is_told(tmp_path: Path) -> None:
     """One more engine cannot be started where the first one's GPU is not found any more."""
-    tier, placement = TierSpec(FAST, 1, 1, 1, checkpoint=tmp_path), Placement(gpu=1, gpu_memory_fraction=0.1)
+    tier, placement = TierSpec(FAST, 1, 1, 1, checkpoint=tmp_path), Placement(gpus=(1,), gpu_memory_fraction=0.1)
     machine = Machine((0,), GIB, (Gpu(0, "g", GIB, GIB),))
     assert lacking_for_one_more(machine, tier, placement) == "GPU 1 is not found"
 
@@ -169,7 +170,67 @@ def test_the_gpu_with_most_free_memory_is_taken(tmp_path: Path) -> None:
     gpus = (Gpu(0, "busy", 80 * GIB, 10 * GIB), Gpu(1, "free", 80 * GIB, 79 * GIB))
     plan = make_plan(Machine((0,), 0, gpus), specs(tmp_path, dict.fromkeys(TierName, 1.0)))
     assert plan.device == "GPU 1 (free)"
-    assert {plan.placement(tier).gpu for tier in TierName} == {1}
+    assert {plan.placement(tier).gpus for tier in TierName} == {(1,)}
+
+
+EIGHT = tuple(Gpu(n, "H100", 80 * GIB, 79 * GIB) for n in range(8))
+SIZES_70B = {FAST: 38.0, BALANCED: 68.0, PRECISE: 132.0}
+
+
+def test_several_gpus_hold_several_engines(tmp_path: Path) -> None:
+    """The largest weights choose first; each engine has GPUs of its own while there are any."""
+    fast, balanced, precise = specs(tmp_path, SIZES_70B)
+    tiers = [
+        replace(fast, replicas=2),
+        replace(balanced, tensor_parallel=2),
+        replace(precise, tensor_parallel=2, pipeline_parallel=2),
+    ]
+    plan = make_plan(Machine((0,), 0, EIGHT), tiers)
+    found = [(share.tier, share.number, share.placement.gpus) for share in plan.shares]
+    assert found == [(FAST, 0, (6,)), (FAST, 1, (7,)), (BALANCED, 0, (4, 5)), (PRECISE, 0, (0, 1, 2, 3))]
+    assert plan.placement(FAST, 1).gpus == (7,)
+    assert plan.device == "GPUs 0, 1, 2, 3, 4, 5, 6, 7 (H100)"
+    precise_share = plan.shares[-1]
+    # 80 GiB less the reserve, the overhead of 2 GiB and a quarter of the weights, four times.
+    assert precise_share.kv_cache / GIB == pytest.approx(4 * (79 - 0.06 * 80 - 2 - 33), abs=0.1)
+    # Two of eight heads, in half of the layers: an eighth of the 128 KiB on each GPU.
+    assert precise_share.kv_tokens == pytest.approx(precise_share.kv_cache / 4 / (131072 / 4), rel=1e-6)
+
+
+def test_engines_that_share_a_gpu_get_its_smallest_share(tmp_path: Path) -> None:
+    """One fraction holds for all GPUs of an engine: that of the GPU which it shares with another one."""
+    fast, _, precise = specs(tmp_path, SIZES_8B)
+    tiers = [replace(fast, gpus=(1,)), replace(precise, gpus=(0, 1), tensor_parallel=2)]
+    plan = make_plan(Machine((0,), 0, EIGHT), tiers)
+    low, high = plan.placement(FAST), plan.placement(PRECISE)
+    assert (low.gpus, high.gpus) == ((1,), (0, 1))
+    assert low.gpu_memory_fraction + high.gpu_memory_fraction < 0.95
+
+
+def test_gpus_of_a_tier_are_taken_in_turn(tmp_path: Path) -> None:
+    fast, *_ = specs(tmp_path, SIZES_8B)
+    plan = make_plan(Machine((0,), 0, EIGHT), [replace(fast, replicas=3, gpus=(5, 2, 3, 6), tensor_parallel=2)])
+    assert [share.placement.gpus for share in plan.shares] == [(2, 5), (3, 6), (2, 5)]
+
+
+def test_gpus_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    """By the setting's name: a wrong index, too few of them, or none at all."""
+    *_, precise = specs(tmp_path, SIZES_8B)
+    two = Machine((0,), 64 * GIB, EIGHT[:2])
+    with pytest.raises(PlanError, match=r"tiers\.precise\.gpus names GPU 7: there are 0, 1"):
+        make_plan(two, [replace(precise, gpus=(7,))])
+    with pytest.raises(PlanError, match=r"takes 4 GPUs, 2 can be used: lower tiers\.precise\.tensor_parallel"):
+        make_plan(two, [replace(precise, tensor_parallel=4)])
+    with pytest.raises(PlanError, match=r"precise is to have 2 GPUs for each engine, and this machine has none"):
+        make_plan(Machine((0,), 64 * GIB, ()), [replace(precise, tensor_parallel=2)])
+
+
+def test_replicas_on_a_cpu_share_its_cores_and_memory(tmp_path: Path) -> None:
+    fast, *_ = specs(tmp_path, dict.fromkeys(TierName, 0.2))
+    plan = make_plan(Machine(tuple(range(5)), 24 * GIB, ()), [replace(fast, replicas=2)])
+    assert [(s.number, s.placement.cores) for s in plan.shares] == [(0, (1, 2)), (1, (3, 4))]
+    with pytest.raises(PlanError, match=r"8 CPU engines need about 2\d\.\d GiB"):
+        make_plan(Machine((0,), 24 * GIB, ()), [replace(fast, replicas=8)])
 
 
 def test_a_kv_cache_for_less_than_one_request_is_refused(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_a_tiers_name_tells_nothing_of_its_precision(tier: TierName) -> None:
     ("fields", "identity"),
     [
         ({"digest": "abc", "urls": ("http://a",), "checkpoint": Path("/m")}, "abc"),
-        ({"urls": ("http://a", "http://b"), "checkpoint": Path("/m")}, "http://a http://b"),
+        ({"urls": ("http://a", "http://b"), "checkpoint": Path("/m")}, "http://a http://b /m"),
         ({"checkpoint": Path("/m")}, "/m"),
         ({}, None),
     ],
