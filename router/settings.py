@@ -278,6 +278,13 @@ class TierSettings(Section):
     env: Annotated[dict[str, str], AfterValidator(_engine_variables)] = Field(
         {}, description="Variables for this tier's engines started here, over those of the environment."
     )
+    draft: str = Field(
+        "",
+        description="Speculative decoding: what proposes tokens that an engine started here checks in one step. `ngram`: "
+        "what followed the same words before; `fast` or `balanced`: that tier's checkpoint; or a model folder. Empty: none. "
+        "vLLM then refuses `min_p` and `logit_bias`.",
+    )
+    draft_tokens: int = Field(4, ge=1, le=32, description="Tokens proposed at a time.")
     precision: str = Field(
         "",
         pattern=r"^([a-z0-9][a-z0-9+.-]{0,31})?$",

@@ -15,7 +15,7 @@ import psutil
 from tiers.checkpoints.checkpoint import quantized_bytes
 from tiers.errors import CheckpointError, PlanError
 from tiers.sizing.architecture import kv_bytes_per_token
-from tiers.spec import PRECISIONS, Placement, Precision, TierName, TierSpec
+from tiers.spec import NGRAM, PRECISIONS, Placement, Precision, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -202,11 +202,23 @@ class _Need(NamedTuple):
 
 
 def _need(tier: TierSpec, base: Path | None, *, amx: bool) -> _Need:
+    """Return what one engine of a tier needs; a draft model adds its weights and a KV cache of its own."""
     if tier.checkpoint is not None:
         on_disk, held = weight_bytes(tier.checkpoint), held_bytes(tier.checkpoint, amx=amx)
-        return _Need(tier, on_disk, held, _kv_per_token(tier, tier.checkpoint))
+        per_token = _kv_per_token(tier, tier.checkpoint)
+    else:
+        assert base is not None
+        on_disk, held = expected_bytes(base, PRECISIONS[tier.name], amx=amx)
+        per_token = _kv_per_token(tier, base)
+    if tier.draft is None or tier.draft.source == NGRAM:
+        return _Need(tier, on_disk, held, per_token)
+    if tier.draft.checkpoint is not None:
+        draft = tier.draft.checkpoint
+        beside, beside_held = weight_bytes(draft), held_bytes(draft, amx=amx)
+        return _Need(tier, on_disk + beside, held + beside_held, per_token + _kv_per_token(tier, draft))
     assert base is not None
-    return _Need(tier, *expected_bytes(base, PRECISIONS[tier.name], amx=amx), _kv_per_token(tier, base))
+    beside, beside_held = expected_bytes(base, PRECISIONS[TierName(tier.draft.source)], amx=amx)
+    return _Need(tier, on_disk + beside, held + beside_held, 2 * per_token)
 
 
 def _kv_per_token(tier: TierSpec, checkpoint: Path) -> int:

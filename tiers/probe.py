@@ -32,7 +32,8 @@ _GAUGE = re.compile(
 # Summed over their label sets. The cache's are in tokens.
 _COUNTER = re.compile(
     r"^vllm:(prompt_tokens_total|generation_tokens_total|time_to_first_token_seconds_sum|time_to_first_token_seconds_count"
-    r"|prefix_cache_hits_total|prefix_cache_queries_total)(?:\{[^}]*\})? (\S+)$",
+    r"|prefix_cache_hits_total|prefix_cache_queries_total|spec_decode_num_draft_tokens_total"
+    r"|spec_decode_num_accepted_tokens_total)(?:\{[^}]*\})? (\S+)$",
     re.MULTILINE,
 )
 _KV_TOKENS = re.compile(r'^vllm:cache_config_info\{[^}]*kv_cache_size_tokens="(\d+)"', re.MULTILINE)
@@ -196,6 +197,8 @@ class EngineProbe:
             waiting=int(found.get("num_requests_waiting", 0)),
             kv_cache_usage=usage,
             kv_cache_tokens=int(size[1]) if size else None,
+            drafted=int(counted.get("spec_decode_num_draft_tokens_total", 0)),
+            accepted=int(counted.get("spec_decode_num_accepted_tokens_total", 0)),
         )
         return gauges, Counters(
             prompt_tokens=counted.get("prompt_tokens_total", 0.0),

@@ -30,12 +30,21 @@ class Gauges:
         waiting: Requests in the engine's queue.
         kv_cache_usage: Used share of the KV cache, 0..1.
         kv_cache_tokens: Size of the KV cache in tokens; None: not reported.
+        drafted: Tokens that its draft has proposed since it was started; 0: it has none.
+        accepted: Those of them that it has accepted.
     """
 
     running: int
     waiting: int
     kv_cache_usage: float
     kv_cache_tokens: int | None = None
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def acceptance(self) -> float | None:
+        """Return the share of proposed tokens that were accepted, 0..1; None: none were proposed."""
+        return self.accepted / self.drafted if self.drafted else None
 
 
 class Expectation(NamedTuple):

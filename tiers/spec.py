@@ -35,6 +35,7 @@ class TierName(StrEnum):
 SHOWN_DIGITS = 16  # of a digest, shown to people
 _RANKS = {name: rank for rank, name in enumerate(TierName)}
 
+NGRAM = "ngram"
 UNKNOWN = "unknown"  # the precision of an engine that cannot say
 
 # What is made for each tier. What a tier serves is ``TierSpec.precision``.
@@ -60,6 +61,26 @@ class ReplicaState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Draft:
+    """What proposes tokens that an engine checks in one step (speculative decoding; Leviathan et al. 2023).
+
+    Attributes:
+        source: ``ngram``, which finds them in the prompt and the answer so far, a tier's name or a model folder.
+        tokens: Proposed at a time.
+        checkpoint: Folder of the draft model; None: there is none, or it is still to be made.
+    """
+
+    source: str
+    tokens: int
+    checkpoint: Path | None = None
+
+    @property
+    def startable(self) -> bool:
+        """Tell whether an engine can start with it."""
+        return self.source == NGRAM or self.checkpoint is not None
+
+
+@dataclass(frozen=True, slots=True)
 class TierSpec:
     """One tier as configured.
 
@@ -79,6 +100,7 @@ class TierSpec:
         tensor_parallel: GPUs that share each layer of one engine.
         pipeline_parallel: Stages into which the layers of one engine are divided.
         max_num_batched_tokens: Tokens that the engine computes in one step at most; None: vLLM chooses.
+        draft: For speculative decoding; None: one token a step.
     """
 
     name: TierName
@@ -95,6 +117,12 @@ class TierSpec:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     max_num_batched_tokens: int | None = None
+    draft: Draft | None = None
+
+    @property
+    def startable(self) -> bool:
+        """Tell whether all that its engines are started from is there."""
+        return self.checkpoint is not None and (self.draft is None or self.draft.startable)
 
     @property
     def world_size(self) -> int:

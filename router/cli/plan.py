@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from router.cli.common import ConfigOption, output, print_table
-from router.deployment.layout import prepare_options
+from router.deployment.layout import prepare_options, speed_machine
 from router.policy.profiles import latency_name, load_latency
 from router.settings import load_settings
 from tiers.checkpoints.prepare import DEFAULT_MODEL, finished
@@ -166,7 +166,7 @@ def _own_profile(
 ) -> tuple[Mapping[TierName, SpeedModel], str | None]:
     """Return what was measured on this machine; None: nothing was."""
     digests = {made.tier: made.manifest.weights_digest for made in checkpoints}
-    path = settings.policy.profiles / latency_name(digests, machine_name())
+    path = settings.policy.profiles / latency_name(digests, speed_machine(settings))
     return _measured(path) if checkpoints and path.is_file() else ({}, None)
 
 

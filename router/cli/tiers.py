@@ -10,10 +10,10 @@ from rich.table import Table
 
 from router.cli.client import URL, KeyOption, RouterApiClient, UrlOption
 from router.cli.common import ConfigOption, clock, err, plain, print_table
+from router.deployment.layout import speed_machine
 from router.deployment.options import make_canary
 from router.settings import load_settings
 from tiers.errors import OperationError
-from tiers.plan import machine_name
 from tiers.preparing import Preparing
 from tiers.spec import TierName  # noqa: TC001  typer reads it
 
@@ -62,7 +62,8 @@ def tiers_recycle(target: TargetArgument, url: UrlOption = URL, key: KeyOption =
 @tiers_app.command("record")
 def tiers_record(tier: TierName, config: ConfigOption = None) -> None:
     """Delete the recorded answers of a tier's engines (the canary); the next start, or resume, records new ones."""
-    canary = make_canary(load_settings(config), machine_name())
+    settings = load_settings(config)
+    canary = make_canary(settings, speed_machine(settings))
     count = canary.forget(tier)
     typer.echo(f"{count} records of {tier} forgotten in {canary.path}; its next start, or resume, records new ones")
 
@@ -144,5 +145,9 @@ def _row(replica: dict[str, Any], tier: dict[str, Any]) -> list[str]:
         "-" if pace is None else f"{pace:.1f}",
         str(replica["pid"] or "-"),
         replica["url"] or "-",
-        _detail(replica["detail"], tier),
+        _detail(replica["detail"], tier) or _drafts(replica.get("draft_acceptance")),
     ]
+
+
+def _drafts(acceptance: float | None) -> str:
+    return "" if acceptance is None else f"{acceptance:.0%} of drafted tokens accepted"

@@ -13,7 +13,14 @@ import time
 from typing import TYPE_CHECKING
 
 from router.deployment.counters import LateCounter, make_counter
-from router.deployment.layout import HOST, engine_args, make_launches, prepare_options, with_checkpoint
+from router.deployment.drafts import check_draft, with_drafts
+from router.deployment.layout import (
+    HOST,
+    engine_args,
+    make_launches,
+    prepare_options,
+    with_checkpoint,
+)
 from tiers.checkpoints.checkpoint import check_alike
 from tiers.checkpoints.prepare import DEFAULT_MODEL, DEFAULT_WEIGHTS, prepare
 from tiers.errors import CheckpointError, TierError
@@ -127,7 +134,10 @@ class FirstStart:
             self._missing.remove(made.tier)
             spec = self._specs[made.tier]
             self._specs[made.tier] = with_checkpoint(spec, made, engine_args(settings, made.tier))
+            self._specs = {spec.name: spec for spec in with_drafts(tuple(self._specs.values()), settings)}
         check_alike({name: spec.checkpoint for name, spec in self._specs.items() if spec.checkpoint is not None})
+        for spec in self._specs.values():
+            check_draft(spec)
         known = self._plan
         if known is None:
             if isinstance(self._deployment.counter, LateCounter):

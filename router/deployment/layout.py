@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from classifier import extract
 from router.deployment.counters import LateCounter, make_counter, named_counter
+from router.deployment.drafts import check_draft, with_drafts
 from router.telemetry.tracing import engine_target
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike
 from tiers.checkpoints.precision import checkpoint_precision, told_precision
 from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
 from tiers.errors import EngineError, PlanError
-from tiers.plan import Plan, make_plan, read_machine
-from tiers.spec import UNKNOWN, EngineLaunch, TierName, TierSpec
+from tiers.plan import Plan, machine_name, make_plan, read_machine
+from tiers.spec import UNKNOWN, Draft, EngineLaunch, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ def make_launches(specs: Sequence[TierSpec], plan: Plan, settings: Settings, mod
     """Return how the engines are started, tier by tier; they get ports in this order.
 
     Args:
-        specs: All tiers that run here; those whose checkpoint is still to be made get ports, and no launch.
+        specs: All tiers that run here; those that wait for a checkpoint get ports, and no launch.
         plan: How the engines share the machine.
         settings: All settings.
         model: The model's name.
@@ -50,7 +51,7 @@ def make_launches(specs: Sequence[TierSpec], plan: Plan, settings: Settings, mod
             env=getattr(settings.tiers, spec.name.value).env,
         )
         for port, (spec, number) in enumerate(engines, settings.engine.base_port)
-        if spec.checkpoint is not None
+        if spec.startable
     )
 
 
@@ -58,6 +59,21 @@ def engine_args(settings: Settings, tier: TierName) -> tuple[str, ...]:
     """Return the arguments of a tier's engines that a person gave, in their order: the last one counts."""
     own: TierSettings = getattr(settings.tiers, tier.value)
     return (*settings.engine.extra_args, *own.engine_args)
+
+
+def speed_machine(settings: Settings) -> str:
+    """Return what measured speeds belong to: the machine, and how its engines use it apart from their checkpoints."""
+    found = []
+    for name in TierName:
+        tier: TierSettings = getattr(settings.tiers, name.value)
+        if not tier.replicas_here:
+            continue
+        ways = [f"draft {tier.draft} x {tier.draft_tokens}"] if tier.draft else []
+        if (world := tier.tensor_parallel * tier.pipeline_parallel) > 1:
+            ways.append(f"{world} GPUs ({tier.tensor_parallel} x {tier.pipeline_parallel})")
+        if ways:
+            found.append(f"{name}: {', '.join(ways)}")
+    return "; ".join([machine_name(), *found])
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +137,7 @@ def make_deployment(
         raise PlanError(
             "every tier is left out: tiers.fast.replicas, balanced and precise are 0, and no urls are given"
         )
+    specs = with_drafts(specs, settings, prepared)
     local = tuple(spec for spec in specs if spec.replicas)
     missing = tuple(spec.name for spec in local if spec.checkpoint is None)
     if missing:
@@ -132,6 +149,8 @@ def make_deployment(
         )
     folders = {spec.name: spec.checkpoint for spec in specs if spec.checkpoint is not None}
     check_alike(folders)
+    for spec in local:
+        check_draft(spec)
     folder = next(iter(folders.values()), None) if tokenizer is None else tokenizer
     counter = make_counter(folder) if tokenizer is None else named_counter(tokenizer)
     extract("", counter)  # reads the weights now, not at the first request
@@ -181,6 +200,7 @@ def tier_spec(
         tensor_parallel=tier.tensor_parallel,
         pipeline_parallel=tier.pipeline_parallel,
         max_num_batched_tokens=tier.max_num_batched_tokens,
+        draft=Draft(tier.draft, tier.draft_tokens) if tier.draft else None,
     )
     if not spec.replicas:
         return replace(spec, precision=told_precision(UNKNOWN, spec.stated_precision))

@@ -14,7 +14,7 @@ from router.app import wire_router
 from router.auth.api_keys import KeyStore
 from router.auth.network import is_loopback
 from router.deployment.first_start import FirstStart
-from router.deployment.layout import elsewhere
+from router.deployment.layout import elsewhere, speed_machine
 from router.deployment.options import fleet_options, supervisor_options
 from router.deployment.shared import Shared
 from router.lifecycle import ServerState
@@ -27,7 +27,6 @@ from router.settings import SettingsError
 from router.telemetry.tracing import make_telemetry
 from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor
-from tiers.plan import Plan, machine_name
 from tiers.spec import ReplicaState, TierSpec
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from router.deployment.layout import Deployment
     from router.server.handover import HandoverClient
     from router.settings import Settings
+    from tiers.plan import Plan
     from tiers.replica import Replica
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -161,7 +161,7 @@ async def run(
     telemetry = make_telemetry(version("qarr"), settings.telemetry)
     shared = Shared(deployment) if settings.server.workers > 1 else None
     fleet = shared.fleet if shared is not None else Fleet(
-        deployment.specs, machine=machine_name(), options=fleet_options(settings)
+        deployment.specs, machine=speed_machine(settings), options=fleet_options(settings)
     )  # fmt: skip
     changed = shared.telling(observer.changed) if shared is not None else observer.changed
     supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), changed)

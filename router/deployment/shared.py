@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from router.app import Links
+from router.deployment.layout import speed_machine
 from router.deployment.options import fleet_options
 from router.server.http_protocol import protocol_for
 from router.workers.fleet import SharedFleet
@@ -16,7 +17,6 @@ from router.workers.quotas import SharedLedger
 from router.workers.setup import Setup, divided
 from router.workers.state import Teller
 from router.workers.table import Table
-from tiers.plan import machine_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ class Shared:
         engines = sum(len(spec.urls) + spec.replicas for spec in deployment.specs)
         self._deployment = deployment
         self.table = Table.make(settings.server.workers, max(LEAST_REPLICAS, SPARE * engines))
-        self.fleet = SharedFleet(deployment.specs, machine_name(), fleet_options(settings), self.table)
+        self.fleet = SharedFleet(deployment.specs, speed_machine(settings), fleet_options(settings), self.table)
         self._ledger = SharedLedger.make(settings.server.workers)
         self._teller = Teller(self.fleet)
         self._pool: Pool | None = None

@@ -283,6 +283,9 @@ class Load(Collector):
         text = "1, with what a replica serves."
         about = GaugeMetricFamily("qarr_replica_info", text, labels=[*labels, "precision", "checkpoint"])
         usage = GaugeMetricFamily("qarr_kv_cache_usage_ratio", "Share of a replica's KV cache in use.", labels=labels)
+        text = "Tokens that a replica's draft has proposed since the engine was started (speculative decoding)."
+        drafted = CounterMetricFamily("qarr_draft_tokens", text, labels=labels)
+        accepted = CounterMetricFamily("qarr_draft_tokens_accepted", "Those that were accepted.", labels=labels)
         now = time.monotonic()
         for replica in self._pipeline.fleet.replicas:
             values = [replica.spec.name.value, replica.id]
@@ -295,7 +298,10 @@ class Load(Collector):
             is_open.add_metric(values, replica.breaker.state(now) is not BreakerState.CLOSED)
             if replica.gauges is not None:
                 usage.add_metric(values, replica.gauges.kv_cache_usage)
-        return state, about, in_flight, taken, limit, opened, is_open, usage
+                if replica.gauges.drafted:
+                    drafted.add_metric(values, replica.gauges.drafted)
+                    accepted.add_metric(values, replica.gauges.accepted)
+        return state, about, in_flight, taken, limit, opened, is_open, usage, drafted, accepted
 
 
 class Source(Protocol):

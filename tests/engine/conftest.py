@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,22 +76,32 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         return
     collector = Collector()
     endpoint = collector.start()
+    own = {
+        "QARR_TIERS__BALANCED__ENGINE_ARGS": json.dumps(BALANCED_ARGS),
+        "QARR_ENGINE__HANG_S": "20",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+        "OTEL_BSP_SCHEDULE_DELAY": "500",
+    }
+    with started(own, tmp_path_factory, collector) as running:
+        yield running
+
+
+@contextmanager
+def started(own: dict[str, str], tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Up]:
+    """Run ``qarr up`` with variables of its own until all tiers are ready; stop it afterwards."""
     base, profiles = reserved_range(4), tmp_path_factory.mktemp("profiles")
     env = {
         **os.environ,
         "QARR_ENGINE__BASE_PORT": str(base),
         "QARR_ENGINE__EXTRA_ARGS": json.dumps(ENGINE_ARGS),
-        "QARR_TIERS__BALANCED__ENGINE_ARGS": json.dumps(BALANCED_ARGS),
         # No profiles, and no tier counts as slow: decisions do not depend on the machine.
         "QARR_POLICY__PROFILES": str(profiles),
         "QARR_POLICY__MAX_SLOWDOWN": "1e9",
         "QARR_PROFILE__AUTO": "false",
         "QARR_PROFILE__LIVE": "false",
-        "QARR_ENGINE__HANG_S": "20",
         "QARR_ENGINE__LOG_DIR": str(tmp_path_factory.mktemp("logs")),
-        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
-        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
-        "OTEL_BSP_SCHEDULE_DELAY": "500",
+        **own,
     }
     process = subprocess.Popen(
         [str(QARR), "up", "--port", str(base + 3)], env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -130,9 +141,10 @@ def _wait_until_up(running: Up) -> None:
 @pytest.fixture(scope="session")
 def engine_keys(up: Up) -> dict[str, str]:
     """Return each engine's random key, which only its process knows."""
-    return {name: _key_of(tier["replicas"][0]["pid"]) for name, tier in up.tiers().items()}
+    return {name: key_of(tier["replicas"][0]["pid"]) for name, tier in up.tiers().items()}
 
 
-def _key_of(pid: int) -> str:
+def key_of(pid: int) -> str:
+    """Return the key of the engine of a process."""
     environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     return next(v.removeprefix("VLLM_API_KEY=") for v in environment if v.startswith("VLLM_API_KEY="))

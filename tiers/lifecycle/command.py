@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tiers.spec import NGRAM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tiers.spec import EngineLaunch
+    from tiers.spec import Draft, EngineLaunch
 
 ENGINE_MAIN = Path(__file__).with_name("engine_main.py")
+NGRAM_LENGTH = 4  # tokens that must have occurred before
 OURS = "QARR_"  # settings and secrets: Redis URLs with passwords, keys of callers and of other engines
 # Harmful in an engine: without bytecode caching its start takes twice the CPU time, and it has a virtual environment and a
 # trace exporter of its own. Tokens of the Hugging Face hub: engines read local files only.
@@ -50,6 +54,8 @@ def engine_argv(launch: EngineLaunch) -> list[str]:
         argv += ["--tensor-parallel-size", str(tier.tensor_parallel)]
     if tier.pipeline_parallel > 1:
         argv += ["--pipeline-parallel-size", str(tier.pipeline_parallel)]
+    if tier.draft is not None:
+        argv += ["--speculative-config", json.dumps(_speculative(tier.draft))]
     argv += ["--scheduling-policy", "priority", "--disable-uvicorn-access-log"]
     if not placement.gpus:
         # Compiled graphs gave wrong answers on CPU (vLLM 0.32); eager mode is correct and starts faster.
@@ -59,6 +65,13 @@ def engine_argv(launch: EngineLaunch) -> list[str]:
     if launch.otlp:
         argv += ["--otlp-traces-endpoint", launch.otlp.endpoint]
     return [*argv, *launch.extra_args]
+
+
+def _speculative(draft: Draft) -> dict[str, object]:
+    """Return vLLM's configuration of speculative decoding."""
+    if draft.source == NGRAM:
+        return {"method": NGRAM, "num_speculative_tokens": draft.tokens, "prompt_lookup_max": NGRAM_LENGTH}
+    return {"method": "draft_model", "model": str(draft.checkpoint), "num_speculative_tokens": draft.tokens}
 
 
 def without_ours(parent: Mapping[str, str]) -> dict[str, str]:

@@ -30,6 +30,7 @@ OWN = {
     "--max-num-batched-tokens": "tiers.<name>.max_num_batched_tokens",
     "--tensor-parallel-size": "tiers.<name>.tensor_parallel",
     "--pipeline-parallel-size": "tiers.<name>.pipeline_parallel",
+    "--speculative-config": "tiers.<name>.draft",
     "--host": None,
     "--port": "engine.base_port",
     "--uds": None,

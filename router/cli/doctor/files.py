@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from router.auth.api_keys import KeysError, read_keys
 from router.auth.network import is_loopback
 from router.cli.doctor.findings import Check, Finding, local_specs, local_tiers, ok, prepared, problem, warning
-from router.deployment.layout import tier_spec
+from router.deployment.layout import speed_machine, tier_spec
 from router.policy.profiles import ProfileError, latency_name, load_latency, load_profile, profile_name
 from router.settings import PROJECT
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike, check_whole, identity, weights_digest
 from tiers.checkpoints.precision import checkpoint_precision
 from tiers.errors import CheckpointError
-from tiers.plan import machine_name, read_machine
+from tiers.plan import read_machine
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def profiles(context: CheckContext) -> Iterator[Finding]:
     """Check that the served checkpoints are measured."""
     made, tiers = prepared(context), context.settings.tiers
     identities = {name: tier_spec(name, getattr(tiers, name.value), made).identity for name in TierName}
-    folder, machine = context.settings.policy.profiles, machine_name()
+    folder, machine = context.settings.policy.profiles, speed_machine(context.settings)
     for kind, path, what in (
         ("quality", folder / profile_name(identities), "loss"),
         ("latency", folder / latency_name(identities, machine), "speed"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tiers.lifecycle.command import engine_argv, engine_environment, without_ours
-from tiers.spec import EngineLaunch, OtlpTarget, Placement, TierName, TierSpec
+from tiers.spec import Draft, EngineLaunch, OtlpTarget, Placement, TierName, TierSpec
 
 SPEC = TierSpec(TierName.FAST, 2048, 16, 32, checkpoint=Path("/models/x"))
 
@@ -43,6 +45,25 @@ def test_gpu_engine_gets_its_share() -> None:
     assert "--enforce-eager" not in engine_argv(placed)
     assert engine_argv(placed)[-2:] == ["--gpu-memory-utilization", "0.312"]
     assert engine_environment(placed, {})["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_several_gpus_a_draft_and_the_size_of_a_step() -> None:
+    """Each is an argument of vLLM's only where it is asked for."""
+    fields = {"tensor_parallel": 2, "pipeline_parallel": 3, "max_num_batched_tokens": 512}
+    argv = engine_argv(launch(tier=replace(SPEC, **fields, draft=Draft("fast", 3, Path("/models/d")))))
+    assert argv[argv.index("--tensor-parallel-size") + 1] == "2"
+    assert argv[argv.index("--pipeline-parallel-size") + 1] == "3"
+    assert argv[argv.index("--max-num-batched-tokens") + 1] == "512"
+    assert json.loads(argv[argv.index("--speculative-config") + 1]) == {
+        "method": "draft_model", "model": "/models/d", "num_speculative_tokens": 3,
+    }  # fmt: skip
+    ngram = engine_argv(launch(tier=replace(SPEC, draft=Draft("ngram", 5))))
+    assert json.loads(ngram[ngram.index("--speculative-config") + 1]) == {
+        "method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4,
+    }  # fmt: skip
+    plain = engine_argv(launch())
+    assert not {"--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"} & set(plain)
+    assert engine_environment(launch(placement=Placement(gpus=(2, 5))), {})["CUDA_VISIBLE_DEVICES"] == "2,5"
 
 
 def test_parents_environment_is_cleaned() -> None:

@@ -24,7 +24,7 @@ from tiers.plan import (
     model_config,
     read_machine,
 )
-from tiers.spec import Placement, Precision, TierName, TierSpec
+from tiers.spec import Draft, Placement, Precision, TierName, TierSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -223,6 +223,19 @@ def test_gpus_that_are_not_there_are_refused(tmp_path: Path) -> None:
         make_plan(two, [replace(precise, tensor_parallel=4)])
     with pytest.raises(PlanError, match=r"precise is to have 2 GPUs for each engine, and this machine has none"):
         make_plan(Machine((0,), 64 * GIB, ()), [replace(precise, tensor_parallel=2)])
+
+
+def test_a_draft_model_takes_memory_too(tmp_path: Path) -> None:
+    """Its weights and a KV cache of its own; n-grams take none."""
+    fast, _, precise = specs(tmp_path, SIZES_8B)
+    machine = Machine((0,), 64 * GIB, EIGHT[:1])
+    drafting = replace(precise, draft=Draft("fast", 4, fast.checkpoint))
+    alone, with_draft = (make_plan(machine, [tier]).shares[0] for tier in (precise, drafting))
+    assert with_draft.on_disk == alone.on_disk + int(5.4 * GIB)
+    assert with_draft.kv_tokens == pytest.approx((alone.kv_cache - 5.4 * GIB) / (2 * 131072), rel=1e-3)
+    assert make_plan(machine, [replace(precise, draft=Draft("ngram", 4))]).shares[0] == alone
+    to_make = replace(precise, checkpoint=None, draft=Draft("fast", 4))
+    assert make_plan(machine, [to_make], base=precise.checkpoint).shares[0].kv_tokens < alone.kv_tokens / 2
 
 
 def test_replicas_on_a_cpu_share_its_cores_and_memory(tmp_path: Path) -> None:

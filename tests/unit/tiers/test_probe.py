@@ -160,6 +160,21 @@ async def test_counters_are_summed_over_their_labels() -> None:
     assert counters == Counters(prompt_tokens=300, cache_hits=15)
 
 
+async def test_drafts_are_counted() -> None:
+    """Those proposed, and those accepted; the counters by position in a draft are others."""
+    page = (
+        GAUGES.format(0, 0)
+        + "vllm:spec_decode_num_draft_tokens_total 36\nvllm:spec_decode_num_accepted_tokens_total 27\n"
+    )
+    page += (
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 12\nvllm:spec_decode_num_drafts_total 12\n'
+    )
+    gauges, _ = await readings(page)
+    assert (gauges.drafted, gauges.accepted, gauges.acceptance) == (36, 27, 0.75)
+    gauges, _ = await readings(GAUGES.format(0, 0))
+    assert gauges.acceptance is None
+
+
 async def test_older_engines_name_the_cache_gauge_otherwise() -> None:
     """The new name wins where both are there; the cache's size is read of the labels of its configuration."""
     page = "vllm:num_requests_running 1\nvllm:gpu_cache_usage_perc 0.5\n"

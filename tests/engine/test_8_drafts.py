@@ -1,0 +1,118 @@
+"""A fleet of another shape beside the first one: a tier here and elsewhere, one left out, and speculative decoding."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from tests.engine.collector import Collector
+from tests.engine.conftest import QARR, key_of, started
+from tiers.lifecycle.canary import agreement
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.engine.conftest import Up
+
+PROMPTS = (
+    "What is the capital of France?",
+    "Write a Python function that adds two numbers.",
+    "Repeat this three times: the quick brown fox jumps over the lazy dog.",
+    "Why is the sky blue?",
+)
+
+
+@pytest.fixture(scope="module")
+def other(up: Up, engine_keys: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """Start ``fast`` with n-grams beside the first fleet's, and ``precise`` with ``fast`` as its draft; no ``balanced``."""
+    own = {
+        "QARR_TIERS__FAST__URLS": f'["{up.replica("fast")["url"]}"]',
+        "QARR_ENGINE__API_KEY": engine_keys["fast"],
+        "QARR_TIERS__FAST__REPLICAS": "1",
+        "QARR_TIERS__FAST__DRAFT": "ngram",
+        "QARR_TIERS__BALANCED__REPLICAS": "0",
+        "QARR_TIERS__PRECISE__DRAFT": "fast",
+        "QARR_TIERS__PRECISE__DRAFT_TOKENS": "3",
+        "QARR_TIERS__PRECISE__MAX_NUM_BATCHED_TOKENS": "1024",
+    }
+    with started(own, tmp_path_factory, Collector()) as running:
+        yield running
+
+
+def test_a_tier_runs_here_and_elsewhere_and_one_is_left_out(up: Up, other: Up) -> None:
+    """Both replicas serve the same checkpoint; requests for the tier that is left out go up."""
+    tiers = other.tiers()
+    here, there = tiers["fast"]["replicas"]
+    assert (here["state"], there["state"]) == ("ready", "ready")
+    assert here["pid"] is not None
+    assert (there["pid"], there["url"]) == (None, up.replica("fast")["url"])
+    assert here["precision"] == there["precision"] == tiers["fast"]["precision"] == "awq-int4"
+    assert tiers["balanced"]["replicas"] == []
+    served = [other.generate(tier="balanced").headers["x-qarr-tier"] for _ in range(2)]
+    assert served == ["precise", "precise"]
+    assert other.process is not None
+    assert any(re.search(r"fast +awq-int4 +weights", line) for line in other.output)
+    assert not any("balanced" in line and "weights" in line for line in other.output)
+
+
+@pytest.mark.parametrize("tier", ["fast", "precise"])
+def test_drafts_change_no_greedy_answer(up: Up, other: Up, engine_keys: dict[str, str], tier: str) -> None:
+    """The same weights answer the same, but for rounding in another order; what was accepted is told."""
+    drafting = other.replica(tier)
+    plain, drafted = (
+        [_answer(url, key, prompt) for prompt in PROMPTS]
+        for url, key in ((up.replica(tier)["url"], engine_keys[tier]), (drafting["url"], key_of(drafting["pid"])))
+    )
+    assert agreement(plain, drafted) >= 0.8
+    page = httpx.get(f"{drafting['url']}/metrics", trust_env=False).text
+    proposed, accepted = (
+        float(re.findall(rf"^vllm:spec_decode_num_{kind}_tokens_total{{.*}} (\S+)$", page, re.MULTILINE)[0])
+        for kind in ("draft", "accepted")
+    )
+    assert proposed >= accepted > 0
+    labels = f'{{replica="{drafting["id"]}",tier="{tier}"}}'
+    assert _read_until(other, f"qarr_draft_tokens_total{labels}", proposed)
+    assert _read_until(other, f"qarr_draft_tokens_accepted_total{labels}", accepted)
+    assert other.replica(tier)["draft_acceptance"] == round(accepted / proposed, 3)
+    shown = subprocess.run([QARR, "tiers", "--url", other.url], capture_output=True, text=True, check=True)
+    assert "of drafted tokens accepted" in shown.stdout
+
+
+def test_a_draft_makes_several_tokens_a_step(other: Up) -> None:
+    """Through the router too: an answer arrives whole, with all of its tokens counted."""
+    answer = other.generate(tier="precise", prompt=PROMPTS[2], max_tokens=40)
+    assert answer.headers["x-qarr-tier"] == "precise"
+    assert answer.text.rstrip().endswith("}")
+    assert '"output_tokens": 40' in answer.text or '"output_tokens":40' in answer.text
+
+
+def _answer(url: str, key: str, prompt: str) -> list[int]:
+    """Return the token ids of a greedy answer of one engine."""
+    body = {
+        "messages": [{"role": "user", "content": prompt}],
+        "temperature": 0,
+        "max_tokens": 32,
+        "return_token_ids": True,
+    }
+    headers = {"authorization": f"Bearer {key}"}
+    model = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False).json()["data"][0]["id"]
+    answer = httpx.post(
+        f"{url}/v1/chat/completions", json={"model": model, **body}, headers=headers, timeout=300, trust_env=False
+    )
+    ids: list[int] = answer.raise_for_status().json()["choices"][0]["token_ids"]
+    return ids
+
+
+def _read_until(running: Up, name: str, wanted: float) -> bool:
+    """Read the router's metrics until one has a value: it reads its engines' twice a second."""
+    for _ in range(100):
+        page = httpx.get(f"{running.url}/metrics", trust_env=False).text
+        if f"{name} {wanted}" in page:
+            return True
+        time.sleep(0.1)
+    return False
