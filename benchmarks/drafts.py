@@ -3,9 +3,9 @@
     .venv/bin/python benchmarks/drafts.py [--rounds 3] [--tokens 4]
 
 Greedy answers to chats, and to requests to write given code again with a change, at one and at four requests at a time:
-milliseconds a token, the share of drafted tokens that were accepted, and how much of each answer is the same as without a
-draft, up to the first other token. One engine is at work at a time, on one core; medians over rounds in which the engines
-take turns.
+milliseconds a token, the drafted tokens that were accepted, and how much of each answer is the same as without a draft, up
+to the first other character. One engine is at work at a time, on one core; medians over rounds in which the engines take
+turns. How much answers differ by the size of the batch alone, without a draft, is told as well.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import statistics
 import sys
-import time
 from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
@@ -31,7 +30,7 @@ from router.deployment.layout import prepare_options
 from router.settings import load_settings
 from tiers.checkpoints.prepare import find
 from tiers.plan import machine_name
-from tiers.probe import EngineProbe
+from tiers.probe import CHAT, EngineProbe
 from tiers.spec import NGRAM, Draft, TierName, TierSpec
 
 if TYPE_CHECKING:
@@ -79,36 +78,30 @@ class Round(NamedTuple):
     ms_a_token: float
     drafted: int
     accepted: int
-    answers: list[list[int]]
+    answers: list[str]
 
 
 async def ask(running: Engine, prompts: Sequence[str], at_once: int) -> Round:
     """Answer prompts, some at a time."""
     async with httpx.AsyncClient(timeout=600, trust_env=False) as client:
-        probe = EngineProbe(client, running.url, "")
-        before, _ = await probe.readings()
-        limit, answers = asyncio.Semaphore(at_once), []
+        probe, limit = EngineProbe(client, running.url, ""), asyncio.Semaphore(at_once)
 
-        async def one(prompt: str) -> tuple[list[int], float]:
-            body = {"model": "m", "messages": [{"role": "user", "content": prompt}], "temperature": 0}
-            body |= {"max_tokens": ANSWER, "return_token_ids": True}
+        async def one(prompt: str) -> tuple[str, float]:
+            body = {"model": "m", "messages": [{"role": "user", "content": prompt}], "max_tokens": ANSWER}
             async with limit:
-                began = time.perf_counter()
-                await client.post(f"{running.url}/v1/chat/completions", json={**body, "max_tokens": 1})
-                first = time.perf_counter()
-                answer = await client.post(f"{running.url}/v1/chat/completions", json=body)
-                ids: list[int] = answer.raise_for_status().json()["choices"][0]["token_ids"]
-                # The second one's prompt is in the prefix cache: what it takes longer than one token is decoding.
-                return ids, (time.perf_counter() - first - min(first - began, 0.02)) * 1000 / max(len(ids) - 1, 1)
+                answer = await probe.generate(CHAT, body, 600)
+            assert answer.tpot_ms is not None
+            return answer.text, answer.tpot_ms
 
+        before, _ = await probe.readings()
         found = await asyncio.gather(*map(one, prompts))
-        answers = [ids for ids, _ in found]
+        await asyncio.sleep(1)  # the engine counts a step after it has sent the step's tokens
         after, _ = await probe.readings()
         return Round(
             statistics.fmean(ms for _, ms in found),
             after.drafted - before.drafted,
             after.accepted - before.accepted,
-            answers,
+            [text for text, _ in found],
         )
 
 
@@ -151,7 +144,7 @@ def report(seen: dict[tuple[str, str, int], list[Round]], tokens: int) -> None:
     commit = check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
     print(f"commit {commit}; {machine_name()}; precise, one engine at work at a time, on one core")
     print(f"{tokens} tokens drafted at a time; in parentheses the ratio to no draft")
-    print(f"{'prompts':10}{'at once':>8}{'draft':>8}{'ms a token':>18}{'accepted %':>12}{'same text %':>12}")
+    print(f"{'prompts':10}{'at once':>8}{'draft':>8}{'ms a token':>18}{'accepted':>16}{'same text %':>12}")
     for kind in PROMPTS:
         for at_once in AT_ONCE:
             plain = seen["", kind, at_once]
@@ -159,18 +152,24 @@ def report(seen: dict[tuple[str, str, int], list[Round]], tokens: int) -> None:
                 rounds = seen[draft, kind, at_once]
                 ms, base = (statistics.median(r.ms_a_token for r in found) for found in (rounds, plain))
                 drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
-                share = f"{100 * accepted / drafted:.0f}" if drafted else "-"
+                share = f"{accepted} of {drafted}" if drafted else "-"
                 same = 100 * statistics.fmean(
                     alike(one, other)
                     for a, b in zip(rounds, plain, strict=True)
                     for one, other in zip(a.answers, b.answers, strict=True)
                 )
                 times = f"{ms:.1f} ({ms / base:.2f})"
-                print(f"{kind:10}{at_once:>8}{draft or 'none':>8}{times:>18}{share:>12}{same:>12.0f}")
+                print(f"{kind:10}{at_once:>8}{draft or 'none':>8}{times:>18}{share:>16}{same:>12.0f}")
+
+    small, large = (seen["", "chat", at_once][0].answers for at_once in AT_ONCE)
+    same = 100 * statistics.fmean(map(alike, large, small))
+    print(
+        f"without a draft, of chats at {AT_ONCE[1]} at once against {AT_ONCE[0]} at a time: {same:.0f} % the same text"
+    )
 
 
-def alike(one: Sequence[int], other: Sequence[int]) -> float:
-    """Return the share of an answer before the first token that differs from another's."""
+def alike(one: str, other: str) -> float:
+    """Return the share of an answer before the first character that differs from another's."""
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
     return same / max(len(other), 1)
 

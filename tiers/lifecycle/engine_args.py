@@ -27,10 +27,8 @@ OWN = {
     "--served-model-name": "model.name",
     "--max-model-len": "tiers.<name>.max_model_len",
     "--max-num-seqs": "tiers.<name>.max_num_seqs",
-    "--max-num-batched-tokens": "tiers.<name>.max_num_batched_tokens",
     "--tensor-parallel-size": "tiers.<name>.tensor_parallel",
     "--pipeline-parallel-size": "tiers.<name>.pipeline_parallel",
-    "--speculative-config": "tiers.<name>.draft",
     "--host": None,
     "--port": "engine.base_port",
     "--uds": None,
@@ -41,6 +39,7 @@ OWN = {
     "--ssl-keyfile": None,
     "--ssl-certfile": None,
 }
+SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size"}
 
 
 def check_own(args: Sequence[str]) -> None:
@@ -50,8 +49,9 @@ def check_own(args: Sequence[str]) -> None:
         ValueError: One does not; the text says where that is set.
     """
     for arg in args:
-        name = "--" + arg.partition("=")[0].removeprefix("--").replace("_", "-")
-        if arg.startswith("--") and name in OWN:
+        given = arg.partition("=")[0]
+        name = SHORT.get(given, "--" + given.removeprefix("--").replace("_", "-"))
+        if arg.startswith("-") and name in OWN:
             instead = OWN[name]
             raise ValueError(
                 f"{name} is QARR's own: " + (f"set {instead} instead" if instead else "it cannot be changed")
