@@ -58,6 +58,7 @@ class ReplicaState(Enum):
     FAILED = "failed"  # exited, or its warm-up failed
     QUARANTINED = "quarantined"  # runs elsewhere; answers otherwise than before, hangs or is too slow; for an operator
     STOPPED = "stopped"
+    ABSENT = "absent"  # only of a tier: no engine of it is configured
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,11 @@ class TierSpec:
     def startable(self) -> bool:
         """Tell whether all that its engines are started from is there."""
         return self.checkpoint is not None and (self.draft is None or self.draft.startable)
+
+    @property
+    def absent(self) -> bool:
+        """Tell whether no engine of it is configured."""
+        return not (self.urls or self.replicas)
 
     @property
     def world_size(self) -> int:

@@ -268,7 +268,8 @@ class Load(Collector):
             retries.add_metric([tier.value], self._retries[tier])
             restarts.add_metric([tier.value], fleet.restarts[tier])
             count = sum(r.spec.name is tier and r.state is ReplicaState.READY for r in fleet.replicas)
-            ready.add_metric([tier.value], count)
+            if not spec.absent:  # so that no alert waits for it
+                ready.add_metric([tier.value], count)
         return failures, retries, restarts, ready
 
     def _replicas(self) -> Iterable[Metric]:

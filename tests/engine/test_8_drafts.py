@@ -53,7 +53,10 @@ def test_a_tier_runs_here_and_elsewhere_and_one_is_left_out(up: Up, other: Up) -
     assert here["pid"] is not None
     assert (there["pid"], there["url"]) == (None, up.replica("fast")["url"])
     assert here["precision"] == there["precision"] == tiers["fast"]["precision"] == "awq-int4"
-    assert tiers["balanced"]["replicas"] == []
+    assert (tiers["balanced"]["state"], tiers["balanced"]["replicas"]) == ("absent", [])
+    page = httpx.get(f"{other.url}/metrics", trust_env=False).text
+    assert 'qarr_tier_ready_replicas{tier="fast"} 2.0' in page
+    assert 'qarr_tier_ready_replicas{tier="balanced"}' not in page
     served = [other.generate(tier="balanced").headers["x-qarr-tier"] for _ in range(2)]
     assert served == ["precise", "precise"]
     assert other.process is not None

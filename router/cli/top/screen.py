@@ -27,6 +27,7 @@ STATES = {
     "quarantined": "bold red",
     "failed": "bold red",
     "stopped": "dim",
+    "absent": "dim",
 }
 OUTCOMES = {"ok": "green", "refused": "yellow", "error": "bold red", "client_gone": "dim"}
 TIERS = {"fast": "cyan", "balanced": "blue", "precise": "magenta"}
