@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from router.deployment.counters import LateCounter, make_counter
@@ -187,6 +188,25 @@ class FirstStart:
         left = f"; ready in {about(now.remaining_s)}" if now and now.remaining_s is not None else ""
         self._steps(f"{tier}: {message}", done, total, left)
 
+    def _start_without_drafts(self) -> None:
+        """Start engines that have all but their draft's checkpoint, which is not coming."""
+        waiting = [
+            replace(spec, draft=None)
+            for spec in self._specs.values()
+            if spec.checkpoint is not None and spec.name not in self._launched
+        ]
+        if self._plan is None or not waiting:
+            return
+        self._specs.update({spec.name: spec for spec in waiting})
+        every = make_launches(
+            tuple(self._specs.values()), self._plan, self._deployment.settings, self._deployment.model
+        )
+        for spec in waiting:
+            self._supervisor.fleet.configure(spec)
+            self._say(f"{spec.name:12} starts without its draft, whose checkpoint could not be made")
+        self._supervisor.launch([launch for launch in every if launch.tier.name not in self._launched])
+        self._launched.update(spec.name for spec in waiting)
+
     def _failed(self, error: Exception) -> None:
         """Note that no more checkpoints can be made; engines that were started continue.
 
@@ -196,6 +216,7 @@ class FirstStart:
         if not isinstance(error, TierError):
             log.error("making checkpoints failed", exc_info=error)
             error = CheckpointError(f"{type(error).__name__}: {error}")
+        self._start_without_drafts()
         if not self._launched:
             raise error
         for tier in self._supervisor.fleet.preparations.fail(f"{error}; {HOW_TO_MEND}"):

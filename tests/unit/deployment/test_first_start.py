@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from router.deployment.first_start import NICENESS
@@ -103,6 +104,26 @@ async def test_a_checkpoint_that_cannot_be_made_leaves_the_rest_serving(tmp_path
         assert "retry-after" not in required.headers
         assert "failed" in await up.qarr("tiers", "--url", up.url)
         assert "'qarr model prepare' makes it" in await up.qarr("doctor", "--url", up.url)
+        assert await up.end() == 0
+
+
+@pytest.mark.parametrize("order", ["done", "fail"])
+@pytest.mark.anyio
+async def test_an_engine_waits_for_its_drafts_checkpoint(tmp_path: Path, order: str) -> None:
+    """It starts with the draft once that is made, and without it if it cannot be made."""
+    async with first_up(tmp_path, QARR_TIERS__PRECISE__DRAFT="fast") as up:
+        up.tell("bf16", "done")
+        up.tell("fp8", "done")
+        body = await up.until_states(balanced="ready", precise="preparing", fast="preparing")
+        waits = next(p["what"] for p in body["preparing"] if p["tier"] == "precise")
+        assert waits == "waits for the other checkpoints"
+        up.tell("awq", order)
+        await up.until_states(balanced="ready", precise="ready", fast="ready" if order == "done" else "failed")
+        _, fleet = await up.get("/tiers")
+        (replica,) = next(tier["replicas"] for tier in fleet["tiers"] if tier["tier"] == "precise")
+        drafts = "--speculative-config" in psutil.Process(replica["pid"]).cmdline()
+        assert drafts == (order == "done")
+        assert ("precise      starts without its draft, whose checkpoint could not be made" in up.said()) != drafts
         assert await up.end() == 0
 
 
