@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from router.deployment.drafts import with_drafts
 from router.deployment.layout import prepare_options, tier_spec
 from tiers.checkpoints.prepare import finished
-from tiers.errors import CheckpointError
+from tiers.errors import CheckpointError, PlanError
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -85,11 +86,20 @@ def local_tiers(context: CheckContext) -> list[TierName]:
     return [name for name in TierName if getattr(context.settings.tiers, name.value).replicas_here]
 
 
+def local_engines(context: CheckContext) -> int:
+    """Return the number of engines that are started here."""
+    return sum(getattr(context.settings.tiers, name.value).replicas_here for name in TierName)
+
+
 def local_specs(context: CheckContext) -> tuple[TierSpec, ...]:
     """Return the tiers started here that have a checkpoint."""
-    made = prepared(context)
-    specs = (tier_spec(name, getattr(context.settings.tiers, name.value), made) for name in local_tiers(context))
-    return tuple(spec for spec in specs if spec.checkpoint is not None)
+    made, settings = prepared(context), context.settings
+    specs = tuple(tier_spec(name, getattr(settings.tiers, name.value), made) for name in TierName)
+    try:
+        specs = with_drafts(specs, settings, made)
+    except PlanError:  # a draft's checkpoint is missing: 'qarr up' says so
+        specs = tuple(replace(spec, draft=None) for spec in specs)
+    return tuple(spec for spec in specs if spec.replicas and spec.startable)
 
 
 def prepared(context: CheckContext) -> dict[TierName, Checkpoint]:

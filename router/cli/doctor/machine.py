@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from router.cli.doctor.findings import Check, Finding, local_specs, local_tiers, ok, problem, warning
+from router.cli.doctor.findings import Check, Finding, local_engines, local_specs, local_tiers, ok, problem, warning
 from router.server.http_protocol import FILES_BESIDES
 from tiers.errors import PlanError, PortInUse
 from tiers.lifecycle.process import check_port_free
@@ -70,7 +70,7 @@ def cores(context: CheckContext) -> Iterator[Finding]:
     usable, quota = len(os.sched_getaffinity(0)), _cpu_quota()
     limited = f", limited to {quota:g} by the container" if quota else ""
     found = f"{usable} usable of {os.cpu_count() or 1}{limited}"
-    engines = 0 if read_machine().gpus else len(local_tiers(context))
+    engines = 0 if read_machine().gpus else local_engines(context)
     if engines and min(usable, quota or usable) < engines + 1:
         yield warning(
             f"{found}: fewer than one for each of {engines} engines and one for the router, so all share them",
@@ -147,7 +147,7 @@ def memory(context: CheckContext) -> Iterator[Finding]:
     local, specs = local_tiers(context), local_specs(context)
     if not local:
         yield ok(f"{found}; no engine runs here")
-    elif any(not _is_free(engine.base_port + n) for n in range(len(local))):
+    elif any(not _is_free(engine.base_port + n) for n in range(local_engines(context))):
         yield ok(f"{found}, with engines running")
     elif len(specs) == len(local):
         try:

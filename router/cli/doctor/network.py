@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from router.cli.client import KEY_NEEDED, authorization
 from router.cli.common import http_url
-from router.cli.doctor.findings import Check, Finding, local_tiers, ok, problem, warning
+from router.cli.doctor.findings import Check, Finding, local_engines, ok, problem, warning
 from router.telemetry.tracing import TelemetryError, exporter_address
 from tiers.checkpoints.precision import root_precision, told_precision
 from tiers.errors import PortInUse, ProbeError
@@ -71,7 +71,7 @@ def router_port(context: CheckContext) -> Iterator[Finding]:
 
 def engine_ports(context: CheckContext) -> Iterator[Finding]:
     """Check the ports of engines that are started here."""
-    count, base = len(local_tiers(context)), context.settings.engine.base_port
+    count, base = local_engines(context), context.settings.engine.base_port
     if not count:
         return
     taken = {}
