@@ -245,6 +245,13 @@ class Fleet:
         self.configure(replace(self.spec(replica.spec.name), precision=", ".join(found)))
         return len(found) > 1
 
+    def shorten(self, replica: Replica, max_model_len: int) -> None:
+        """Note that a replica has a shorter context than configured; its tier promises the shortest of its replicas."""
+        replica.spec = replace(replica.spec, max_model_len=max_model_len)
+        replica.changed()
+        tier = self.spec(replica.spec.name)
+        self.configure(replace(tier, max_model_len=min(tier.max_model_len, max_model_len)))
+
     def spec(self, tier: TierName) -> TierSpec:
         """Return one tier's configuration.
 

@@ -221,6 +221,17 @@ def _need(tier: TierSpec, base: Path | None, *, amx: bool) -> _Need:
     return _Need(tier, on_disk + beside, held + beside_held, 2 * per_token)
 
 
+def kv_per_token(tier: TierSpec) -> int:
+    """Return the bytes of KV cache that a token takes in one of a tier's engines, on each of its GPUs.
+
+    Args:
+        tier: With all that its engines are started from.
+    """
+    assert tier.checkpoint is not None
+    draft = None if tier.draft is None else tier.draft.checkpoint
+    return _kv_per_token(tier, tier.checkpoint) + (0 if draft is None else _kv_per_token(tier, draft))
+
+
 def _kv_per_token(tier: TierSpec, checkpoint: Path) -> int:
     whole = kv_bytes_per_token(model_config(checkpoint), gpus=tier.tensor_parallel)
     return -(-whole // tier.pipeline_parallel)
@@ -329,7 +340,7 @@ def lacking_for_one_more(machine: Machine, tier: TierSpec, placement: Placement)
     if not placement.gpus:
         assert tier.checkpoint is not None
         held, on_disk = held_bytes(tier.checkpoint, amx=machine.amx), weight_bytes(tier.checkpoint)
-        need, free = _cpu_need(held, on_disk, placement.kv_cache_gib * GIB), machine.memory_available
+        need, free = _cpu_need(held, on_disk, int(placement.kv_cache_gib * GIB)), machine.memory_available
         return _lacking(need, free)
     for index in placement.gpus:
         gpu = next((gpu for gpu in machine.gpus if gpu.index == index), None)

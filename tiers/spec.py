@@ -156,14 +156,14 @@ class Placement:
         threads: OpenMP threads of the engine (CPU only).
         gpus: CUDA device indices; none for a CPU engine.
         gpu_memory_fraction: Share of each GPU's memory for weights and KV cache, 0..1.
-        kv_cache_gib: KV cache of a CPU engine, in GiB.
+        kv_cache_gib: KV cache of a CPU engine, in GiB; in quarters.
     """
 
     cores: tuple[int, ...] = ()
     threads: int = 1
     gpus: tuple[int, ...] = ()
     gpu_memory_fraction: float = 0.0
-    kv_cache_gib: int = 1
+    kv_cache_gib: float = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ def _row(replica: dict[str, Any], tier: dict[str, Any]) -> list[str]:
         "-" if pace is None else f"{pace:.1f}",
         str(replica["pid"] or "-"),
         replica["url"] or "-",
-        _detail(replica["detail"], tier) or _drafts(replica.get("draft_acceptance")),
+        "; ".join(filter(None, (_detail(replica["detail"], tier), _drafts(replica.get("draft_acceptance"))))),
     ]
 
 

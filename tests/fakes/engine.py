@@ -60,6 +60,7 @@ class Behaviour:
         error_with: Send an error chunk in the same bytes as that many pieces' last one.
         nonsense_with: Send what is no chunk in the same bytes as that many pieces' last one, and go on.
         nonsense: What every generation answers with instead, and 200.
+        start_errors: What the next starts of a process say before they end, one each.
         tells_ids: Whether generations tell their tokens to those who ask.
         told: What /detokenize answers with instead; None: the text.
         detokenizes: Whether /detokenize answers at all, rather than with 500.
@@ -99,6 +100,7 @@ class Behaviour:
     error_with: int | None = None
     nonsense_with: int | None = None
     nonsense: bytes = b""
+    start_errors: Sequence[str] = ()
     tells_ids: bool = True
     told: Any = None
     detokenizes: bool = True
@@ -581,6 +583,10 @@ def main() -> None:
     if named := os.environ.get("FAKE_BEHAVIOUR"):
         for name, value in json.loads(Path(named).read_bytes()).items():
             setattr(behaviour, name, value)
+        if errors := behaviour.start_errors:
+            given = json.loads(Path(named).read_bytes())
+            Path(named).write_text(json.dumps({**given, "start_errors": errors[1:]}))
+            raise SystemExit(errors[0])
     if "--model" in sys.argv and behaviour.root is None:
         behaviour.root = sys.argv[sys.argv.index("--model") + 1]
     if behaviour.exit_after_s is not None:

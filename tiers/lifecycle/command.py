@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tiers.lifecycle.less_memory import GIB, KV_SPACE
 from tiers.spec import NGRAM
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def engine_argv(launch: EngineLaunch) -> list[str]:
     if not placement.gpus:
         # Compiled graphs gave wrong answers on CPU (vLLM 0.32); eager mode is correct and starts faster.
         argv += ["--enforce-eager"]
+        if not float(placement.kv_cache_gib).is_integer():  # the variable takes whole ones
+            argv += ["--kv-cache-memory-bytes", str(int(placement.kv_cache_gib * GIB))]
     else:
         argv += ["--gpu-memory-utilization", f"{placement.gpu_memory_fraction:.3f}"]
     if launch.otlp:
@@ -100,8 +103,9 @@ def engine_environment(launch: EngineLaunch, parent: Mapping[str, str]) -> dict[
         }
     env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.gpus))
     if not placement.gpus:
+        if float(placement.kv_cache_gib).is_integer():
+            env[KV_SPACE] = str(int(placement.kv_cache_gib))
         env |= {
-            "VLLM_CPU_KVCACHE_SPACE": str(placement.kv_cache_gib),
             # vLLM's own binding pins every engine of a machine to the same cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(placement.threads),

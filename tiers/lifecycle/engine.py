@@ -27,6 +27,8 @@ class Engine:
         task: Runs and watches it.
         note: Why it is being restarted, for people.
         held: Why it gets no new requests although it could; None: it gets them.
+        less: What it has less of than configured, and why; None: nothing.
+        lessened: Times that it was started with less.
         was_ready: Whether it was ever ready.
         ready_at: Since when it is ready; None: it is not.
         started_at: When it was last started.
@@ -44,6 +46,8 @@ class Engine:
     task: asyncio.Task[None] | None = None
     note: str | None = None
     held: str | None = None
+    less: str | None = None
+    lessened: int = 0
     was_ready: bool = False
     ready_at: float | None = None
     started_at: float = field(default_factory=time.monotonic)

@@ -44,11 +44,13 @@ from tiers.errors import (
 from tiers.lifecycle.command import engine_argv, engine_environment
 from tiers.lifecycle.engine import Engine, brief
 from tiers.lifecycle.idle_speed import IdleSpeed
+from tiers.lifecycle.less_memory import ATTEMPTS, with_less
 from tiers.lifecycle.operations import OperationOptions, Operations
 from tiers.lifecycle.process import EngineProcess, check_port_free
 from tiers.lifecycle.warmup import WarmupPlan, warm_up
 from tiers.lifecycle.watchdog import WatchdogOptions, hangs, off_by
 from tiers.live_speed import LiveSpeed
+from tiers.plan import kv_per_token
 from tiers.probe import EngineProbe
 from tiers.replica import Replica
 from tiers.spec import UNKNOWN, EngineLaunch, ReplicaState, TierSpec
@@ -67,6 +69,7 @@ MISSED_PROBES = 3  # consecutive health checks that must fail before a running p
 EXIT_NOTICE_S = 2.0  # a process closes its connections before it exits: wait this long for the exit as the reason
 ELSEWHERE_PAUSE_S = 5.0  # before an unusable engine that runs elsewhere is tried again
 LAST_PORT = 65535
+LOG_LINES = 200  # of an engine that ended before it was ready, in which the cause is looked for
 WORN_S = 60.0  # the finding that an engine is too slow expires after this
 
 
@@ -192,7 +195,7 @@ class Supervisor:
         """Send an engine requests again, as soon as it is ready."""
         engine.held = None
         if engine.replica.state is ReplicaState.DRAINING:
-            self._mark(engine.replica, ReplicaState.READY)
+            self._mark(engine.replica, ReplicaState.READY, engine.less)
         elif engine.replica.state is ReplicaState.QUARANTINED:
             self._mark(engine.replica, ReplicaState.WARMING, "checked again, as asked for")
             engine.again.set()
@@ -274,7 +277,27 @@ class Supervisor:
                 engine.ended()
                 engine.note = "as asked for"
             except Exception as error:  # noqa: BLE001  the watcher goes on after any error
-                engine.note = await self._after(engine, self._explained(engine, error), engine.ended())
+                smaller = self._smaller(engine, launch)
+                if smaller is not None:
+                    engine.ended()
+                    launch = smaller
+                else:
+                    engine.note = await self._after(engine, self._explained(engine, error), engine.ended())
+
+    def _smaller(self, engine: Engine, launch: EngineLaunch) -> EngineLaunch | None:
+        """Return what to start in the place of an engine that did not fit into memory; None: that was not the cause."""
+        if engine.was_ready or engine.process is None or engine.lessened >= ATTEMPTS:
+            return None
+        smaller = with_less(launch, engine.process.last_log_lines(LOG_LINES), partial(kv_per_token, launch.tier))
+        if smaller is None:
+            return None
+        replica, engine.launch, engine.lessened = engine.replica, smaller.launch, engine.lessened + 1
+        if smaller.launch.tier.max_model_len < replica.spec.max_model_len:
+            self.fleet.shorten(replica, smaller.launch.tier.max_model_len)
+        engine.less = f"started with less: {smaller.why}" if engine.less is None else f"{engine.less}; {smaller.why}"
+        engine.note = engine.less
+        log.warning("%s is %s", replica.id, engine.less)
+        return smaller.launch
 
     def _explained(self, engine: Engine, error: Exception) -> TierError:
         """Return what ended an engine or kept it from being ready, in words for people."""
@@ -286,6 +309,11 @@ class Supervisor:
     async def _after(self, engine: Engine, error: TierError, ready_s: float) -> str:
         """Wait until an engine that has ended is to be restarted; return the reason for the restart."""
         replica, watchdog, restarts, detail = engine.replica, self._options.watchdog, engine.restarts, str(error)
+        if engine.less is not None and not engine.was_ready:
+            detail = (
+                f"{engine.less}, in vain: free memory, lower tiers.{replica.spec.name}.max_model_len or "
+                f"engine.cpu_kv_cache_gib, or run the tier elsewhere. The last end: {error}"
+            )
         delay_s = None
         if engine.was_ready and not isinstance(error, CanaryRefused):
             delay_s = restarts.exited(time.monotonic(), ready_s)
@@ -423,7 +451,7 @@ class Supervisor:
         self.fleet.note_template(report.template)
         engine.was_ready, engine.ready_at, engine.note = True, time.monotonic(), None
         replica.progressed(engine.ready_at)
-        self._mark(replica, ReplicaState.DRAINING if engine.held else ReplicaState.READY, engine.held)
+        self._mark(replica, ReplicaState.DRAINING if engine.held else ReplicaState.READY, engine.held or engine.less)
 
     async def _compare(self, replica: Replica, probe: EngineProbe, canary: Canary) -> None:
         """Compare an engine's answers with those recorded, and its speed with the profile while nothing else computes."""

@@ -9,8 +9,9 @@ import psutil
 import pytest
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving
-from tests.unit.own_engines import own_engines
+from tests.unit.own_engines import own_engines, until
 from tiers.fleet import Fleet
+from tiers.lifecycle import supervisor
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
 from tiers.replica import Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
@@ -30,6 +31,56 @@ async def test_an_engine_that_runs_has_no_secret(tmp_path: Path, monkeypatch: py
         assert guard is not None
         assert "FAKE_BEHAVIOUR" in engine.environ()
         assert not [name for process in (engine, guard) for name in process.environ() if name.startswith("QARR_")]
+
+
+NO_MEMORY = (
+    "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes"
+)
+
+
+async def test_an_engine_that_does_not_fit_is_started_with_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a smaller KV cache, then with a shorter context, which its tier promises from then on; and so after a restart."""
+    monkeypatch.setattr(supervisor, "kv_per_token", lambda _: (1 << 30) // 5000)  # so that half a GiB holds one request
+    async with own_engines(tmp_path, monkeypatch, behaviour={"start_errors": [NO_MEMORY] * 2}) as own:
+        replica = own.first
+        assert replica.detail == (
+            "started with less: KV cache 0.5 instead of 1 GiB: it ran out of memory; "
+            "context 1024 instead of 2048 tokens: it ran out of memory"
+        )
+        assert (
+            own.details(ReplicaState.STARTING)[0]
+            == "started with less: KV cache 0.5 instead of 1 GiB: it ran out of memory"
+        )
+        assert (replica.spec.max_model_len, own.fleet.spec(TierName.FAST).max_model_len) == (1024, 1024)
+        assert replica.pid is not None
+        before = psutil.Process(replica.pid)
+        argv = before.cmdline()
+        assert argv[argv.index("--kv-cache-memory-bytes") + 1] == str(1 << 29)
+        assert argv[argv.index("--max-model-len") + 1] == "1024"
+        assert "VLLM_CPU_KVCACHE_SPACE" not in before.environ()
+        before.kill()
+        await until(lambda: replica.state is ReplicaState.READY and replica.pid not in {None, before.pid})
+        assert psutil.Process(replica.pid).cmdline() == argv
+        assert (replica.detail or "").startswith("started with less")
+
+
+async def test_an_engine_that_never_fits_says_what_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what a person can do; other errors are not taken for it."""
+    monkeypatch.setattr(supervisor, "kv_per_token", lambda _: 1)
+    async with own_engines(tmp_path, monkeypatch, ready=False, behaviour={"start_errors": [NO_MEMORY] * 99}) as own:
+        detail = own.first.detail or ""
+        assert "KV cache 0.25 instead of 0.5 GiB" in detail
+        assert "context 512 instead of 1024 tokens" in detail
+        assert "in vain: free memory, lower tiers.fast.max_model_len or engine.cpu_kv_cache_gib" in detail
+    other = tmp_path / "other"
+    other.mkdir()
+    async with own_engines(
+        other, monkeypatch, ready=False, behaviour={"start_errors": ["ImportError: no vllm"]}
+    ) as own:
+        assert (own.first.detail or "").startswith("exited with status 1")
+        assert not own.details(ReplicaState.STARTING)
 
 
 async def test_engine_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
