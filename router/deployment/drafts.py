@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from tiers.checkpoints.checkpoint import identity
-from tiers.errors import PlanError, TokenizerMismatch
+from tiers.errors import CheckpointError, PlanError, TokenizerMismatch
 from tiers.plan import model_config
 from tiers.spec import TierName
 
@@ -26,7 +26,7 @@ def with_drafts(
     """Return the tiers with the folders of their drafts, as far as they are made.
 
     Raises:
-        PlanError: A draft's checkpoint is not there, and is not made either.
+        PlanError: A draft is no lower tier, or its checkpoint is not there, and is not made either.
     """
     here = {spec.name: spec for spec in specs}
     found = []
@@ -39,6 +39,10 @@ def with_drafts(
             found.append(replace(spec, draft=replace(draft, checkpoint=Path(draft.source))))
             continue
         tier = TierName(draft.source)
+        if tier.rank >= spec.name.rank:
+            raise PlanError(
+                f"tiers.{spec.name}.draft is {tier}: ngram, a tier of lower precision or a model folder is allowed"
+            )
         made = prepared[tier].path if tier in prepared else None
         own: TierSettings = getattr(settings.tiers, tier.value)
         folder = (here[tier].checkpoint if tier in here else None) or own.checkpoint or made
@@ -62,7 +66,10 @@ def check_draft(spec: TierSpec) -> None:
     if draft is None or spec.checkpoint is None:
         return
     own, its = identity(spec.checkpoint).tokenizer_digest, identity(draft).tokenizer_digest
-    size, its_size = (model_config(folder).get("vocab_size") for folder in (spec.checkpoint, draft))
+    try:
+        size, its_size = (model_config(folder).get("vocab_size") for folder in (spec.checkpoint, draft))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"tiers.{spec.name}.draft: {error}: a folder with a config.json is needed") from error
     if own != its or size != its_size:
         raise TokenizerMismatch(
             f"tiers.{spec.name}.draft has another vocabulary: {spec.name} ({spec.checkpoint}) has {size} tokens, digest "

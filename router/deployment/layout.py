@@ -212,7 +212,7 @@ def tier_spec(
 def elsewhere(spec: TierSpec) -> TierSpec:
     """Return a tier as its engines given by URL have it, whatever is started here besides."""
     precision = told_precision(UNKNOWN, spec.stated_precision)
-    return replace(spec, checkpoint=None, digest=None, replicas=0, precision=precision)
+    return replace(spec, checkpoint=None, digest=None, replicas=0, draft=None, precision=precision)
 
 
 def with_checkpoint(spec: TierSpec, made: Checkpoint, args: Sequence[str]) -> TierSpec:

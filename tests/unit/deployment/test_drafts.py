@@ -11,7 +11,7 @@ from router.deployment.drafts import check_draft
 from router.deployment.layout import make_deployment, speed_machine
 from router.settings import load_settings
 from tests.unit.deployment.test_layout import made, settings
-from tiers.errors import PlanError, TokenizerMismatch
+from tiers.errors import CheckpointError, PlanError, TokenizerMismatch
 from tiers.spec import NGRAM, Draft, TierName, TierSpec
 
 if TYPE_CHECKING:
@@ -49,6 +49,25 @@ def test_an_engine_waits_for_its_drafts_checkpoint(tmp_path: Path) -> None:
         PlanError, match=r"tiers\.precise\.draft is fast, whose checkpoint is not made: run 'qarr model"
     ):
         make_deployment(settings(tiers={**tiers, "fast": {"replicas": 0}}), (prepared[BALANCED], prepared[PRECISE]))
+
+
+@pytest.mark.parametrize("tier", ["precise", "balanced"])
+def test_a_draft_is_of_a_lower_precision(tmp_path: Path, tier: str) -> None:
+    with pytest.raises(
+        PlanError, match=rf"tiers\.balanced\.draft is {tier}: ngram, a tier of lower precision or a model"
+    ):
+        make_deployment(settings(tiers={"balanced": {"draft": tier}}), tuple(made(tmp_path).values()))
+
+
+def test_a_draft_that_is_no_model_folder_is_refused(tmp_path: Path) -> None:
+    """By its setting or its folder, whatever it lacks."""
+    prepared = tuple(made(tmp_path).values())
+    empty, half = tmp_path / "empty", made(tmp_path / "half")[FAST].path
+    empty.mkdir()
+    (half / "config.json").unlink()
+    for folder, said in ((empty, "not a model folder"), (half, r"tiers\.precise\.draft: .*config\.json is needed")):
+        with pytest.raises(CheckpointError, match=said):
+            make_deployment(settings(tiers={"precise": {"draft": str(folder)}}), prepared)
 
 
 @pytest.mark.parametrize("part", ["tokenizer", "size"])
