@@ -282,7 +282,7 @@ class TierSettings(Section):
         "",
         description="Speculative decoding: what proposes tokens that an engine started here checks in one step. `ngram`: "
         "what followed the same words before; `fast` or `balanced`: that tier's checkpoint; or a model folder. Empty: none. "
-        "vLLM then refuses `min_p` and `logit_bias`.",
+        "Requests with `min_p` or `logit_bias` go to tiers without a draft: vLLM refuses them there.",
     )
     draft_tokens: int = Field(4, ge=1, le=32, description="Tokens proposed at a time.")
     precision: str = Field(

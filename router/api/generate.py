@@ -56,6 +56,7 @@ class GenerateRequest:
     messages: tuple[Mapping[str, str], ...]
     checkable: bool
     sequences: int = 1
+    undraftable: str = ""
 
     def engine_request(self, decision: Decision, *, wants_logprobs: bool) -> ChatRequest:
         """Return what the engine is asked: the prompt goes through the model's own chat template there."""

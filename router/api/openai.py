@@ -57,6 +57,7 @@ class OpenAIFields(RoutingFields):
 
 
 # Of requests that say nothing about routing but a model's name.
+UNDRAFTABLE = ("min_p", "logit_bias")  # vLLM 0.32, SamplingParams
 PLAIN_FIELDS = {choice: OpenAIFields(tier=choice) for choice in get_args(ModelChoice)}
 
 
@@ -86,6 +87,11 @@ class CompletionRequest:
         """Tell whether its caller asked for the chunk with token counts at the end of a stream."""
         options = self.document.get("stream_options")
         return isinstance(options, dict) and as_boolean(options.get("include_usage"))
+
+    @property
+    def undraftable(self) -> str:
+        """Return its parameters that vLLM refuses with speculative decoding."""
+        return " and ".join(name for name in UNDRAFTABLE if self.document.get(name))
 
     @property
     def checkable(self) -> bool:

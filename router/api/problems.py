@@ -135,6 +135,7 @@ _REFUSALS: dict[Refusal, tuple[HTTPStatus, str]] = {
     Refusal.NOT_READY: (HTTPStatus.SERVICE_UNAVAILABLE, "No tier that could serve this is ready"),
     Refusal.AT_CAPACITY: (HTTPStatus.SERVICE_UNAVAILABLE, "Every tier that could serve this is full"),
     Refusal.SLA_UNMET: (HTTPStatus.SERVICE_UNAVAILABLE, "No tier can meet the required SLA now"),
+    Refusal.UNSUPPORTED: (HTTPStatus.UNPROCESSABLE_ENTITY, "No tier that could serve this takes one of its parameters"),
     Refusal.NOT_ALLOWED: (HTTPStatus.FORBIDDEN, "The key does not allow a tier that could serve this"),
 }
 
@@ -218,6 +219,8 @@ def _refused(decision: Decision) -> Problem:
         text = f"{tokens} tokens with the chat template, and max_tokens is {output}"
         errors = (FieldProblem("prompt", text, f"prompt and output within one tier's context: {decision.reason}"),)
         openai = (400, "context_length_exceeded")
+    if decision.refusal is Refusal.UNSUPPORTED:
+        openai = (400, "unsupported_parameter")
     kind = decision.refusal.value.replace("_", "-")
     tiers = [render_verdict(v) for v in decision.verdicts]
     return Problem(int(status), kind, title, decision.reason, errors, retry, {"tiers": tiers}, openai)

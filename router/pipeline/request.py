@@ -141,6 +141,10 @@ class ParsedRequest(Protocol):
         """Return the number of answers: prompts times choices."""
 
     @property
+    def undraftable(self) -> str:
+        """Return its parameters that engines with a draft refuse; empty: none."""
+
+    @property
     def checkable(self) -> bool:
         """Tell whether the cascade may hold its first tokens while it checks their log-probabilities."""
 
@@ -161,6 +165,7 @@ def query_of(request: ParsedRequest, features: PromptFeatures, template: Templat
         allowed=request.context.caller.tiers,
         sequences=request.sequences,
         all_prompt_tokens=min(request.prompt.all_tokens, MAX_COUNT),
+        undraftable=request.undraftable,
     )
 
 

@@ -30,7 +30,13 @@ if TYPE_CHECKING:
 
 STARTING_RETRY_S = 10.0  # engines start and warm in tens of seconds
 UNKNOWN_RETRY_S = 1.0  # a slot frees up with the next finished request
-LIKELIEST_TO_PASS = (Refusal.AT_CAPACITY, Refusal.NOT_READY, Refusal.TOO_LONG, Refusal.NOT_ALLOWED)
+LIKELIEST_TO_PASS = (
+    Refusal.AT_CAPACITY,
+    Refusal.NOT_READY,
+    Refusal.TOO_LONG,
+    Refusal.UNSUPPORTED,
+    Refusal.NOT_ALLOWED,
+)
 _NORMAL = NormalDist()
 _TIERS = tuple(TierName)
 _DEGRADED: tuple[tuple[Degraded, Basis], ...] = (
@@ -369,6 +375,8 @@ def _obstacle(tier: TierSnapshot, query: Query, *, free: bool) -> Refusal | None
     spec = tier.spec
     if spec.name not in query.allowed:
         return Refusal.NOT_ALLOWED
+    if query.undraftable and spec.draft is not None:
+        return Refusal.UNSUPPORTED
     if query.prompt_tokens + query.max_tokens > spec.max_model_len:
         return Refusal.TOO_LONG
     if free:
@@ -380,6 +388,8 @@ def _obstacle_text(estimate: _TierEstimate, query: Query) -> str:
     """Return why a tier cannot serve the request now."""
     if estimate.obstacle is Refusal.NOT_ALLOWED:
         return "is not allowed for this key"
+    if estimate.obstacle is Refusal.UNSUPPORTED:
+        return f"has a draft, with which vLLM takes no {query.undraftable}"
     if estimate.obstacle is Refusal.TOO_LONG:
         tokens = f"{query.prompt_tokens} prompt + {query.max_tokens} output tokens"
         return f"{tokens} exceed its context of {estimate.spec.max_model_len}"

@@ -187,6 +187,7 @@ class Query:
         allowed: The tiers that the caller's key may use.
         sequences: Answers computed at the same time: prompts times choices.
         all_prompt_tokens: Of all prompts together; 0: there is one prompt.
+        undraftable: Parameters that engines with a draft refuse, for people; empty: it has none.
     """
 
     features: PromptFeatures
@@ -198,6 +199,7 @@ class Query:
     allowed: frozenset[TierName] = frozenset(TierName)
     sequences: int = 1
     all_prompt_tokens: int = 0
+    undraftable: str = ""
 
     @property
     def tokens_to_read(self) -> int:
@@ -231,6 +233,7 @@ class Refusal(Enum):
     AT_CAPACITY = "at_capacity"
     SLA_UNMET = "sla_unmet"
     NOT_ALLOWED = "not_allowed"
+    UNSUPPORTED = "unsupported"
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,22 @@ def test_drafts_change_no_greedy_answer(up: Up, other: Up, engine_keys: dict[str
     assert "of drafted tokens accepted" in " ".join(shown.stdout.split())
 
 
+def test_what_vllm_refuses_with_a_draft_is_said(other: Up) -> None:
+    """Every tier here has one: the router refuses what the engine would, and names it."""
+    body = {"model": "auto", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "min_p": 0.1}
+    refused = httpx.post(f"{other.url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_parameter")
+    drafting = other.replica("precise")
+    headers = {"authorization": f"Bearer {key_of(drafting['pid'])}"}
+    listed = httpx.get(f"{drafting['url']}/v1/models", headers=headers, trust_env=False).json()
+    body["model"] = listed["data"][0]["id"]
+    engines = httpx.post(
+        f"{drafting['url']}/v1/chat/completions", json=body, headers=headers, timeout=60, trust_env=False
+    )
+    assert engines.status_code == 400
+    assert "min_p and logit_bias" in engines.text
+
+
 def test_a_draft_makes_several_tokens_a_step(other: Up) -> None:
     """Through the router too: an answer arrives whole, in fewer events than tokens, and all of them are counted."""
     answer = other.generate(tier="precise", prompt=PROMPTS[2], max_tokens=40)

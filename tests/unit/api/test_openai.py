@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -11,7 +12,7 @@ import pytest
 
 from tests.fakes.engine import ANSWER, FINGERPRINT, Behaviour
 from tests.unit.router_stack import router_stack
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import Draft, ReplicaState, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -322,6 +323,19 @@ async def test_errors_of_our_own_have_openais_form(tmp_path: Path) -> None:
         wrong = await stack.client.get(stack.url + CHAT)
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
         assert stack.leases() == 0
+
+
+async def test_parameters_that_a_draft_forbids_are_routed_around_it(tmp_path: Path) -> None:
+    """vLLM refuses them with speculative decoding; without any other tier the router says which one it is."""
+    async with router_stack(tmp_path) as stack:
+        stack.fleet.configure(replace(stack.fleet.spec(TierName.FAST), draft=Draft("ngram", 4)))
+        assert (await chat(stack)).headers["x-qarr-tier"] == "fast"
+        assert (await chat(stack, min_p=0)).headers["x-qarr-tier"] == "fast"
+        for given in ({"min_p": 0.1}, {"logit_bias": {"5": 1}}):
+            assert (await chat(stack, **given)).headers["x-qarr-tier"] != "fast"
+        required = await chat(stack, min_p=0.1, model="fast", qarr={"tier_policy": "require"})
+        assert (required.status_code, required.json()["error"]["code"]) == (400, "unsupported_parameter")
+        assert "fast has a draft, with which vLLM takes no min_p" in required.json()["error"]["message"]
 
 
 async def test_vllms_own_priority_is_kept(tmp_path: Path) -> None:

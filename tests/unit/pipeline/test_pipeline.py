@@ -60,6 +60,7 @@ class Asked:
     max_tokens: int = 100
     sequences: int = 1
     checkable: bool = False
+    undraftable: str = ""
     asked: EngineRequest = HI
 
     def engine_request(self, _decision: Decision, *, wants_logprobs: bool) -> EngineRequest:

@@ -40,6 +40,7 @@ class Asked:
     max_tokens: int = 100
     sequences: int = 1
     checkable: bool = False
+    undraftable: str = ""
 
     def engine_request(self, decision: Decision, *, wants_logprobs: bool) -> Any:
         raise NotImplementedError

@@ -13,7 +13,7 @@ from router.policy.decide import decide, successors
 from router.policy.decision import CHOSEN, Basis, ExpectedLoss, PolicyParameters, Query, Refusal, Sla
 from router.settings import CLASS_FLOOR
 from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import Draft, ReplicaState, TierName, TierSpec
 from tiers.speed import Load, SpeedModel, Trend
 
 CAPS = {
@@ -95,6 +95,21 @@ def test_context_must_fit(tokens: int, tier: TierName | None) -> None:
     assert decision.tier is tier
     if tier is None:
         assert decision.refusal is Refusal.TOO_LONG
+
+
+def test_what_a_draft_forbids_goes_to_tiers_without_one() -> None:
+    """Neither first nor as a fallback to one that has a draft; only where all have one is it refused, by name."""
+    given = fleet()
+    drafting = replace(given.tiers[0], spec=replace(given.tiers[0].spec, draft=Draft("ngram", 4)))
+    some = replace(given, tiers=(drafting, *given.tiers[1:]))
+    assert decide(query(), some, TABLE).tier is FAST
+    decision = decide(query(undraftable="min_p"), some, TABLE)
+    assert (decision.tier, FAST in decision.fallbacks) == (BALANCED, False)
+    assert decision.verdicts[0].verdict == "has a draft, with which vLLM takes no min_p"
+    every = replace(given, tiers=tuple(replace(t, spec=replace(t.spec, draft=Draft("ngram", 4))) for t in given.tiers))
+    refused = decide(query(undraftable="min_p and logit_bias"), every, TABLE)
+    assert (refused.tier, refused.refusal) == (None, Refusal.UNSUPPORTED)
+    assert "min_p and logit_bias" in refused.reason
 
 
 def test_hint_is_taken_over_the_class() -> None:
