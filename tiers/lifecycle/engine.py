@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from tiers.spec import EngineLaunch
 
 
+THROTTLED_S = 60.0  # for which it is told after it was last seen: it comes and goes
+
+
 @dataclass(slots=True, eq=False)
 class Engine:
     """One engine from its first start to its retirement, over all restarts. Times are monotonic seconds.
@@ -29,6 +32,8 @@ class Engine:
         held: Why it gets no new requests although it could; None: it gets them.
         less: What it has less of than configured, and why; None: nothing.
         lessened: Times that it was started with less.
+        throttled: What slows its processors down, or did within ``THROTTLED_S``; None: nothing that is known.
+        throttled_at: When that was last seen.
         was_ready: Whether it was ever ready.
         ready_at: Since when it is ready; None: it is not.
         started_at: When it was last started.
@@ -48,6 +53,8 @@ class Engine:
     held: str | None = None
     less: str | None = None
     lessened: int = 0
+    throttled: str | None = None
+    throttled_at: float = 0.0
     was_ready: bool = False
     ready_at: float | None = None
     started_at: float = field(default_factory=time.monotonic)
@@ -58,6 +65,18 @@ class Engine:
     def __post_init__(self) -> None:
         self.restarts = Restarts(self.options)
         self.begun()
+
+    @property
+    def remark(self) -> str | None:
+        """Return what is to be said of it although it serves; None: nothing."""
+        return "; ".join(filter(None, (self.less, self.throttled and f"slower: {self.throttled}"))) or None
+
+    def note_throttled(self, found: str | None, now: float) -> None:
+        """Note what slows its processors down; None: nothing does now."""
+        if found is not None:
+            self.throttled, self.throttled_at = found, now
+        elif now - self.throttled_at > THROTTLED_S:
+            self.throttled = None
 
     def begun(self) -> None:
         """Note that the engine is being started."""

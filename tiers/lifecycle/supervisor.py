@@ -54,6 +54,7 @@ from tiers.plan import kv_per_token
 from tiers.probe import EngineProbe
 from tiers.replica import Replica
 from tiers.spec import UNKNOWN, EngineLaunch, ReplicaState, TierSpec
+from tiers.throttling import read_cpu, read_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -70,6 +71,7 @@ EXIT_NOTICE_S = 2.0  # a process closes its connections before it exits: wait th
 ELSEWHERE_PAUSE_S = 5.0  # before an unusable engine that runs elsewhere is tried again
 LAST_PORT = 65535
 LOG_LINES = 200  # of an engine that ended before it was ready, in which the cause is looked for
+PROCESSORS_S = 10.0  # between two looks at what slows processors down
 WORN_S = 60.0  # the finding that an engine is too slow expires after this
 
 
@@ -131,6 +133,7 @@ class Supervisor:
         """
         self.launch(launches)
         works = [(self._idle_speed.run, "measuring speeds"), (self.operations.run, "recycling")]
+        works.append((self._watch_processors, "watching processors"))
         if self._options.live_speed:
             works.append((LiveSpeed(self.fleet).run, "learning speeds"))
         self._tasks += [asyncio.create_task(lasting(work, name), name=name) for work, name in works]
@@ -195,7 +198,7 @@ class Supervisor:
         """Send an engine requests again, as soon as it is ready."""
         engine.held = None
         if engine.replica.state is ReplicaState.DRAINING:
-            self._mark(engine.replica, ReplicaState.READY, engine.less)
+            self._mark(engine.replica, ReplicaState.READY, engine.remark)
         elif engine.replica.state is ReplicaState.QUARANTINED:
             self._mark(engine.replica, ReplicaState.WARMING, "checked again, as asked for")
             engine.again.set()
@@ -401,6 +404,23 @@ class Supervisor:
                 raise EngineDied(f"{missing} {limit_s:g} s; see {self.log_path(replica)}")
             await asyncio.sleep(POLL_S)
 
+    async def _watch_processors(self) -> None:
+        """Tell of engines here whose GPU or CPU is slowed down from outside, until cancelled."""
+        cpu, at = await asyncio.to_thread(read_cpu), time.monotonic()
+        while True:
+            await asyncio.sleep(PROCESSORS_S)
+            (now, gpus), then = await asyncio.to_thread(lambda: (read_cpu(), read_gpus())), time.monotonic()
+            held_back = now.slower_than(cpu, then - at)
+            cpu, at = now, then
+            for engine in self._engines.values():
+                if engine.launch is None:
+                    continue
+                places = engine.launch.placement.gpus
+                found = next((gpus[gpu] for gpu in places if gpu in gpus), None) if places else held_back
+                engine.note_throttled(found, then)
+                if engine.replica.state is ReplicaState.READY:
+                    self._mark(engine.replica, ReplicaState.READY, engine.remark)
+
     async def _run_elsewhere(self, engine: Engine) -> None:
         """Watch an engine that runs elsewhere: warm it whenever it becomes alive, and quarantine it if it is not sound."""
         replica, probe = engine.replica, self._probe(engine.replica)
@@ -451,7 +471,7 @@ class Supervisor:
         self.fleet.note_template(report.template)
         engine.was_ready, engine.ready_at, engine.note = True, time.monotonic(), None
         replica.progressed(engine.ready_at)
-        self._mark(replica, ReplicaState.DRAINING if engine.held else ReplicaState.READY, engine.held or engine.less)
+        self._mark(replica, ReplicaState.DRAINING if engine.held else ReplicaState.READY, engine.held or engine.remark)
 
     async def _compare(self, replica: Replica, probe: EngineProbe, canary: Canary) -> None:
         """Compare an engine's answers with those recorded, and its speed with the profile while nothing else computes."""
