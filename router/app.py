@@ -18,7 +18,7 @@ from starlette.routing import Route as Endpoint
 from router.aio import end_tasks
 from router.api.admin import Admin
 from router.api.asgi import ClientGone, context_of
-from router.api.bodies import render_fleet, render_preparing
+from router.api.bodies import health_of, render_fleet, render_preparing
 from router.api.generate import Generate, Route
 from router.api.models import Models
 from router.api.openai import Completions
@@ -317,6 +317,7 @@ def _routes(wired: _Wired, settings: Settings, status: Status) -> list[Endpoint]
         Endpoint("/tiers", status.tiers),
         Endpoint("/readyz", status.readyz),
         Endpoint("/healthz", status.healthz),
+        Endpoint("/health", status.health),
         Endpoint("/openapi.json", status.openapi),
     ]
 
@@ -349,6 +350,11 @@ class Status:
             ],
         }
         return _json(body, 200 if ready else 503)
+
+    async def health(self, _request: Request) -> Response:
+        """Answer with the health of the whole, and what is wrong: 503 while no tier is ready or the router shuts down."""
+        health = health_of(self._fleet.snapshot(), serves=self._server_state.open)
+        return _json(health, 503 if health["status"] == "unhealthy" else 200)
 
     async def tiers(self, request: Request) -> Response:
         """Answer with the present fleet; only operators see the engines' addresses."""

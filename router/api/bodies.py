@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from router.pipeline.request import NO_BOUNDS, RoutingOptions
 from router.policy.decision import Priority, Sla
-from tiers.spec import TierName
+from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from router.settings import LimitSettings
     from tiers.preparing import Preparing
     from tiers.snapshot import FleetSnapshot, ReplicaSnapshot
+
+BROKEN = {ReplicaState.FAILED, ReplicaState.UNREACHABLE, ReplicaState.QUARANTINED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,3 +261,23 @@ def _render_replica(replica: ReplicaSnapshot, *, inside: bool) -> dict[str, Any]
         "ttft_trend": round(math.exp(replica.ttft_trend.mean), 3),
         "tpot_trend": round(math.exp(replica.tpot_trend.mean), 3),
     }
+
+
+def health_of(fleet: FleetSnapshot, *, serves: bool) -> dict[str, Any]:
+    """Return whether requests are answered, and what an operator should look at.
+
+    Args:
+        fleet: As it is.
+        serves: The router takes requests.
+    """
+    tiers = [tier for tier in fleet.tiers if not tier.spec.absent]
+    reasons = [f"tier {tier.spec.name} is {tier.state.value}" for tier in tiers if tier.state is not ReplicaState.READY]
+    for replica in (replica for tier in tiers for replica in tier.replicas):
+        if replica.state in BROKEN:
+            reasons.append(f"{replica.id} is {replica.state.value}")
+        elif replica.state is ReplicaState.READY and replica.detail:
+            reasons.append(f"{replica.id}: {replica.detail}")
+    if not serves:
+        reasons.insert(0, "the router is shutting down")
+    ready = serves and any(tier.state is ReplicaState.READY for tier in tiers)
+    return {"status": ("degraded" if reasons else "healthy") if ready else "unhealthy", "reasons": reasons}

@@ -105,6 +105,7 @@ def document(version: str, limits: LimitSettings) -> Schema:
             **_admin(),
             "/tiers": {"get": _get("The fleet as it is now", _ref("Fleet"))},
             "/readyz": {"get": _ready()},
+            "/health": {"get": _health()},
             "/healthz": {"get": _open("The router is alive", _content(_OBJECT))},
             **_observed(),
             "/openapi.json": {"get": _get("This document", _OBJECT)},
@@ -239,6 +240,12 @@ def _ready() -> Schema:
     return _open(
         "At least one tier serves", content, **{"503": {"description": "No tier serves yet", "content": content}}
     )
+
+
+def _health() -> Schema:
+    content = _content(_ref("Health"))
+    unhealthy = {"description": "No tier serves", "content": content}
+    return _open("Requests are answered; what is wrong all the same", content, **{"503": unhealthy})
 
 
 def _observed() -> dict[str, Schema]:

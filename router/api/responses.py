@@ -129,6 +129,12 @@ Preparing = _model(
 )
 PreparingTier = create_model("PreparingTier", __base__=Preparing, tier=(TierName, ...))
 Readiness = _model("Readiness", ready=bool, tiers=dict[TierName, ReplicaState], preparing="list[PreparingTier]")
+Health = _model(
+    "Health",
+    "``degraded``: requests are answered, but a tier is not ready, or an engine failed or is slowed down",
+    status=Literal["healthy", "degraded", "unhealthy"],
+    reasons=list[str],
+)
 Shown = Annotated[str, Field(description="fp8, or fp8 (stated), or unknown; of replicas that differ, all")]
 Replica = _model("Replica", id=str, url=ForOperators, state=ReplicaState, precision=Shown, in_flight=int)
 Tier = _model(

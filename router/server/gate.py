@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"qarr.{__name__}")
 # For load balancers, which have no keys, and for browsers, whose users enter a key on the page.
-OPEN_PATHS = {"/healthz", "/readyz", PAGE}
+OPEN_PATHS = {"/health", "/healthz", "/readyz", PAGE}
 SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}  # they change nothing, and pages of other origins cannot read their answers
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 

@@ -42,7 +42,7 @@ ROUTER_FILE = "router-{port}.log"
 QUEUED_LINES = 10_000
 MAX_CHARS = 4_000  # of one message: an engine's error may have any length
 PATH_CHARS = 120
-NOT_LOGGED = {"/healthz", "/readyz"}  # their 503 is no failure, and load balancers ask every second
+NOT_LOGGED = {"/health", "/healthz", "/readyz"}  # their 503 is no failure, and load balancers ask every second
 _PLAIN = "/:@{}+,;=~"  # characters of a path that are not quoted, beside letters and digits
 SHOWN_BY_THE_COMMAND = "qarr.tiers.lifecycle"  # states of replicas: `qarr up` has its own lines for them
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

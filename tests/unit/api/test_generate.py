@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -206,6 +207,29 @@ async def test_dead_engine_is_seen_and_avoided(tmp_path: Path) -> None:
             "tiers": {"fast": "failed", "balanced": "ready", "precise": "ready"},
             "preparing": [],
         }
+        health = await stack.client.get(f"{stack.url}/health")
+        assert (health.status_code, health.json()) == (
+            200, {"status": "degraded", "reasons": ["tier fast is failed", "fast-0 is failed"]},
+        )  # fmt: skip
+
+
+async def test_health_tells_what_is_wrong(tmp_path: Path) -> None:
+    """Nothing; an engine that serves with a remark; a tier that is left out, which is not wrong."""
+    async with router_stack(tmp_path) as stack:
+
+        async def health() -> dict[str, Any]:
+            found: dict[str, Any] = (await stack.client.get(f"{stack.url}/health")).json()
+            return found
+
+        assert await health() == {"status": "healthy", "reasons": []}
+        fast, balanced, _ = stack.fleet.replicas
+        fast.mark(ReplicaState.READY, "slower: GPU 0 is throttled: it is hot")
+        assert await health() == {"status": "degraded", "reasons": ["fast-0: slower: GPU 0 is throttled: it is hot"]}
+        fast.mark(ReplicaState.READY)
+        stack.fleet.remove(balanced)
+        assert (await health())["reasons"] == ["tier balanced is stopped"]
+        stack.fleet.configure(replace(stack.fleet.spec(balanced.spec.name), urls=(), replicas=0))
+        assert (await health())["status"] == "healthy"
 
 
 async def test_nothing_ready_is_503(tmp_path: Path) -> None:
@@ -214,6 +238,8 @@ async def test_nothing_ready_is_503(tmp_path: Path) -> None:
         for replica in stack.fleet.replicas:
             replica.mark(ReplicaState.FAILED)
         assert (await stack.client.get(f"{stack.url}/readyz")).status_code == 503
+        health = await stack.client.get(f"{stack.url}/health")
+        assert (health.status_code, health.json()["status"]) == (503, "unhealthy")
         refused = await stack.generate()
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
         assert (await stack.client.get(f"{stack.url}/healthz")).status_code == 200

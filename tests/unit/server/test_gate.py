@@ -104,7 +104,7 @@ async def test_a_key_names_its_caller(tmp_path: Path) -> None:
     assert {status for _, _, status in door.answers} == {200, 401}
 
 
-@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/"])
+@pytest.mark.parametrize("path", ["/health", "/healthz", "/readyz", "/"])
 async def test_some_paths_need_no_key(tmp_path: Path, path: str) -> None:
     """Load balancers have none, and the page asks for one. These are routes of their own in metrics."""
     keys = tmp_path / "keys.json"
