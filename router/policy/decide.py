@@ -130,7 +130,7 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters, price: f
     within = [o for o in possible if o.meets]
     case.asked, case.possible, case.within = asked, possible, within
     if not possible or (query.require and not within):
-        causes = {o.obstacle for o in asked}
+        causes = {o.obstacle for o in asked if not o.spec.absent} or {Refusal.NOT_READY}
         refusal = Refusal.SLA_UNMET if possible else next(c for c in LIKELIEST_TO_PASS if c in causes)
         return Decision.explained(case, query, Basis.REFUSED, None, refusal=refusal)
     degraded: tuple[Degraded, ...] = ()

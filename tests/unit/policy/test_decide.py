@@ -110,6 +110,9 @@ def test_what_a_draft_forbids_goes_to_tiers_without_one() -> None:
     refused = decide(query(undraftable="min_p and logit_bias"), every, TABLE)
     assert (refused.tier, refused.refusal) == (None, Refusal.UNSUPPORTED)
     assert "min_p and logit_bias" in refused.reason
+    absent = replace(every.tiers[1], spec=replace(every.tiers[1].spec, replicas=0), replicas=())
+    refused = decide(query(undraftable="min_p"), replace(every, tiers=(every.tiers[0], absent, every.tiers[2])), TABLE)
+    assert refused.refusal is Refusal.UNSUPPORTED  # a tier that is left out never becomes ready
 
 
 def test_hint_is_taken_over_the_class() -> None:
