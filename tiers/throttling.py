@@ -56,7 +56,9 @@ def read_cpu() -> CpuReading:
     hot = sum(_number(path) for path in CPUS.glob("cpu[0-9]*/thermal_throttle/core_throttle_count"))
     held_back = 0
     for line in _text(CGROUP).splitlines():
-        _, _, group = line.rpartition(":")
+        if not line.startswith("0::"):  # the first hierarchy's groups count otherwise
+            continue
+        group = line.removeprefix("0::")
         for stat in _text(CGROUPS / group.lstrip("/") / "cpu.stat").splitlines():
             name, _, value = stat.partition(" ")
             held_back += int(value) if name == "throttled_usec" and value.isdigit() else 0
