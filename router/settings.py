@@ -9,7 +9,7 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -188,8 +188,11 @@ def _once(urls: tuple[str, ...]) -> tuple[str, ...]:
     return urls
 
 
-def _different(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """Check that no number is given twice.
+T = TypeVar("T")
+
+
+def _different(numbers: tuple[T, ...]) -> tuple[T, ...]:
+    """Check that nothing is given twice.
 
     Raises:
         ValueError: One is.
@@ -234,6 +237,18 @@ def _engine_variables(variables: dict[str, str]) -> dict[str, str]:
     return variables
 
 
+def _no_tier(name: str) -> str:
+    """Check that an adapter's name is not one that requests name a tier by.
+
+    Raises:
+        ValueError: It is.
+    """
+    if name in {"auto", "qarr", *TierName}:
+        raise ValueError(f"{name} names tiers: give the adapter another name")
+    return name
+
+
+AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,99}$"), AfterValidator(_no_tier)]
 EngineArgs = Annotated[tuple[str, ...], AfterValidator(_not_ours)]
 EngineAddress = Annotated[str, AfterValidator(_engine_address)]  # unchanged: profiles of a tier are named by it
 BaseAddress = Annotated[EngineAddress, AfterValidator(lambda url: url.rstrip("/"))]
@@ -620,6 +635,31 @@ class UpstreamSettings(Section):
     breaker_longest_pause_s: PositiveFloat = Field(30, description="Longest such pause.")
 
 
+class AdapterSettings(Section):
+    """A LoRA adapter that engines started here load at their start."""
+
+    path: Path = Field(description="Folder in the form of PEFT, with `adapter_config.json`.")
+    tiers: Annotated[tuple[TierName, ...], AfterValidator(_different)] = Field(
+        (), description="Tiers whose engines load it; empty: all that have engines here."
+    )
+
+
+class LoraSettings(Section):
+    """LoRA adapters: small changes of the model's weights, which requests name as their model."""
+
+    adapters: dict[AdapterName, AdapterSettings] = Field(
+        {},
+        description='Adapters by name, as in `support = { path = "/models/support", tiers = ["precise"] }`. Requests for '
+        "one are kept to the tiers that have it.",
+    )
+    at_run_time: bool = Field(
+        False, description="Start engines so that `qarr adapters load` may load more. Takes memory for one adapter."
+    )
+    max_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = Field(
+        16, description="Highest rank of adapters loaded at run time; those named here raise it by themselves."
+    )
+
+
 class OpenAISettings(Section):
     """OpenAI's API."""
 
@@ -750,10 +790,18 @@ class Settings(BaseSettings):
     profile: ProfileSettings = ProfileSettings()
     admission: AdmissionSettings = AdmissionSettings()
     upstream: UpstreamSettings = UpstreamSettings()
+    lora: LoraSettings = LoraSettings()
     openai: OpenAISettings = OpenAISettings()
     auth: AuthSettings = Field(default_factory=AuthSettings)
     state: StateSettings = StateSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
+
+    @model_validator(mode="after")
+    def _adapters_are_reached(self) -> Settings:
+        """Check that no adapter has the name of an alias."""
+        for name in self.lora.adapters.keys() & self.openai.aliases.keys():
+            raise ValueError(f"lora.adapters.{name} has the name of an alias in openai.aliases: give one another name")
+        return self
 
     @classmethod
     def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[PydanticBaseSettingsSource, ...]:

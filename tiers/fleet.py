@@ -252,6 +252,24 @@ class Fleet:
         tier = self.spec(replica.spec.name)
         self.configure(replace(tier, max_model_len=min(tier.max_model_len, max_model_len)))
 
+    def note_adapters(self, replica: Replica, adapters: Sequence[str]) -> bool:
+        """Note the adapters that a replica offers; its tier offers those that all its ready replicas have.
+
+        Return whether the replica's have changed.
+        """
+        changed = replica.spec.adapters != tuple(adapters)
+        if changed:
+            replica.spec = replace(replica.spec, adapters=tuple(adapters))
+            replica.changed()
+        offered = set(adapters)
+        for other in self._members[replica.spec.name]:
+            if other.state in {ReplicaState.READY, ReplicaState.DRAINING}:
+                offered &= set(other.spec.adapters)
+        tier = self.spec(replica.spec.name)
+        if tier.adapters != (names := tuple(sorted(offered))):
+            self.configure(replace(tier, adapters=names))
+        return changed
+
     def spec(self, tier: TierName) -> TierSpec:
         """Return one tier's configuration.
 

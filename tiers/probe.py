@@ -24,6 +24,8 @@ from tiers.snapshot import Gauges
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
+    from tiers.spec import Adapter
+
 # vLLM 0.32; older releases call the last one gpu_cache_usage_perc.
 _GAUGE = re.compile(
     r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|gpu_cache_usage_perc)(?:\{[^}]*\})? (\S+)$",
@@ -40,6 +42,7 @@ _KV_TOKENS = re.compile(r'^vllm:cache_config_info\{[^}]*kv_cache_size_tokens="(\
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 ANSWER_S = 30.0  # for a whole answer that is not a generation: the client's own timeouts start over with every byte
+LOAD_S = 300.0  # for an adapter to be loaded
 MOST_BYTES = 16 << 20  # of one answer
 SHOWN_CHARS = 500  # of an engine's answer, in an error
 
@@ -51,11 +54,13 @@ class ServedModel(NamedTuple):
         name: For requests.
         max_model_len: Its context, in tokens.
         root: Folder of the checkpoint on the engine's machine, or its id on the Hugging Face hub; None: not told.
+        adapters: Names of its LoRA adapters.
     """
 
     name: str
     max_model_len: int
     root: str | None
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,11 @@ class _Card(_Answer):
     id: str
     max_model_len: Annotated[int, Field(ge=1)]
     root: str | None = None
+
+
+class _Adapter(_Answer):
+    id: str
+    parent: str | None = None  # of an adapter: the model
 
 
 class _Tokens(_Answer):
@@ -218,7 +228,26 @@ class EngineProbe:
         path = "/v1/models"
         listed = self._checked(_Models, path, await self._json("GET", path, None))
         card = self._checked(_Card, path, listed.data[0])
-        return ServedModel(card.id, card.max_model_len, card.root)
+        others = [self._checked(_Adapter, path, other) for other in listed.data[1:]]
+        adapters = tuple(sorted({other.id for other in others if other.parent == card.id}))
+        return ServedModel(card.id, card.max_model_len, card.root, adapters)
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Have the engine load an adapter while it runs.
+
+        Raises:
+            ProbeError: It does not answer, or refuses.
+        """
+        body = {"lora_name": adapter.name, "lora_path": adapter.path}
+        await self._content("POST", "/v1/load_lora_adapter", body, LOAD_S)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have the engine forget an adapter.
+
+        Raises:
+            ProbeError: It does not answer, or refuses.
+        """
+        await self._content("POST", "/v1/unload_lora_adapter", {"lora_name": name}, LOAD_S)
 
     async def chat_tokens(self, model: str, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the ids of messages rendered through the engine's chat template.

@@ -334,6 +334,10 @@ class Replica:
             self._foreign = self.noted = 0
         self.changed()
 
+    def serving(self, adapter: str | None) -> str:
+        """Return the engine's name for the model, with an adapter or without."""
+        return adapter or self.model
+
     def silence_s(self, now: float) -> float:
         """Return the seconds without progress; times without requests do not count."""
         return self._silence_s + (now - self._silent_from if self.in_flight else 0.0)

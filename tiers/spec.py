@@ -82,6 +82,42 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter (Hu et al. 2021): a small change of the model's weights, chosen by each request.
+
+    Attributes:
+        name: By which requests name it.
+        path: Folder in the form of PEFT, where the engine runs.
+    """
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """What an engine is started with for LoRA.
+
+    Attributes:
+        loaded: Adapters that it loads at its start.
+        max_rank: Of any adapter.
+        at_run_time: More may be loaded while it runs.
+    """
+
+    loaded: tuple[Adapter, ...] = ()
+    max_rank: int = 16
+    at_run_time: bool = False
+
+    @property
+    def enabled(self) -> bool:
+        """Tell whether the engine needs LoRA at all: it costs memory and time."""
+        return bool(self.loaded) or self.at_run_time
+
+
+NO_ADAPTERS = Adapters()
+
+
+@dataclass(frozen=True, slots=True)
 class TierSpec:
     """One tier as configured.
 
@@ -102,6 +138,7 @@ class TierSpec:
         pipeline_parallel: Stages into which the layers of one engine are divided.
         max_num_batched_tokens: Tokens that the engine computes in one step at most; None: vLLM chooses.
         draft: For speculative decoding; None: one token a step.
+        adapters: Names of the LoRA adapters that all its engines offer.
     """
 
     name: TierName
@@ -119,6 +156,7 @@ class TierSpec:
     pipeline_parallel: int = 1
     max_num_batched_tokens: int | None = None
     draft: Draft | None = None
+    adapters: tuple[str, ...] = ()
 
     @property
     def startable(self) -> bool:
@@ -181,6 +219,7 @@ class EngineLaunch:
     Attributes:
         extra_args: Of vLLM, as a person gave them; they come last, so that they win.
         env: Variables that a person gave; they win too.
+        adapters: For LoRA.
     """
 
     tier: TierSpec
@@ -193,6 +232,7 @@ class EngineLaunch:
     otlp: OtlpTarget | None = None
     extra_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    adapters: Adapters = NO_ADAPTERS
 
     @property
     def url(self) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from starlette.routing import Route as Endpoint
 
-from router.api.asgi import context_of
-from router.api.bodies import json_response
+from router.api.asgi import context_of, read_body
+from router.api.bodies import json_response, parse_adapter
 from router.api.problems import NotAdmin
 from router.auth.network import is_loopback
 from tiers.lifecycle.operations import KINDS, Kind, Operation, Operations
+from tiers.spec import Adapter, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -19,9 +21,12 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from router.auth.api_keys import KeyStore
+    from tiers.lifecycle.adapters import AdapterResult
 
 REPLICAS = "/admin/replicas/{id}"
 OPERATIONS = "/admin/operations"
+ADAPTERS = "/admin/adapters"
+MOST_BYTES = 1 << 16  # of a body
 # Proxies and browsers set these: whoever is behind them is not this machine's operator.
 FOREIGN_HEADERS = ("origin", "forwarded", "x-forwarded-for", "x-real-ip", "via")
 
@@ -38,6 +43,8 @@ class Admin:
             *(Endpoint(f"{REPLICAS}/{kind}", self._operate(kind), methods=["POST"]) for kind in KINDS),
             Endpoint(OPERATIONS, self._list, methods=["GET"]),
             Endpoint(OPERATIONS + "/{id}", self._one, methods=["GET"]),
+            Endpoint(ADAPTERS, self._load, methods=["POST"]),
+            Endpoint(ADAPTERS + "/{name:path}", self._unload, methods=["DELETE"]),
         ]
 
     def _operate(self, kind: Kind) -> Callable[[Request], Awaitable[Response]]:
@@ -54,6 +61,17 @@ class Admin:
     async def _one(self, request: Request) -> Response:
         self._check(request)
         return json_response(_render(self._operations.record(request.path_params["id"])))
+
+    async def _load(self, request: Request) -> Response:
+        self._check(request)
+        body = parse_adapter(await read_body(request.scope, request.receive, MOST_BYTES))
+        adapter, tiers = Adapter(body.name, body.path), frozenset(map(TierName, body.tiers))
+        return json_response(_rendered(body.name, await self._operations.adapters.load(adapter, tiers)))
+
+    async def _unload(self, request: Request) -> Response:
+        self._check(request)
+        name = request.path_params["name"]
+        return json_response(_rendered(name, await self._operations.adapters.unload(name)))
 
     def _check(self, request: Request) -> None:
         """Let in admin keys; without keys, clients on this machine that are neither a proxy nor a web page.
@@ -72,6 +90,10 @@ class Admin:
                 f"without keys, replicas are operated on from this machine only, and {came}: make a key with 'qarr keys add "
                 f"NAME --admin'"
             )
+
+
+def _rendered(name: str, results: list[AdapterResult]) -> dict[str, Any]:
+    return {"adapter": name, "replicas": [asdict(result) for result in results]}
 
 
 def _render(operation: Operation) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from router.pipeline.request import NO_BOUNDS, RoutingOptions
 from router.policy.decision import Priority, Sla
+from router.settings import AdapterName  # noqa: TC001  pydantic reads it
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class GenerateBody(RoutingFields):
     """The body of ``POST /generate`` and ``POST /route``. Limits come from the settings, as validation context."""
 
     prompt: str = Field(min_length=1)
+    adapter: str | None = Field(None, min_length=1)
     system_prompt: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
@@ -132,6 +134,40 @@ def parse_generate(body: bytes, limits: LimitSettings) -> GenerateBody:
         raise InvalidBody(tuple(problems)) from None  # pydantic's own text quotes the input
 
 
+TierNames = Literal["fast", "balanced", "precise"]
+
+
+class AdapterBody(BaseModel):
+    """The body of ``POST /admin/adapters``: a LoRA adapter to be loaded into running engines."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    name: AdapterName
+    path: str = Field(min_length=1)
+    tiers: list[TierNames] = Field(default_factory=lambda: [tier.value for tier in TierName], min_length=1)
+
+
+ADAPTER_ALLOWED = {
+    "name": "1 to 100 letters, digits and . _ / -, beginning with a letter or digit; no tier's name",
+    "path": "a folder in the form of PEFT, on the engines' machine",
+    "tiers": "a list of fast, balanced, precise",
+}
+
+
+def parse_adapter(body: bytes) -> AdapterBody:
+    """Parse a body.
+
+    Raises:
+        InvalidBody: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
+    """
+    try:
+        return AdapterBody.model_validate_json(body)
+    except ValidationError as error:
+        found = [_problem(e, ADAPTER_ALLOWED) for e in error.errors(include_url=False, include_input=False)]
+        problems = [replace(p, allowed=ADAPTER_ALLOWED.get(p.field.split(".")[0], p.allowed)) for p in found]
+        raise InvalidBody(tuple(problems)) from None
+
+
 # Allowed values of the routing options, in bodies and headers.
 ROUTING_ALLOWED = {
     "tier": "auto, fast, balanced or precise",
@@ -153,6 +189,7 @@ def allowed_values(limits: LimitSettings) -> dict[str, str]:
         "system_prompt": f"null or a string of at most {text}",
         "max_tokens": f"an integer from 1 to {limits.max_tokens}",
         "temperature": "a number from 0 to 2",
+        "adapter": "null or the name of a LoRA adapter that some tier offers; GET /v1/models lists them",
         "stream": "true or false",
         "resumable": "true or false; true with stream only",
         **ROUTING_ALLOWED,
@@ -197,6 +234,7 @@ def render_fleet(fleet: FleetSnapshot, model: str, machine: str, *, inside: bool
                 "identity": tier.spec.identity if inside else tier.spec.digest,
                 "max_num_seqs": tier.spec.max_num_seqs,
                 "max_model_len": tier.spec.max_model_len,
+                "adapters": list(tier.spec.adapters),
                 "max_in_flight": tier.spec.max_in_flight,
                 "replicas": [_render_replica(r, inside=inside) for r in tier.replicas],
             }

@@ -14,7 +14,8 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from router.api.asgi import body_message, cancel_on_disconnect, context_of, read_body, start_message, tracker_of
-from router.api.bodies import parse_generate
+from router.api.bodies import FieldProblem, InvalidBody, parse_generate
+from router.api.models import adapter_names
 from router.api.problems import describe
 from router.api.resumable import ResumableStream, ResumableStreams, ResumedElsewhere, StreamGone
 from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, send_whole, serve_stream
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision
     from router.settings import LimitSettings, Settings
     from router.upstream.sse import Chunk, PlainTexts
+    from tiers.fleet import Fleet
 
 STREAM_ID = "x-qarr-stream-id"
 
@@ -57,6 +59,7 @@ class GenerateRequest:
     checkable: bool
     sequences: int = 1
     undraftable: str = ""
+    adapter: str | None = None
 
     def engine_request(self, decision: Decision, *, wants_logprobs: bool) -> ChatRequest:
         """Return what the engine is asked: the prompt goes through the model's own chat template there."""
@@ -67,17 +70,22 @@ class GenerateRequest:
             priority=self.options.priority,
             request_id=engine_request_id(self.context),
             wants_logprobs=wants_logprobs,
+            adapter=self.adapter,
         )
 
 
 def read_request(
-    body: GenerateBody, context: RequestContext, limits: LimitSettings, counter: TokenCounter
+    body: GenerateBody, context: RequestContext, limits: LimitSettings, counter: TokenCounter, fleet: Fleet
 ) -> GenerateRequest:
     """Return a request whose body has been checked.
 
     Raises:
         BeyondKey: The priority is beyond the caller's key.
+        InvalidBody: No tier offers its adapter.
     """
+    if body.adapter is not None and body.adapter not in (offered := adapter_names(fleet)):
+        known = f"one of {', '.join(offered)}" if offered else "none: no tier offers an adapter"
+        raise InvalidBody((FieldProblem("adapter", f"{body.adapter[:100]!r} is offered by no tier", known),))
     user = {"role": "user", "content": body.prompt}
     prompt, messages = PromptText(body.prompt, messages=1), [user]
     if body.system_prompt is not None:
@@ -92,7 +100,8 @@ def read_request(
         max_tokens=body.max_tokens or limits.default_max_tokens,
         temperature=limits.default_temperature if body.temperature is None else body.temperature,
         messages=tuple(messages),
-        checkable=body.stream,
+        checkable=body.stream and body.adapter is None,  # thresholds are the model's, not an adapter's
+        adapter=body.adapter,
     )
 
 
@@ -116,7 +125,7 @@ class Generate:
             return
         body = parse_generate(content, settings.limits)
         del content  # not to be held for as long as the answer takes
-        request = read_request(body, context, settings.limits, pipeline.counter)
+        request = read_request(body, context, settings.limits, pipeline.counter, pipeline.fleet)
         decision = pipeline.decide(request)
         if body.resumable:
             make = partial(self._make, request, decision)
@@ -197,7 +206,7 @@ class Route:
         grant = await pipeline.quotas.enter(context.caller, 0, context.limits)
         counted: int | None = None
         try:
-            request = read_request(body, context, limits, pipeline.counter)
+            request = read_request(body, context, limits, pipeline.counter, pipeline.fleet)
             rendered = render_decision(pipeline.decide(request, serve=False))
             counted = 0
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from router.api.asgi import context_of
 from router.api.bodies import FieldProblem, InvalidBody, json_response
@@ -27,6 +27,21 @@ MODELS: dict[str, ModelChoice] = {
 }
 
 
+class Choice(NamedTuple):
+    """What a model name asks for.
+
+    Attributes:
+        tier: A tier, or ``auto``.
+        adapter: The LoRA adapter of that name; None: the name is none of an adapter.
+    """
+
+    tier: ModelChoice = "auto"
+    adapter: str | None = None
+
+
+_CHOICES = {name: Choice(tier) for name, tier in MODELS.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Models:
     """The endpoints ``GET /v1/models`` and ``GET /v1/models/{id}``."""
@@ -41,23 +56,33 @@ class Models:
         """Answer with the list, or with one model."""
         wanted = scope["path_params"].get("id")
         self.telemetry.name_server_span(scope, "/v1/models/{id}" if wanted else "/v1/models")
-        names = model_names(self.settings)
-        if wanted is not None and wanted not in names:
-            raise UnknownModel(wanted, tuple(names))
-        cards = [self._card(name, choice) for name, choice in names.items() if wanted in {None, name}]
+        choices, adapters = model_names(self.settings), adapter_names(self.fleet)
+        if wanted is not None and wanted not in choices and wanted not in adapters:
+            raise UnknownModel(wanted, (*choices, *adapters))
+        cards = [self._card(name, choice) for name, choice in choices.items() if wanted in {None, name}]
+        cards += [self._adapter_card(name) for name in adapters if wanted in {None, name}]
         body = cards[0] if wanted is not None else {"object": "list", "data": cards}
         await json_response(body, headers=context_of(scope).headers)(scope, receive, send)
 
     def _card(self, name: str, choice: ModelChoice) -> dict[str, Any]:
         lengths = [spec.max_model_len for spec in self.fleet.specs if choice in {"auto", spec.name.value}]
+        return self._listed(name, None if name == choice else choice, max(lengths, default=0))
+
+    def _adapter_card(self, name: str) -> dict[str, Any]:
+        """Return what is told of an adapter: its parent is the model itself, and which tiers have it."""
+        having = [spec for spec in self.fleet.specs if name in spec.adapters]
+        card = self._listed(name, "auto", max(spec.max_model_len for spec in having))
+        return {**card, "tiers": [spec.name.value for spec in having]}
+
+    def _listed(self, name: str, parent: str | None, max_model_len: int) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "qarr",
             "root": self.model,
-            "parent": None if name == choice else choice,
-            "max_model_len": max(lengths, default=0),
+            "parent": parent,
+            "max_model_len": max_model_len,
         }
 
 
@@ -78,18 +103,25 @@ def model_names(settings: OpenAISettings) -> dict[str, ModelChoice]:
     return {**MODELS, **settings.aliases}
 
 
-def resolve(document: JsonObject, settings: OpenAISettings) -> ModelChoice:
-    """Return the choice that a body's model name stands for; ``auto`` if it names none, as vLLM allows.
+def adapter_names(fleet: Fleet) -> list[str]:
+    """Return the LoRA adapters that some tier offers, sorted; one that has a model's name is reached by no request."""
+    return sorted({name for spec in fleet.specs for name in spec.adapters} - MODELS.keys())
+
+
+def resolve(document: JsonObject, settings: OpenAISettings, fleet: Fleet) -> Choice:
+    """Return what a body's model name asks for; ``auto`` if it names none, as vLLM allows.
 
     Raises:
         UnknownModel: The name is not known.
     """
     name = document.get("model")
     if name is None:
-        return "auto"
-    if isinstance(name, str) and name in MODELS and name not in settings.aliases:
-        return MODELS[name]
-    names = model_names(settings)
-    if not isinstance(name, str) or name not in names:
-        raise UnknownModel(str(name), tuple(names))
-    return names[name]
+        return _CHOICES["auto"]
+    if isinstance(name, str) and name in _CHOICES and name not in settings.aliases:
+        return _CHOICES[name]
+    names, adapters = model_names(settings), adapter_names(fleet)
+    if isinstance(name, str) and name in names:
+        return Choice(names[name])
+    if isinstance(name, str) and name in adapters:
+        return Choice(adapter=name)
+    raise UnknownModel(str(name), (*names, *adapters))

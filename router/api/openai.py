@@ -69,6 +69,7 @@ class CompletionRequest:
         path: Of its endpoint.
         priority: To send to engines; None leaves the body's own.
         report: The answer is to say who served it.
+        adapter: The LoRA adapter that it names as its model; None: none.
     """
 
     context: RequestContext
@@ -81,6 +82,7 @@ class CompletionRequest:
     streamed: bool
     priority: int | None
     report: bool
+    adapter: str | None = None
 
     @property
     def wants_usage(self) -> bool:
@@ -97,7 +99,7 @@ class CompletionRequest:
     def checkable(self) -> bool:
         """Tell whether its first tokens could be held while the engine's certainty is looked at."""
         plain = self.path == CHAT and self.sequences == 1 and not as_boolean(self.document.get("logprobs"))
-        return self.streamed and plain
+        return self.streamed and plain and self.adapter is None  # thresholds are the model's, not an adapter's
 
     def engine_request(self, decision: Decision, *, wants_logprobs: bool) -> RelayRequest:
         """Return what the engine is asked."""
@@ -115,6 +117,7 @@ class CompletionRequest:
             wants_usage=self.wants_usage,
             resumption=resumption,
             wants_logprobs=wants_logprobs,
+            adapter=self.adapter,
         )
 
 
@@ -175,8 +178,8 @@ class Completions:
             BeyondKey: The priority is beyond the caller's key.
         """
         settings, counter = self.settings, self.pipeline.counter
-        chat, model = self.path == CHAT, resolve(document, settings.openai)
-        fields, hint_field = _fields(document, context, model)
+        chat, choice = self.path == CHAT, resolve(document, settings.openai, self.pipeline.fleet)
+        fields, hint_field = _fields(document, context, choice.tier)
         prompt = (read_chat if chat else read_completion)(document, counter)
         limit = as_integer(document.get("max_completion_tokens")) if chat else None
         limit = limit or as_integer(document.get("max_tokens")) or settings.limits.default_max_tokens
@@ -193,6 +196,7 @@ class Completions:
             streamed=as_boolean(document.get("stream")),
             priority=priority,
             report=fields.report,
+            adapter=choice.adapter,
         )
 
 

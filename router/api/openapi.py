@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic.json_schema import models_json_schema
 
-from router.api.admin import OPERATIONS, REPLICAS
-from router.api.bodies import GenerateBody, allowed_values
+from router.api.admin import ADAPTERS, OPERATIONS, REPLICAS
+from router.api.bodies import ADAPTER_ALLOWED, AdapterBody, GenerateBody, allowed_values
 from router.api.generate import STREAM_ID
 from router.api.openai import HEADERS, OpenAIFields
 from router.api.paths import CHAT, COMPLETIONS, EMBEDDINGS, MOST_LISTED
@@ -23,7 +23,10 @@ Schema = dict[str, Any]
 JSON, EVENTS = "application/json", "text/event-stream"
 _TEXT: Schema = {"type": "string"}
 _OBJECT: Schema = {"type": "object"}
-_MODEL: Schema = {"type": ["string", "null"], "description": "auto, qarr, fast, balanced, precise, or an alias"}
+_MODEL: Schema = {
+    "type": ["string", "null"],
+    "description": "auto, qarr, fast, balanced, precise, an adapter or an alias",
+}
 _EVENT: Schema = {
     "type": "object",
     "description": "One server-sent event",
@@ -271,6 +274,7 @@ def _admin() -> dict[str, Schema]:
     """Return the operators' operations; without keys they are answered on loopback only."""
     begun = {"description": "It has begun; the operation shows its progress", "content": _content(_ref("Operation"))}
     responses = {"202": begun, **_errors((401, 403, 404, 409, 413, 500, 503))}
+    loaded = {"description": "At least one engine did it", "content": _content(_ref("AdapterResults"))}
     named = [_parameter("id")]
     return {
         **{
@@ -278,6 +282,20 @@ def _admin() -> dict[str, Schema]:
             for kind, meaning in _OPERATIONS.items()
         },
         OPERATIONS: {"get": _get("Operations, the latest last", _ref("OperationList"), 403, 404)},
+        ADAPTERS: {
+            "post": {
+                "summary": "Load a LoRA adapter into running engines",
+                "requestBody": _body(_ref("AdapterBody")),
+                "responses": {"200": loaded, **_errors((400, 401, 403, 404, 409, 413, 500, 503))},
+            }
+        },
+        ADAPTERS + "/{name}": {
+            "delete": {
+                "summary": "Unload a LoRA adapter from all engines that have it",
+                "parameters": [_parameter("name")],
+                "responses": {"200": loaded, **_errors((401, 403, 404, 409, 413, 500, 503))},
+            }
+        },
         OPERATIONS + "/{id}": {"get": _get("One operation", _ref("Operation"), 403, 404, of="id")},
     }
 
@@ -308,7 +326,10 @@ def _schemas(limits: LimitSettings) -> Schema:
     for field in ("prompt", "system_prompt"):
         _unless_null(body["properties"][field])["maxLength"] = limits.max_prompt_chars
     _unless_null(body["properties"]["max_tokens"])["maximum"] = limits.max_tokens
-    return {**_models(), "GenerateBody": body}
+    adapter = deepcopy(_models()["AdapterBody"])
+    for field, allowed in ADAPTER_ALLOWED.items():
+        adapter["properties"][field]["description"] = allowed
+    return {**_models(), "GenerateBody": body, "AdapterBody": adapter}
 
 
 @cache
@@ -316,7 +337,7 @@ def _models() -> Schema:
     """Return the schemas of all models by name. The first request for the document makes them."""
     from router.api.responses import MODELS  # noqa: PLC0415  takes 50 ms, and few ask
 
-    checked = [(GenerateBody, "validation"), (OpenAIFields, "validation")]
+    checked = [(GenerateBody, "validation"), (AdapterBody, "validation"), (OpenAIFields, "validation")]
     models: Any = [*checked, *((model, "serialization") for model in MODELS)]
     _, made = models_json_schema(models, ref_template="#/components/schemas/{model}")
     found: Schema = made["$defs"]

@@ -53,7 +53,7 @@ class Tokens:
         deps, context = self.deps, context_of(scope)
         deps.telemetry.name_server_span(scope, self.path)
         document = read_document(await read_body(scope, receive, deps.settings.server.max_body_bytes))
-        resolve(document, deps.settings.openai)
+        resolve(document, deps.settings.openai, deps.fleet)
         small = SmallRequest(self.path, "tokens", tuple(self._engines(document, context.caller.tiers)), tokens=0)
         cancel_on_disconnect(scope)
         await pass_on(deps, context, small, send)

@@ -136,6 +136,7 @@ _REFUSALS: dict[Refusal, tuple[HTTPStatus, str]] = {
     Refusal.AT_CAPACITY: (HTTPStatus.SERVICE_UNAVAILABLE, "Every tier that could serve this is full"),
     Refusal.SLA_UNMET: (HTTPStatus.SERVICE_UNAVAILABLE, "No tier can meet the required SLA now"),
     Refusal.UNSUPPORTED: (HTTPStatus.UNPROCESSABLE_ENTITY, "No tier that could serve this takes one of its parameters"),
+    Refusal.NO_ADAPTER: (HTTPStatus.UNPROCESSABLE_ENTITY, "No tier that could serve this offers the adapter"),
     Refusal.NOT_ALLOWED: (HTTPStatus.FORBIDDEN, "The key does not allow a tier that could serve this"),
 }
 
@@ -221,6 +222,8 @@ def _refused(decision: Decision) -> Problem:
         openai = (400, "context_length_exceeded")
     if decision.refusal is Refusal.UNSUPPORTED:
         openai = (400, "unsupported_parameter")
+    if decision.refusal is Refusal.NO_ADAPTER:
+        openai = (404, "model_not_found")
     kind = decision.refusal.value.replace("_", "-")
     tiers = [render_verdict(v) for v in decision.verdicts]
     return Problem(int(status), kind, title, decision.reason, errors, retry, {"tiers": tiers}, openai)

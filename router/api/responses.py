@@ -149,6 +149,7 @@ Tier = _model(
     max_num_seqs=int,
     max_model_len=int,
     max_in_flight=int,
+    adapters=Annotated[list[str], Field(description="LoRA adapters that all its ready engines offer")],
     replicas="list[Replica]",
 )
 Measured = _model("Measured", latency=list[TierName], quality=list[TierName])
@@ -171,6 +172,10 @@ Fleet = _model(
     tiers="list[Tier]",
     profiling="Profiling",
     loss_budget="LossBudget",
+)
+AdapterResult = _model("AdapterResult", replica=str, done=bool, detail=str)
+AdapterResults = _model(
+    "AdapterResults", "What became of an adapter at each replica", adapter=str, replicas="list[AdapterResult]"
 )
 Model = _model("Model", id=str, object=Literal["model"], owned_by=str, max_model_len=int)
 ModelList = _model("ModelList", object=Literal["list"], data="list[Model]")

@@ -29,15 +29,17 @@ class RouterApiClient:
         self.url = url.rstrip("/")
         self._client = httpx.Client(headers=authorization(key), timeout=TIMEOUT_S, trust_env=False)
 
-    def ask(self, path: str, method: str = "GET") -> dict[str, Any]:
-        """Return the JSON object with which the router answers a request without a body.
+    def ask(
+        self, path: str, method: str = "GET", body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
+    ) -> dict[str, Any]:
+        """Return the JSON object with which the router answers a request.
 
         Raises:
             OperationError: The router does not answer, or refuses.
             NotFound: It answers HTTP 404.
         """
         try:
-            response = self._client.request(method, self.url + path)
+            response = self._client.request(method, self.url + path, json=body, timeout=timeout_s)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise OperationError(no_answer(self.url, error)) from error
         if response.status_code == httpx.codes.UNAUTHORIZED:
@@ -48,8 +50,14 @@ class RouterApiClient:
             raise OperationError(f"{self.url}{path} answered HTTP {response.status_code}: is this a router?") from error
         if response.is_error:
             kind = NotFound if response.status_code == httpx.codes.NOT_FOUND else OperationError
-            raise kind(str(answer.get("detail", answer)))
+            raise kind(_said(answer))
         return answer
+
+
+def _said(answer: dict[str, Any]) -> str:
+    """Return the text of an error: the fields that are wrong and what they may be, else its detail."""
+    wrong = [f"{e['field']}: {e['problem']} (allowed: {e['allowed']})" for e in answer.get("errors", ())]
+    return "; ".join(wrong) or str(answer.get("detail", answer))
 
 
 def authorization(key: str) -> dict[str, str]:

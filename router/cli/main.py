@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "keys": ("keys", "keys_app"),
     "profile": ("profile", "profile_app"),
     "tiers": ("tiers", "tiers_app"),
+    "adapters": ("adapters", "adapters_app"),
 }
 HIDDEN = {"router"}
 # Errors that end a command with their text, and where they are defined.

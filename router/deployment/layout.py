@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from classifier import extract
+from router.deployment.adapters import adapters_of, check_adapters, named_for, with_adapters
 from router.deployment.counters import LateCounter, make_counter, named_counter
 from router.deployment.drafts import check_draft, with_drafts
 from router.telemetry.tracing import engine_target
@@ -49,6 +50,7 @@ def make_launches(specs: Sequence[TierSpec], plan: Plan, settings: Settings, mod
             otlp=engine_target(),
             extra_args=engine_args(settings, spec.name),
             env=getattr(settings.tiers, spec.name.value).env,
+            adapters=adapters_of(spec, settings.lora),
         )
         for port, (spec, number) in enumerate(engines, settings.engine.base_port)
         if spec.startable
@@ -69,6 +71,8 @@ def speed_machine(settings: Settings) -> str:
         if not tier.replicas_here:
             continue
         ways = [f"draft {tier.draft} x {tier.draft_tokens}"] if tier.draft else []
+        if named_for(name, settings.lora) or settings.lora.at_run_time:
+            ways.append("LoRA")
         if (world := tier.tensor_parallel * tier.pipeline_parallel) > 1:
             ways.append(f"{world} GPUs ({tier.tensor_parallel} x {tier.pipeline_parallel})")
         if ways:
@@ -137,7 +141,7 @@ def make_deployment(
         raise PlanError(
             "every tier is left out: tiers.fast.replicas, balanced and precise are 0, and no urls are given"
         )
-    specs = with_drafts(specs, settings, prepared)
+    specs = with_adapters(with_drafts(specs, settings, prepared), settings.lora)
     local = tuple(spec for spec in specs if spec.replicas)
     missing = tuple(spec.name for spec in local if spec.checkpoint is None)
     if missing:
@@ -151,6 +155,7 @@ def make_deployment(
     check_alike(folders)
     for spec in local:
         check_draft(spec)
+    check_adapters(local, settings.lora)
     folder = next(iter(folders.values()), None) if tokenizer is None else tokenizer
     counter = make_counter(folder) if tokenizer is None else named_counter(tokenizer)
     extract("", counter)  # reads the weights now, not at the first request
@@ -212,7 +217,7 @@ def tier_spec(
 def elsewhere(spec: TierSpec) -> TierSpec:
     """Return a tier as its engines given by URL have it, whatever is started here besides."""
     precision = told_precision(UNKNOWN, spec.stated_precision)
-    return replace(spec, checkpoint=None, digest=None, replicas=0, draft=None, precision=precision)
+    return replace(spec, checkpoint=None, digest=None, replicas=0, draft=None, adapters=(), precision=precision)
 
 
 def with_checkpoint(spec: TierSpec, made: Checkpoint, args: Sequence[str]) -> TierSpec:

@@ -62,6 +62,11 @@ class ContinuedRequest:
     resumption: None = None
 
     @property
+    def adapter(self) -> str | None:
+        """Return the LoRA adapter that began the answer."""
+        return self.origin.adapter
+
+    @property
     def priority(self) -> int:
         """Return a priority just above new requests of its class: its caller waits in the middle of an answer."""
         return self.asked.priority - 1
@@ -86,7 +91,7 @@ class ContinuedRequest:
             {
                 **sampling,
                 **priority,
-                "model": replica.model,
+                "model": replica.serving(self.origin.adapter),
                 "prompt": self.ids,
                 "max_tokens": self.left,
                 "stream": True,

@@ -145,6 +145,10 @@ class ParsedRequest(Protocol):
         """Return its parameters that engines with a draft refuse; empty: none."""
 
     @property
+    def adapter(self) -> str | None:
+        """Return the LoRA adapter that it names; None: none."""
+
+    @property
     def checkable(self) -> bool:
         """Tell whether the cascade may hold its first tokens while it checks their log-probabilities."""
 
@@ -166,6 +170,7 @@ def query_of(request: ParsedRequest, features: PromptFeatures, template: Templat
         sequences=request.sequences,
         all_prompt_tokens=min(request.prompt.all_tokens, MAX_COUNT),
         undraftable=request.undraftable,
+        adapter=request.adapter,
     )
 
 

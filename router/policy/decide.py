@@ -35,6 +35,7 @@ LIKELIEST_TO_PASS = (
     Refusal.NOT_READY,
     Refusal.TOO_LONG,
     Refusal.UNSUPPORTED,
+    Refusal.NO_ADAPTER,
     Refusal.NOT_ALLOWED,
 )
 _NORMAL = NormalDist()
@@ -375,6 +376,8 @@ def _obstacle(tier: TierSnapshot, query: Query, *, free: bool) -> Refusal | None
     spec = tier.spec
     if spec.name not in query.allowed:
         return Refusal.NOT_ALLOWED
+    if query.adapter is not None and query.adapter not in spec.adapters:
+        return Refusal.NO_ADAPTER
     if query.undraftable and spec.draft is not None:
         return Refusal.UNSUPPORTED
     if query.prompt_tokens + query.max_tokens > spec.max_model_len:
@@ -388,6 +391,8 @@ def _obstacle_text(estimate: _TierEstimate, query: Query) -> str:
     """Return why a tier cannot serve the request now."""
     if estimate.obstacle is Refusal.NOT_ALLOWED:
         return "is not allowed for this key"
+    if estimate.obstacle is Refusal.NO_ADAPTER:
+        return f"does not offer the adapter {query.adapter}"
     if estimate.obstacle is Refusal.UNSUPPORTED:
         return f"has a draft, with which vLLM takes no {query.undraftable}"
     if estimate.obstacle is Refusal.TOO_LONG:

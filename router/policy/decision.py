@@ -188,6 +188,7 @@ class Query:
         sequences: Answers computed at the same time: prompts times choices.
         all_prompt_tokens: Of all prompts together; 0: there is one prompt.
         undraftable: Parameters that engines with a draft refuse, for people; empty: it has none.
+        adapter: The LoRA adapter that it names; None: none.
     """
 
     features: PromptFeatures
@@ -200,6 +201,7 @@ class Query:
     sequences: int = 1
     all_prompt_tokens: int = 0
     undraftable: str = ""
+    adapter: str | None = None
 
     @property
     def tokens_to_read(self) -> int:
@@ -234,6 +236,7 @@ class Refusal(Enum):
     SLA_UNMET = "sla_unmet"
     NOT_ALLOWED = "not_allowed"
     UNSUPPORTED = "unsupported"
+    NO_ADAPTER = "no_adapter"
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,7 @@ class CheckRequest:
     wants_usage: bool = False
     priority: int = PRIORITIES["batch"]
     resumption: None = None
+    adapter: None = None
 
     @property
     def parameters(self) -> Mapping[str, float]:
@@ -138,8 +139,8 @@ class ShadowEvaluation:
 
     def offer(self, decision: Decision, tier: TierName, messages: Sequence[Any] | None) -> None:
         """Keep a served prompt, by chance: only in memory, only until it is checked or newer ones replace it."""
-        if not self._share or messages is None:
-            return
+        if not self._share or messages is None or decision.query.adapter is not None:
+            return  # an adapter's loss is not the model's
         left = self._left(decision.query.features.prompt_class, tier)
         if left is not None and (tier is REFERENCE or random.random() < 0.5):  # noqa: PLR2004, S311  no secret
             tier = left  # has it recovered?

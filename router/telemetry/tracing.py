@@ -74,6 +74,10 @@ class TracedRequest(Protocol):
         """Return GenAI's name of the operation."""
 
     @property
+    def adapter(self) -> str | None:
+        """Return the LoRA adapter that answers; None: the model itself."""
+
+    @property
     def parameters(self) -> Mapping[str, float]:
         """Return attributes of the span."""
 
@@ -336,12 +340,12 @@ class Telemetry:
             return current
         where = urlsplit(replica.url)
         return self._tracer.start_span(
-            f"{request.operation} {replica.model}",
+            f"{request.operation} {replica.serving(request.adapter)}",
             kind=trace.SpanKind.CLIENT,
             attributes={
                 "gen_ai.operation.name": request.operation,
                 "gen_ai.provider.name": "vllm",
-                "gen_ai.request.model": replica.model,
+                "gen_ai.request.model": replica.serving(request.adapter),
                 **request.parameters,
                 "gen_ai.output.type": "text",
                 "server.address": where.hostname or "",

@@ -83,6 +83,7 @@ class ChatRequest:
     wants_logprobs: bool = False  # of the cheaper tiers
     path: str = "/v1/chat/completions"
     operation: str = "chat"
+    adapter: str | None = None
     streamed: bool = True  # always, so that a stalled engine is noticed
     wants_usage: bool = True
 
@@ -105,7 +106,7 @@ class ChatRequest:
         """Return the request's body for one replica."""
         return to_json(
             {
-                "model": replica.model,
+                "model": replica.serving(self.adapter),
                 "messages": self.messages,
                 "max_tokens": self.max_tokens,
                 "temperature": self.temperature,
@@ -128,6 +129,7 @@ class RelayRequest:
         wants_usage: The caller asked for the final chunk with token counts.
         resumption: What another engine needs to go on with a broken answer; None where none may.
         wants_logprobs: Ask the cheaper tiers how sure they are; the caller did not ask for log-probabilities and gets none.
+        adapter: The LoRA adapter that answers; None: the model itself.
     """
 
     document: JsonObject
@@ -139,6 +141,7 @@ class RelayRequest:
     wants_usage: bool
     resumption: Resumption | None = None
     wants_logprobs: bool = False
+    adapter: str | None = None
 
     @property
     def chat(self) -> Sequence[Any] | None:
@@ -156,7 +159,7 @@ class RelayRequest:
 
     def body(self, replica: Replica) -> bytes:
         """Return the caller's body with the replica's name for the model; all other values are the caller's bytes."""
-        changes: dict[str, Any] = {"model": replica.model, "qarr": None}
+        changes: dict[str, Any] = {"model": replica.serving(self.adapter), "qarr": None}
         if not replica.takes_priority:
             changes["priority"] = None
         elif self.priority is not None:

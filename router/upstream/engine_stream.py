@@ -74,6 +74,10 @@ class EngineRequest(Protocol):
         """Return its messages, where the same could be asked of another tier; None where not."""
 
     @property
+    def adapter(self) -> str | None:
+        """Return the LoRA adapter that answers; None: the model itself."""
+
+    @property
     def resumption(self) -> Resumption | None:
         """Return what another engine needs to go on with a broken answer; None where none may."""
 

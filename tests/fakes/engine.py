@@ -80,6 +80,8 @@ class Behaviour:
         held: Requests that are held so now.
         instead: What it answers on some paths instead, with status 200, by path.
         running: Requests that are computed now; ``callers``: those for streams of callers, of the ids that these need.
+        adapters: Its LoRA adapters: folders by name.
+        loads: Whether it loads them while it runs.
         measurements: Requests of a supervisor that measures speed; they are not among ``requests``.
     """
 
@@ -117,6 +119,8 @@ class Behaviour:
     prompt_tokens: int = 10
     kv_cache_usage: float = 0.25
     priorities: bool = True
+    adapters: dict[str, str] = field(default_factory=dict)
+    loads: bool = True
     instead: dict[str, str] = field(default_factory=dict)
     running: int = 0
     callers: int = 0
@@ -218,6 +222,8 @@ class FakeEngine:
                 Route("/v1/embeddings", self._embed, methods=["POST"]),
                 Route("/v1/completions", self._generate, methods=["POST"]),
                 Route("/v1/chat/completions", self._generate, methods=["POST"]),
+                Route("/v1/load_lora_adapter", self._load, methods=["POST"]),
+                Route("/v1/unload_lora_adapter", self._unload, methods=["POST"]),
                 Route("/fake", self._behave, methods=["POST"]),
             ]
         )
@@ -245,7 +251,27 @@ class FakeEngine:
         b = self.behaviour
         root = self._model if b.root is None else b.root
         card = {"id": self._model, "object": "model", "root": root, "parent": None, "max_model_len": b.max_model_len}
-        return JSONResponse({"object": "list", "data": [card]})
+        others = [
+            {**card, "id": name, "root": path, "parent": self._model, "max_model_len": None}
+            for name, path in b.adapters.items()
+        ]
+        return JSONResponse({"object": "list", "data": [card, *others]})
+
+    async def _load(self, request: Request) -> Response:
+        if not self.behaviour.loads:
+            return JSONResponse({"detail": "Not Found"}, 404)
+        body = await request.json()
+        if "nowhere" in body["lora_path"]:
+            return JSONResponse({"error": {"message": f"No adapter found for {body['lora_path']}", "code": 404}}, 404)
+        self.behaviour.adapters[body["lora_name"]] = body["lora_path"]
+        return PlainTextResponse("Success")
+
+    async def _unload(self, request: Request) -> Response:
+        name = (await request.json())["lora_name"]
+        if name not in self.behaviour.adapters:
+            return JSONResponse({"error": {"message": f"The lora adapter '{name}' cannot be found.", "code": 404}}, 404)
+        del self.behaviour.adapters[name]
+        return PlainTextResponse("Success")
 
     async def _tokenize(self, request: Request) -> Response:
         try:

@@ -12,9 +12,10 @@ from tiers.spec import NGRAM
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tiers.spec import Draft, EngineLaunch
+    from tiers.spec import Adapters, Draft, EngineLaunch
 
 ENGINE_MAIN = Path(__file__).with_name("engine_main.py")
+LOAD_AT_RUN_TIME = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 NGRAM_LENGTH = 4  # tokens that must have occurred before
 OURS = "QARR_"  # settings and secrets: Redis URLs with passwords, keys of callers and of other engines
 # Harmful in an engine: without bytecode caching its start takes twice the CPU time, and it has a virtual environment and a
@@ -57,6 +58,7 @@ def engine_argv(launch: EngineLaunch) -> list[str]:
         argv += ["--pipeline-parallel-size", str(tier.pipeline_parallel)]
     if tier.draft is not None:
         argv += ["--speculative-config", json.dumps(_speculative(tier.draft))]
+    argv += _lora(launch.adapters)
     argv += ["--scheduling-policy", "priority", "--disable-uvicorn-access-log"]
     if not placement.gpus:
         # Compiled graphs gave wrong answers on CPU (vLLM 0.32); eager mode is correct and starts faster.
@@ -68,6 +70,16 @@ def engine_argv(launch: EngineLaunch) -> list[str]:
     if launch.otlp:
         argv += ["--otlp-traces-endpoint", launch.otlp.endpoint]
     return [*argv, *launch.extra_args]
+
+
+def _lora(adapters: Adapters) -> list[str]:
+    """Return vLLM's arguments for adapters; as many may be computed in one batch as are loaded at the start."""
+    if not adapters.enabled:
+        return []
+    argv = ["--enable-lora", "--max-lora-rank", str(adapters.max_rank)]
+    argv += ["--max-loras", str(max(len(adapters.loaded), 1))]
+    loaded = [json.dumps({"name": adapter.name, "path": adapter.path}) for adapter in adapters.loaded]
+    return [*argv, "--lora-modules", *loaded] if loaded else argv
 
 
 def _speculative(draft: Draft) -> dict[str, object]:
@@ -95,6 +107,8 @@ def engine_environment(launch: EngineLaunch, parent: Mapping[str, str]) -> dict[
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
+    if launch.adapters.at_run_time:
+        env[LOAD_AT_RUN_TIME] = "1"
     if launch.otlp:
         env |= {
             "OTEL_SERVICE_NAME": f"vllm-{launch.tier.name}",

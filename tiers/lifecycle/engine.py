@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tiers.lifecycle.process import EngineProcess
     from tiers.lifecycle.watchdog import WatchdogOptions
     from tiers.replica import Replica
-    from tiers.spec import EngineLaunch
+    from tiers.spec import Adapter, EngineLaunch
 
 
 THROTTLED_S = 60.0  # for which it is told after it was last seen: it comes and goes
@@ -40,6 +40,7 @@ class Engine:
         again: Set to restart it, whatever it does; one that runs elsewhere is checked again if it is quarantined.
         recycle: Why it is to be recycled; None: it is not, as one that runs elsewhere never is.
         worn_at: When that was last found.
+        adapters: LoRA adapters that were loaded while it ran, by name; loaded again whenever it starts.
     """
 
     replica: Replica
@@ -61,6 +62,7 @@ class Engine:
     again: asyncio.Event = field(default_factory=asyncio.Event)
     recycle: str | None = None
     worn_at: float = 0.0
+    adapters: dict[str, Adapter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.restarts = Restarts(self.options)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from tiers.errors import NotPossible, TierError, UnknownReplica
+from tiers.lifecycle.adapters import AdapterControl, AdapterLoader
 from tiers.plan import lacking_for_one_more, read_machine
 from tiers.spec import ReplicaState
 
@@ -76,14 +77,10 @@ class Operation:
         self.state, self.detail, self.ended = state, detail, time.time()
 
 
-class EngineControl(Protocol):
+class EngineControl(AdapterControl, Protocol):
     """What operations need of the supervisor."""
 
     fleet: Fleet
-
-    @property
-    def engines(self) -> tuple[Engine, ...]:
-        """Return all engines."""
 
     def engine(self, replica_id: str) -> Engine:
         """Return one replica's engine, or raise ``UnknownReplica``."""
@@ -102,9 +99,14 @@ class EngineControl(Protocol):
 
 
 class Operations:
-    """Begins operations, keeps their records, and recycles on a schedule and slow engines."""
+    """Begins operations, keeps their records, and recycles on a schedule and slow engines.
+
+    Attributes:
+        adapters: Loads and unloads LoRA adapters.
+    """
 
     def __init__(self, control: EngineControl, options: OperationOptions) -> None:
+        self.adapters = AdapterLoader(control)
         self._control, self._options = control, options
         self._records: deque[Operation] = deque(maxlen=KEPT)
         self._running: dict[str, Operation] = {}  # by replica

@@ -72,6 +72,7 @@ ELSEWHERE_PAUSE_S = 5.0  # before an unusable engine that runs elsewhere is trie
 LAST_PORT = 65535
 LOG_LINES = 200  # of an engine that ended before it was ready, in which the cause is looked for
 PROCESSORS_S = 10.0  # between two looks at what slows processors down
+ADAPTERS_S = 10.0  # between two looks at an engine's list of adapters: others may load some
 WORN_S = 60.0  # the finding that an engine is too slow expires after this
 
 
@@ -211,7 +212,9 @@ class Supervisor:
         """
         assert engine.launch is not None
         launch = replace(engine.launch, port=self._free_port(engine.launch), api_key=secrets.token_urlsafe(24))
-        return self._add(launch.tier, launch.url, launch, note=f"takes the place of {engine.replica.id}")
+        new = self._add(launch.tier, launch.url, launch, note=f"takes the place of {engine.replica.id}")
+        new.adapters = dict(engine.adapters)
+        return new
 
     async def retire(self, engine: Engine) -> None:
         """Stop an engine for good, and remove its replica."""
@@ -455,6 +458,9 @@ class Supervisor:
         await probe.readings()  # an engine without gauges must not be ready until the first poll
         model = await probe.model()
         replica.model = model.name
+        if await self.operations.adapters.restore(engine, model.adapters):
+            model = await probe.model()
+        self._note_adapters(replica, model.adapters)
         if engine.launch is None:
             await self._note_precision(replica, model.root)
         if model.max_model_len < replica.spec.max_model_len:
@@ -481,6 +487,11 @@ class Supervisor:
             speed = await self._idle_speed.measure(replica)
             if speed is not None and self._idle_speed.quiet(but=replica):
                 canary.check_speed(speed, profiled, replica.spec)
+
+    def _note_adapters(self, replica: Replica, adapters: Sequence[str]) -> None:
+        if self.fleet.note_adapters(replica, adapters):
+            log.info("%s offers %s", replica.id, f"adapters {', '.join(adapters)}" if adapters else "no adapters")
+            self._on_change(replica)
 
     async def _note_precision(self, replica: Replica, root: str | None) -> None:
         """Find out what an engine that runs elsewhere serves; warn if another replica of its tier serves something else."""
@@ -510,11 +521,14 @@ class Supervisor:
 
     async def _poll(self, engine: Engine, probe: EngineProbe) -> None:
         """Read the engine's gauges until it stops answering; raise as ``_judge`` does."""
-        missed, known, why = 0, None, ""
+        missed, known, why, listed_at = 0, None, "", time.monotonic()
         while missed < MISSED_PROBES:
             await asyncio.sleep(POLL_S)
             try:
                 gauges, counters = await probe.readings()
+                if time.monotonic() - listed_at > ADAPTERS_S:
+                    self._note_adapters(engine.replica, (await probe.model()).adapters)
+                    listed_at = time.monotonic()
                 if not await probe.alive():
                     raise ProbeError(f"{engine.replica.url}/health does not answer 200")
             except TierError as error:
@@ -563,6 +577,14 @@ class Supervisor:
             raise EngineSlow(f"too slow: {worn}")
         if now - engine.worn_at > WORN_S:
             log.warning("%s serves on, as the last ready one of its tier, though it is too slow: %s", replica.id, worn)
+
+    def probe(self, engine: Engine) -> EngineProbe:
+        """Return what asks an engine about itself."""
+        return self._probe(engine.replica)
+
+    async def list_adapters(self, engine: Engine) -> None:
+        """Read an engine's list of adapters, and note it."""
+        self._note_adapters(engine.replica, (await self.probe(engine).model()).adapters)
 
     def _probe(self, replica: Replica) -> EngineProbe:
         return EngineProbe(self._client, replica.url, replica.api_key)

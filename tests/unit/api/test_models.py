@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from router.api.bodies import InvalidBody
-from router.api.models import MODELS, model_names, read_document, resolve
+from router.api.models import MODELS, Choice, model_names, read_document, resolve
 from router.api.problems import UnknownModel, describe
 from router.settings import OpenAISettings
 from router.upstream.json_object import JsonObject
 from tests.unit.router_stack import router_stack
-from tiers.spec import TierName
+from tiers.fleet import Fleet
+from tiers.spec import TierName, TierSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+FLEET = Fleet(
+    tuple(TierSpec(name, 100, 1, 1, adapters=("support",) if name is TierName.FAST else ()) for name in TierName)
+)
 SETTINGS = OpenAISettings(aliases={"gpt-4o": "precise", "gpt-4o-mini": "fast", "any": "auto"})
 
 
@@ -37,28 +41,34 @@ def asked(**body: Any) -> JsonObject:
     ],
 )
 def test_names_stand_for_tiers(name: str, choice: str) -> None:
-    assert resolve(asked(model=name), SETTINGS) == choice
+    assert resolve(asked(model=name), SETTINGS, FLEET) == Choice(choice)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("body", [{}, {"model": None}])
 def test_without_a_name_it_is_auto(body: dict[str, Any]) -> None:
     """As vLLM takes it."""
-    assert resolve(asked(**body), SETTINGS) == "auto"
+    assert resolve(asked(**body), SETTINGS, FLEET) == Choice("auto")
+
+
+def test_an_adapters_name_stands_for_it_on_any_tier() -> None:
+    """An alias of the same name goes before."""
+    assert resolve(asked(model="support"), SETTINGS, FLEET) == Choice("auto", "support")
+    assert resolve(asked(model="support"), OpenAISettings(aliases={"support": "fast"}), FLEET) == Choice("fast")
 
 
 @pytest.mark.parametrize("name", ["", "FAST", "fast ", "gpt-5", 7, True, ["fast"], {"fast": 1}])
 def test_other_names_are_unknown(name: Any) -> None:
     """A 404 that lists the names there are."""
     with pytest.raises(UnknownModel) as error:
-        resolve(asked(model=name), SETTINGS)
+        resolve(asked(model=name), SETTINGS, FLEET)
     problem = describe(error.value)
     assert (problem.status, problem.openai_body()["error"]["code"]) == (404, "model_not_found")
-    assert all(known in problem.detail for known in model_names(SETTINGS))
+    assert all(known in problem.detail for known in (*model_names(SETTINGS), "support"))
 
 
 def test_a_long_name_is_not_repeated_in_full() -> None:
     with pytest.raises(UnknownModel) as error:
-        resolve(asked(model="x" * 100_000), SETTINGS)
+        resolve(asked(model="x" * 100_000), SETTINGS, FLEET)
     assert len(str(error.value)) < 300
 
 

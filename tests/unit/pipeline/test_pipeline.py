@@ -61,6 +61,7 @@ class Asked:
     sequences: int = 1
     checkable: bool = False
     undraftable: str = ""
+    adapter: str | None = None
     asked: EngineRequest = HI
 
     def engine_request(self, _decision: Decision, *, wants_logprobs: bool) -> EngineRequest:

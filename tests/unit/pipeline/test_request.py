@@ -41,6 +41,7 @@ class Asked:
     sequences: int = 1
     checkable: bool = False
     undraftable: str = ""
+    adapter: str | None = None
 
     def engine_request(self, decision: Decision, *, wants_logprobs: bool) -> Any:
         raise NotImplementedError

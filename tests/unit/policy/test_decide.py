@@ -115,6 +115,21 @@ def test_what_a_draft_forbids_goes_to_tiers_without_one() -> None:
     assert refused.refusal is Refusal.UNSUPPORTED  # a tier that is left out never becomes ready
 
 
+def test_an_adapter_keeps_a_request_to_the_tiers_that_have_it() -> None:
+    """Neither another tier nor a fallback to one; a hint at another is not taken, a required one is refused."""
+    given = fleet()
+    having = replace(given.tiers[1], spec=replace(given.tiers[1].spec, adapters=("support",)))
+    some = replace(given, tiers=(given.tiers[0], having, given.tiers[2]))
+    decision = decide(query(adapter="support"), some, TABLE)
+    assert (decision.tier, decision.fallbacks) == (BALANCED, ())
+    assert decision.verdicts[0].verdict == "does not offer the adapter support"
+    hinted = decide(query(adapter="support", hint=PRECISE), some, TABLE)
+    assert hinted.tier is BALANCED
+    assert hinted.reason.startswith("hint precise not taken: does not offer the adapter support")
+    refused = decide(query(adapter="support", hint=PRECISE, require=True), some, TABLE)
+    assert (refused.tier, refused.refusal) == (None, Refusal.NO_ADAPTER)
+
+
 def test_hint_is_taken_over_the_class() -> None:
     """A hint beats the class in both directions."""
     assert decide(query(PromptClass.CODE, hint=FAST), fleet(), TABLE).tier is FAST

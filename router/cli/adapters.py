@@ -1,0 +1,81 @@
+"""``qarr adapters``: the LoRA adapters of the running fleet; load more of them into its engines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from router.cli.client import URL, KeyOption, RouterApiClient, UrlOption
+from router.cli.common import print_table
+from tiers.errors import OperationError
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LOAD_S = 300.0
+adapters_app = typer.Typer(help="Show the LoRA adapters of the running fleet; load and unload them.")
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="By which requests name it as their model.")]
+PathArgument = Annotated[
+    str, typer.Argument(metavar="FOLDER", help="Folder in the form of PEFT, on the engines' machine.")
+]
+TierOption = Annotated[
+    list[TierName] | None, typer.Option("--tier", help="Only into this tier's engines; may be repeated. Default: all.")
+]
+
+
+@adapters_app.callback(invoke_without_command=True)
+def adapters_list(context: typer.Context, url: UrlOption = URL, key: KeyOption = "") -> None:
+    """Show the LoRA adapters of the running fleet; load and unload them."""
+    if context.invoked_subcommand is None:
+        _print_adapters(RouterApiClient(url, key).ask("/tiers")["tiers"])
+
+
+@adapters_app.command("load")
+def adapters_load(
+    name: NameArgument, folder: PathArgument, tier: TierOption = None, url: UrlOption = URL, key: KeyOption = ""
+) -> None:
+    """Load an adapter into running engines. They need `lora.at_run_time`, and load it again after each restart.
+
+    A restart of `qarr up` forgets it: name it in `lora.adapters` to keep it.
+    """
+    body: dict[str, Any] = {"name": name, "path": folder}
+    if tier:
+        body["tiers"] = [each.value for each in tier]
+    _report(RouterApiClient(url, key).ask("/admin/adapters", "POST", body, timeout_s=LOAD_S))
+
+
+@adapters_app.command("unload")
+def adapters_unload(name: NameArgument, url: UrlOption = URL, key: KeyOption = "") -> None:
+    """Unload an adapter from all engines that have it. Requests for it are refused from then on."""
+    _report(RouterApiClient(url, key).ask(f"/admin/adapters/{name}", "DELETE", timeout_s=LOAD_S))
+
+
+def _report(answer: dict[str, Any]) -> None:
+    """Say what became of an adapter at each replica.
+
+    Raises:
+        OperationError: One of them could not do it.
+    """
+    for result in answer["replicas"]:
+        typer.echo(f"{result['replica']}: {result['detail']}")
+    left = [result["replica"] for result in answer["replicas"] if not result["done"]]
+    if left:
+        raise OperationError(
+            f"{answer['adapter']}: not done at {', '.join(left)}; a tier offers what all its engines have"
+        )
+
+
+def _print_adapters(tiers: Sequence[dict[str, Any]]) -> None:
+    names = sorted({name for tier in tiers for name in tier["adapters"]})
+    if not names:
+        typer.echo(
+            "no tier offers an adapter: 'qarr adapters load' loads one, lora.adapters names those for every start"
+        )
+        return
+    table = Table("adapter", "tiers", box=None)
+    for name in names:
+        table.add_row(name, ", ".join(tier["tier"] for tier in tiers if name in tier["adapters"]))
+    print_table(table, 200)

@@ -1,0 +1,167 @@
+"""LoRA on real engines: an adapter of the settings, one loaded at run time, and a tier that has none."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import subprocess
+from array import array
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+from openai import NotFoundError, OpenAI
+
+from tests.engine.collector import Collector
+from tests.engine.conftest import QARR, key_of, started
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.engine.conftest import Up
+
+RANK = 4
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def folders(up: Up, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Make two adapters of the small model with random weights, by name."""
+    config = json.loads((_folder(up) / "config.json").read_text())
+    made = {name: tmp_path_factory.mktemp(name) for name in ("support", "pirate")}
+    for seed, folder in enumerate(made.values()):
+        _write_adapter(folder, config, seed)
+    return made
+
+
+@pytest.fixture(scope="module")
+def lora(
+    up: Up, engine_keys: dict[str, str], folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Up]:
+    """Start ``fast`` with an adapter, beside the first fleet's ``precise``, which has none; no ``balanced``."""
+    own = {
+        "QARR_TIERS__BALANCED__REPLICAS": "0",
+        "QARR_TIERS__PRECISE__URLS": f'["{up.replica("precise")["url"]}"]',
+        "QARR_ENGINE__API_KEY": engine_keys["precise"],
+        "QARR_LORA__ADAPTERS": json.dumps({"support": {"path": str(folders["support"])}}),
+        "QARR_LORA__AT_RUN_TIME": "true",
+    }
+    with started(own, tmp_path_factory, Collector()) as running:
+        yield running
+
+
+def test_an_adapter_is_listed_as_a_model_and_answers(lora: Up) -> None:
+    """An OpenAI client finds it, and gets what the engine's adapter says, not what the model says."""
+    client = OpenAI(base_url=f"{lora.url}/v1", api_key="none")
+    card = client.models.retrieve("support")
+    assert (card.id, card.model_extra and card.model_extra["tiers"]) == ("support", ["fast"])
+    assert "support" in {model.id for model in client.models.list()}
+    assert lora.tiers()["fast"]["adapters"] == ["support"]
+    assert lora.tiers()["precise"]["adapters"] == []
+    with_adapter, plain = (_asked(lora, model) for model in ("support", "fast"))
+    assert with_adapter != plain
+    assert with_adapter == _engines_own(lora, "support")
+    streamed = client.chat.completions.create(
+        model="support",
+        messages=[{"role": "user", "content": QUESTION}],
+        temperature=0,
+        max_tokens=16,
+        stream=True,
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices) == with_adapter
+
+
+def test_requests_for_it_are_kept_to_the_tiers_that_have_it(lora: Up) -> None:
+    """A hint at another tier is not taken, and says why; where the tier is required, the request is refused."""
+    body = {"prompt": QUESTION, "adapter": "support", "tier": "precise", "max_tokens": 8, "stream": False}
+    answer = httpx.post(f"{lora.url}/generate", json=body, timeout=120, trust_env=False)
+    assert answer.headers["x-qarr-tier"] == "fast"
+    assert answer.headers["x-qarr-reason"].startswith("hint precise not taken: does not offer the adapter support")
+    refused = httpx.post(f"{lora.url}/generate", json={**body, "tier_policy": "require"}, trust_env=False)
+    assert (refused.status_code, refused.json()["type"]) == (422, "urn:qarr:problem:no-adapter")
+    unknown = httpx.post(f"{lora.url}/generate", json={**body, "adapter": "nobody"}, trust_env=False)
+    assert unknown.status_code == 400
+    assert unknown.json()["errors"][0]["allowed"] == "one of support"
+    with pytest.raises(NotFoundError):
+        OpenAI(base_url=f"{lora.url}/v1", api_key="none").chat.completions.create(model="nobody", messages=[])
+
+
+def test_more_are_loaded_at_run_time_and_survive_a_restart(lora: Up, folders: dict[str, Path]) -> None:
+    """``qarr adapters load`` and ``unload`` act on running engines; an engine that is started again gets them again."""
+    loaded = _qarr(lora, "adapters", "load", "pirate", str(folders["pirate"]), "--tier", "fast")
+    assert (loaded.returncode, loaded.stdout) == (0, "fast-0: loaded\n")
+    assert lora.tiers()["fast"]["adapters"] == ["pirate", "support"]
+    before = _asked(lora, "pirate")
+    assert before == _engines_own(lora, "pirate") != _asked(lora, "support")
+    shown = _qarr(lora, "adapters").stdout.split()
+    assert shown == ["adapter", "tiers", "pirate", "fast", "support", "fast"]
+
+    assert _qarr(lora, "tiers", "restart", "fast-0").returncode == 0
+    assert lora.tiers()["fast"]["adapters"] == ["pirate", "support"]
+    assert _asked(lora, "pirate") == before
+
+    elsewhere = _qarr(lora, "adapters", "load", "third", str(folders["pirate"]), "--tier", "precise")
+    assert elsewhere.returncode == 2
+    assert "precise-0" in elsewhere.stderr
+    wrong = _qarr(lora, "adapters", "load", "fourth", "/nowhere", "--tier", "fast")
+    assert wrong.returncode == 2
+    assert "/nowhere" in wrong.stderr
+
+    assert _qarr(lora, "adapters", "unload", "pirate").stdout == "fast-0: unloaded\n"
+    assert lora.tiers()["fast"]["adapters"] == ["support"]
+    with pytest.raises(NotFoundError):
+        OpenAI(base_url=f"{lora.url}/v1", api_key="none").models.retrieve("pirate")
+
+
+def _qarr(running: Up, *argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([QARR, *argv, "--url", running.url], capture_output=True, text=True, check=False)
+
+
+def _asked(running: Up, model: str) -> str:
+    """Return a greedy answer of the router."""
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json=_chat(model), timeout=120, trust_env=False)
+    text: str = answer.raise_for_status().json()["choices"][0]["message"]["content"]
+    return text
+
+
+def _engines_own(running: Up, model: str) -> str:
+    """Return the same answer of the engine itself."""
+    replica = running.replica("fast")
+    headers = {"authorization": f"Bearer {key_of(replica['pid'])}"}
+    answer = httpx.post(
+        f"{replica['url']}/v1/chat/completions", json=_chat(model), headers=headers, timeout=120, trust_env=False
+    )
+    text: str = answer.raise_for_status().json()["choices"][0]["message"]["content"]
+    return text
+
+
+def _chat(model: str) -> dict[str, object]:
+    messages = [{"role": "user", "content": QUESTION}]
+    return {"model": model, "messages": messages, "temperature": 0, "max_tokens": 16}
+
+
+def _folder(running: Up) -> Path:
+    """Return the folder of the first fleet's BF16 checkpoint."""
+    return Path(running.tiers()["precise"]["checkpoint"])
+
+
+def _write_adapter(folder: Path, config: dict[str, int], seed: int) -> None:
+    """Write an adapter of all query and value projections in the form of PEFT: random numbers, large enough to matter."""
+    chance, hidden = random.Random(seed), config["hidden_size"]
+    keys_and_values = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    header: dict[str, object] = {}
+    data = bytearray()
+    for layer in range(config["num_hidden_layers"]):
+        for name, outputs in (("q_proj", hidden), ("v_proj", keys_and_values)):
+            for part, shape in (("lora_A", (RANK, hidden)), ("lora_B", (outputs, RANK))):
+                values = array("f", (chance.gauss(0, 0.15) for _ in range(shape[0] * shape[1])))
+                key = f"base_model.model.model.layers.{layer}.self_attn.{name}.{part}.weight"
+                span = [len(data), len(data) + 4 * len(values)]
+                header[key] = {"dtype": "F32", "shape": shape, "data_offsets": span}
+                data += values.tobytes()
+    head = json.dumps(header).encode()
+    (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + bytes(data))
+    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": ["q_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps({**about, "bias": "none", "task_type": "CAUSAL_LM"}))
