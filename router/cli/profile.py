@@ -49,6 +49,10 @@ def profile_quality(
         int | None,
         typer.Option(min=1, metavar="N", help="Prompts at a time; by default as many as the engines compute at once."),
     ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Measure a LoRA adapter, on the tiers that offer it, instead of the model."),
+    ] = None,
     config: ConfigOption = None,
 ) -> None:
     """Measure the loss of each precision on each kind of prompt, against the highest one.
@@ -62,6 +66,7 @@ def profile_quality(
         answer_tokens=tokens,
         parallel=parallel,
         journal=folder / JOURNAL,
+        adapter=adapter,
     )
 
     async def measured() -> QualityProfile:

@@ -123,6 +123,7 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters, price: f
         table: The policy's parameters.
         price: Of loss, in engine-seconds a differing token; None: not known yet.
     """
+    table = table.with_adapter(query.adapter)
     z = _NORMAL.inv_cdf(table.sla_confidence if query.sla.confidence is None else query.sla.confidence)
     case = _Case(query, fleet, table, z, _need(query, table), price)
     hint, estimates = query.hint, case.estimates

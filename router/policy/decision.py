@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping  # noqa: TC003  pydantic reads it for the decision log
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from math import hypot, log
 from statistics import NormalDist
@@ -123,6 +123,7 @@ class PolicyParameters:
         losses: By tier and class, from the quality profile; empty: not measured.
         prompt_losses: By tier, where a prompt's features and its class predict its loss better than its class alone.
         promoted: Classes that lose more than they may in live answers, with the lowest tier that they get until they do not.
+        adapters: By LoRA adapter, what ``losses`` is for the model itself.
     """
 
     class_floor: Mapping[PromptClass, TierName]
@@ -136,6 +137,13 @@ class PolicyParameters:
     losses: Mapping[TierName, Mapping[PromptClass, ExpectedLoss]] = field(default_factory=dict)
     prompt_losses: Mapping[TierName, PromptLoss] = field(default_factory=dict)
     promoted: Mapping[PromptClass, TierName] = field(default_factory=dict)
+    adapters: Mapping[str, Mapping[TierName, Mapping[PromptClass, ExpectedLoss]]] = field(default_factory=dict)
+
+    def with_adapter(self, adapter: str | None) -> PolicyParameters:
+        """Return the parameters for an adapter's requests: nothing that was measured of the model itself counts."""
+        if adapter is None:
+            return self
+        return replace(self, losses=self.adapters.get(adapter, {}), prompt_losses={}, promoted={})
 
     def loss(self, tier: TierName, features: PromptFeatures) -> ExpectedLoss | None:
         """Return the expected loss of a tier on a prompt; of an uncertain or unmeasured class, the worst class's.

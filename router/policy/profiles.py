@@ -153,6 +153,7 @@ class QualityProfile(_Profile):
         answer_tokens: Length of the longest answer.
         prompts: Digest of the prompts.
         observations: Of every tier but the reference.
+        adapter: The LoRA adapter that answered on every tier; None: the model itself.
     """
 
     kind = "quality"
@@ -163,6 +164,7 @@ class QualityProfile(_Profile):
     losses: tuple[Loss, ...]
     certainties: tuple[Certainty, ...] = ()
     observations: tuple[Observation, ...] = ()
+    adapter: str | None = None
 
     def threshold(self, tier: TierName, share: float) -> float | None:
         """Return the certainty that a share (0..1) of a tier's answers stays under; None: too few answers were measured."""
@@ -183,9 +185,11 @@ class QualityProfile(_Profile):
         return self
 
 
-def profile_name(checkpoints: Mapping[TierName, str | None]) -> str:
-    """Return the file name of the profile of these checkpoints."""
+def profile_name(checkpoints: Mapping[TierName, str | None], adapter: str | None = None) -> str:
+    """Return the file name of the profile of these checkpoints, with an adapter or without."""
     digests = [checkpoints.get(tier) for tier in TierName]
+    if adapter is not None:
+        digests.append(f"adapter {adapter}")
     return f"quality-{hashlib.sha256(repr(digests).encode()).hexdigest()[:16]}.json"
 
 

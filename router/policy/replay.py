@@ -123,7 +123,7 @@ def seen(recording: Recording) -> list[Result]:
 
 def mean_loss(table: PolicyParameters, tier: TierName, query: Query) -> float | None:
     """Return the expected loss of a request on a tier; None: not measured."""
-    loss = table.loss(tier, query.features)
+    loss = table.with_adapter(query.adapter).loss(tier, query.features)
     return None if loss is None else loss.mean
 
 

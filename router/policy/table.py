@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from tiers.fleet import Fleet
     from tiers.speed import SpeedModel
 
+    Losses = dict[TierName, dict[PromptClass, ExpectedLoss]]
+
 log = logging.getLogger(f"qarr.{__name__}")
 LOOK_S = 2.0
 LIVE_ANSWERS = 500  # the newest, that the regressions of loss are fitted to beside the profile's
@@ -91,6 +93,13 @@ class PolicyStore:
         """Return where the profiles of what is served are: quality, latency."""
         identities, folder = self._identities, self._settings.profiles
         return folder / profile_name(identities), folder / latency_name(identities, self._fleet.machine)
+
+    @property
+    def _adapter_files(self) -> dict[str, Path]:
+        """Return where the quality profiles of the adapters are that tiers offer, by adapter."""
+        names = {name for spec in self._fleet.specs for name in spec.adapters}
+        identities, folder = self._identities, self._settings.profiles
+        return {name: folder / profile_name(identities, name) for name in sorted(names)}
 
     @property
     def check_enabled(self) -> bool:
@@ -146,7 +155,7 @@ class PolicyStore:
 
     def _answer(self, decision: Decision, tier: TierName, tokens: int) -> Answer | None:
         """Return an answer as the budget counts it; None: it is not known what it loses."""
-        table, features = self.table, decision.query.features
+        table, features = self.table.with_adapter(decision.query.adapter), decision.query.features
         loss, allowed = table.loss(tier, features), table.allowed(features)
         return None if loss is None or allowed is None else Answer(tokens, loss.mean, allowed, decision.priced)
 
@@ -217,14 +226,15 @@ class PolicyStore:
 
     def take_up(self) -> None:
         """Load the profiles again if one was made, changed or removed."""
-        if [_changed(path) for path in self._files] != self._seen:
+        if [_changed(path) for path in (*self._files, *self._adapter_files.values())] != self._seen:
             self._load()
             log.info("profiles loaded from %s", self._settings.profiles)
 
     def _load(self) -> None:
         """Load the profiles that are there; one that cannot be used counts as not measured, and the router serves on."""
         quality_file, latency_file = self._files
-        self._seen = [_changed(quality_file), _changed(latency_file)]
+        adapter_files = self._adapter_files
+        self._seen = [_changed(path) for path in (quality_file, latency_file, *adapter_files.values())]
         quality, latency = None, None
         try:
             if self._seen[0] is not None:
@@ -247,7 +257,7 @@ class PolicyStore:
             log.warning(
                 "policy.check_share is set, but no quality profile has the tiers' certainty: nothing is checked"
             )
-        table = policy_table(self._settings, quality)
+        table = replace(policy_table(self._settings, quality), adapters=self._adapter_losses(adapter_files))
         learned = self.learned
         self.table = replace(table, promoted=learned.promoted, losses=_with_live(table.losses, learned.losses))
         if self._follows:
@@ -260,6 +270,17 @@ class PolicyStore:
                 "adds what loss by prompt needs, and asks the engines only for what its journal lacks"
             )
         self._set_speeds({fit.tier: fit.model for fit in latency.fits} if latency is not None else {})
+
+    def _adapter_losses(self, files: Mapping[str, Path]) -> dict[str, Losses]:
+        """Return the measured losses of the adapters that have a profile."""
+        found = {}
+        for name, path in files.items():
+            try:
+                if path.exists():
+                    found[name] = _losses(load_profile(path).check(self._identities, path))
+            except ProfileError as error:
+                log.warning("%s; loss with adapter %s counts as not measured", error, name)
+        return found
 
     def _set_speeds(self, speeds: dict[TierName, SpeedModel]) -> None:
         """Give the fleet the measured speeds. The supervisor passes them to replicas, and measures idle ones without."""
@@ -276,11 +297,6 @@ def policy_table(policy: PolicySettings, profile: QualityProfile | None = None) 
         policy: The settings.
         profile: Of the checkpoints served; None: their loss is not measured.
     """
-    losses: dict[TierName, dict[PromptClass, ExpectedLoss]] = {}
-    for loss in profile.losses if profile else ():
-        if loss.certain:
-            share = loss.top1_disagreement
-            losses.setdefault(loss.tier, {})[loss.prompt_class] = ExpectedLoss(share.mean, share.low, share.high)
     return PolicyParameters(
         class_floor={**CLASS_FLOOR, **policy.class_floor},
         max_loss=policy.max_loss,
@@ -290,8 +306,18 @@ def policy_table(policy: PolicySettings, profile: QualityProfile | None = None) 
         give_up=policy.give_up,
         max_slowdown=policy.max_slowdown,
         prices=policy.prices,
-        losses=losses,
+        losses=_losses(profile) if profile is not None else {},
     )
+
+
+def _losses(profile: QualityProfile) -> Losses:
+    """Return the losses of a profile that enough prompts were measured for."""
+    found: Losses = {}
+    for loss in profile.losses:
+        if loss.certain:
+            share = loss.top1_disagreement
+            found.setdefault(loss.tier, {})[loss.prompt_class] = ExpectedLoss(share.mean, share.low, share.high)
+    return found
 
 
 def _with_live(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
@@ -17,7 +17,7 @@ from router.policy.profiles import ProfileError
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 
 BUSY_WAIT_S = 1.0
 SHORTEST_WAIT_S = 0.05
@@ -46,6 +46,7 @@ class FleetState:
         in_flight: Requests on all replicas.
         served: Requests that all replicas have completed.
         measuring: What the router measures itself now; None: nothing.
+        adapters: LoRA adapters that each ready tier offers.
     """
 
     model: str
@@ -58,6 +59,7 @@ class FleetState:
     in_flight: int
     served: int
     measuring: str | None = None
+    adapters: Mapping[TierName, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,14 @@ class Client(Protocol):
             ProfileError: The router does not answer, or does not show it with this key.
         """
 
-    async def ask(self, path: str, tier: TierName, body: Mapping[str, Any], waiting: Callable[[], None]) -> Any:
+    async def ask(
+        self,
+        path: str,
+        tier: TierName,
+        body: Mapping[str, Any],
+        waiting: Callable[[], None],
+        adapter: str | None = None,
+    ) -> Any:
         """Return a tier's whole greedy answer, computed while nobody else is served.
 
         Args:
@@ -93,6 +102,7 @@ class Client(Protocol):
             tier: The only one that may answer.
             body: The rest of the request.
             waiting: Called while others' requests are waited for.
+            adapter: The LoRA adapter that is to answer; None: the model itself.
 
         Raises:
             ProfileError: The tier refuses, or has no free slot for ``MAX_WAIT_S``.
@@ -157,16 +167,24 @@ class RouterClient:
             in_flight=sum(r["in_flight"] for r in replicas),
             served=sum(r["served"] for r in replicas),
             measuring=(found.get("profiling") or {}).get("what"),
+            adapters={name: t["adapters"] for name, t in ready.items()},
         )
 
-    async def ask(self, path: str, tier: TierName, body: Mapping[str, Any], waiting: Callable[[], None]) -> Any:
+    async def ask(
+        self,
+        path: str,
+        tier: TierName,
+        body: Mapping[str, Any],
+        waiting: Callable[[], None],
+        adapter: str | None = None,
+    ) -> Any:
         """See ``Client``."""
         deadline = time.monotonic() + MAX_WAIT_S
         while True:
             await self._until_quiet(waiting, deadline)
             self._own += 1
             try:
-                response = await self._client.post(path, json={**_request(tier), **body})
+                response = await self._client.post(path, json={**_request(tier, adapter), **body})
             except httpx.HTTPError as error:
                 raise self._silent(error) from error
             finally:
@@ -286,8 +304,9 @@ def refused(tier: TierName, response: httpx.Response) -> ProfileError:
     return ProfileError(f"{tier} answered HTTP {response.status_code}: {response.text[:300]}")
 
 
-def _request(tier: TierName) -> dict[str, Any]:
-    return {"model": tier.value, "temperature": 0, "qarr": {"tier_policy": "require", "priority": "batch"}}
+def _request(tier: TierName, adapter: str | None = None) -> dict[str, Any]:
+    options = {"tier": tier.value, "tier_policy": "require", "priority": "batch"}
+    return {"model": adapter or tier.value, "temperature": 0, "qarr": options}
 
 
 @asynccontextmanager

@@ -100,15 +100,23 @@ class IdleClient:
             max_model_len={name: spec.max_model_len for name, spec in ready.items()},
             in_flight=sum(r.in_flight for r in fleet.replicas),
             served=sum(r.served for r in fleet.replicas),
+            adapters={name: spec.adapters for name, spec in ready.items()},
         )
 
-    async def ask(self, path: str, tier: TierName, body: Mapping[str, Any], waiting: Callable[[], None]) -> Any:
+    async def ask(
+        self,
+        path: str,
+        tier: TierName,
+        body: Mapping[str, Any],
+        waiting: Callable[[], None],
+        adapter: str | None = None,
+    ) -> Any:
         """See ``Client``; sends cancelled requests again."""
         deadline = time.monotonic() + MAX_WAIT_S
         while True:
             await self._until_quiet(waiting)
             try:
-                answer = await self._unless_disturbed(self._answer(path, tier, {**body, "temperature": 0}))
+                answer = await self._unless_disturbed(self._answer(path, tier, {**body, "temperature": 0}, adapter))
             except _GaveWay:
                 deadline = time.monotonic() + MAX_WAIT_S
                 continue
@@ -153,7 +161,7 @@ class IdleClient:
             return False
         return not self._others()
 
-    async def _answer(self, path: str, tier: TierName, body: Mapping[str, Any]) -> Any:
+    async def _answer(self, path: str, tier: TierName, body: Mapping[str, Any], adapter: str | None) -> Any:
         """Return a whole answer; None if there is no free slot now.
 
         Raises:
@@ -163,7 +171,7 @@ class IdleClient:
         if lease is None:
             return None
         try:
-            response = await self._client.send(self._request(lease.replica, path, body))
+            response = await self._client.send(self._request(lease.replica, path, body, adapter))
             if response.status_code == httpx.codes.OK:
                 lease.first_token()
         except httpx.HTTPError as error:
@@ -176,11 +184,16 @@ class IdleClient:
             raise refused(tier, response)
         return response.json()
 
-    def _request(self, replica: Replica, path: str, body: Mapping[str, Any]) -> httpx.Request:
+    def _request(
+        self, replica: Replica, path: str, body: Mapping[str, Any], adapter: str | None = None
+    ) -> httpx.Request:
         priority = {"priority": PRIORITIES["batch"]} if replica.takes_priority else {}
         headers = {"authorization": f"Bearer {replica.api_key}"} if replica.api_key else {}
         return self._client.build_request(
-            "POST", f"{replica.url}{path}", json={**body, "model": replica.model, **priority}, headers=headers
+            "POST",
+            f"{replica.url}{path}",
+            json={**body, "model": replica.serving(adapter), **priority},
+            headers=headers,
         )
 
     def _lease(self, tier: TierName) -> Lease | None:

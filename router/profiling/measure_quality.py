@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +46,14 @@ class Plan:
         answer_tokens: Longest answer.
         parallel: Prompts at a time; None: as many as the tiers' engines compute at once.
         journal: File of judged answers, in JSON lines.
+        adapter: The LoRA adapter that answers on every tier, the reference too; None: the model itself.
     """
 
     prompts: tuple[Prompt, ...]
     answer_tokens: int
     parallel: int | None
     journal: Path
+    adapter: str | None = None
 
 
 def read_prompts(path: Path, per_class: int | None) -> tuple[Prompt, ...]:
@@ -100,6 +102,8 @@ async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int]
     fleet = await client.fleet()
     if REFERENCE not in fleet.identities:
         raise ProfileError(f"tier {REFERENCE} is not ready, and the others are measured against it")
+    if plan.adapter is not None:
+        fleet = _having(fleet, plan.adapter)
     run = _Run(client, plan, fleet, progress)
     scores = await run.all()
     return QualityProfile(
@@ -112,7 +116,24 @@ async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int]
         losses=await asyncio.to_thread(summarise, scores),  # seconds, of resampling
         certainties=certainties(scores),
         observations=await asyncio.to_thread(observations, plan.prompts, scores),
+        adapter=plan.adapter,
     )
+
+
+def _having(fleet: FleetState, adapter: str) -> FleetState:
+    """Return the fleet without the tiers that do not offer an adapter.
+
+    Raises:
+        ProfileError: The reference does not, or it alone does.
+    """
+    having = {tier: identity for tier, identity in fleet.identities.items() if adapter in fleet.adapters.get(tier, ())}
+    if REFERENCE not in having:
+        raise ProfileError(
+            f"tier {REFERENCE} does not offer the adapter {adapter}, and the others are measured against it"
+        )
+    if len(having) == 1:
+        raise ProfileError(f"no tier but {REFERENCE} offers the adapter {adapter}: there is nothing to compare")
+    return replace(fleet, identities=having)
 
 
 def observations(prompts: Sequence[Prompt], scores: Sequence[Score]) -> tuple[Observation, ...]:
@@ -200,7 +221,7 @@ class _Run:
             self._progress("waiting for others' requests", self._done, self._total)
 
         async with self._slots[tier]:
-            found: dict[str, Any] = await self._client.ask(path, tier, body, waiting)
+            found: dict[str, Any] = await self._client.ask(path, tier, body, waiting, self._plan.adapter)
         return found
 
     def _keep(self, score: Score) -> None:
@@ -227,6 +248,8 @@ class _Run:
 def _setting(plan: Plan, fleet: FleetState) -> str:
     """Return a digest of everything that a score depends on, except the prompt."""
     parts = [fleet.model, plan.answer_tokens, TOP_K, {t.value: d for t, d in fleet.identities.items()}]
+    if plan.adapter is not None:
+        parts.append(plan.adapter)
     return _digest(json.dumps(parts, sort_keys=True))
 
 

@@ -50,7 +50,7 @@ def keep_quality(folder: Path, profile: QualityProfile) -> Path:
     Raises:
         ProfileError: It cannot be written.
     """
-    path = folder / profile_name(profile.checkpoints)
+    path = folder / profile_name(profile.checkpoints, profile.adapter)
     _write(path.with_suffix(".html"), render(profile))
     _write(path, profile.model_dump_json(indent=2) + "\n")
     return path

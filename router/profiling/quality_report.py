@@ -31,10 +31,11 @@ svg text { fill: var(--ink); font-size: 12px; } svg .soft { fill: var(--soft); }
 def render(profile: QualityProfile) -> str:
     """Return the page."""
     digests = ", ".join(f"{t} {d[:12] if d else 'unknown'}" for t, d in profile.checkpoints.items())
+    served = profile.model if profile.adapter is None else f"{profile.model} with {profile.adapter}"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Quality of {escape(profile.model)}</title><style>{_STYLE}</style></head><body>
-<h1>What each precision of {escape(profile.model)} costs in quality</h1>
+<title>Quality of {escape(served)}</title><style>{_STYLE}</style></head><body>
+<h1>What each precision of {escape(served)} costs in quality</h1>
 <p>Each tier answered every prompt greedily, with at most {profile.answer_tokens} tokens; <b>precise</b> judged the
 answers. Its own rows are the noise floor: the same weights, judged by themselves.
 Measured {profile.created:%Y-%m-%d %H:%M} UTC on checkpoints {escape(digests)}.</p>

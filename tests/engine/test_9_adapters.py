@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import struct
 import subprocess
@@ -14,6 +15,7 @@ import httpx
 import pytest
 from openai import NotFoundError, OpenAI
 
+from router.policy.profiles import load_profile
 from tests.engine.collector import Collector
 from tests.engine.conftest import QARR, key_of, started
 
@@ -40,12 +42,11 @@ def folders(up: Up, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 def lora(
     up: Up, engine_keys: dict[str, str], folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Up]:
-    """Start ``fast`` with an adapter, beside the first fleet's ``precise``, which has none; no ``balanced``."""
+    """Start ``fast`` with an adapter and ``precise`` without one, beside the first fleet's ``balanced``."""
     own = {
-        "QARR_TIERS__BALANCED__REPLICAS": "0",
-        "QARR_TIERS__PRECISE__URLS": f'["{up.replica("precise")["url"]}"]',
-        "QARR_ENGINE__API_KEY": engine_keys["precise"],
-        "QARR_LORA__ADAPTERS": json.dumps({"support": {"path": str(folders["support"])}}),
+        "QARR_TIERS__BALANCED__URLS": f'["{up.replica("balanced")["url"]}"]',
+        "QARR_ENGINE__API_KEY": engine_keys["balanced"],
+        "QARR_LORA__ADAPTERS": json.dumps({"support": {"path": str(folders["support"]), "tiers": ["fast"]}}),
         "QARR_LORA__AT_RUN_TIME": "true",
     }
     with started(own, tmp_path_factory, Collector()) as running:
@@ -102,9 +103,9 @@ def test_more_are_loaded_at_run_time_and_survive_a_restart(lora: Up, folders: di
     assert lora.tiers()["fast"]["adapters"] == ["pirate", "support"]
     assert _asked(lora, "pirate") == before
 
-    elsewhere = _qarr(lora, "adapters", "load", "third", str(folders["pirate"]), "--tier", "precise")
+    elsewhere = _qarr(lora, "adapters", "load", "third", str(folders["pirate"]), "--tier", "balanced")
     assert elsewhere.returncode == 2
-    assert "precise-0" in elsewhere.stderr
+    assert "balanced-0" in elsewhere.stderr
     wrong = _qarr(lora, "adapters", "load", "fourth", "/nowhere", "--tier", "fast")
     assert wrong.returncode == 2
     assert "/nowhere" in wrong.stderr
@@ -115,8 +116,26 @@ def test_more_are_loaded_at_run_time_and_survive_a_restart(lora: Up, folders: di
         OpenAI(base_url=f"{lora.url}/v1", api_key="none").models.retrieve("pirate")
 
 
+def test_its_loss_is_measured_and_decides(lora: Up, folders: dict[str, Path]) -> None:
+    """On the tiers that have it, against itself at the highest precision."""
+    assert _qarr(lora, "adapters", "load", "support", str(folders["support"]), "--tier", "precise").returncode == 0
+    assert [lora.tiers()[tier]["adapters"] for tier in ("fast", "balanced", "precise")] == [
+        ["support"],
+        [],
+        ["support"],
+    ]
+    few = ("--per-class", "1", "--tokens", "8")
+    profiled = _qarr(lora, "profile", "quality", "--adapter", "support", *few)
+    assert profiled.returncode == 0, profiled.stderr
+    assert "not first choice" in profiled.stdout
+    profiles = [load_profile(path) for path in lora.profiles.glob("quality-*.json")]
+    (measured,) = [profile for profile in profiles if profile.adapter == "support"]
+    assert {loss.tier for loss in measured.losses} == {"fast", "precise"}
+
+
 def _qarr(running: Up, *argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([QARR, *argv, "--url", running.url], capture_output=True, text=True, check=False)
+    env = {**os.environ, "QARR_POLICY__PROFILES": str(running.profiles)}
+    return subprocess.run([QARR, *argv, "--url", running.url], env=env, capture_output=True, text=True, check=False)
 
 
 def _asked(running: Up, model: str) -> str:

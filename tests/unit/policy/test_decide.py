@@ -130,6 +130,23 @@ def test_an_adapter_keeps_a_request_to_the_tiers_that_have_it() -> None:
     assert (refused.tier, refused.refusal) == (None, Refusal.NO_ADAPTER)
 
 
+def test_an_adapters_loss_is_not_the_models() -> None:
+    """Measured, it decides by its own; not measured, the class's floor does, whatever the model itself loses."""
+    offered = fleet()
+    offered = replace(
+        offered, tiers=tuple(replace(t, spec=replace(t.spec, adapters=("a", "b"))) for t in offered.tiers)
+    )
+    little, much = ({PromptClass.CODE: ExpectedLoss(mean, mean, mean)} for mean in (0.001, 0.4))
+    table = replace(
+        TABLE,
+        max_loss=dict.fromkeys(PromptClass, 0.1),
+        losses={FAST: much, BALANCED: much},
+        adapters={"a": {FAST: little, BALANCED: little}},
+    )
+    asked = [decide(query(PromptClass.CODE, adapter=name), offered, table).tier for name in (None, "a", "b")]
+    assert asked == [PRECISE, FAST, CLASS_FLOOR[PromptClass.CODE]]
+
+
 def test_hint_is_taken_over_the_class() -> None:
     """A hint beats the class in both directions."""
     assert decide(query(PromptClass.CODE, hint=FAST), fleet(), TABLE).tier is FAST

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -89,6 +90,27 @@ def test_profiles_that_appear_change_and_vanish_are_followed(tmp_path: Path) -> 
     speeds.unlink()
     store.take_up()
     assert (store.table.losses, fleet.speeds, store.measured) == ({}, {}, frozenset())
+
+
+def test_an_adapter_has_losses_of_its_own(tmp_path: Path) -> None:
+    """From its profile, once a tier offers it; the model's own never count for it, measured or not."""
+    fleet = made_fleet()
+    store = PolicyStore(settings(tmp_path), fleet)
+    write(tmp_path, quality(loss(FAST, 0.2)))
+    profile = quality(loss(FAST, 0.5)).model_copy(update={"adapter": "support"})
+    (tmp_path / profile_name(IDENTITIES, "support")).write_text(profile.model_dump_json())
+    store.take_up()
+    assert store.table.adapters == {}
+    fleet.configure(replace(fleet.spec(FAST), adapters=("other", "support")))
+    store.take_up()
+    features = query().features
+    means = {name: store.table.with_adapter(name).loss(FAST, features) for name in (None, "support", "other")}
+    assert {name: found and found.mean for name, found in means.items()} == {None: 0.2, "support": 0.5, "other": None}
+    assert store.table.with_adapter("support").loss(PRECISE, features) == ExpectedLoss(0.0, 0.0, 0.0)
+    (tmp_path / profile_name(IDENTITIES, "support")).write_text("{")
+    store.take_up()
+    assert store.table.with_adapter("support").losses == {}
+    assert store.table.losses[FAST]
 
 
 def test_files_that_did_not_change_are_not_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -84,10 +84,12 @@ async def connected(tmp_path: Path) -> AsyncIterator[tuple[Stack, RouterClient]]
         yield stack, client
 
 
-async def measured(client: RouterClient, tmp_path: Path, answer_tokens: int = 8) -> QualityProfile:
+async def measured(
+    client: RouterClient, tmp_path: Path, answer_tokens: int = 8, adapter: str | None = None
+) -> QualityProfile:
     """Measure two prompts."""
     prompts = read_prompts(prompts_file(tmp_path, *({"text": text} for text in TEXTS)), None)
-    plan = Plan(prompts, answer_tokens, None, tmp_path / "journal.jsonl")
+    plan = Plan(prompts, answer_tokens, None, tmp_path / "journal.jsonl", adapter)
     return await measure(client, plan, lambda *_: None)
 
 
@@ -97,6 +99,27 @@ def asked(stack: Stack) -> dict[TierName, int]:
     for engine in stack.engines.values():
         engine.requests.clear()
     return found
+
+
+@pytest.mark.anyio
+async def test_an_adapter_is_measured_on_the_tiers_that_offer_it(tmp_path: Path) -> None:
+    """It answers everywhere, on the reference too; what the model itself lost is no part of it."""
+    async with connected(tmp_path) as (stack, client):
+        await measured(client, tmp_path)
+        asked(stack)
+        with pytest.raises(ProfileError, match="tier precise does not offer the adapter support"):
+            await measured(client, tmp_path, adapter="support")
+        for tiers, wrong in ((["precise"], "no tier but precise offers"), (["fast"], None)):
+            body = {"name": "support", "path": "/x", "tiers": tiers}
+            (await stack.client.post(f"{stack.url}/admin/adapters", json=body)).raise_for_status()
+            if wrong:
+                with pytest.raises(ProfileError, match=wrong):
+                    await measured(client, tmp_path, adapter="support")
+        profile = await measured(client, tmp_path, adapter="support")
+        models = [request["model"] for engine in stack.engines.values() for request in engine.requests]
+        assert (profile.adapter, set(models)) == ("support", {"support"})
+        assert {loss.tier for loss in profile.losses} == {FAST, PRECISE}
+        assert asked(stack)[BALANCED] == 0
 
 
 @pytest.mark.anyio
