@@ -3,15 +3,15 @@
 vLLM's own CPU kernels for quantized weights are made for AMX. Without it, its FP8 path is ``torch._scaled_mm``, which
 computes one row in the time of sixty in BF16, and its 4-bit path takes twice BF16's time; the AVX2 build has no 4-bit
 kernel at all, and such an engine fails on its first request. This plugin registers two kernels in their place. vLLM loads
-it in each of its processes through the ``vllm.general_plugins`` entry point. With AMX, or without a CPU platform, it does
-nothing, and what its kernels cannot compute goes to vLLM's own.
+it in each of its processes through the ``vllm.general_plugins`` entry point. With AMX, or without a CPU platform, it
+registers none, and what its kernels cannot compute goes to vLLM's own. On any CPU it also mends a fault of LoRA.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,10 @@ def register() -> None:
     import vllm._custom_ops  # noqa: F401  loads vLLM's compiled operators
     from vllm.platforms import PlatformEnum, current_platform
 
-    if not current_platform.is_cpu() or torch.cpu._is_amx_tile_supported():
+    if not current_platform.is_cpu():
+        return
+    mend_adapters()
+    if torch.cpu._is_amx_tile_supported():
         return
     from vllm.model_executor.kernels.linear import register_linear_kernel
 
@@ -53,6 +56,25 @@ def register() -> None:
     register_linear_kernel(int4_kernel(), PlatformEnum.CPU, "mp")
     register_linear_kernel(fp8_kernel(), PlatformEnum.CPU, "fp8")
     log.info("this CPU has no AMX: 4-bit and FP8 layers are computed by QARR's kernels in place of vLLM's")
+
+
+def mend_adapters() -> None:
+    """Keep an engine with LoRA alive when a request asks for log-probabilities of its prompt.
+
+    vLLM adds what an adapter changes of the output head to one row of logits a sequence. Those of a prompt are many rows,
+    and on a CPU (vLLM 0.32) the product then fails and ends the engine. They get no such change here, as on a GPU; it is
+    none unless the adapter has weights for the output head.
+    """
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    whole = PunicaWrapperCPU.add_lora_logits
+
+    def add_lora_logits(self: Any, y: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if x.view(-1, x.shape[-1]).shape[0] != self.sampler_indices.shape[0]:
+            return y
+        return whole(self, y, x, *args, **kwargs)
+
+    PunicaWrapperCPU.add_lora_logits = add_lora_logits
 
 
 def int4_kernel() -> type:

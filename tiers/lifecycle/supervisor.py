@@ -267,9 +267,13 @@ class Supervisor:
         wrong = restarts or state in {ReplicaState.FAILED, ReplicaState.UNREACHABLE, ReplicaState.QUARANTINED}
         level = logging.WARNING if wrong else logging.INFO
         log.log(level, "%s is %s%s", replica.id, state.value, f": {detail}" if detail else "")
+        self._tell(replica, capacity=state is ReplicaState.READY)
+
+    def _tell(self, replica: Replica, *, capacity: bool = False) -> None:
+        """Tell observers of a change; ``capacity``: there is more of it."""
         try:
             self._on_change(replica)
-            if state is ReplicaState.READY:
+            if capacity:
                 self.fleet.on_capacity()
         except Exception as error:  # noqa: BLE001  a fault of an observer must not end the engine
             self._faults.log(error, f"observers were not told of a change of {replica.id}")
@@ -491,7 +495,7 @@ class Supervisor:
     def _note_adapters(self, replica: Replica, adapters: Sequence[str]) -> None:
         if self.fleet.note_adapters(replica, adapters):
             log.info("%s offers %s", replica.id, f"adapters {', '.join(adapters)}" if adapters else "no adapters")
-            self._on_change(replica)
+            self._tell(replica)
 
     async def _note_precision(self, replica: Replica, root: str | None) -> None:
         """Find out what an engine that runs elsewhere serves; warn if another replica of its tier serves something else."""

@@ -52,6 +52,7 @@ class Asked:
     """A request to an engine."""
 
     operation = "chat"
+    adapter = None
     parameters: Mapping[str, float] = {"gen_ai.request.temperature": 0.5}
 
 

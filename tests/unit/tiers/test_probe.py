@@ -73,7 +73,7 @@ async def test_what_vllm_answers_is_read() -> None:
     """All the same calls on a sound engine."""
     async with serving(FakeEngine().app) as url, httpx.AsyncClient() as client:
         probe = EngineProbe(client, url, "")
-        assert await probe.model() == ("fake", 8192, "fake")
+        assert await probe.model() == ("fake", 8192, "fake", ())
         assert await probe.text_tokens("m", "a bb") == [1, 2]
         answer = await ASKED[CHAT](probe)
         assert (answer.text, answer.completion_tokens) == ("The capital of France is Paris.", 7)
