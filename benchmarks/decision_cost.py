@@ -24,7 +24,7 @@ from router.policy.decision_log import DecisionLog
 from router.settings import CLASS_FLOOR
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierName, TierSpec
 from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:
@@ -45,13 +45,15 @@ class Load:
 
     def __init__(self, replicas: int, query: Query, log: DecisionLog) -> None:
         self.query, self.log = query, log
-        specs = tuple(TierSpec(name, 8192, 16, 32, digest="d") for name in TierName)
+        specs = tuple(TierSpec(name, 8192, 16, 32, digest="d") for name in STANDARD_TIERS)
         self.fleet = Fleet(specs)
         for number in range(replicas):
             spec = specs[number % len(specs)]
             name = f"{spec.name}-{number}"
             replica = self.fleet.add(Replica(name, spec, "http://127.0.0.1", "", "m", state=ReplicaState.READY))
-            replica.measured(SpeedModel(20, 1, 20 + 20 * spec.name.rank, 2, 1, 0.5, 0.1, 0.1, profiled=True))
+            replica.measured(
+                SpeedModel(20, 1, 20 + 20 * STANDARD_TIERS.index(spec.name), 2, 1, 0.5, 0.1, 0.1, profiled=True)
+            )
         self.open = [self.lease(spec.name, MAX_TOKENS) for _ in range(OPEN * replicas // 3) for spec in specs]
         self.streams = {lease.replica.id: lease for lease in self.open}.values()
         self.times: dict[str, list[float]] = defaultdict(list)

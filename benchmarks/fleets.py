@@ -193,7 +193,7 @@ def simulated_engines(tiers: Sequence[TierName], simulation: Simulation) -> Iter
         engines = Engines()
         for tier in tiers:
             port = free_port()
-            argv = [sys.executable, "benchmarks/simulated_engine.py", str(port), tier.value]
+            argv = [sys.executable, "benchmarks/simulated_engine.py", str(port), tier]
             argv += ["--slower", str(simulation.slower), "--max-num-seqs", str(seqs)]
             argv += ["--stream-interval", str(simulation.stream_interval)]
             urls = engines.urls.setdefault(tier, [])
@@ -351,7 +351,7 @@ def _noticed(client: httpx.Client, url: str, *, quality: bool, latency: bool) ->
     replicas = [r for t in tiers for r in t["replicas"]]
     told = client.post(f"{url}/route", json={"prompt": "What is tea?"}).json()["tiers"]
     losses = {row["tier"]: row["expected_loss"] for row in told}
-    cheap = [losses[t["tier"]] is not None for t in tiers if t["tier"] != TierName.PRECISE.value]
+    cheap = [losses[t["tier"]] is not None for t in tiers if t["tier"] != TierName.PRECISE]
     known = all(cheap) if quality else not any(cheap)
     return known and all(r["speed_profiled"] is latency and r["tpot_ms"] is not None for r in replicas)
 

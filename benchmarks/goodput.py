@@ -87,7 +87,7 @@ from router.policy.profiles import percentile
 from router.policy.replay import differing, read_recording, seen, summarise
 from router.policy.simulation import simulate
 from router.settings import cache_dir
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -235,7 +235,7 @@ def benched(options: argparse.Namespace, folder: Path) -> Iterator[Bench]:
             yield real_bench(options, folder, engines)
     else:
         simulation = Simulation(options.slower, options.max_num_seqs, 16)
-        with simulated_engines(list(TierName), simulation) as engines:
+        with simulated_engines(list(STANDARD_TIERS), simulation) as engines:
             yield simulated_bench(options, folder, engines)
 
 
@@ -250,7 +250,7 @@ def real_bench(options: argparse.Namespace, folder: Path, engines: Engines) -> B
         saturation = options.saturation
         if saturation is None:
             note("measuring saturation")
-            bodies = [required(tier) for tier in TierName]
+            bodies = [required(tier) for tier in STANDARD_TIERS]
             saturation = asyncio.run(closed_loop(running.url, workload, bodies, 16, seconds=60, warm_s=20))
     print(f"# {quality.model} on {speeds.machine}; losses measured; saturation {saturation:.2f} requests/s")
     return Bench(
@@ -317,8 +317,8 @@ def capacities(workload: Workload, max_num_seqs: int, slower: float) -> dict[Tie
     tokens = statistics.fmean(workload.tokens(source, kind) for _ in range(100) for kind in kinds)
     prompt = round(statistics.fmean(len(text) // 4 + 6 for _, text in workload.prompts))
     return {
-        tier: offline(HARDWARE[tier.value], prompt, round(tokens), 20 * max_num_seqs, max_num_seqs) / tokens / slower
-        for tier in TierName
+        tier: offline(HARDWARE[tier], prompt, round(tokens), 20 * max_num_seqs, max_num_seqs) / tokens / slower
+        for tier in STANDARD_TIERS
     }
 
 
@@ -334,7 +334,7 @@ def feasible(capacity: Mapping[TierName, float]) -> float:
 
 def required(tier: TierName) -> dict[str, Any]:
     """Return the members of a request that only one tier may answer."""
-    return {"model": tier.value, "qarr": {"tier_policy": "require"}}
+    return {"model": tier, "qarr": {"tier_policy": "require"}}
 
 
 def body_of(bench: Bench, row: str) -> Callable[[int, Arrival], dict[str, Any]]:
@@ -342,7 +342,7 @@ def body_of(bench: Bench, row: str) -> Callable[[int, Arrival], dict[str, Any]]:
 
     def body(index: int, _arrival: Arrival) -> dict[str, Any]:
         if row in "abc":
-            tier = {"a": TierName.PRECISE, "b": TierName.BALANCED}.get(row, list(TierName)[index % 3])
+            tier = {"a": TierName.PRECISE, "b": TierName.BALANCED}.get(row, list(STANDARD_TIERS)[index % 3])
             return required(tier)
         sla: dict[str, float] = {"ttft_ms": bench.ttft_ms, "tpot_ms": bench.tpot_ms} if bench.bounded else {}
         return {"model": "auto", "qarr": {"sla": sla} if sla else {}}
@@ -463,7 +463,7 @@ def show(bench: Bench, load: float, results: Mapping[str, Result]) -> None:
         tpot = [a.tpot_ms for a in answers if a.error is None and a.tpot_ms is not None]
         served = sum(a.error is None for a in answers)
         in_time = sum(a.meets(bench.ttft_ms, bench.tpot_ms) for a in answers)
-        shares = "/".join(f"{sum(a.tier is t for a in answers) / len(answers) * 100:.0f}" for t in TierName)
+        shares = "/".join(f"{sum(a.tier is t for a in answers) / len(answers) * 100:.0f}" for t in STANDARD_TIERS)
         print(
             f"({row}) {ROWS[row]:24} {told(interval(one.goodput, samples), 2):>24} {in_time / len(answers) * 100:9.1f}"
             f" {(1 - served / len(answers)) * 100:8.1f} {percentile(ttft, 0.5):6.0f}/{percentile(ttft, 0.95):<7.0f}"
@@ -582,7 +582,7 @@ def step(bench: Bench, options: argparse.Namespace) -> None:
         windows.append(Point(end - WINDOW_S / 2, mean_loss_of(own)))
         level.append(Point(end - WINDOW_S / 2, mean_loss_of(as_if(bench, own, TierName.BALANCED))))
         running_mean.append(Point(end, mean_loss_of(until)))
-        shares = "/".join(f"{sum(a.tier is t for a in own) / len(own) * 100:.0f}" for t in TierName)
+        shares = "/".join(f"{sum(a.tier is t for a in own) / len(own) * 100:.0f}" for t in STANDARD_TIERS)
         print(
             f"{end - WINDOW_S:6.0f} to {end:4.0f} {len(own):9} {windows[-1].y:10.4f} {level[-1].y:13.4f}"
             f" {running_mean[-1].y:12.4f} {shares:>18}"

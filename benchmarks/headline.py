@@ -69,7 +69,7 @@ from simulated_engine import HARDWARE, offline
 
 from router.policy.profiles import Interval, percentile
 from router.settings import cache_dir
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from open_loop import Arrival
 
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 FLEETS: dict[str, tuple[TierName, ...]] = {
     "three tiers": (FAST, BALANCED, PRECISE),
     "3 x BF16": (PRECISE,) * 3,
@@ -268,7 +268,7 @@ def print_capacity(max_num_seqs: int, loads: Sequence[Load]) -> None:
         tokens, kinds = round(mean_tokens(load.workload)), load.workload.prompts
         prompt = round(statistics.fmean(len(text) // 4 + 6 for _, text in kinds))
         most = {
-            tier: offline(HARDWARE[tier.value], prompt, tokens, 4 * max_num_seqs, max_num_seqs) for tier in TierName
+            tier: offline(HARDWARE[tier], prompt, tokens, 4 * max_num_seqs, max_num_seqs) for tier in STANDARD_TIERS
         }
         told = ", ".join(f"{name} {sum(most[tier] for tier in tiers):,.0f}" for name, tiers in FLEETS.items())
         print(f"# tokens/s if always full, prompts of {prompt} and answers of {tokens} tokens: {told}")
@@ -309,7 +309,7 @@ def run_real(options: argparse.Namespace, folder: Path) -> None:
 
 def required(tier: TierName) -> dict[str, Any]:
     """Return the members of a request that only one tier may answer."""
-    return {"model": tier.value, "qarr": {"tier_policy": "require"}}
+    return {"model": tier, "qarr": {"tier_policy": "require"}}
 
 
 def measured_row(
@@ -371,7 +371,7 @@ def show(load: Load, rows: Mapping[str, Row]) -> None:
         answers = row.answers
         ttft, tpot = row.times("ttft_ms"), row.times("tpot_ms")
         wrong = [sum(a.error == kind for a in answers) for kind in ("refused", "cut", "late")]
-        shares = "/".join(f"{sum(a.tier is tier for a in answers) / len(answers) * 100:.0f}" for tier in TierName)
+        shares = "/".join(f"{sum(a.tier is tier for a in answers) / len(answers) * 100:.0f}" for tier in STANDARD_TIERS)
         in_time = sum(a.meets(load.ttft_ms, load.tpot_ms) for a in answers) / len(answers)
         print(
             f"{name:14} {percentile(ttft, 0.5):8.0f}/{percentile(ttft, 0.95):<7.0f}"

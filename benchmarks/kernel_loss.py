@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from classifier import PromptClass
 from router.profiling.quality import Score, summarise
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,7 +39,7 @@ def read(journal: Path) -> dict[tuple[TierName, str], Score]:
 def judged_by_all(scores: Iterable[tuple[TierName, str]]) -> set[str]:
     """Return the prompts that every tier has a score of."""
     known = set(scores)
-    return {prompt for _, prompt in known if all((tier, prompt) in known for tier in TierName)}
+    return {prompt for _, prompt in known if all((tier, prompt) in known for tier in STANDARD_TIERS)}
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from plots import Point, Series, chart
 from router.policy.profiles import percentile
 from router.policy.replay import read_recording, seen, summarise
 from router.policy.simulation import simulate
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -170,7 +170,7 @@ def _pair(phase: str, decision: DecisionRecord, outcome: OutcomeRecord) -> Pair:
 
 def _table(pairs: Sequence[Pair]) -> str:
     groups: list[tuple[str, Callable[[Pair], bool]]] = [("all", lambda _: True)]
-    groups += [(tier.value, lambda pair, tier=tier: pair.tier is tier) for tier in TierName]  # type: ignore[misc]
+    groups += [(tier, lambda pair, tier=tier: pair.tier is tier) for tier in STANDARD_TIERS]  # type: ignore[misc]
     groups += [
         (name, lambda pair, name=name: pair.phase == name)  # type: ignore[misc]
         for name, rate, _ in PHASES
@@ -205,7 +205,7 @@ def _table(pairs: Sequence[Pair]) -> str:
 
 def _row(pair: Pair) -> dict[str, Any]:
     return {
-        "phase": pair.phase, "tier": pair.tier.value, "prompt_tokens": pair.prompt_tokens,
+        "phase": pair.phase, "tier": pair.tier, "prompt_tokens": pair.prompt_tokens,
         "output_tokens": pair.output_tokens, "in_flight": pair.in_flight, "ttft_ms": pair.ttft, "tpot_ms": pair.tpot,
     }  # fmt: skip
 
@@ -217,8 +217,8 @@ def _plot(folder: Path, pairs: Sequence[Pair]) -> None:
         known = [(pair.tier, p) for pair in pairs if (p := getattr(pair, kind)) is not None]
         most = percentile([max(p) for _, p in known], 0.98)
         series = [
-            Series(tier.value, tuple(Point(p[1], p[0]) for t, p in known if t is tier and max(p) <= most))
-            for tier in TierName
+            Series(tier, tuple(Point(p[1], p[0]) for t, p in known if t is tier and max(p) <= most))
+            for tier in STANDARD_TIERS
         ]
         line = Series("predicted = seen", (Point(0, 0), Point(most, most)), line=True, marks=False)
         chart(

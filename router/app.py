@@ -18,7 +18,7 @@ from starlette.routing import Route as Endpoint
 from router.aio import end_tasks
 from router.api.admin import Admin
 from router.api.asgi import ClientGone, context_of
-from router.api.bodies import health_of, render_fleet, render_preparing
+from router.api.bodies import Rules, health_of, render_fleet, render_preparing
 from router.api.generate import Generate, Route
 from router.api.models import Models
 from router.api.openai import Completions
@@ -160,14 +160,15 @@ def wire_router(
     live = Live(pipeline, wired.profiling, server_state, keys, about, loss_budget=wired.loss_budget)
     half_life_s = settings.policy.budget_half_life_s
     metrics = Metrics(pipeline, wired.evaluation, wired.upstream.retries, about, half_life_s)
-    admin = Admin(operations, keys).routes() if operations is not None else []
+    rules = Rules.of(settings)
+    admin = Admin(operations, keys, rules).routes() if operations is not None else []
     status = Status(wired, settings, server_state)
     streams = ResumableStreams(settings.server, links.stream_name if links is not None else "")
     handlers = dict.fromkeys((*PROBLEMS, ClientGone, Exception), _problem)  # by type; Exception: all others
     direct: dict[str, ASGIApp] = {
-        "/generate": Generate(pipeline, settings, streams),
-        CHAT: Completions(pipeline, settings, CHAT),
-        COMPLETIONS: Completions(pipeline, settings, COMPLETIONS),
+        "/generate": Generate(pipeline, settings, streams, rules),
+        CHAT: Completions(pipeline, settings, CHAT, rules),
+        COMPLETIONS: Completions(pipeline, settings, COMPLETIONS, rules),
     }
     traces = links.traces if links is not None else None
     routes = [
@@ -308,7 +309,7 @@ def _routes(wired: _Wired, settings: Settings, status: Status) -> list[Endpoint]
     models = Models(pipeline.fleet, settings.openai, pipeline.telemetry, wired.about["model"], int(time.time()))
     small = Passthrough(wired.upstream, pipeline.quotas, pipeline.fleet, pipeline.telemetry, settings)
     return [
-        Endpoint("/route", Route(pipeline, settings), methods=["POST"]),
+        Endpoint("/route", Route(pipeline, settings, Rules.of(settings)), methods=["POST"]),
         Endpoint(EMBEDDINGS, Embeddings(small), methods=["POST"]),
         Endpoint("/v1/models", models, methods=["GET"]),
         Endpoint("/v1/models/{id:path}", models, methods=["GET"]),
@@ -327,7 +328,7 @@ class Status:
 
     def __init__(self, wired: _Wired, settings: Settings, server_state: ServerState) -> None:
         self._fleet, self._profiling, self._about = wired.pipeline.fleet, wired.profiling, wired.about
-        self._limits, self._server_state, self._loss_budget = settings.limits, server_state, wired.loss_budget
+        self._rules, self._server_state, self._loss_budget = Rules.of(settings), server_state, wired.loss_budget
 
     async def healthz(self, _request: Request) -> Response:
         """Answer that the router is alive."""
@@ -365,7 +366,7 @@ class Status:
 
     async def openapi(self, _request: Request) -> Response:
         """Answer with the OpenAPI document."""
-        return _json(document(self._about["version"], self._limits))
+        return _json(document(self._about["version"], self._rules))
 
 
 async def _problem(request: Request, error: Exception) -> Response:

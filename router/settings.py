@@ -5,9 +5,12 @@ Precedence, highest first: command line, environment (``QARR_SERVER__PORT=8081``
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -34,7 +37,7 @@ from redis.asyncio.connection import parse_url
 from classifier import PromptClass
 from tiers.checkpoints.prepare import CALIBRATION_SAMPLES, CALIBRATION_TOKENS, DEFAULT_CALIBRATION, DEFAULT_MODEL
 from tiers.lifecycle.engine_args import check_own
-from tiers.spec import TierName
+from tiers.spec import RESERVED, STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,11 +48,7 @@ PREFIX = "QARR_"
 MOST_REPLICAS = 64  # of a tier on one machine
 PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR", "QARR_KEY"}  # variables with the prefix that are not settings
 TRACE_ID = "{trace_id}"  # placeholder in the address of a trace viewer
-SECRETS = {
-    "state.redis_url",
-    "engine.api_key",
-    *(f"tiers.{name}.env" for name in TierName),
-}  # never shown, not even in an error
+_SECRET = re.compile(r"state\.redis_url|engine\.api_key|tiers\.[^.]+\.env(\..*)?")  # never shown, not even in an error
 _PASSWORD = re.compile(r"//[^/\s]*@")
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -243,7 +242,7 @@ def _no_tier(name: str) -> str:
     Raises:
         ValueError: It is.
     """
-    if name in {"auto", "qarr", *TierName}:
+    if name in {*RESERVED, *STANDARD_TIERS}:
         raise ValueError(f"{name} names tiers: give the adapter another name")
     return name
 
@@ -257,7 +256,7 @@ BaseAddress = Annotated[EngineAddress, AfterValidator(lambda url: url.rstrip("/"
 class TierSettings(Section):
     """One tier."""
 
-    max_model_len: int = Field(ge=16, description="Context: prompt plus output, in tokens.")
+    max_model_len: int = Field(4096, ge=16, description="Context: prompt plus output, in tokens.")
     max_num_seqs: int = Field(16, ge=1, description="Sequences the engine runs at once.")
     max_in_flight: int = Field(
         32,
@@ -330,34 +329,81 @@ DEFAULT_LENGTHS: dict[str, dict[str, Any]] = {
 }
 
 
-def _merge_lengths(given: Any) -> Any:
-    """Let a file or variable set one key of one tier without repeating the rest."""
+def _complete(given: Any) -> Any:
+    """Let a file or variable set one key of one tier without repeating the rest.
+
+    Variables of tiers that only the settings name arrive as text: JSON there is read here.
+    """
     if not isinstance(given, dict):
         return given
+    tiers = {**{name: {} for name in DEFAULT_LENGTHS}, **given}
     return {
-        name: {**DEFAULT_LENGTHS.get(name, {}), **own} if isinstance(own, dict) else own
-        for name, own in {**{name: {} for name in DEFAULT_LENGTHS}, **given}.items()
+        name: {**DEFAULT_LENGTHS[name], **own}
+        if name in DEFAULT_LENGTHS and isinstance(own, dict)
+        else {key: _from_json(value) for key, value in own.items()}
+        if isinstance(own, dict)
+        else own
+        for name, own in tiers.items()
     }
 
 
+def _from_json(value: Any) -> Any:
+    """Return the list or object that a text is; else the value as it is."""
+    if isinstance(value, str) and value.startswith(("[", "{")):
+        with suppress(ValueError):
+            return json.loads(value)
+    return value
+
+
 class TiersSettings(Section):
-    """The three tiers, from the lowest precision to the highest."""
+    """The tiers: these three, and any that are named besides, as in ``[tiers.int8]``."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, TierSettings] = Field(init=False)
 
     fast: TierSettings = Field(description="AWQ int4.")
     balanced: TierSettings = Field(description="FP8.")
     precise: TierSettings = Field(description="BF16.")
 
+    @cached_property
+    def names(self) -> tuple[TierName, ...]:
+        """Return all tiers: those that the settings add stand before the highest."""
+        return (TierName.FAST, TierName.BALANCED, *map(TierName, self.__pydantic_extra__), TierName.PRECISE)
+
+    def of(self, name: TierName) -> TierSettings:
+        """Return a tier's settings.
+
+        Raises:
+            AttributeError: There is no such tier.
+        """
+        found: TierSettings = getattr(self, name)
+        return found
+
     @model_validator(mode="after")
     def _engines_of_their_own(self) -> TiersSettings:
         """Check that no engine is in two tiers: it serves at one precision."""
         found: dict[str, str] = {}
-        for name in TierName:
-            for url in getattr(self, name.value).urls:
-                other = found.setdefault(_normalised(url), name.value)
-                if other != name.value:
+        for name in self.names:
+            for url in self.of(name).urls:
+                other = found.setdefault(_normalised(url), name)
+                if other != name:
                     raise ValueError(
                         f"tiers.{other}.urls and tiers.{name}.urls both name {url}: an engine serves at one precision"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _added_tiers_have_engines(self) -> TiersSettings:
+        """Check the names of tiers that are not made here, and that something serves them."""
+        for name, tier in self.__pydantic_extra__.items():
+            if name in dir(BaseModel) or name in {"names", "of"}:
+                raise ValueError(f"tiers.{name}: give the tier another name")
+            TierName(name)
+            if not (tier.urls or tier.checkpoint or tier.replicas == 0):
+                raise ValueError(
+                    f"tiers.{name}: no checkpoint is made for a tier of this name, so it needs urls or checkpoint "
+                    "(fast, balanced and precise need neither)"
+                )
         return self
 
 
@@ -478,9 +524,16 @@ CLASS_FLOOR: dict[PromptClass, TierName] = {
 class LikeTier(Section):
     """A loss budget by comparison."""
 
-    like: Literal[TierName.FAST, TierName.BALANCED] = Field(
+    like: TierName = Field(
         TierName.BALANCED, description="As much as if this tier served everything, by the measured losses."
     )
+
+    @field_validator("like")
+    @classmethod
+    def _loses_something(cls, like: TierName) -> TierName:
+        if like is TierName.PRECISE:
+            raise ValueError("precise loses nothing")
+        return like
 
 
 class PolicySettings(Section):
@@ -663,9 +716,7 @@ class LoraSettings(Section):
 class OpenAISettings(Section):
     """OpenAI's API."""
 
-    aliases: dict[str, Literal["auto", "fast", "balanced", "precise"]] = Field(
-        {}, description='More model names, as in `gpt-4o = "auto"`.'
-    )
+    aliases: dict[str, Literal["auto"] | TierName] = Field({}, description='More model names, as in `gpt-4o = "auto"`.')
     embeddings_urls: Annotated[tuple[BaseAddress, ...], AfterValidator(_once)] = Field(
         (), description="Engines that serve `/v1/embeddings`; the first one that answers is used."
     )
@@ -780,7 +831,7 @@ class Settings(BaseSettings):
 
     server: ServerSettings = Field(default_factory=ServerSettings)
     limits: LimitSettings = LimitSettings()
-    tiers: Annotated[TiersSettings, BeforeValidator(_merge_lengths)] = Field(
+    tiers: Annotated[TiersSettings, BeforeValidator(_complete)] = Field(
         default_factory=lambda: TiersSettings.model_validate(DEFAULT_LENGTHS)
     )
     model: ModelSettings = Field(default_factory=ModelSettings)
@@ -801,6 +852,22 @@ class Settings(BaseSettings):
         """Check that no adapter has the name of an alias."""
         for name in self.lora.adapters.keys() & self.openai.aliases.keys():
             raise ValueError(f"lora.adapters.{name} has the name of an alias in openai.aliases: give one another name")
+        return self
+
+    @model_validator(mode="after")
+    def _tiers_are_known(self) -> Settings:
+        """Check that every tier that a setting names exists."""
+        policy, budget = self.policy, self.policy.loss_budget
+        named = {f"policy.class_floor.{kind.value}": tier for kind, tier in policy.class_floor.items()}
+        named |= {f"policy.prices.{tier}": tier for tier in policy.prices}
+        named |= {"policy.loss_budget.like": budget.like} if isinstance(budget, LikeTier) else {}
+        named |= {f"lora.adapters.{name}.tiers": t for name, own in self.lora.adapters.items() for t in own.tiers}
+        named |= {f"openai.aliases.{name}": TierName(t) for name, t in self.openai.aliases.items() if t != "auto"}
+        for key, tier in named.items():
+            if tier not in self.tiers.names:
+                raise ValueError(f"{key}: there is no tier {tier}; there are {', '.join(self.tiers.names)}")
+        for name in self.lora.adapters.keys() & set(self.tiers.names):
+            raise ValueError(f"lora.adapters.{name} has the name of a tier: give the adapter another name")
         return self
 
     @classmethod
@@ -863,7 +930,7 @@ def _explain(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return f"{key}: there is no such setting ('qarr settings' lists all)"
     text = error["msg"].removeprefix("Value error, ")
-    if key in SECRETS or isinstance(error["input"], dict):
+    if _SECRET.fullmatch(key) or isinstance(error["input"], dict):
         return f"{key}: {text}"
     return f"{key}: {text} (got {_PASSWORD.sub('//***@', repr(error['input']))})"
 
@@ -884,6 +951,8 @@ def _check_variables() -> None:
 
 def _known(model: type[BaseModel], parts: list[str]) -> bool:
     field = model.model_fields.get(parts[0])
+    if field is None and model is TiersSettings and len(parts) > 1:
+        return _known(TierSettings, parts[1:])
     inner = _section(field) if field else None
     return field is not None and (inner is None or len(parts) == 1 or _known(inner, parts[1:]))
 

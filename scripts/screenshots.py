@@ -28,7 +28,7 @@ from tests.browser.made_up import ANSWER, FAST, SPEEDS, measured  # noqa: E402
 from tests.fakes.engine import Behaviour  # noqa: E402
 from tests.unit.first_up import first_up  # noqa: E402
 from tests.unit.router_stack import Stack, router_stack  # noqa: E402
-from tiers.spec import TierName  # noqa: E402
+from tiers.spec import STANDARD_TIERS  # noqa: E402
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser
@@ -151,7 +151,7 @@ async def first_start(browser: Browser, folder: Path) -> None:
 async def main(wanted: list[str]) -> None:
     """Run a router under load, and a browser that looks at it."""
     IMAGES.mkdir(parents=True, exist_ok=True)
-    behaviours = {t.value: Behaviour(answer=ANSWER, delay_s=SPEEDS[t][1], first_delay_s=SPEEDS[t][0]) for t in TierName}
+    behaviours = {t: Behaviour(answer=ANSWER, delay_s=SPEEDS[t][1], first_delay_s=SPEEDS[t][0]) for t in STANDARD_TIERS}
     if not wanted or "first-start" in wanted:
         with tempfile.TemporaryDirectory() as folder:
             async with async_playwright() as tool:

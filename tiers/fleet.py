@@ -14,6 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from tiers.preparing import Preparations
+from tiers.ranking import rising
 from tiers.replica import FleetOptions, Replica, Share, Totals
 from tiers.snapshot import FleetSnapshot, KeptTier, Moment, TemplateTokens, least_loaded
 from tiers.spec import ReplicaState, TierName, TierSpec
@@ -179,8 +180,10 @@ class Fleet:
     """All replicas of all tiers.
 
     Attributes:
+        specs: The tiers, by rising precision: by measured loss where it is known, else by the bits of a weight.
         output_share: Recent output tokens over those that requests allowed, 0..1.
         speeds: By tier, where they were profiled under load.
+        losses: Mean loss of each measured tier, 0..1.
         machine: Name of the machine that the router, and engines started by it, run on.
         options: When replicas get fewer requests, or none.
         on_capacity: Called when slots may have become free.
@@ -197,6 +200,7 @@ class Fleet:
     template: TemplateTokens = field(default_factory=TemplateTokens)
     output_share: float = 1.0
     speeds: Mapping[TierName, SpeedModel] = field(default_factory=dict)
+    losses: Mapping[TierName, float] = field(default_factory=dict)
     machine: str = ""
     options: FleetOptions = field(default_factory=FleetOptions)
     on_capacity: Callable[[], None] = field(default=lambda: None)
@@ -210,6 +214,7 @@ class Fleet:
 
     def __post_init__(self) -> None:
         given, self.replicas = self.replicas, []
+        self.specs = rising(self.specs, self.losses)
         for replica in given:
             self._enter(replica)
 
@@ -234,7 +239,8 @@ class Fleet:
 
     def configure(self, spec: TierSpec) -> None:
         """Replace a tier's configuration, for example when its checkpoint is finished."""
-        self.specs = tuple(spec if each.name is spec.name else each for each in self.specs)
+        specs = [spec if each.name is spec.name else each for each in self.specs]
+        self.specs = rising(specs, self.losses)
 
     def note_precision(self, replica: Replica, precision: str) -> bool:
         """Note what a replica given by URL serves; return whether the known replicas of its tier differ in it."""
@@ -269,6 +275,23 @@ class Fleet:
         if tier.adapters != (names := tuple(sorted(offered))):
             self.configure(replace(tier, adapters=names))
         return changed
+
+    def rank_by_loss(self, losses: Mapping[TierName, float]) -> None:
+        """Put the tiers into the order of their measured losses; see ``tiers.ranking``.
+
+        Args:
+            losses: Mean loss of each measured tier, 0..1.
+        """
+        self.losses = losses
+        self.specs = rising(self.specs, losses)
+
+    def rank(self, tier: TierName) -> int:
+        """Return a tier's rank by precision: 0 is the lowest.
+
+        Raises:
+            ValueError: The fleet has no such tier.
+        """
+        return [spec.name for spec in self.specs].index(tier)
 
     def spec(self, tier: TierName) -> TierSpec:
         """Return one tier's configuration.

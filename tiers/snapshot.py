@@ -520,6 +520,11 @@ class FleetSnapshot:
         """Return the router's sequences on all replicas together."""
         return sum([tier.taken for tier in self.tiers])
 
+    @property
+    def ranks(self) -> dict[TierName, int]:
+        """Return each tier's rank by precision: 0 is the lowest."""
+        return {tier.spec.name: rank for rank, tier in enumerate(self.tiers)}
+
     def tier(self, name: TierName) -> TierSnapshot:
         """Return one tier.
 

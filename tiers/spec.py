@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from pathlib import Path  # noqa: TC003  pydantic reads it for the decision log
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakValueDictionary
+
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 
 class Precision(StrEnum):
@@ -19,21 +23,65 @@ class Precision(StrEnum):
     BF16 = "bf16"
 
 
-class TierName(StrEnum):
-    """The three tiers, from the lowest precision to the highest."""
+class TierName(str):
+    """A tier's name. Names are interned: equal ones are one object.
 
-    FAST = "fast"
-    BALANCED = "balanced"
-    PRECISE = "precise"
+    ``fast``, ``balanced`` and ``precise`` always exist, and ``precise`` is the highest precision, which loss is measured
+    against. The settings may name more. What stands above what is the fleet's to tell (``Fleet.rank``).
+    """
 
-    @property
-    def rank(self) -> int:
-        """Return the tier's rank by precision: 0 is the lowest."""
-        return _RANKS[self]
+    __slots__ = ("__weakref__",)
+    FAST: ClassVar[TierName]
+    BALANCED: ClassVar[TierName]
+    PRECISE: ClassVar[TierName]
+
+    def __new__(cls, name: str) -> TierName:  # noqa: PYI034  there are no subclasses
+        """Return the tier's name.
+
+        Raises:
+            ValueError: No tier can have it.
+        """
+        known = _NAMES.get(name)
+        if known is None:
+            if not _NAME.fullmatch(name) or name in RESERVED:
+                raise ValueError(f"{TIER_NAMES} are allowed")
+            known = _NAMES.setdefault(str(name), super().__new__(cls, name))
+        return known
+
+    def __reduce__(self) -> tuple[type[TierName], tuple[str]]:
+        """Return how a copy is made: it is the same object."""
+        return TierName, (str.__str__(self),)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: object) -> CoreSchema:
+        """Return how pydantic validates it: a string that may be a tier's name."""
+        del source, handler
+        return core_schema.no_info_after_validator_function(_tier_name, core_schema.str_schema())
+
+
+def _tier_name(text: str) -> TierName:
+    try:
+        return TierName(text)
+    except ValueError as error:  # pydantic would put "Value error" before its text
+        raise PydanticCustomError("tier_name", "{why}", {"why": str(error)}) from None
 
 
 SHOWN_DIGITS = 16  # of a digest, shown to people
-_RANKS = {name: rank for rank, name in enumerate(TierName)}
+RESERVED = {"auto", "qarr"}  # names of models that stand for any tier
+TIER_NAMES = "1 to 32 lower-case letters, digits, - and _, beginning with a letter, and neither auto nor qarr,"
+_NAME = re.compile(r"^[a-z][a-z0-9_-]{0,31}$")
+_NAMES: WeakValueDictionary[str, TierName] = WeakValueDictionary()
+TierName.FAST, TierName.BALANCED, TierName.PRECISE = map(TierName, ("fast", "balanced", "precise"))
+# The tiers that are always there, from the lowest precision to the highest.
+STANDARD_TIERS = (TierName.FAST, TierName.BALANCED, TierName.PRECISE)
+
+
+def in_order(tiers: Iterable[TierName]) -> list[TierName]:
+    """Return tiers, each once, in the order in which they are shown where no fleet tells one: the highest comes last."""
+    known = set(tiers)
+    added = sorted(known - set(STANDARD_TIERS))
+    return [t for t in (TierName.FAST, TierName.BALANCED, *added, TierName.PRECISE) if t in known]
+
 
 NGRAM = "ngram"
 UNKNOWN = "unknown"  # the precision of an engine that cannot say

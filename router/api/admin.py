@@ -12,7 +12,7 @@ from router.api.bodies import json_response, parse_adapter
 from router.api.problems import NotAdmin
 from router.auth.network import is_loopback
 from tiers.lifecycle.operations import KINDS, Kind, Operation, Operations
-from tiers.spec import Adapter, TierName
+from tiers.spec import Adapter
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from router.api.bodies import Rules
     from router.auth.api_keys import KeyStore
     from tiers.lifecycle.adapters import AdapterResult
 
@@ -34,8 +35,8 @@ FOREIGN_HEADERS = ("origin", "forwarded", "x-forwarded-for", "x-real-ip", "via")
 class Admin:
     """The endpoints, and who may use them."""
 
-    def __init__(self, operations: Operations, keys: KeyStore) -> None:
-        self._operations, self._keys = operations, keys
+    def __init__(self, operations: Operations, keys: KeyStore, rules: Rules) -> None:
+        self._operations, self._keys, self._rules = operations, keys, rules
 
     def routes(self) -> list[Endpoint]:
         """Return the endpoints' routes."""
@@ -64,8 +65,8 @@ class Admin:
 
     async def _load(self, request: Request) -> Response:
         self._check(request)
-        body = parse_adapter(await read_body(request.scope, request.receive, MOST_BYTES))
-        adapter, tiers = Adapter(body.name, body.path), frozenset(map(TierName, body.tiers))
+        body = parse_adapter(await read_body(request.scope, request.receive, MOST_BYTES), self._rules)
+        adapter, tiers = Adapter(body.name, body.path), frozenset(body.tiers or self._rules.tiers)
         return json_response(_rendered(body.name, await self._operations.adapters.load(adapter, tiers)))
 
     async def _unload(self, request: Request) -> Response:

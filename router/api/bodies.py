@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from router.pipeline.request import NO_BOUNDS, RoutingOptions
 from router.policy.decision import Priority, Sla
-from router.settings import AdapterName  # noqa: TC001  pydantic reads it
-from tiers.spec import ReplicaState, TierName
+from router.settings import AdapterName, LimitSettings
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pydantic import ValidationInfo
     from pydantic_core import ErrorDetails
 
-    from router.settings import LimitSettings
+    from router.settings import Settings
     from tiers.preparing import Preparing
     from tiers.snapshot import FleetSnapshot, ReplicaSnapshot
 
@@ -45,6 +45,26 @@ class InvalidBody(Exception):
         self.problems = problems
 
 
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What bodies are checked against.
+
+    Attributes:
+        tiers: That requests may name.
+    """
+
+    limits: LimitSettings = field(default_factory=LimitSettings)
+    tiers: tuple[TierName, ...] = STANDARD_TIERS
+
+    @classmethod
+    def of(cls, settings: Settings) -> Rules:
+        """Return the rules that the settings make."""
+        return cls(settings.limits, settings.tiers.names)
+
+
+STANDARD_RULES = Rules()
+
+
 class SlaBody(BaseModel):
     """The caller's own bounds."""
 
@@ -62,10 +82,19 @@ class RoutingFields(BaseModel):
     # Strings are cached as in json_object.read_json.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, cache_strings="keys")
 
-    tier: Literal["auto", "fast", "balanced", "precise"] = "auto"
+    tier: str = "auto"
     tier_policy: Literal["prefer", "require"] = "prefer"
     sla: SlaBody = SlaBody()
     priority: Priority = "standard"
+
+    @field_validator("tier")
+    @classmethod
+    def _known_tier(cls, tier: str, info: ValidationInfo) -> str:
+        """Check that there is such a tier; ``Rules`` are the validation context."""
+        rules: Rules = info.context or STANDARD_RULES
+        if tier != "auto" and tier not in rules.tiers:
+            raise ValueError(f"there is no tier {tier[:40]!r}")
+        return tier
 
     def options(self, priority: int, hint_field: str) -> RoutingOptions:
         """Return the options as the pipeline knows them.
@@ -81,7 +110,7 @@ class RoutingFields(BaseModel):
 
 
 class GenerateBody(RoutingFields):
-    """The body of ``POST /generate`` and ``POST /route``. Limits come from the settings, as validation context."""
+    """The body of ``POST /generate`` and ``POST /route``. ``Rules`` are the validation context."""
 
     prompt: str = Field(min_length=1)
     adapter: str | None = Field(None, min_length=1)
@@ -103,7 +132,7 @@ class GenerateBody(RoutingFields):
     def _within_text_limits(cls, text: str | None, info: ValidationInfo) -> str | None:
         if text is None:
             return text
-        limits: LimitSettings = info.context  # type: ignore[assignment]
+        limits = (info.context or STANDARD_RULES).limits
         if len(text) > limits.max_prompt_chars:
             raise ValueError(f"has {len(text)} characters")
         # A word needs a separator: a text of at most twice the limit in characters has no more words than that.
@@ -114,27 +143,24 @@ class GenerateBody(RoutingFields):
     @field_validator("max_tokens")
     @classmethod
     def _within_token_limit(cls, tokens: int | None, info: ValidationInfo) -> int | None:
-        limits: LimitSettings = info.context  # type: ignore[assignment]
+        limits = (info.context or STANDARD_RULES).limits
         if tokens is not None and tokens > limits.max_tokens:
             raise ValueError(f"is {tokens}")
         return tokens
 
 
-def parse_generate(body: bytes, limits: LimitSettings) -> GenerateBody:
+def parse_generate(body: bytes, rules: Rules) -> GenerateBody:
     """Parse a body.
 
     Raises:
         InvalidBody: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
     """
     try:
-        return GenerateBody.model_validate_json(body, context=limits)
+        return GenerateBody.model_validate_json(body, context=rules)
     except ValidationError as error:
-        allowed = allowed_values(limits)
+        allowed = allowed_values(rules)
         problems = [_problem(e, allowed) for e in error.errors(include_url=False, include_input=False)]
         raise InvalidBody(tuple(problems)) from None  # pydantic's own text quotes the input
-
-
-TierNames = Literal["fast", "balanced", "precise"]
 
 
 class AdapterBody(BaseModel):
@@ -144,45 +170,60 @@ class AdapterBody(BaseModel):
 
     name: AdapterName
     path: str = Field(min_length=1)
-    tiers: list[TierNames] = Field(default_factory=lambda: [tier.value for tier in TierName], min_length=1)
+    tiers: list[TierName] | None = Field(None, min_length=1)
+
+    @field_validator("tiers")
+    @classmethod
+    def _known_tiers(cls, tiers: list[TierName] | None, info: ValidationInfo) -> list[TierName] | None:
+        rules: Rules = info.context or STANDARD_RULES
+        for tier in tiers or ():
+            if tier not in rules.tiers:
+                raise ValueError(f"there is no tier {tier!r}")
+        return tiers
 
 
-ADAPTER_ALLOWED = {
-    "name": "1 to 100 letters, digits and . _ / -, beginning with a letter or digit; no tier's name",
-    "path": "a folder in the form of PEFT, on the engines' machine",
-    "tiers": "a list of fast, balanced, precise",
-}
+def adapter_allowed(rules: Rules) -> dict[str, str]:
+    """Return the allowed values of each field of an ``AdapterBody``."""
+    return {
+        "name": "1 to 100 letters, digits and . _ / -, beginning with a letter or digit; no tier's name",
+        "path": "a folder in the form of PEFT, on the engines' machine",
+        "tiers": f"a list of {', '.join(rules.tiers)}",
+    }
 
 
-def parse_adapter(body: bytes) -> AdapterBody:
+def parse_adapter(body: bytes, rules: Rules) -> AdapterBody:
     """Parse a body.
 
     Raises:
         InvalidBody: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
     """
     try:
-        return AdapterBody.model_validate_json(body)
+        return AdapterBody.model_validate_json(body, context=rules)
     except ValidationError as error:
-        found = [_problem(e, ADAPTER_ALLOWED) for e in error.errors(include_url=False, include_input=False)]
-        problems = [replace(p, allowed=ADAPTER_ALLOWED.get(p.field.split(".")[0], p.allowed)) for p in found]
+        allowed = adapter_allowed(rules)
+        found = [_problem(e, allowed) for e in error.errors(include_url=False, include_input=False)]
+        problems = [replace(p, allowed=allowed.get(p.field.split(".")[0], p.allowed)) for p in found]
         raise InvalidBody(tuple(problems)) from None
 
 
-# Allowed values of the routing options, in bodies and headers.
-ROUTING_ALLOWED = {
-    "tier": "auto, fast, balanced or precise",
-    "tier_policy": "prefer or require",
-    "sla": "an object with any of ttft_ms, tpot_ms, max_quality_loss, confidence",
-    "sla.ttft_ms": "a number of milliseconds above 0",
-    "sla.tpot_ms": "a number of milliseconds above 0",
-    "sla.max_quality_loss": "a number from 0 to 1",
-    "sla.confidence": "a number from 0.5 to below 1",
-    "priority": "interactive, standard or batch",
-}
+def routing_allowed(rules: Rules) -> dict[str, str]:
+    """Return the allowed values of the routing options, in bodies and headers."""
+    *others, last = ("auto", *rules.tiers)
+    return {
+        "tier": f"{', '.join(others)} or {last}",
+        "tier_policy": "prefer or require",
+        "sla": "an object with any of ttft_ms, tpot_ms, max_quality_loss, confidence",
+        "sla.ttft_ms": "a number of milliseconds above 0",
+        "sla.tpot_ms": "a number of milliseconds above 0",
+        "sla.max_quality_loss": "a number from 0 to 1",
+        "sla.confidence": "a number from 0.5 to below 1",
+        "priority": "interactive, standard or batch",
+    }
 
 
-def allowed_values(limits: LimitSettings) -> dict[str, str]:
+def allowed_values(rules: Rules) -> dict[str, str]:
     """Return the allowed values of each field."""
+    limits = rules.limits
     text = f"{limits.max_prompt_chars} characters and at most {limits.max_prompt_words} words"
     return {
         "prompt": f"a string of 1 to {text}",
@@ -192,7 +233,7 @@ def allowed_values(limits: LimitSettings) -> dict[str, str]:
         "adapter": "null or the name of a LoRA adapter that some tier offers; GET /v1/models lists them",
         "stream": "true or false",
         "resumable": "true or false; true with stream only",
-        **ROUTING_ALLOWED,
+        **routing_allowed(rules),
     }
 
 

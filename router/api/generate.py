@@ -14,7 +14,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from router.api.asgi import body_message, cancel_on_disconnect, context_of, read_body, start_message, tracker_of
-from router.api.bodies import FieldProblem, InvalidBody, parse_generate
+from router.api.bodies import FieldProblem, InvalidBody, Rules, parse_generate
 from router.api.models import adapter_names
 from router.api.problems import describe
 from router.api.resumable import ResumableStream, ResumableStreams, ResumedElsewhere, StreamGone
@@ -112,6 +112,7 @@ class Generate:
     pipeline: Pipeline
     settings: Settings
     streams: ResumableStreams
+    rules: Rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Work stops when the client goes away, unless the stream is resumable."""
@@ -123,7 +124,7 @@ class Generate:
         if last_event_id := context.header(b"last-event-id"):
             await self._resume(last_event_id, context, scope, receive, send)
             return
-        body = parse_generate(content, settings.limits)
+        body = parse_generate(content, self.rules)
         del content  # not to be held for as long as the answer takes
         request = read_request(body, context, settings.limits, pipeline.counter, pipeline.fleet)
         decision = pipeline.decide(request)
@@ -197,12 +198,13 @@ class Route:
 
     pipeline: Pipeline
     settings: Settings
+    rules: Rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, which counts as one of no tokens. A refusal is a decision too: 200, with ``tier`` null."""
         pipeline, limits, context = self.pipeline, self.settings.limits, context_of(scope)
         pipeline.telemetry.name_server_span(scope, "/route")
-        body = parse_generate(await read_body(scope, receive, self.settings.server.max_body_bytes), limits)
+        body = parse_generate(await read_body(scope, receive, self.settings.server.max_body_bytes), self.rules)
         grant = await pipeline.quotas.enter(context.caller, 0, context.limits)
         counted: int | None = None
         try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from router.api.asgi import context_of
 from router.api.bodies import FieldProblem, InvalidBody, json_response
 from router.api.problems import UnknownModel
 from router.upstream.json_object import JsonObject, NotJson
+from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -17,14 +18,7 @@ if TYPE_CHECKING:
     from router.telemetry.tracing import Telemetry
     from tiers.fleet import Fleet
 
-ModelChoice = Literal["auto", "fast", "balanced", "precise"]
-MODELS: dict[str, ModelChoice] = {
-    "auto": "auto",
-    "qarr": "auto",
-    "fast": "fast",
-    "balanced": "balanced",
-    "precise": "precise",
-}
+ANY_TIER = {"auto": "auto", "qarr": "auto"}
 
 
 class Choice(NamedTuple):
@@ -35,11 +29,11 @@ class Choice(NamedTuple):
         adapter: The LoRA adapter of that name; None: the name is none of an adapter.
     """
 
-    tier: ModelChoice = "auto"
+    tier: str = "auto"
     adapter: str | None = None
 
 
-_CHOICES = {name: Choice(tier) for name, tier in MODELS.items()}
+_CHOICES = {name: Choice(tier) for name, tier in [*ANY_TIER.items(), *zip(STANDARD_TIERS, STANDARD_TIERS, strict=True)]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +50,7 @@ class Models:
         """Answer with the list, or with one model."""
         wanted = scope["path_params"].get("id")
         self.telemetry.name_server_span(scope, "/v1/models/{id}" if wanted else "/v1/models")
-        choices, adapters = model_names(self.settings), adapter_names(self.fleet)
+        choices, adapters = model_names(self.settings, self.fleet), adapter_names(self.fleet)
         if wanted is not None and wanted not in choices and wanted not in adapters:
             raise UnknownModel(wanted, (*choices, *adapters))
         cards = [self._card(name, choice) for name, choice in choices.items() if wanted in {None, name}]
@@ -64,15 +58,15 @@ class Models:
         body = cards[0] if wanted is not None else {"object": "list", "data": cards}
         await json_response(body, headers=context_of(scope).headers)(scope, receive, send)
 
-    def _card(self, name: str, choice: ModelChoice) -> dict[str, Any]:
-        lengths = [spec.max_model_len for spec in self.fleet.specs if choice in {"auto", spec.name.value}]
+    def _card(self, name: str, choice: str) -> dict[str, Any]:
+        lengths = [spec.max_model_len for spec in self.fleet.specs if choice in {"auto", spec.name}]
         return self._listed(name, None if name == choice else choice, max(lengths, default=0))
 
     def _adapter_card(self, name: str) -> dict[str, Any]:
         """Return what is told of an adapter: its parent is the model itself, and which tiers have it."""
         having = [spec for spec in self.fleet.specs if name in spec.adapters]
         card = self._listed(name, "auto", max(spec.max_model_len for spec in having))
-        return {**card, "tiers": [spec.name.value for spec in having]}
+        return {**card, "tiers": [spec.name for spec in having]}
 
     def _listed(self, name: str, parent: str | None, max_model_len: int) -> dict[str, Any]:
         return {
@@ -98,14 +92,16 @@ def read_document(body: bytes) -> JsonObject:
         raise InvalidBody((FieldProblem("body", str(error), "a JSON object in UTF-8"),)) from None
 
 
-def model_names(settings: OpenAISettings) -> dict[str, ModelChoice]:
-    """Return every known model name, with the choice that it stands for."""
-    return {**MODELS, **settings.aliases}
+def model_names(settings: OpenAISettings, fleet: Fleet) -> dict[str, str]:
+    """Return every known model name, with what it stands for: a tier, or ``auto``."""
+    return {**ANY_TIER, **{spec.name: spec.name for spec in fleet.specs}, **settings.aliases}
 
 
 def adapter_names(fleet: Fleet) -> list[str]:
     """Return the LoRA adapters that some tier offers, sorted; one that has a model's name is reached by no request."""
-    return sorted({name for spec in fleet.specs for name in spec.adapters} - MODELS.keys())
+    return sorted(
+        {name for spec in fleet.specs for name in spec.adapters} - {*ANY_TIER, *(spec.name for spec in fleet.specs)}
+    )
 
 
 def resolve(document: JsonObject, settings: OpenAISettings, fleet: Fleet) -> Choice:
@@ -119,7 +115,7 @@ def resolve(document: JsonObject, settings: OpenAISettings, fleet: Fleet) -> Cho
         return _CHOICES["auto"]
     if isinstance(name, str) and name in _CHOICES and name not in settings.aliases:
         return _CHOICES[name]
-    names, adapters = model_names(settings), adapter_names(fleet)
+    names, adapters = model_names(settings, fleet), adapter_names(fleet)
     if isinstance(name, str) and name in names:
         return Choice(names[name])
     if isinstance(name, str) and name in adapters:

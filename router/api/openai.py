@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from router.api.asgi import cancel_on_disconnect, context_of, read_body, start_message, tracker_of
-from router.api.bodies import ROUTING_ALLOWED, FieldProblem, InvalidBody, RoutingFields
-from router.api.models import ModelChoice, read_document, resolve
+from router.api.bodies import FieldProblem, InvalidBody, RoutingFields, Rules, routing_allowed
+from router.api.models import read_document, resolve
 from router.api.openai_events import RelayedEvents, report_on, with_member
 from router.api.openai_prompt import read_chat, read_completion
 from router.api.paths import CHAT
@@ -43,11 +43,7 @@ HEADERS: dict[bytes, tuple[str, ...]] = {
     b"x-qarr-sla-max-quality-loss": ("sla", "max_quality_loss"),
     b"x-qarr-sla-confidence": ("sla", "confidence"),
 }
-ALLOWED = {
-    **ROUTING_ALLOWED,
-    "report": "true or false",
-    "": "an object with any of tier, tier_policy, sla, priority, report",
-}
+UNDRAFTABLE = ("min_p", "logit_bias")  # vLLM 0.32, SamplingParams
 
 
 class OpenAIFields(RoutingFields):
@@ -56,9 +52,19 @@ class OpenAIFields(RoutingFields):
     report: bool = False
 
 
-# Of requests that say nothing about routing but a model's name.
-UNDRAFTABLE = ("min_p", "logit_bias")  # vLLM 0.32, SamplingParams
-PLAIN_FIELDS = {choice: OpenAIFields(tier=choice) for choice in get_args(ModelChoice)}
+@cache  # of known names only
+def _plain_fields(tier: str) -> OpenAIFields:
+    """Return the options of a request that says nothing about routing but a model's name."""
+    return OpenAIFields.model_construct(tier=tier)
+
+
+def _allowed(rules: Rules) -> dict[str, str]:
+    """Return the allowed values of each field."""
+    return {
+        **routing_allowed(rules),
+        "report": "true or false",
+        "": "an object with any of tier, tier_policy, sla, priority, report",
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +134,7 @@ class Completions:
     pipeline: Pipeline
     settings: Settings
     path: str
+    rules: Rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Work stops when the client goes away."""
@@ -179,7 +186,7 @@ class Completions:
         """
         settings, counter = self.settings, self.pipeline.counter
         chat, choice = self.path == CHAT, resolve(document, settings.openai, self.pipeline.fleet)
-        fields, hint_field = _fields(document, context, choice.tier)
+        fields, hint_field = _fields(document, context, choice.tier, self.rules)
         prompt = (read_chat if chat else read_completion)(document, counter)
         limit = as_integer(document.get("max_completion_tokens")) if chat else None
         limit = limit or as_integer(document.get("max_tokens")) or settings.limits.default_max_tokens
@@ -200,20 +207,20 @@ class Completions:
         )
 
 
-def _fields(document: JsonObject, context: RequestContext, model: ModelChoice) -> tuple[OpenAIFields, str]:
+def _fields(document: JsonObject, context: RequestContext, model: str, rules: Rules) -> tuple[OpenAIFields, str]:
     """Return the routing options of a request, and the field that names its tier.
 
     Raises:
         InvalidBody: They are not valid.
     """
-    by_header, by_body = _from_headers(context), _from_body(document)
+    by_header, by_body = _from_headers(context, rules), _from_body(document, rules)
     if not by_header and not by_body:
-        return PLAIN_FIELDS[model], "model"
+        return _plain_fields(model), "model"
     given = {**by_header, **by_body}
     if "sla" in given:
         given["sla"] = {**by_header.get("sla", {}), **by_body.get("sla", {})}
     field = "qarr.tier" if "tier" in (document.get("qarr") or {}) else "x-qarr-tier" if "tier" in given else "model"
-    return OpenAIFields.model_validate({"tier": model, **given}), field
+    return OpenAIFields.model_validate({"tier": model, **given}, context=rules), field
 
 
 def _sequences(document: JsonObject, prompt: PromptText, most: int, *, chat: bool) -> int:
@@ -237,7 +244,7 @@ def _sequences(document: JsonObject, prompt: PromptText, most: int, *, chat: boo
     raise InvalidBody((problem,))
 
 
-def _from_headers(context: RequestContext) -> dict[str, Any]:
+def _from_headers(context: RequestContext, rules: Rules) -> dict[str, Any]:
     """Return the options in a request's headers, each checked by itself, so that errors name the header.
 
     Raises:
@@ -250,9 +257,9 @@ def _from_headers(context: RequestContext) -> dict[str, Any]:
         try:
             value: Any = float(text) if path[0] == "sla" else text
             one = {path[-1]: value} if len(path) == 1 else {path[0]: {path[1]: value}}
-            OpenAIFields.model_validate(one)
+            OpenAIFields.model_validate(one, context=rules)
         except ValueError:  # pydantic's is one as well
-            problems.append(FieldProblem(name.decode(), f"is {text[:40]!r}", ALLOWED[".".join(path)]))
+            problems.append(FieldProblem(name.decode(), f"is {text[:40]!r}", _allowed(rules)[".".join(path)]))
             continue
         if len(path) == 1:
             given[path[0]] = value
@@ -263,7 +270,7 @@ def _from_headers(context: RequestContext) -> dict[str, Any]:
     return given
 
 
-def _from_body(document: JsonObject) -> dict[str, Any]:
+def _from_body(document: JsonObject, rules: Rules) -> dict[str, Any]:
     """Return the options in a body's ``qarr`` object.
 
     Raises:
@@ -273,13 +280,13 @@ def _from_body(document: JsonObject) -> dict[str, Any]:
     if given is None:
         return {}
     try:
-        fields = OpenAIFields.model_validate(given)
+        fields = OpenAIFields.model_validate(given, context=rules)
     except ValidationError as error:
-        problems = []
+        problems, allowed = [], _allowed(rules)
         for e in error.errors(include_url=False, include_input=False):
             field = ".".join(map(str, e["loc"]))
             problems.append(
-                FieldProblem(f"qarr.{field}".rstrip("."), e["msg"].lower(), ALLOWED.get(field, ALLOWED[""]))
+                FieldProblem(f"qarr.{field}".rstrip("."), e["msg"].lower(), allowed.get(field, allowed[""]))
             )
         raise InvalidBody(tuple(problems)) from None
     return fields.model_dump(exclude_unset=True)

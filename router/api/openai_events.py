@@ -120,7 +120,7 @@ class RelayedEvents:
 def report_on(decision: Decision, answer: EngineAnswer) -> dict[str, Any]:
     """Return who serves an answer and why, for bodies whose caller asked for it."""
     return {
-        "tier": answer.tier.value,
+        "tier": answer.tier,
         "precision": answer.spec.precision,
         "checkpoint": answer.spec.checkpoint_id,
         "reason": reason_of(decision, answer),

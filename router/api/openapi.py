@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic.json_schema import models_json_schema
 
 from router.api.admin import ADAPTERS, OPERATIONS, REPLICAS
-from router.api.bodies import ADAPTER_ALLOWED, AdapterBody, GenerateBody, allowed_values
+from router.api.bodies import AdapterBody, GenerateBody, Rules, adapter_allowed, allowed_values
 from router.api.generate import STREAM_ID
 from router.api.openai import HEADERS, OpenAIFields
 from router.api.paths import CHAT, COMPLETIONS, EMBEDDINGS, MOST_LISTED
 from router.api.problems import MEDIA_TYPE
 
 if TYPE_CHECKING:
-    from router.settings import LimitSettings
     from tiers.lifecycle.operations import Kind
 
 Schema = dict[str, Any]
@@ -78,12 +77,12 @@ _OPERATIONS: dict[Kind, str] = {
 }
 
 
-def document(version: str, limits: LimitSettings) -> Schema:
+def document(version: str, rules: Rules) -> Schema:
     """Return the document.
 
     Args:
         version: Of the router.
-        limits: Bounds of one request.
+        rules: What bodies are checked against.
     """
     tokenize: Schema = {"model": _MODEL, "prompt": {}, "messages": {}}
     return {
@@ -115,7 +114,7 @@ def document(version: str, limits: LimitSettings) -> Schema:
             "/metrics": {"get": _get("Metrics in Prometheus' text format", _TEXT, media_type="text/plain")},
         },
         "components": {
-            "schemas": _schemas(limits),
+            "schemas": _schemas(rules),
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer", "description": "'qarr keys add' makes one"}
             },
@@ -317,19 +316,22 @@ def _answer_headers() -> Schema:
     return {name: {"description": text, "schema": _TEXT} for name, text in meanings.items()}
 
 
-def _schemas(limits: LimitSettings) -> Schema:
-    """Return the schemas of all bodies, with the bounds of one request."""
-    body = deepcopy(_models()["GenerateBody"])
-    for field, allowed in allowed_values(limits).items():
+def _schemas(rules: Rules) -> Schema:
+    """Return the schemas of all bodies, with the bounds of one request and the tiers."""
+    limits, body = rules.limits, deepcopy(_models()["GenerateBody"])
+    options = deepcopy(_models()["RoutingFields"])
+    for schema in (body, options):
+        schema["properties"]["tier"]["enum"] = ["auto", *rules.tiers]
+    for field, allowed in allowed_values(rules).items():
         if field in body["properties"]:
             body["properties"][field]["description"] = allowed
     for field in ("prompt", "system_prompt"):
         _unless_null(body["properties"][field])["maxLength"] = limits.max_prompt_chars
     _unless_null(body["properties"]["max_tokens"])["maximum"] = limits.max_tokens
     adapter = deepcopy(_models()["AdapterBody"])
-    for field, allowed in ADAPTER_ALLOWED.items():
+    for field, allowed in adapter_allowed(rules).items():
         adapter["properties"][field]["description"] = allowed
-    return {**_models(), "GenerateBody": body, "AdapterBody": adapter}
+    return {**_models(), "GenerateBody": body, "RoutingFields": options, "AdapterBody": adapter}
 
 
 @cache

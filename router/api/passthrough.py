@@ -58,11 +58,12 @@ class Tokens:
         cancel_on_disconnect(scope)
         await pass_on(deps, context, small, send)
 
-    def _engines(self, document: JsonObject, allowed: frozenset[TierName]) -> Iterator[AskedEngine]:
+    def _engines(self, document: JsonObject, allowed: frozenset[TierName] | None) -> Iterator[AskedEngine]:
         """Yield whom to ask: ready engines, without a slot on them, for tokenizing takes nothing from generation."""
-        now = time.monotonic()
-        ready = [r for r in self.deps.fleet.replicas if r.state is ReplicaState.READY and r.spec.name in allowed]
-        for replica in sorted(ready, key=lambda r: (not r.breaker.admits(now), r.spec.name.rank, r.in_flight)):
+        fleet, now = self.deps.fleet, time.monotonic()
+        replicas = [r for r in fleet.replicas if r.state is ReplicaState.READY]
+        ready = [r for r in replicas if allowed is None or r.spec.name in allowed]
+        for replica in sorted(ready, key=lambda r: (not r.breaker.admits(now), fleet.rank(r.spec.name), r.in_flight)):
             yield AskedEngine(replica.url, replica.api_key, document.edited({"model": replica.model}))
 
 

@@ -120,7 +120,7 @@ def answer_headers(active: ActiveRequest, settings: TelemetrySettings) -> dict[s
     spec = answer.spec
     headers = {
         **context.headers,
-        "x-qarr-tier": answer.tier.value,
+        "x-qarr-tier": answer.tier,
         "x-qarr-precision": spec.precision,
         "x-qarr-reason": reason_of(decision, answer),
     }

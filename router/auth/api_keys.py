@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from router.policy.decision import Priority  # noqa: TC001  pydantic reads it
 from router.policy.profiles import first_fault
-from tiers.spec import TierName
+from tiers.spec import TierName  # noqa: TC001  pydantic reads it
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,13 +83,14 @@ class Caller:
 
     Attributes:
         key_id: Names the key in logs; not secret. Empty for callers without a key.
+        tiers: That it may use; None: all.
         over: What happens to a hint or priority beyond what is allowed: lowered and disclosed, or refused.
         admin: May operate on replicas, and see everybody's requests.
     """
 
     key_id: str
     name: str
-    tiers: frozenset[TierName] = frozenset(TierName)
+    tiers: frozenset[TierName] | None = None
     over: Literal["clamp", "refuse"] = "clamp"
     max_priority: Priority = "interactive"
     quota: Quota = _UNLIMITED
@@ -118,7 +119,7 @@ class KeyRecord(BaseModel):
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     created: datetime
     revoked: datetime | None = None
-    tiers: tuple[TierName, ...] = tuple(TierName)
+    tiers: tuple[TierName, ...] | None = None
     over: Literal["clamp", "refuse"] = "clamp"
     max_priority: Priority = "interactive"
     requests_per_minute: int | None = Field(None, ge=1)
@@ -128,15 +129,16 @@ class KeyRecord(BaseModel):
 
     @field_validator("tiers")
     @classmethod
-    def _some_tier(cls, tiers: tuple[TierName, ...]) -> tuple[TierName, ...]:
-        if not tiers:
+    def _some_tier(cls, tiers: tuple[TierName, ...] | None) -> tuple[TierName, ...] | None:
+        if tiers == ():
             raise ValueError("a key needs at least one tier")
         return tiers
 
     def caller(self) -> Caller:
         """Return the key's caller."""
         quota = Quota(self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
-        return Caller(self.id, self.name, frozenset(self.tiers), self.over, self.max_priority, quota, self.admin)
+        tiers = None if self.tiers is None else frozenset(self.tiers)
+        return Caller(self.id, self.name, tiers, self.over, self.max_priority, quota, self.admin)
 
 
 class KeyFile(BaseModel):

@@ -22,7 +22,10 @@ PathArgument = Annotated[
     str, typer.Argument(metavar="FOLDER", help="Folder in the form of PEFT, on the engines' machine.")
 ]
 TierOption = Annotated[
-    list[TierName] | None, typer.Option("--tier", help="Only into this tier's engines; may be repeated. Default: all.")
+    list[TierName] | None,
+    typer.Option(
+        "--tier", help="Only into this tier's engines; may be repeated. Default: all.", parser=TierName, metavar="TIER"
+    ),
 ]
 
 
@@ -43,7 +46,7 @@ def adapters_load(
     """
     body: dict[str, Any] = {"name": name, "path": folder}
     if tier:
-        body["tiers"] = [each.value for each in tier]
+        body["tiers"] = list(tier)
     _report(RouterApiClient(url, key).ask("/admin/adapters", "POST", body, timeout_s=LOAD_S))
 
 

@@ -21,7 +21,7 @@ from router.policy.table import policy_table
 from router.settings import load_settings
 from tiers.checkpoints.prepare import finished
 from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +60,7 @@ def classify(
 def idle_fleet(settings: Settings) -> FleetSnapshot:
     """Return a fleet with one idle, ready replica in each tier and no measurements."""
     replica = ReplicaSnapshot("", "", None, ReplicaState.READY, None, 0, 0, 0, 0, 0)
-    tiers = zip(TierName, tier_settings(settings), strict=True)
+    tiers = zip(settings.tiers.names, tier_settings(settings), strict=True)
     return FleetSnapshot(
         tuple(TierSnapshot(tier_spec(name, tier, {}), (replica,)) for name, tier in tiers), TemplateTokens()
     )

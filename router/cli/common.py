@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from tiers.spec import TierName
-
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -40,7 +38,7 @@ def fail(text: str) -> NoReturn:
 
 def tier_settings(settings: Settings) -> list[Any]:
     """Return the tiers' settings, by rising precision."""
-    return [getattr(settings.tiers, name.value) for name in TierName]
+    return [settings.tiers.of(name) for name in settings.tiers.names]
 
 
 def clock(started: float) -> str:

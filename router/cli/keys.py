@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from router.auth.api_keys import add_key, read_keys, revoke_key
+from router.auth.api_keys import KeysError, add_key, read_keys, revoke_key
 from router.cli.common import ConfigOption, err, plain, print_table
 from router.settings import load_settings
 from tiers.spec import TierName
@@ -23,7 +23,10 @@ LimitOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="By de
 def keys_add(
     name: Annotated[str, typer.Argument(help="Whose key it is, for people and logs.")],
     tier: Annotated[
-        list[TierName] | None, typer.Option(help="A tier that may serve it (repeat for more); by default all.")
+        list[TierName] | None,
+        typer.Option(
+            help="A tier that may serve it (repeat for more); by default all.", parser=TierName, metavar="TIER"
+        ),
     ] = None,
     over: Annotated[
         str,
@@ -39,7 +42,11 @@ def keys_add(
     config: ConfigOption = None,
 ) -> None:
     """Make a key and print it. It is shown only this once: the file has its hash, not the key."""
-    path = load_settings(config).auth.keys_file
+    settings = load_settings(config)
+    path = settings.auth.keys_file
+    for each in tier or ():
+        if each not in settings.tiers.names:
+            raise KeysError(f"there is no tier {each}: the settings have {', '.join(settings.tiers.names)}")
     rights: dict[str, Any] = {
         "over": over,
         "max_priority": max_priority,
@@ -96,7 +103,7 @@ def _row(key: KeyRecord) -> list[str]:
         key.name,
         f"{key.created:%Y-%m-%d}",
         state,
-        "all" if len(key.tiers) == len(TierName) else " ".join(key.tiers),
+        "all" if key.tiers is None else " ".join(key.tiers),
         f"{key.max_priority} ({key.over})",
         *("-" if limit is None else str(limit) for limit in limits),
         "yes" if key.admin else "-",

@@ -23,7 +23,7 @@ from tiers.sizing.architecture import architecture
 from tiers.sizing.capacity import MOST_BUSY, Demand, FleetPlan, TierPlan, plan_on_cpu, plan_on_gpus
 from tiers.sizing.find_config import find_config
 from tiers.sizing.hardware import PRICES, known_gpus, parse_gpus, read_prices
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -191,7 +191,9 @@ def _shares(text: str) -> dict[TierName, float]:
         try:
             found[TierName(name.strip())] = share = float(value)
         except ValueError:
-            raise PlanError(f"--shares {text}: {part!r} is not as fast=0.5; tiers are {', '.join(TierName)}") from None
+            raise PlanError(
+                f"--shares {text}: {part!r} is not as fast=0.5; tiers are {', '.join(STANDARD_TIERS)}"
+            ) from None
         if not 0 <= share < float("inf"):
             raise PlanError(f"--shares {text}: {part!r} must not be negative")
     if not sum(found.values()):

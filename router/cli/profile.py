@@ -21,7 +21,7 @@ from router.profiling.measure_latency import LatencyPlan, measure_latency
 from router.profiling.measure_quality import Plan, measure, read_prompts
 from router.profiling.profile_files import ANSWER_TOKENS, JOURNAL, PROMPTS, keep_latency, keep_quality, only_one
 from router.settings import load_settings
-from tiers.spec import TierName  # noqa: TC001  typer reads it
+from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -85,7 +85,10 @@ def profile_latency(
     url: UrlOption = URL,
     step: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="About how long one step may take.")] = 8.0,
     tier: Annotated[
-        list[TierName] | None, typer.Option(help="Only this tier (repeat for more); by default all that are ready.")
+        list[TierName] | None,
+        typer.Option(
+            help="Only this tier (repeat for more); by default all that are ready.", parser=TierName, metavar="TIER"
+        ),
     ] = None,
     config: ConfigOption = None,
 ) -> None:
@@ -144,7 +147,7 @@ def _show_latency(profile: LatencyProfile) -> None:
     table = Table("tier", *columns, box=None)
     for fit in profile.fits:
         table.add_row(
-            fit.tier.value,
+            fit.tier,
             f"{fit.ttft_base_ms:.1f} + {fit.prefill_ms_per_token:.3g} x prompt tokens + {fit.ttft_steps:.2g} x step",
             f"{fit.ttft_error.median * 100:.0f} (p95 {fit.ttft_error.p95 * 100:.0f})",
             f"{fit.step_base_ms:.1f} + {fit.step_ms_per_sequence:.3g} x batch" + _knee(fit),
@@ -165,7 +168,7 @@ def _show(profile: QualityProfile) -> None:
     for loss in profile.losses:
         table.add_row(
             loss.prompt_class.value,
-            loss.tier.value,
+            loss.tier,
             str(loss.tokens),
             _shown(loss, loss.top1_disagreement, 100, 1),
             _shown(loss, loss.kl_mean),

@@ -17,7 +17,7 @@ from router.policy.replay import differing, read_recording, seen, summarise
 from router.policy.simulation import Options, simulate
 from router.policy.table import policy_table
 from router.settings import load_settings
-from tiers.spec import TierName
+from tiers.spec import in_order
 
 if TYPE_CHECKING:
     from router.policy.replay import Recording, Summary
@@ -73,11 +73,12 @@ def _compare(recording: Recording, policy: Path | None, quality: Path | None, la
 
 def _show(rows: dict[str, Summary]) -> None:
     columns = ("SLA met", "refused", "loss", "TTFT p50", "p95 ms", "TPOT p50", "p95 ms", "engine s")
-    table = Table("", *(tier.value for tier in TierName), *columns, box=None)
+    tiers = in_order(tier for summary in rows.values() for tier in summary.shares)
+    table = Table("", *tiers, *columns, box=None)
     for name, summary in rows.items():
         table.add_row(
             name,
-            *(f"{summary.shares[tier]:.0%}" for tier in TierName),
+            *(f"{summary.shares.get(tier, 0):.0%}" for tier in tiers),
             f"{summary.met:.1%}",
             str(summary.refused),
             _number(summary.mean_loss, 3),

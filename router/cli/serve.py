@@ -30,7 +30,7 @@ from tiers.checkpoints.prepare import finished
 from tiers.lifecycle.engine_args import check_engine_args
 from tiers.plan import GIB
 from tiers.preparing import about
-from tiers.spec import PRECISIONS, ReplicaState, TierName
+from tiers.spec import PRECISIONS, ReplicaState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,7 +63,7 @@ def up(
     needed = any(t.replicas_here and t.checkpoint is None for t in tier_settings(settings))
     deployment = make_deployment(settings, finished(prepare_options(settings)) if needed else ())
     given = {
-        name: engine_args(settings, name) for name in TierName if getattr(settings.tiers, name.value).replicas_here
+        name: engine_args(settings, name) for name in settings.tiers.names if settings.tiers.of(name).replicas_here
     }
     check_engine_args(settings.engine.python, given, cache_dir() / "engine-args", _asking)
     if not deployment.missing:
@@ -115,11 +115,11 @@ def _show_plan(model: str, plan: Plan, specs: Sequence[TierSpec]) -> None:
     width = 9 if len(plan.shares) == len({share.tier for share in plan.shares}) else 12
     for share in plan.shares:
         spec = next(s for s in specs if s.name is share.tier)
-        precision = PRECISIONS[spec.name] if spec.checkpoint is None else spec.precision  # what is to be made, or is
+        precision = spec.precision if spec.checkpoint else PRECISIONS[spec.name]  # what is to be made, or is
         weights = f"{'~' if spec.checkpoint is None else ' '}{share.weights / GIB:4.2f} GiB"
         if share.weights != share.on_disk:
             weights += f" ({share.on_disk / GIB:.2f} on disk: this CPU has no AMX)"
-        name = share.tier.value if spec.replicas == 1 else f"{share.tier}-{share.number}"
+        name = share.tier if spec.replicas == 1 else f"{share.tier}-{share.number}"
         gpus = share.placement.gpus
         where = f", on GPU{'s' * (len(gpus) > 1)} {', '.join(map(str, gpus))}" if gpus else ""
         err.print(

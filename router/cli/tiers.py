@@ -15,7 +15,7 @@ from router.deployment.options import make_canary
 from router.settings import load_settings
 from tiers.errors import OperationError
 from tiers.preparing import Preparing
-from tiers.spec import TierName  # noqa: TC001  typer reads it
+from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from tiers.lifecycle.operations import Kind
@@ -59,10 +59,15 @@ def tiers_recycle(target: TargetArgument, url: UrlOption = URL, key: KeyOption =
     _operate("recycle", target, url, key)
 
 
+TierArgument = Annotated[TierName, typer.Argument(parser=TierName, metavar="TIER")]
+
+
 @tiers_app.command("record")
-def tiers_record(tier: TierName, config: ConfigOption = None) -> None:
+def tiers_record(tier: TierArgument, config: ConfigOption = None) -> None:
     """Delete the recorded answers of a tier's engines (the canary); the next start, or resume, records new ones."""
     settings = load_settings(config)
+    if tier not in settings.tiers.names:
+        raise OperationError(f"there is no tier {tier}: the settings have {', '.join(settings.tiers.names)}")
     canary = make_canary(settings, speed_machine(settings))
     count = canary.forget(tier)
     typer.echo(f"{count} records of {tier} forgotten in {canary.path}; its next start, or resume, records new ones")

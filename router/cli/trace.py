@@ -12,10 +12,9 @@ from rich.text import Text
 
 from router.cli.client import URL, KeyOption, NotFound, RouterApiClient, UrlOption
 from router.cli.common import SHORTEST_ID, output, printable
-from router.cli.top.screen import OUTCOMES, OWN_ONLY, TIERS
+from router.cli.top.screen import ADDED_TIER, OUTCOMES, OWN_ONLY, TIERS
 from router.telemetry.logs import shown_ms
 from tiers.errors import OperationError
-from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -154,7 +153,7 @@ def waterfall(found: Mapping[str, Any], width: int, *, everything: bool = False)
     whole_ms = max([found["duration_ms"], *(s["start_ms"] + s["duration_ms"] for s in spans)], default=1) or 1
     for span, lead, below in _tree(spans):
         yield from _span_lines(span, lead, below, whole_ms, width, everything=everything)
-    decided = next((s for s in spans if any(f"qarr.{t}.verdict" in s["attributes"] for t in TierName)), None)
+    decided = next((s for s in spans if _decided_tiers(s["attributes"])), None)
     if decided is not None:
         yield Text()
         yield from _verdicts(decided["attributes"], width)
@@ -227,15 +226,18 @@ def _span_lines(
             yield Text.assemble((below, "dim"), (f"    {key} = {printable(str(value))}", "dim"))
 
 
+def _decided_tiers(attributes: Mapping[str, Any]) -> list[str]:
+    """Return the tiers that a span has verdicts about, by rising precision."""
+    return [key.split(".")[1] for key in attributes if key.startswith("qarr.") and key.endswith(".verdict")]
+
+
 def _verdicts(attributes: Mapping[str, Any], width: int) -> Iterator[Text]:
     yield Text(f"  {'TIER':9} {'STATE':11} {'TTFT':>8} {'TPOT':>8} {'LOSS':>6} {'COST':>7}  VERDICT", style="bold")
-    for tier in TierName:
+    for tier in _decided_tiers(attributes):
         of = {k.removeprefix(f"qarr.{tier}."): v for k, v in attributes.items() if k.startswith(f"qarr.{tier}.")}
-        if not of:
-            continue
         loss, cost = of.get("expected_loss"), of.get("cost")
         line = Text.assemble(
-            (f"  {tier.value:9} ", TIERS[tier]),
+            (f"  {tier:9} ", TIERS.get(tier, ADDED_TIER)),
             f"{of.get('state', '-'):11} {shown_ms(of.get('predicted_ttft_ms')):>8} ",
             f"{shown_ms(of.get('predicted_tpot_ms')):>8} ",
             f"{'-' if loss is None else f'{loss:.1%}':>6} {'-' if cost is None else f'{cost:.3f}':>7}  ",

@@ -15,7 +15,7 @@ from tiers.spec import TierName
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from router.settings import Settings, TierSettings
+    from router.settings import Settings
     from tiers.checkpoints.checkpoint import Checkpoint
     from tiers.spec import TierSpec
 
@@ -29,22 +29,23 @@ def with_drafts(
         PlanError: A draft is no lower tier, or its checkpoint is not there, and is not made either.
     """
     here = {spec.name: spec for spec in specs}
+    rising = list(here)
     found = []
     for spec in specs:
         draft = spec.draft
         if draft is None or draft.startable or not spec.replicas:
             found.append(replace(spec, draft=draft if spec.replicas else None))
             continue
-        if draft.source not in {name.value for name in TierName}:
+        if draft.source not in here:
             found.append(replace(spec, draft=replace(draft, checkpoint=Path(draft.source))))
             continue
         tier = TierName(draft.source)
-        if tier.rank >= spec.name.rank:
+        if rising.index(tier) >= rising.index(spec.name):
             raise PlanError(
                 f"tiers.{spec.name}.draft is {tier}: ngram, a tier of lower precision or a model folder is allowed"
             )
         made = prepared[tier].path if tier in prepared else None
-        own: TierSettings = getattr(settings.tiers, tier.value)
+        own = settings.tiers.of(tier)
         folder = (here[tier].checkpoint if tier in here else None) or own.checkpoint or made
         if folder is None and not own.replicas_here:
             raise PlanError(

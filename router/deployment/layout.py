@@ -16,6 +16,7 @@ from tiers.checkpoints.precision import checkpoint_precision, told_precision
 from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
 from tiers.errors import EngineError, PlanError
 from tiers.plan import Plan, machine_name, make_plan, read_machine
+from tiers.ranking import rising
 from tiers.spec import UNKNOWN, Draft, EngineLaunch, TierName, TierSpec
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def make_launches(specs: Sequence[TierSpec], plan: Plan, settings: Settings, mod
             api_key=secrets.token_urlsafe(24),
             otlp=engine_target(),
             extra_args=engine_args(settings, spec.name),
-            env=getattr(settings.tiers, spec.name.value).env,
+            env=settings.tiers.of(spec.name).env,
             adapters=adapters_of(spec, settings.lora),
         )
         for port, (spec, number) in enumerate(engines, settings.engine.base_port)
@@ -59,15 +60,14 @@ def make_launches(specs: Sequence[TierSpec], plan: Plan, settings: Settings, mod
 
 def engine_args(settings: Settings, tier: TierName) -> tuple[str, ...]:
     """Return the arguments of a tier's engines that a person gave, in their order: the last one counts."""
-    own: TierSettings = getattr(settings.tiers, tier.value)
-    return (*settings.engine.extra_args, *own.engine_args)
+    return (*settings.engine.extra_args, *settings.tiers.of(tier).engine_args)
 
 
 def speed_machine(settings: Settings) -> str:
     """Return what measured speeds belong to: the machine, and how its engines use it apart from their checkpoints."""
     found = []
-    for name in TierName:
-        tier: TierSettings = getattr(settings.tiers, name.value)
+    for name in settings.tiers.names:
+        tier = settings.tiers.of(name)
         if not tier.replicas_here:
             continue
         ways = [f"draft {tier.draft} x {tier.draft_tokens}"] if tier.draft else []
@@ -132,9 +132,9 @@ def make_deployment(
         TokenizerError: The tokenizer's folder has none.
     """
     prepared = {c.tier: c for c in checkpoints}
-    specs = tuple(
-        tier_spec(name, getattr(settings.tiers, name.value), prepared, engine_args(settings, name)) for name in TierName
-    )
+    tiers = settings.tiers
+    specs = tuple(tier_spec(name, tiers.of(name), prepared, engine_args(settings, name)) for name in tiers.names)
+    specs = rising(specs, {})
     if not start_engines:
         specs = tuple(elsewhere(spec) if spec.urls else replace(spec, replicas=0) for spec in specs)
     if not any(spec.urls or spec.replicas for spec in specs):

@@ -38,7 +38,7 @@ class Shared:
         settings = deployment.settings
         engines = sum(len(spec.urls) + spec.replicas for spec in deployment.specs)
         self._deployment = deployment
-        self.table = Table.make(settings.server.workers, max(LEAST_REPLICAS, SPARE * engines))
+        self.table = Table.make(settings.server.workers, max(LEAST_REPLICAS, SPARE * engines), settings.tiers.names)
         self.fleet = SharedFleet(deployment.specs, speed_machine(settings), fleet_options(settings), self.table)
         self._ledger = SharedLedger.make(settings.server.workers)
         self._teller = Teller(self.fleet)

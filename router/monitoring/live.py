@@ -395,15 +395,14 @@ class LiveEndpoints:
                 "max_loss": {kind.value: bound for kind, bound in table.max_loss.items()},
                 "loss_budget": self._live.loss_budget(),
                 "losses": {
-                    tier.value: {
+                    tier: {
                         kind.value: {"mean": loss.mean, "low": loss.low, "high": loss.high}
                         for kind, loss in losses.items()
                     }
                     for tier, losses in table.losses.items()
                 },
                 "prompt_losses": {
-                    tier.value: render_regression(found)
-                    for tier, found in self._pipeline.policy.learned.regressions.items()
+                    tier: render_regression(found) for tier, found in self._pipeline.policy.learned.regressions.items()
                 },
                 "promoted": {kind.value: tier for kind, tier in table.promoted.items()},
                 "live_losses": [

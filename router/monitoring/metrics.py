@@ -24,10 +24,10 @@ from router.pipeline.registry import OVER_QUOTA
 from router.policy.decision import Refusal
 from router.telemetry.record import Outcome
 from tiers.breaker import BreakerState
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from prometheus_client.metrics_core import Metric
     from starlette.requests import Request
@@ -66,7 +66,7 @@ class _Measured(NamedTuple):
 class RequestMetrics:
     """Counters and histograms of requests that have ended."""
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: Tally, tiers: Sequence[TierName] = STANDARD_TIERS) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return tally.counter(f"qarr_{name}", text, *labels)
 
@@ -86,7 +86,7 @@ class RequestMetrics:
         self._continuations = counter("continuations", "Answers that another engine continued.", *switch)
         self._escalations = counter("escalations", "Answers started again at a higher precision.", *switch)
         self._hedges = counter("hedges", "First tokens that a second tier had sooner.", "tier")
-        for one, other in permutations(TierName, 2):
+        for one, other in permutations(tiers, 2):
             self._continuations.of(one, other)
         self._cost = counter("cost_engine_seconds", "Predicted engine time of requests, by price.", *KIND)
         self._ttft = histogram("time_to_first_token_seconds", "From a request to its first token.", TTFT_S, *KIND)
@@ -192,14 +192,14 @@ class Losses(Collector):
         measured = GaugeMetricFamily("qarr_measured_loss_ratio", "The same share in the quality profile.", labels=KIND)
         bound = GaugeMetricFamily("qarr_loss_bound_ratio", "Most that a request of a class may lose.", labels=["class"])
         for (kind, tier), rolling in self._evaluation.losses.items():
-            loss.add_metric([kind.value, tier.value], rolling.share)
-            checked.add_metric([kind.value, tier.value], rolling.checked)
+            loss.add_metric([kind.value, tier], rolling.share)
+            checked.add_metric([kind.value, tier], rolling.checked)
         for kind, tier in self._evaluation.promoted.items():
-            promoted.add_metric([kind.value, tier.value], 1)
+            promoted.add_metric([kind.value, tier], 1)
         table = self._policy.table
         for tier, losses in table.losses.items():
             for kind, expected in losses.items():
-                measured.add_metric([kind.value, tier.value], expected.mean)
+                measured.add_metric([kind.value, tier], expected.mean)
         for kind, most in table.max_loss.items():
             bound.add_metric([kind.value], most)
         return [loss, checked, promoted, measured, bound]
@@ -259,17 +259,17 @@ class Load(Collector):
         text = "Attempts that an engine failed."
         failures = CounterMetricFamily("qarr_upstream_failures", text, labels=["tier", "error"])
         for (tier, error), count in fleet.failures.items():
-            failures.add_metric([tier.value, error], count)
+            failures.add_metric([tier, error], count)
         retries = CounterMetricFamily("qarr_retries", "Further attempts before the first byte.", labels=["tier"])
         restarts = CounterMetricFamily("qarr_engine_restarts", "Automatic restarts of engines.", labels=["tier"])
         ready = GaugeMetricFamily("qarr_tier_ready_replicas", "Replicas that get traffic.", labels=["tier"])
         for spec in fleet.specs:
             tier = spec.name
-            retries.add_metric([tier.value], self._retries[tier])
-            restarts.add_metric([tier.value], fleet.restarts[tier])
+            retries.add_metric([tier], self._retries[tier])
+            restarts.add_metric([tier], fleet.restarts[tier])
             count = sum(r.spec.name is tier and r.state is ReplicaState.READY for r in fleet.replicas)
             if not spec.absent:  # so that no alert waits for it
-                ready.add_metric([tier.value], count)
+                ready.add_metric([tier], count)
         return failures, retries, restarts, ready
 
     def _replicas(self) -> Iterable[Metric]:
@@ -289,7 +289,7 @@ class Load(Collector):
         accepted = CounterMetricFamily("qarr_draft_tokens_accepted", "Those that were accepted.", labels=labels)
         now = time.monotonic()
         for replica in self._pipeline.fleet.replicas:
-            values = [replica.spec.name.value, replica.id]
+            values = [replica.spec.name, replica.id]
             state.add_metric([*values, replica.state.value], 1)
             about.add_metric([*values, replica.spec.precision, replica.spec.checkpoint_id or ""], 1)
             in_flight.add_metric(values, replica.in_flight)
@@ -330,7 +330,7 @@ class Metrics:
     ) -> None:
         registry, self.tally = CollectorRegistry(), Tally()
         self.source: Source = registry
-        requests = RequestMetrics(self.tally)
+        requests = RequestMetrics(self.tally, [spec.name for spec in pipeline.fleet.specs])
         self.answered = requests.answered
         pipeline.registry.observers.append(requests.observe)
         registry.register(self.tally)

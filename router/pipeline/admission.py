@@ -25,7 +25,6 @@ from router.pipeline.request import class_of
 from router.policy.decide import UNKNOWN_RETRY_S, decide
 from router.policy.decision import PRIORITIES, Basis, Refusal, Refused
 from tiers.fleet import Demand
-from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from router.settings import AdmissionSettings
     from router.telemetry.tracing import Telemetry
     from tiers.fleet import Fleet, Lease
-    from tiers.spec import TierSpec
+    from tiers.spec import TierName, TierSpec
 
 TICK_S = 0.1  # slots free by time as well: engines get ready, breakers half-open
 
@@ -194,7 +193,7 @@ class Admission:
         return [
             spec
             for spec in self._fleet.specs
-            if spec.name in query.allowed
+            if query.allows(spec.name)
             and only in {None, spec.name}
             and query.prompt_tokens + query.max_tokens <= spec.max_model_len
         ]
@@ -261,7 +260,7 @@ class Admission:
 
     def _next(self, passed_over: Collection[_Waiting]) -> _Waiting | None:
         """Return the request to examine next: the oldest of a tier whose next slot is for the oldest, else the first."""
-        for tier in filter(self._for_the_oldest, TierName):
+        for tier in filter(self._for_the_oldest, [spec.name for spec in self._fleet.specs]):
             oldest = self._lines.oldest(tier)
             if oldest is not None and oldest not in passed_over:
                 return oldest

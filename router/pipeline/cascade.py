@@ -122,6 +122,8 @@ class Cascade:
 def _higher(decision: Decision) -> TierName | None:
     """Return the cheapest tier of a higher precision that meets the request's bounds; None: there is none."""
     assert decision.tier is not None
-    found = [tier for tier in decision.fallbacks if tier.rank > decision.tier.rank and decision.verdict(tier).meets]
+    rising = [report.tier for report in decision.verdicts]
+    higher = set(rising[rising.index(decision.tier) + 1 :])
+    found = [tier for tier in decision.fallbacks if tier in higher and decision.verdict(tier).meets]
     costs = {tier: decision.verdict(tier).cost for tier in found}
-    return min(found, key=lambda tier: (costs[tier] is None, costs[tier] or 0.0, tier.rank), default=None)
+    return min(found, key=lambda tier: (costs[tier] is None, costs[tier] or 0.0, rising.index(tier)), default=None)

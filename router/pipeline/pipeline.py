@@ -14,7 +14,7 @@ from router.policy.decide import decide
 from router.policy.decision import Refusal, Refused
 from router.telemetry.ids import random_hex
 from router.upstream.errors import EngineTooSlow
-from tiers.spec import TierName
+from tiers.spec import TierName, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -187,5 +187,5 @@ def engine_request_id(context: RequestContext) -> str:
 def _check_hint(context: RequestContext, options: RoutingOptions) -> None:
     """Raise ``BeyondKey`` for a hint beyond a key that refuses such hints; else the policy lowers it, with its reason."""
     caller, hint = context.caller, options.hint
-    if caller.over == "refuse" and hint is not None and hint not in caller.tiers:
-        raise BeyondKey(options.hint_field, hint.value, ", ".join(tier for tier in TierName if tier in caller.tiers))
+    if caller.over == "refuse" and hint is not None and caller.tiers is not None and hint not in caller.tiers:
+        raise BeyondKey(options.hint_field, hint, ", ".join(in_order(caller.tiers)))

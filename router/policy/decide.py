@@ -20,7 +20,7 @@ from tiers.spec import ReplicaState, TierName
 from tiers.speed import HALF_LIFE_S, IDLE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from classifier import PromptClass
     from router.policy.decision import Degraded, ExpectedLoss, PolicyParameters, Query
@@ -39,7 +39,6 @@ LIKELIEST_TO_PASS = (
     Refusal.NOT_ALLOWED,
 )
 _NORMAL = NormalDist()
-_TIERS = tuple(TierName)
 _DEGRADED: tuple[tuple[Degraded, Basis], ...] = (
     ("quality", Basis.DEGRADED_QUALITY),
     ("latency", Basis.DEGRADED_LATENCY),
@@ -55,6 +54,7 @@ class _Need:
 
     Attributes:
         floor: Lowest tier where loss is not measured.
+        ranks: Of all tiers by precision.
         max_loss: Share of tokens, 0..1, where loss is measured: the request's own bound, else the class's; None: no bound.
         at_least: Lowest tier whatever is measured; None: any tier.
         hinted: The hint asks for ``at_least``; else the class's live losses do.
@@ -68,6 +68,11 @@ class _Need:
     at_least: TierName | None
     hinted: bool
     uncertain: bool
+    ranks: Mapping[TierName, int]
+
+    def asks_more(self, tier: TierName) -> bool:
+        """Tell whether a tier is below the lowest one whatever is measured."""
+        return self.at_least is not None and self.ranks[tier] < self.ranks[self.at_least]
 
     @property
     def who(self) -> str:
@@ -125,7 +130,7 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters, price: f
     """
     table = table.with_adapter(query.adapter)
     z = _NORMAL.inv_cdf(table.sla_confidence if query.sla.confidence is None else query.sla.confidence)
-    case = _Case(query, fleet, table, z, _need(query, table), price)
+    case = _Case(query, fleet, table, z, _need(query, table, fleet.ranks), price)
     hint, estimates = query.hint, case.estimates
     asked = estimates if hint is None or not query.require else [o for o in estimates if o.name is hint]
     possible = [o for o in asked if o.obstacle is None]
@@ -147,18 +152,18 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters, price: f
     return Decision.explained(case, query, basis, chosen.name, degraded=degraded, priced=case.priced)
 
 
-def _need(query: Query, table: PolicyParameters) -> _Need:
+def _need(query: Query, table: PolicyParameters, ranks: Mapping[TierName, int]) -> _Need:
     """Return what the class needs. An uncertain class gets a floor one tier higher; a hint that fails is a floor itself."""
     features, hint, asked = query.features, query.hint, query.sla.max_quality_loss
     kind, confidence = features.prompt_class, features.confidence
     floor, at_least, hinted = table.class_floor[kind], table.promoted.get(kind), False
-    if hint is not None and hint.rank > max(floor.rank, at_least.rank if at_least is not None else 0):
+    if hint is not None and ranks[hint] > max(ranks[floor], ranks[at_least] if at_least is not None else 0):
         at_least, hinted = hint, True
-    uncertain = confidence < table.min_confidence and floor is not TierName.PRECISE
+    uncertain = confidence < table.min_confidence and ranks[floor] < len(ranks) - 1
     if uncertain:
-        floor = _TIERS[floor.rank + 1]
+        floor = list(ranks)[ranks[floor] + 1]
     max_loss = table.max_loss.get(kind) if asked is None else asked
-    return _Need(kind, confidence, floor, max_loss, at_least, hinted, uncertain)
+    return _Need(kind, confidence, floor, max_loss, at_least, hinted, uncertain, ranks)
 
 
 @dataclass(slots=True, eq=False)
@@ -301,7 +306,7 @@ class _Case:
         if chosen is None or self.query.require:
             return ()
         spare = [(o.name, o.speed) for o in self.possible if o is not chosen]
-        return _fallback_order(chosen.name, spare, self.table.max_slowdown)
+        return _fallback_order(chosen.name, spare, self.need.ranks, self.table.max_slowdown)
 
     def retry_after_s(self) -> float | None:
         """Return the predicted seconds until a refused request could be served; None: never, as far as is known."""
@@ -364,7 +369,7 @@ class _Case:
     def _unfit(self, estimate: _TierEstimate) -> str:
         """Return why a tier is below what the class needs."""
         need, worst = self.need, estimate.worst
-        if need.at_least is not None and estimate.name.rank < need.at_least.rank:
+        if need.asks_more(estimate.name):
             who = f"class {need.kind.value}, which loses too much in live answers,"
             return f"{f'hint {need.at_least}' if need.hinted else who} wants {need.at_least} or higher"
         if worst is None:
@@ -375,7 +380,7 @@ class _Case:
 def _obstacle(tier: TierSnapshot, query: Query, *, free: bool) -> Refusal | None:
     """Return why a tier cannot serve the request now, or None."""
     spec = tier.spec
-    if spec.name not in query.allowed:
+    if not query.allows(spec.name):
         return Refusal.NOT_ALLOWED
     if query.adapter is not None and query.adapter not in spec.adapters:
         return Refusal.NO_ADAPTER
@@ -482,10 +487,10 @@ def _lossy_text(estimate: _TierEstimate, query: Query) -> str:
 
 def _is_unfit(tier: TierName, worst: float | None, need: _Need) -> bool:
     """Tell whether a tier is below what the class needs."""
-    if need.at_least is not None and tier.rank < need.at_least.rank:
+    if need.asks_more(tier):
         return True
     if worst is None:
-        return tier.rank < need.floor.rank
+        return need.ranks[tier] < need.ranks[need.floor]
     return need.max_loss is not None and worst > need.max_loss
 
 
@@ -573,7 +578,8 @@ def _nearest(
         fit = [o for o in lossless if not o.unfit] or lossless
         chosen = min(fit, key=lambda o: (o.excess, _cost(o)))
     else:  # what is not measured counts as the worst, and is ordered by precision
-        chosen = min(prompt or possible, key=lambda o: (1.0 if o.loss is None else o.loss.high, -o.name.rank))
+        highest_first = list(reversed(prompt or possible))
+        chosen = min(highest_first, key=lambda o: 1.0 if o.loss is None else o.loss.high)
     found: list[Degraded] = []
     if chosen.lossy or chosen.unfit:
         found.append("quality" if chosen.worst is not None or not chosen.lossy else "unmeasured")
@@ -594,18 +600,21 @@ def successors(tier: TierName, query: Query, fleet: FleetSnapshot, table: Policy
         for other in fleet.tiers
         if other.spec.name is not tier and _obstacle(other, query, free=False) is Refusal.AT_CAPACITY
     ]
-    return _fallback_order(tier, spare, table.max_slowdown)
+    return _fallback_order(tier, spare, fleet.ranks, table.max_slowdown)
 
 
 def _fallback_order(
-    chosen: TierName, spare: Sequence[tuple[TierName, SpeedModel | None]], max_slowdown: float
+    chosen: TierName,
+    spare: Sequence[tuple[TierName, SpeedModel | None]],
+    ranks: Mapping[TierName, int],
+    max_slowdown: float,
 ) -> tuple[TierName, ...]:
     """Order other tiers for a retry: higher precisions first, then lower ones from the top.
 
     The lowest comes last where the highest is far faster than it.
     """
-    higher = [name for name, _ in spare if name.rank > chosen.rank]
-    lower = [name for name, _ in spare if name.rank < chosen.rank]
+    higher = [name for name, _ in spare if ranks[name] > ranks[chosen]]
+    lower = [name for name, _ in spare if ranks[name] < ranks[chosen]]
     order = [*higher, *reversed(lower)]
     if len(order) > 1 and _dominated(spare[0][1], spare[-1][1], max_slowdown):
         order.remove(spare[0][0])

@@ -192,7 +192,7 @@ class Query:
         max_tokens: Output tokens of each answer at most.
         hint: The tier asked for; None: any.
         require: Hint and SLA are conditions, not preferences.
-        allowed: The tiers that the caller's key may use.
+        allowed: The tiers that the caller's key may use; None: all.
         sequences: Answers computed at the same time: prompts times choices.
         all_prompt_tokens: Of all prompts together; 0: there is one prompt.
         undraftable: Parameters that engines with a draft refuse, for people; empty: it has none.
@@ -205,11 +205,15 @@ class Query:
     hint: TierName | None = None
     require: bool = False
     sla: Sla = Sla()
-    allowed: frozenset[TierName] = frozenset(TierName)
+    allowed: frozenset[TierName] | None = None
     sequences: int = 1
     all_prompt_tokens: int = 0
     undraftable: str = ""
     adapter: str | None = None
+
+    def allows(self, tier: TierName) -> bool:
+        """Tell whether the caller's key may use a tier."""
+        return self.allowed is None or tier in self.allowed
 
     @property
     def tokens_to_read(self) -> int:

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from router.policy.decision import ClassLine, PromptLoss, loss_features
 from router.policy.profiles import MIN_LIVE, REFERENCE
 from tiers.least_squares import solve
-from tiers.spec import TierName
+from tiers.spec import TierName, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -132,7 +132,7 @@ def regressions(profile: QualityProfile, live: Sequence[Observation] = ()) -> di
         live: Answers that shadow evaluation scored.
     """
     found: dict[TierName, Regression] = {}
-    for tier in (t for t in TierName if t is not REFERENCE):
+    for tier in in_order(loss.tier for loss in profile.losses if loss.tier is not REFERENCE):
         classes = {loss.prompt_class for loss in profile.losses if loss.tier is tier and loss.certain}
         own, lately = (
             [seen for seen in seen_there if seen.tier is tier and seen.prompt_class in classes]

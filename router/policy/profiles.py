@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from classifier import PromptClass  # noqa: TC001  pydantic reads it
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName, in_order
 from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:
@@ -187,15 +187,21 @@ class QualityProfile(_Profile):
 
 def profile_name(checkpoints: Mapping[TierName, str | None], adapter: str | None = None) -> str:
     """Return the file name of the profile of these checkpoints, with an adapter or without."""
-    digests = [checkpoints.get(tier) for tier in TierName]
+    digests = _digests(checkpoints)
     if adapter is not None:
         digests.append(f"adapter {adapter}")
     return f"quality-{hashlib.sha256(repr(digests).encode()).hexdigest()[:16]}.json"
 
 
+def _digests(checkpoints: Mapping[TierName, str | None]) -> list[str | None]:
+    """Return what is served in a fixed order; of tiers that not every fleet has, with their names."""
+    added = [f"{tier} {checkpoints[tier]}" for tier in in_order(checkpoints) if tier not in STANDARD_TIERS]
+    return [*(checkpoints.get(tier) for tier in STANDARD_TIERS), *added]
+
+
 def budget_name(checkpoints: Mapping[TierName, str | None]) -> str:
     """Return what the loss budget's state of these checkpoints is kept under."""
-    digests = [checkpoints.get(tier) for tier in TierName]
+    digests = _digests(checkpoints)
     return f"loss-budget-{hashlib.sha256(repr(digests).encode()).hexdigest()[:16]}"
 
 
@@ -336,7 +342,7 @@ class LatencyProfile(_Profile):
 
 def latency_name(checkpoints: Mapping[TierName, str | None], machine: str) -> str:
     """Return the file name of the profile of these checkpoints on this machine."""
-    parts = [checkpoints.get(tier) for tier in TierName], machine
+    parts = _digests(checkpoints), machine
     return f"latency-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.json"
 
 

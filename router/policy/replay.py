@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from router.policy.decide import decide
 from router.policy.decision_log import DecisionRecord, OutcomeRecord, PolicyRecord, read_log
 from router.policy.profiles import ProfileError, percentile
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -133,11 +133,12 @@ def summarise(results: Sequence[Result]) -> Summary:
     ttfts = [r.ttft_ms for r in served if r.ttft_ms is not None]
     tpots = [r.tpot_ms for r in served if r.tpot_ms is not None]
     losses = [r.loss for r in served if r.loss is not None]
+    tiers = in_order({*STANDARD_TIERS, *(r.tier for r in served if r.tier)})
     engine = [r.engine_ms for r in served if r.engine_ms is not None]
     return Summary(
         requests=len(results),
         refused=len(results) - len(served),
-        shares={tier: sum(r.tier is tier for r in served) / max(len(served), 1) for tier in TierName},
+        shares={tier: sum(r.tier is tier for r in served) / max(len(served), 1) for tier in tiers},
         met=sum(r.met for r in results) / max(len(results), 1),
         mean_loss=fmean(losses) if losses else None,
         ttft_p50=percentile(ttfts, 0.5) if ttfts else None,

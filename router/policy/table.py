@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import deque
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from router.policy.budget import Answer
@@ -27,7 +28,6 @@ from router.policy.profiles import (
 )
 from router.redis_link import connect
 from router.settings import CLASS_FLOOR, LikeTier
-from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from router.policy.profiles import Observation
     from router.settings import PolicySettings
     from tiers.fleet import Fleet
+    from tiers.spec import TierName
     from tiers.speed import SpeedModel
 
     Losses = dict[TierName, dict[PromptClass, ExpectedLoss]]
@@ -250,8 +251,10 @@ class PolicyStore:
             self._answers.clear()
             self.learned = replace(self.learned, losses={})
         self.quality = quality
+        self._fleet.rank_by_loss(_mean_losses(quality) if quality is not None else {})
         share = self._settings.check_share
-        found = {tier: quality.threshold(tier, share) for tier in TierName} if quality and share else {}
+        tiers = self._identities
+        found = {tier: quality.threshold(tier, share) for tier in tiers} if quality and share else {}
         self._thresholds = {tier: value for tier, value in found.items() if value is not None}
         if share and not self._thresholds:
             log.warning(
@@ -308,6 +311,11 @@ def policy_table(policy: PolicySettings, profile: QualityProfile | None = None) 
         prices=policy.prices,
         losses=_losses(profile) if profile is not None else {},
     )
+
+
+def _mean_losses(profile: QualityProfile) -> dict[TierName, float]:
+    """Return the mean loss of each tier over the classes that enough prompts were measured for."""
+    return {tier: fmean(loss.mean for loss in found.values()) for tier, found in _losses(profile).items()}
 
 
 def _losses(profile: QualityProfile) -> Losses:

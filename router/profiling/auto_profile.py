@@ -20,7 +20,7 @@ from router.profiling.idle_client import IdleClient
 from router.profiling.measure_latency import LatencyPlan, measure_latency
 from router.profiling.measure_quality import Plan, measure, read_prompts
 from router.profiling.profile_files import ANSWER_TOKENS, JOURNAL, PROMPTS, keep_latency, keep_quality, only_one
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import ReplicaState, TierName, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -135,8 +135,8 @@ class AutoProfile:
             "since": round(now.since, 3),
             "detail": now.detail if inside else "",
             "measured": {
-                "latency": [tier for tier in TierName if tier in speeds],
-                "quality": [tier for tier in TierName if tier in losses],
+                "latency": in_order(speeds),
+                "quality": in_order(losses),
             },
         }
 

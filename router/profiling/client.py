@@ -305,8 +305,8 @@ def refused(tier: TierName, response: httpx.Response) -> ProfileError:
 
 
 def _request(tier: TierName, adapter: str | None = None) -> dict[str, Any]:
-    options = {"tier": tier.value, "tier_policy": "require", "priority": "batch"}
-    return {"model": adapter or tier.value, "temperature": 0, "qarr": options}
+    options = {"tier": tier, "tier_policy": "require", "priority": "batch"}
+    return {"model": adapter or tier, "temperature": 0, "qarr": options}
 
 
 @asynccontextmanager

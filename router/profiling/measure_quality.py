@@ -247,7 +247,7 @@ class _Run:
 
 def _setting(plan: Plan, fleet: FleetState) -> str:
     """Return a digest of everything that a score depends on, except the prompt."""
-    parts = [fleet.model, plan.answer_tokens, TOP_K, {t.value: d for t, d in fleet.identities.items()}]
+    parts = [fleet.model, plan.answer_tokens, TOP_K, dict(fleet.identities)]
     if plan.adapter is not None:
         parts.append(plan.adapter)
     return _digest(json.dumps(parts, sort_keys=True))

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from classifier import PromptClass
 from router.policy.profiles import CHECK_TOKENS, REFERENCE, Certainty, Frozen, Interval, Loss, percentile
-from tiers.spec import TierName
+from tiers.spec import TierName, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -129,8 +129,7 @@ def summarise(scores: Sequence[Score]) -> tuple[Loss, ...]:
         _loss(prompt_class, tier, by_class[prompt_class])
         for prompt_class in PromptClass
         if prompt_class in by_class
-        for tier in TierName
-        if by_class[prompt_class].get(tier)
+        for tier in in_order(by_class[prompt_class])
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from router.policy.loss_regression import NEEDED, regressions
 from router.policy.profiles import CHECK_TOKENS, REFERENCE
-from tiers.spec import PRECISIONS, TierName
+from tiers.spec import PRECISIONS, TierName, in_order
 
 if TYPE_CHECKING:
     from router.policy.profiles import Interval, Loss, QualityProfile
@@ -59,7 +59,7 @@ def _by_prompt(profile: QualityProfile) -> str:
     rows = []
     for tier, found in regressions(profile).items():
         cells = [
-            tier.value,
+            tier,
             "yes" if found.used else "no",
             str(found.prompts),
             f"{found.error:.4f}",
@@ -83,7 +83,7 @@ class's mean.</p>
 def _certainty(profile: QualityProfile) -> str:
     """Return a table of the losses of a tier's least certain answers and of the others."""
     rows = []
-    for tier in (t for t in TierName if t is not REFERENCE):
+    for tier in in_order(loss.tier for loss in profile.losses if loss.tier is not REFERENCE):
         own = [c for c in profile.certainties if c.tier is tier]
         for share in (0.1, 0.2, 0.3):
             threshold = profile.threshold(tier, share)
@@ -92,7 +92,7 @@ def _certainty(profile: QualityProfile) -> str:
             unsure = [c.disagreement for c in own if c.logprob < threshold]
             sure = [c.disagreement for c in own if c.logprob >= threshold]
             cells = [
-                tier.value,
+                tier,
                 f"{share:.0%}",
                 f"{threshold:.2f}",
                 f"{fmean(unsure):.1%}" if unsure else "",

@@ -26,7 +26,6 @@ from router.profiling.scoring import greedy_body, read_greedy, read_scored, scor
 from router.upstream.engine_stream import BufferedAnswer
 from router.upstream.errors import UpstreamError
 from router.upstream.json_object import read_json
-from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from router.upstream.client import Upstream
     from tiers.fleet import Fleet
     from tiers.replica import Replica
+    from tiers.spec import TierName
 
 log = logging.getLogger(f"qarr.{__name__}")
 ANSWER_TOKENS = 24
@@ -149,10 +149,11 @@ class ShadowEvaluation:
 
     def _left(self, kind: PromptClass, served: TierName) -> TierName | None:
         """Return the tier that live answers keep a class from: promoted, or by the interval of the loss alone."""
+        rising = [spec.name for spec in self._fleet.specs]
         if (promoted := self._promoted.get(kind)) is not None:
-            return list(TierName)[promoted.rank - 1]
+            return rising[rising.index(promoted) - 1]
         allowed = self._policy.table.max_loss.get(kind, 1.0)
-        for tier in reversed(list(TierName)[: served.rank]):
+        for tier in reversed(rising[: rising.index(served)]):
             rolling = self.losses.get((kind, tier))
             if rolling is not None and len(rolling.answers) >= MIN_LIVE and rolling.expected.high > allowed:
                 return tier
@@ -210,11 +211,12 @@ class ShadowEvaluation:
     def _judge(self, kind: PromptClass, tier: TierName, rolling: RollingLoss) -> None:
         """Promote a class that loses more than its bound; return a recovered one to its tier."""
         share, allowed = rolling.share, self._policy.table.max_loss.get(kind)
-        promoted, higher = self._promoted.get(kind), list(TierName)[tier.rank + 1]
+        rank = self._fleet.rank
+        promoted, higher = self._promoted.get(kind), self._fleet.specs[rank(tier) + 1].name
         if allowed is None:
             return
         others = {k: t for k, t in self._promoted.items() if k is not kind}
-        if share > allowed and (promoted is None or promoted.rank < higher.rank):
+        if share > allowed and (promoted is None or rank(promoted) < rank(higher)):
             self._promoted, event, now, how_long = (
                 {**others, kind: higher},
                 "qarr.promoted",

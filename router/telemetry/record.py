@@ -98,8 +98,8 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
         "priority": record.priority,
         "class": features.prompt_class._value_,
         "confidence": int(features.confidence * 1000 + 0.5) / 1000,
-        "tier": decision.tier._value_ if decision.tier is not None else None,
-        "served_by": record.served_by._value_ if record.served_by is not None else None,
+        "tier": decision.tier,
+        "served_by": record.served_by,
         "replica": record.replica,
         "precision": record.precision,
         "checkpoint": record.checkpoint,
@@ -122,7 +122,7 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
         "attempts_failed": record.attempts_failed,
         "escalated": record.escalated,
         "hedged": record.hedged,
-        "continued_on": [tier._value_ for tier in record.continued_on],
+        "continued_on": list(record.continued_on),
         "cost": chosen.cost if chosen else None,
     }
 

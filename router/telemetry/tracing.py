@@ -273,7 +273,7 @@ class Telemetry:
         if span := _recording():
             span.set_attributes(
                 {
-                    "qarr.served.tier": tier.value,
+                    "qarr.served.tier": tier,
                     "qarr.served.replica": replica_id,
                     "qarr.attempts.failed": attempts_failed,
                 }
@@ -290,8 +290,8 @@ class Telemetry:
             span.add_event(
                 "qarr.escalation",
                 {
-                    "qarr.tier": tier.value,
-                    "qarr.escalated_to": higher.value,
+                    "qarr.tier": tier,
+                    "qarr.escalated_to": higher,
                     "qarr.certainty": sure,
                     "qarr.threshold": threshold,
                 },
@@ -300,7 +300,7 @@ class Telemetry:
     def record_hedge(self, tier: TierName | None, quicker: TierName) -> None:
         """Put on the server span that a second tier was asked, and was quicker."""
         if span := _recording():
-            span.add_event("qarr.hedge", {"qarr.tier": str(tier), "qarr.hedged_to": quicker.value})
+            span.add_event("qarr.hedge", {"qarr.tier": str(tier), "qarr.hedged_to": quicker})
 
     def record_continuation(self, broken: str, replica_id: str, tokens: int, error: Exception) -> None:
         """Put on the server span that another engine continues the answer, and after how many tokens."""
@@ -317,7 +317,7 @@ class Telemetry:
 
     def live_check(self, kind: PromptClass, tier: TierName) -> AbstractContextManager[Span]:
         """Span over the scoring of one live prompt; a trace of its own."""
-        attributes = {"qarr.class": kind.value, "qarr.tier": tier.value}
+        attributes = {"qarr.class": kind.value, "qarr.tier": tier}
         return self._tracer.start_as_current_span("live check", Context(), attributes=attributes)
 
     def record_live_loss(self, span: Span, loss: float, rolling: float) -> None:
@@ -327,7 +327,7 @@ class Telemetry:
     def record_promotion(self, event: str, kind: PromptClass, tier: TierName, loss: float) -> None:
         """Put a change of a class's lowest tier on the check's span."""
         if span := _recording():
-            span.add_event(event, {"qarr.class": kind.value, "qarr.tier": tier.value, "qarr.loss.rolling": loss})
+            span.add_event(event, {"qarr.class": kind.value, "qarr.tier": tier, "qarr.loss.rolling": loss})
 
     def start_attempt(self, tier: TierName, replica: Replica, request: TracedRequest, number: int) -> Span:
         """Start the span of one upstream attempt (GenAI semantic conventions); the caller ends it.
@@ -350,7 +350,7 @@ class Telemetry:
                 "gen_ai.output.type": "text",
                 "server.address": where.hostname or "",
                 "server.port": where.port or 80,
-                "qarr.tier": tier.value,
+                "qarr.tier": tier,
                 "qarr.precision": replica.spec.precision,
                 "qarr.checkpoint": replica.spec.checkpoint_id or "",
                 "qarr.replica": replica.id,
@@ -509,14 +509,14 @@ def _decision_attributes(decision: Decision, price: float | None) -> dict[str, A
         "qarr.confidence": query.features.confidence,
         "qarr.prompt_tokens": query.prompt_tokens,
         "qarr.max_tokens": query.max_tokens,
-        "qarr.fallbacks": [tier.value for tier in decision.fallbacks],
+        "qarr.fallbacks": list(decision.fallbacks),
     }
     if decision.tier is not None and decision.precision is not None:
-        attributes |= {"qarr.tier": decision.tier.value, "qarr.precision": decision.precision}
+        attributes |= {"qarr.tier": decision.tier, "qarr.precision": decision.precision}
     if decision.refusal is not None:
         attributes["qarr.refusal"] = decision.refusal.value
     if query.hint is not None:
-        attributes["qarr.hint"] = query.hint.value
+        attributes["qarr.hint"] = query.hint
     known = {
         "qarr.sla.ttft_ms": query.sla.ttft_ms,
         "qarr.sla.tpot_ms": query.sla.tpot_ms,
@@ -529,7 +529,7 @@ def _decision_attributes(decision: Decision, price: float | None) -> dict[str, A
 
 
 def _verdict_attributes(verdict: TierReport) -> dict[str, Any]:
-    loss, prefix = verdict.expected_loss, f"qarr.{verdict.tier.value}."
+    loss, prefix = verdict.expected_loss, f"qarr.{verdict.tier}."
     found = {
         "verdict": verdict.verdict,
         "state": verdict.state.value,

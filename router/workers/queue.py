@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from router.pipeline.queue_lines import Entry, Lines
-from router.workers.table import TIERS, WaitingCells
+from router.workers.table import WaitingCells
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -86,7 +86,7 @@ class SharedLines(Lines[E]):
         return super().slots_before(entry, tiers) + elsewhere
 
     def _show(self) -> None:
-        shown = super().__len__(), tuple(self._cells(tier) for tier in TIERS)
+        shown = super().__len__(), tuple(self._cells(tier) for tier in self._table.shape.tiers)
         if shown != self._shown:
             self._shown = shown
             self._table.show_waiting(*shown)

@@ -24,20 +24,19 @@ from dataclasses import dataclass
 from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
 CELL = 8
 HEADER = 8  # cells: whether engines are measured, the share of output
-PROCESS = 32  # cells of a row before its ring
+PROCESS = 8  # cells of a row before its waiting requests, by tier, and then its ring
 RING = 64  # last changes of a row
 OWN = 12  # cells of a row for each replica: its counts, slots freed so far, and when the engine last made progress
 COUNTS, LOAD = 9, 5  # the counts of a replica; those of them that are the present load
 COMMON = 24  # cells of a replica that belong to all
 LEARNED, COMMON_CHANGED = 1, 2  # what has changed of a replica besides counts: limit and trends; state and breaker
-TIERS = list(TierName)
 STATES = list(ReplicaState)
 FRESH_S = 0.5  # a process whose heartbeat is older counts as stuck, and nobody waits for it
 TRIES = 20  # for the lock, before the process sleeps until it is free
@@ -48,7 +47,7 @@ _BREAKER = struct.Struct("qddqdqqqq")
 _LEARNED = struct.Struct("7d")  # limit, then mean, variance and time of the trends of TTFT and TPOT
 _WAITING = struct.Struct("qqqdd")
 # Cells of a row.
-_HEARTBEAT, _CONNECTIONS, _ACCEPTS, _LINES = 0, 1, 2, 8
+_HEARTBEAT, _CONNECTIONS, _ACCEPTS = 0, 1, 2
 # Common cells of a replica.
 _STATE, _LIMIT, _BREAKS = 0, 1, 8
 _MEASURING, _OUTPUT_SHARE = 0, 1
@@ -85,10 +84,17 @@ class Shape:
     Attributes:
         workers: Processes that serve.
         replicas: At once.
+        tiers: That requests wait for.
     """
 
     workers: int
     replicas: int
+    tiers: tuple[TierName, ...] = STANDARD_TIERS
+
+    @property
+    def ring(self) -> int:
+        """Return the cells of a row before its ring."""
+        return PROCESS + len(WaitingCells._fields) * len(self.tiers)
 
     @property
     def base(self) -> int:
@@ -98,7 +104,7 @@ class Shape:
     @property
     def rows(self) -> list[int]:
         """Return where each row begins, and where the last one ends."""
-        size, count = PROCESS + RING + OWN * self.replicas, self.workers + 2
+        size, count = self.ring + RING + OWN * self.replicas, self.workers + 2
         return [HEADER + 2 * count + size * number for number in range(count + 1)]
 
     @property
@@ -170,7 +176,8 @@ class Table:
         self._own = self._rows[row]
         self._changes, self._waits = HEADER, HEADER + count  # cells of row 0
         self._changed, self._all_changes = HEADER + row, struct.Struct(f"{count}q")
-        self._ring = self._own + PROCESS
+        self._before_ring = shape.ring
+        self._ring = self._own + self._before_ring
         # Bytes: the changes of rows before this one, of those behind it, then the waiting requests of all rows.
         self._before = slice(CELL * HEADER, CELL * self._changed)
         self._behind = slice(CELL * (self._changed + 1), CELL * self._waits)
@@ -180,9 +187,9 @@ class Table:
         self._peers = [number for number in range(1, shape.workers + 1) if number != row]
 
     @classmethod
-    def make(cls, workers: int, replicas: int) -> Table:
+    def make(cls, workers: int, replicas: int, tiers: tuple[TierName, ...] = STANDARD_TIERS) -> Table:
         """Return a new table, as its first process sees it."""
-        shape = Shape(workers, replicas)
+        shape = Shape(workers, replicas, tiers)
         bells = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(workers + 1)]
         table = cls(shared_file("qarr-workers", shape.bytes), shape, 0, bells)
         table._floats[_OUTPUT_SHARE] = 1.0
@@ -258,9 +265,9 @@ class Table:
 
         Args:
             waiting: All of them.
-            by_tier: Those that each tier could serve, in the order of ``TierName``.
+            by_tier: Those that each tier could serve, in the order of ``Shape.tiers``.
         """
-        at = self._own + _LINES
+        at = self._own + PROCESS
         for cells in by_tier:
             self._put(at, _WAITING.pack(*cells))
             at += len(cells)
@@ -285,9 +292,9 @@ class Table:
         for row in self._peers:
             at = self._rows[row]
             if self._ints[self._waits + row] and (stuck or self._alive(row, now)):
-                for number, tier in enumerate(TIERS):
+                for number, tier in enumerate(self.shape.tiers):
                     if tier in tiers:
-                        start = (at + _LINES + number * len(WaitingCells._fields)) * CELL
+                        start = (at + PROCESS + number * len(WaitingCells._fields)) * CELL
                         cells = WaitingCells._make(_WAITING.unpack_from(self._memory, start))
                         if cells.waiting:
                             yield row, cells
@@ -332,7 +339,7 @@ class Table:
         """
         if now - seen > RING // 2:  # the rest is left to whoever writes meanwhile
             return None
-        ints, ring = self._ints, self._rows[row] + PROCESS
+        ints, ring = self._ints, self._rows[row] + self._before_ring
         if now - seen == 1:
             entry = ints[ring + seen % RING]
             return {entry >> 2: entry & 3}
@@ -344,14 +351,14 @@ class Table:
 
     def read(self, row: int, index: int) -> tuple[Any, ...]:
         """Return what a process did on a replica: counts, slots freed, and when it last saw progress."""
-        return _OWN.unpack_from(self._memory, (self._rows[row] + PROCESS + RING + OWN * index) * CELL)
+        return _OWN.unpack_from(self._memory, (self._rows[row] + self._before_ring + RING + OWN * index) * CELL)
 
     def clear(self, row: int) -> None:
         """Clear the row of a worker that has ended; what it has served stays among the totals."""
         base, at = self._rows[self.shape.base], self._rows[row]
         with self.lock:
             for index in range(self.shape.replicas):
-                offset = PROCESS + RING + OWN * index
+                offset = self._before_ring + RING + OWN * index
                 done = self.read(row, index)
                 if done != NOTHING:
                     *counts, freed, _ = done
@@ -359,7 +366,7 @@ class Table:
                     totals = map(add, past[LOAD:], counts[LOAD:])
                     self._put(base + offset, _OWN.pack(*[0] * LOAD, *totals, past_freed + freed + counts[1], 0.0))
                     self._put(at + offset, _OWN.pack(*NOTHING))
-            for cell in (self._waits + row, *range(at, at + PROCESS)):
+            for cell in (self._waits + row, *range(at, at + self._before_ring)):
                 self._ints[cell] = 0
             for number in (row, self.shape.base):
                 self._ints[self._changes + number] += RING  # everyone reads everything again
@@ -368,7 +375,7 @@ class Table:
     def claim(self, index: int) -> None:
         """Clear a replica's cells for a new replica."""
         for start in self._rows:
-            self._put(start + PROCESS + RING + OWN * index, _OWN.pack(*NOTHING))
+            self._put(start + self._before_ring + RING + OWN * index, _OWN.pack(*NOTHING))
         at = self._common + COMMON * index
         for cell in range(COMMON):
             self._ints[at + cell] = 0

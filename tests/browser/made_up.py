@@ -18,14 +18,14 @@ from router.policy.profiles import (
     latency_name,
     profile_name,
 )
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.unit.router_stack import Stack
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 # Seconds before the first token, and for each token. In proportion as measured on a GPU; slower, to be seen.
 SPEEDS = {FAST: (0.25, 0.021), BALANCED: (0.4, 0.03), PRECISE: (0.7, 0.046)}
 # Share of tokens that differ from BF16's first choice, by class: mean on fast and on balanced.

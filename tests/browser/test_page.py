@@ -17,7 +17,7 @@ from tests.unit.first_up import first_up
 from tests.unit.measuring_router import engines, measuring_router
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaState
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tests.browser.conftest import Opened
 
 pytestmark = pytest.mark.anyio
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 TIMEOUT_MS = 30_000  # for engines that start
 MARKUP = "<img src=x onerror=document.title='broken'>"
 

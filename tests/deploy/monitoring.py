@@ -129,7 +129,7 @@ def write_prometheus(folder: Path, routers: Routers, alertmanager: str) -> None:
         (folder / "rules" / path.name).write_text(shortened(path.read_text("utf-8")))
     addresses = [stack.url.removeprefix("http://") for stack in routers.stacks]
     engines = [
-        {"targets": [replica.url.removeprefix("http://")], "labels": {"tier": replica.spec.name.value}}
+        {"targets": [replica.url.removeprefix("http://")], "labels": {"tier": replica.spec.name}}
         for stack in routers.stacks
         for replica in stack.fleet.replicas
     ]

@@ -14,7 +14,7 @@ from tests.deploy.services import eventually
 from tests.fakes.engine import Behaviour
 from tests.unit.own_engines import until
 from tests.unit.pipeline.test_cascade import WORDS, profiled_stack
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tests.unit.router_stack import Stack
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 UNTIL_IDLE_S = (QUIET_LOOKS + 2) * LOOK_S  # after a request: shadow evaluation waits for that many looks without any
 CHAT = "Hello, how are you today?"
 PROMPTS = (CHAT, "Write a Python function that sorts a list of dicts by a key.", "What is 17 * 23 + 4? Show each step.")
@@ -135,7 +135,7 @@ async def two_routers(tmp_path: Path) -> AsyncIterator[Routers]:
         checked = {"live_check_share": 1.0, "max_loss": {"chat": 0.12}}
         for name, policy in (("first", {"check_share": 0.2}), ("second", checked)):
             (tmp_path / name).mkdir()
-            behaviours = {tier.value: Behaviour(answer=WORDS) for tier in TierName}
+            behaviours = {tier: Behaviour(answer=WORDS) for tier in STANDARD_TIERS}
             stacks.append(await cleanup.enter_async_context(profiled_stack(tmp_path / name, policy, **behaviours)))
         fleet = stacks[1].fleet
         identities = {spec.name: spec.identity for spec in fleet.specs}

@@ -20,7 +20,7 @@ from tests.unit.router_stack import events
 from tiers.checkpoints.checkpoint import read_checkpoint
 from tiers.checkpoints.prepare import CALIBRATION_SAMPLES
 from tiers.probe import EngineProbe
-from tiers.spec import PRECISIONS, TierName
+from tiers.spec import PRECISIONS, STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Up
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 LONG = "Tell me a story about a fox."
 
 
-@pytest.mark.parametrize("tier", list(TierName))
+@pytest.mark.parametrize("tier", list(STANDARD_TIERS))
 def test_each_tier_streams_the_right_answer(up: Up, tier: TierName) -> None:
     """Asked by hint, every precision answers that the capital of France is Paris, and discloses itself."""
-    answer = up.generate(tier=tier.value)
+    answer = up.generate(tier=tier)
     assert answer.status_code == 200
     assert answer.headers["x-qarr-tier"] == tier
     assert answer.headers["x-qarr-precision"] == PRECISIONS[tier]
@@ -90,7 +90,7 @@ def test_checkpoints_are_real(up: Up) -> None:
     """Each tier names the digest of its checkpoint, whose manifest says how it was made."""
     tiers = up.tiers()
     manifests = {}
-    for name in TierName:
+    for name in STANDARD_TIERS:
         path = Path(tiers[name]["checkpoint"])
         checkpoint = read_checkpoint(name, path)
         assert checkpoint is not None, f"{path} is not a finished checkpoint"

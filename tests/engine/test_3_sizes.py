@@ -21,7 +21,7 @@ from tiers.lifecycle.engine_args import check_engine_args
 from tiers.plan import GIB
 from tiers.sizing.architecture import kv_bytes_per_token
 from tiers.sizing.find_config import find_config
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,7 +70,7 @@ def test_running_engines_have_the_planned_kv_cache(up: Up) -> None:
     """Each has as many whole blocks of tokens as its memory holds by the plan; the command says the same."""
     checkpoints = finished(prepare_options(load_settings(None)))
     planned = json.loads(subprocess.run([QARR, "plan", "--json"], capture_output=True, text=True, check=True).stdout)
-    assert [tier["tier"] for tier in planned["tiers"]] == [made.tier for made in checkpoints] == list(TierName)
+    assert [tier["tier"] for tier in planned["tiers"]] == [made.tier for made in checkpoints] == list(STANDARD_TIERS)
     for made, tier in zip(checkpoints, planned["tiers"], strict=True):
         each = kv_bytes_per_token(find_config(str(made.path)))
         assert tier["kv_bytes_per_token"] == each
@@ -81,7 +81,7 @@ def test_running_engines_have_the_planned_kv_cache(up: Up) -> None:
 
 def test_a_tiers_own_arguments_reach_its_engine(up: Up) -> None:
     """And no other tier's."""
-    sizes = {tier: cache_of(up, tier)["block_size"] for tier in TierName}
+    sizes = {tier: cache_of(up, tier)["block_size"] for tier in STANDARD_TIERS}
     assert sizes[TierName.BALANCED] == BALANCED_ARGS[1]
     assert BALANCED_ARGS[1] not in {sizes[TierName.FAST], sizes[TierName.PRECISE]}
 

@@ -19,7 +19,7 @@ from router.profiling.shadow_evaluation import ANSWER_TOKENS
 from router.settings import PROJECT
 from tests.engine.conftest import QARR
 from tests.engine.in_process import real_router
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,7 +103,7 @@ def certain(identities: dict[TierName, str | None], logprob: float) -> QualityPr
             prompt_class=kind, tier=tier, prompts=9, tokens=99, top1_disagreement=none, kl_mean=none, kl_p95=none,
             perplexity_ratio=none, first_divergence=1, never_diverged=1,
         )
-        for kind in PromptClass for tier in TierName
+        for kind in PromptClass for tier in STANDARD_TIERS
     )  # fmt: skip
     certainties = (Certainty(tier=TierName.FAST, logprob=logprob, disagreement=0),) * 20
     return QualityProfile(
@@ -231,9 +231,9 @@ async def test_a_router_measures_itself_and_gives_way(up: Up, engine_keys: dict[
 
         while (found := await profiling())["what"] != "quality" or found["state"] != "running":
             await asyncio.sleep(0.2)
-        assert found["measured"]["latency"] == list(TierName)
+        assert found["measured"]["latency"] == list(STANDARD_TIERS)
         profile = speeds_in(tmp_path)
-        assert [fit.tier for fit in profile.fits] == list(TierName)
+        assert [fit.tier for fit in profile.fits] == list(STANDARD_TIERS)
         assert all(fit.model.step_ms(1) > 0 for fit in profile.fits)
         # Long enough that it has not ended when its first bytes are read, however slow this process is.
         counting = {"prompt": "Count from 1 to 200.", "max_tokens": 256, "tier": "fast"}

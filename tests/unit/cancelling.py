@@ -26,7 +26,7 @@ from router.upstream.client import PASSED_AT_ONCE
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.pipeline.test_cascade import profile
 from tests.unit.router_stack import Stack, router_stack
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -42,7 +42,7 @@ Way = Literal["leaves", "served", "stops"]
 WAYS: tuple[Way, ...] = get_args(Way)
 PATIENCE_S = 30.0
 OCCUPIED_S = 0.03  # until a place frees for those that queue
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
 @dataclass(slots=True)
@@ -334,7 +334,7 @@ class CutRouter:
     def _occupy(self) -> list[Lease]:
         """Take every place."""
         fleet = self.stack.fleet
-        taken = (fleet.lease(tier, prompt_tokens=0, max_tokens=0) for tier in TierName for _ in range(100))
+        taken = (fleet.lease(tier, prompt_tokens=0, max_tokens=0) for tier in STANDARD_TIERS for _ in range(100))
         return [lease for lease in taken if lease is not None]
 
 
@@ -364,7 +364,7 @@ async def cut_router(folder: Path, redis_url: str = "") -> AsyncIterator[CutRout
             "policy": {"profiles": str(profiles), "max_slowdown": 1e9, "check_share": 0.2, "check_wait_s": 1},
             "server": {"resume_s": 0.05},
             "state": {"redis_url": redis_url},
-            "tiers": {tier.value: {"max_in_flight": 4} for tier in TierName},
+            "tiers": {tier: {"max_in_flight": 4} for tier in STANDARD_TIERS},
             "upstream": {"hedge": True, "retry_reserve": 10**6, "breaker_failures": 10**6},
         }
         stack = await cleanup.enter_async_context(router_stack(folder, settings, tracing))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,7 +38,7 @@ def model_folder(path: Path, config: object, recipe: str = "") -> Path:
 
 def made_hub(path: Path) -> Path:
     """Make a cache of the Hugging Face hub with the models ``made/fast``, ``made/balanced`` and ``made/precise``."""
-    for tier in TierName:
+    for tier in STANDARD_TIERS:
         tier_folder(path / f"models--made--{tier}" / "snapshots" / "0", tier)
     return path
 

@@ -21,7 +21,7 @@ from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
 from tests.unit.router_stack import no_faults_in_the_router
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -77,7 +77,9 @@ async def measuring_router(
             None,
             {"policy": {"profiles": str(folder), "max_slowdown": 1e9}, "profile": {**QUICK, **(profile or {})}},
         )
-        fleet = Fleet(tuple(TierSpec(name, 8192, 8, 16, digest=f"digest of {name}") for name in TierName), machine="m")
+        fleet = Fleet(
+            tuple(TierSpec(name, 8192, 8, 16, digest=f"digest of {name}") for name in STANDARD_TIERS), machine="m"
+        )
         for spec, url in zip(fleet.specs, urls, strict=True):
             state = ReplicaState.READY if ready else ReplicaState.STARTING
             fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake")).mark(state)
@@ -92,4 +94,4 @@ async def measuring_router(
 
 def engines(delay_s: float = 0.003) -> list[Behaviour]:
     """Return three engines that take some time for each token."""
-    return [Behaviour(delay_s=delay_s) for _ in TierName]
+    return [Behaviour(delay_s=delay_s) for _ in STANDARD_TIERS]

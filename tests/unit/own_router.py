@@ -16,7 +16,7 @@ import httpx
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.ports import reserved_ports
 from tests.unit.own_engines import until
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -97,7 +97,7 @@ async def own_router(tmp_path: Path, behaviours: Sequence[Behaviour] = (), **set
         settings: Further variables, as in ``QARR_TELEMETRY__LOG_FORMAT="json"``.
     """
     async with AsyncExitStack() as cleanup:
-        fakes = list(behaviours) or [Behaviour() for _ in TierName]
+        fakes = list(behaviours) or [Behaviour() for _ in STANDARD_TIERS]
         engines = await cleanup.enter_async_context(serving_all(*(FakeEngine(b).app for b in fakes)))
         client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
         (port,) = reserved_ports()

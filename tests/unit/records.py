@@ -7,7 +7,7 @@ from typing import Any
 from classifier import PromptClass, PromptFeatures
 from router.policy.decision import Basis, Decision, Query, TierReport
 from router.telemetry.record import Outcome, RequestRecord
-from tiers.spec import Precision, ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, Precision, ReplicaState, TierName
 
 
 def decision(tier: TierName | None = TierName.FAST, kind: PromptClass = PromptClass.CHAT) -> Decision:
@@ -15,7 +15,7 @@ def decision(tier: TierName | None = TierName.FAST, kind: PromptClass = PromptCl
     query = Query(PromptFeatures(2, 1, 1, True, False, False, None, kind, 0.9, ()), 20, 100)
     reports = tuple(
         TierReport(name, ReplicaState.READY, 100.0, 20.0, None, 2.5, "chosen" if name is tier else "not the cheapest")
-        for name in TierName
+        for name in STANDARD_TIERS
     )
     precision = Precision.BF16 if tier is not None else None
     return Decision(tier, precision, "the cheapest", query, (), reports, Basis.MEASURED if tier else Basis.REFUSED)

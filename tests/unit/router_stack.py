@@ -21,7 +21,7 @@ from router.telemetry.tracing import Telemetry, make_telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
 from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -60,7 +60,7 @@ async def router_stack(
     """Run a router in front of one fake engine a tier, ready and warmed through the real supervisor."""
     async with AsyncExitStack() as cleanup:
         cleanup.enter_context(no_faults_in_the_router())
-        engines = {name: behaviours.get(name.value, Behaviour()) for name in TierName}
+        engines = {name: behaviours.get(name, Behaviour()) for name in STANDARD_TIERS}
         for name, behaviour in engines.items():
             behaviour.root = behaviour.root or f"made/{name}"
         served = await cleanup.enter_async_context(serving_all(*(FakeEngine(b).app for b in engines.values())))
@@ -69,7 +69,7 @@ async def router_stack(
         settings: Settings = load_settings(None, {"policy": {"max_slowdown": 1e9}, **(overrides or {})})
         specs = tuple(
             TierSpec(n, tier.max_model_len, tier.max_num_seqs, tier.max_in_flight, urls=(urls[n],))
-            for n, tier in ((n, getattr(settings.tiers, n.value)) for n in TierName)
+            for n, tier in ((n, getattr(settings.tiers, n)) for n in STANDARD_TIERS)
         )
         fleet = Fleet(specs, options=fleet_options(settings))
         supervisor = Supervisor(fleet, SupervisorOptions(log_dir=tmp_path))

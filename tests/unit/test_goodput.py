@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from router.settings import PROJECT
 from tests.fakes.engine import serving
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 pytestmark = pytest.mark.anyio
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from router.settings import (
     schema,
     table,
 )
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +37,7 @@ def test_defaults_need_no_file() -> None:
         5000,
         4096,
     )
-    assert [getattr(settings.tiers, n.value).max_model_len for n in TierName] == [2048, 4096, 8192]
+    assert [getattr(settings.tiers, n).max_model_len for n in STANDARD_TIERS] == [2048, 4096, 8192]
 
 
 def test_file_then_environment_then_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from router.upstream.transport import EngineTransport
 from tests.fakes.engine import Behaviour, FakeEngine
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.spec import PRECISIONS, ReplicaState, TierName, TierSpec
+from tiers.spec import PRECISIONS, STANDARD_TIERS, ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -80,12 +80,12 @@ async def upstream_stack(
 ) -> AsyncIterator[UpstreamStack]:
     """Run an upstream in front of one fake engine a tier; ``overrides`` are settings of ``upstream``."""
     async with AsyncExitStack() as cleanup:
-        engines = {name: behaviours.get(name.value, Behaviour()) for name in TierName}
+        engines = {name: behaviours.get(name, Behaviour()) for name in STANDARD_TIERS}
         urls = [await cleanup.enter_async_context(_serving(FakeEngine(b).app)) for b in engines.values()]
         settings = load_settings(None, {"upstream": overrides or {}})
         specs = tuple(
             TierSpec(n, 4096, 16, LIMIT, urls=(url,), precision=PRECISIONS[n])
-            for n, url in zip(TierName, urls, strict=True)
+            for n, url in zip(STANDARD_TIERS, urls, strict=True)
         )
         fleet = Fleet(specs)
         for spec in specs:

@@ -27,7 +27,7 @@ from tiers.checkpoints.checkpoint import (
 )
 from tiers.errors import CheckpointError
 from tiers.lifecycle.command import without_ours
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -155,7 +155,7 @@ def prepare(
 def find(options: PrepareOptions) -> tuple[Checkpoint, ...] | None:
     """Return the three checkpoints if all are finished, without making anything."""
     found = finished(options)
-    return found if len(found) == len(TierName) else None
+    return found if len(found) == len(STANDARD_TIERS) else None
 
 
 def finished(options: PrepareOptions) -> tuple[Checkpoint, ...]:

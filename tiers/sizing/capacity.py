@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tiers.errors import PlanError
 from tiers.plan import GIB, GPU_OVERHEAD_GIB, GPU_RESERVE
 from tiers.sizing.roofline import BYTES_PER_WEIGHT, Roofline
-from tiers.spec import PRECISIONS, TierName
+from tiers.spec import PRECISIONS, STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,7 +63,7 @@ class Demand:
 
     def share(self, tier: TierName) -> float:
         """Return the share of the requests that a tier gets: the same for each, unless it is given."""
-        return 1 / len(TierName) if self.shares is None else self.shares.get(tier, 0.0)
+        return 1 / len(STANDARD_TIERS) if self.shares is None else self.shares.get(tier, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +339,7 @@ def _fleet(
     rows |= {tier: _absent(model, tier, demand, engines[0].kv_bytes, why) for tier, why in (lacking or {}).items()}
     saved = None if mixed is None or not alone.gpu_seconds_per_request else 1 - mixed / alone.gpu_seconds_per_request
     return FleetPlan(
-        tuple(rows[tier] for tier in TierName if tier in rows),
+        tuple(rows[tier] for tier in STANDARD_TIERS if tier in rows),
         shared,
         gpus,
         available,

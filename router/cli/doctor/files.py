@@ -17,13 +17,13 @@ from tiers.checkpoints.checkpoint import Checkpoint, check_alike, check_whole, i
 from tiers.checkpoints.precision import checkpoint_precision
 from tiers.errors import CheckpointError
 from tiers.plan import read_machine
-from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from router.cli.doctor.findings import CheckContext
+    from tiers.spec import TierName
 
 GROUP = "files"
 VERSION_TIMEOUT_S = 60
@@ -201,7 +201,7 @@ def _kernel_of(folder: Path, tier: TierName) -> str:
 def profiles(context: CheckContext) -> Iterator[Finding]:
     """Check that the served checkpoints are measured."""
     made, tiers = prepared(context), context.settings.tiers
-    identities = {name: tier_spec(name, getattr(tiers, name.value), made).identity for name in TierName}
+    identities = {name: tier_spec(name, tiers.of(name), made).identity for name in tiers.names}
     folder, machine = context.settings.policy.profiles, speed_machine(context.settings)
     for kind, path, what in (
         ("quality", folder / profile_name(identities), "loss"),
@@ -212,7 +212,7 @@ def profiles(context: CheckContext) -> Iterator[Finding]:
             if not path.exists():
                 others = len(list(folder.glob(f"{kind}-*.json")))
                 of = f"; {others} of other checkpoints or machines are there" if others else ""
-                itself = context.settings.profile.auto and len(local_tiers(context)) == len(TierName)
+                itself = context.settings.profile.auto and len(local_tiers(context)) == len(tiers.names)
                 by = f"'qarr profile {kind}' measures {what} on the running fleet"
                 if itself:
                     by = f"'qarr up' measures {what} while it is idle"

@@ -10,14 +10,13 @@ from router.deployment.drafts import with_drafts
 from router.deployment.layout import prepare_options, tier_spec
 from tiers.checkpoints.prepare import finished
 from tiers.errors import CheckpointError, PlanError
-from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from router.settings import Settings
     from tiers.checkpoints.checkpoint import Checkpoint
-    from tiers.spec import TierSpec
+    from tiers.spec import TierName, TierSpec
 
 
 class Health(StrEnum):
@@ -83,18 +82,20 @@ def problem(found: str, then: str, check: str = "") -> Finding:
 
 def local_tiers(context: CheckContext) -> list[TierName]:
     """Return the tiers whose engines are started here."""
-    return [name for name in TierName if getattr(context.settings.tiers, name.value).replicas_here]
+    tiers = context.settings.tiers
+    return [name for name in tiers.names if tiers.of(name).replicas_here]
 
 
 def local_engines(context: CheckContext) -> int:
     """Return the number of engines that are started here."""
-    return sum(getattr(context.settings.tiers, name.value).replicas_here for name in TierName)
+    tiers = context.settings.tiers
+    return sum(tiers.of(name).replicas_here for name in tiers.names)
 
 
 def local_specs(context: CheckContext) -> tuple[TierSpec, ...]:
     """Return the tiers started here that have a checkpoint."""
     made, settings = prepared(context), context.settings
-    specs = tuple(tier_spec(name, getattr(settings.tiers, name.value), made) for name in TierName)
+    specs = tuple(tier_spec(name, settings.tiers.of(name), made) for name in settings.tiers.names)
     try:
         specs = with_drafts(specs, settings, made)
     except PlanError:  # a draft's checkpoint is missing: 'qarr up' says so

@@ -27,13 +27,13 @@ from tiers.lifecycle.process import check_port_free
 from tiers.lifecycle.warmup import tokens_digest
 from tiers.preparing import Preparing
 from tiers.probe import EngineProbe
-from tiers.spec import TierName
+from tiers.spec import TierName, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from router.cli.doctor.findings import CheckContext
-    from router.settings import Settings, TierSettings
+    from router.settings import Settings
 
 GROUP, RUNNING = "network", "running"
 TIMEOUT_S = 3.0
@@ -249,7 +249,8 @@ def _first_line(detail: str | None) -> str:
 
 def engines(context: CheckContext) -> Iterator[Finding]:
     """Check engines by URL: that they answer, and split text into the same tokens."""
-    urls = [(name, url.rstrip("/")) for name in TierName for url in getattr(context.settings.tiers, name.value).urls]
+    tiers = context.settings.tiers
+    urls = [(name, url.rstrip("/")) for name in tiers.names for url in tiers.of(name).urls]
     if urls:
         yield from asyncio.run(_examined(context, urls))
 
@@ -265,7 +266,7 @@ async def _examined(context: CheckContext, urls: list[tuple[TierName, str]]) -> 
         found.append(problem("the engines split one text into different tokens", then, "tokenizers"))
     elif digests and len(both) > 1:
         found.append(ok("the engines split text into the same tokens", "tokenizers"))
-    for tier in TierName:
+    for tier in in_order(name for name, _ in urls):
         each = [
             (_address(url), precision) for (name, url), (*_, precision) in zip(urls, both, strict=True) if name is tier
         ]
@@ -290,7 +291,7 @@ async def _engine(context: CheckContext, name: TierName, probe: EngineProbe) -> 
         found = f"{where} does not answer as vLLM does ({type(error).__name__})"
         return problem(found, "is it vLLM, and engine.api_key its key?", check), "", ""
     setting, skew_s = f"tiers.{name}.max_model_len", _skew_s(health)
-    tier: TierSettings = getattr(context.settings.tiers, name.value)
+    tier = context.settings.tiers.of(name)
     precision, length = (
         told_precision(root_precision(probe.url, model.root), tier.precision or None),
         model.max_model_len,

@@ -31,6 +31,7 @@ STATES = {
 }
 OUTCOMES = {"ok": "green", "refused": "yellow", "error": "bold red", "client_gone": "dim"}
 TIERS = {"fast": "cyan", "balanced": "blue", "precise": "magenta"}
+ADDED_TIER = "yellow"  # of a tier that the settings add
 PHASES = {"waiting": "yellow", "prefill": "cyan", "decode": "green"}
 NEARLY_FULL, FILLING = 0.88, 0.6
 OVER_BUDGET = 1.1  # times what is allowed: a price that falls between two assignments may leave it a little above
@@ -228,7 +229,7 @@ def _tier_cells(tier: Mapping[str, Any], bar: int, kv_bar: int, view: ViewState)
     usage = [r["kv_cache_usage"] for r in replicas if r["kv_cache_usage"] is not None]
     asked, met = tier["sla"]["asked"], tier["sla"]["met"]
     return [
-        Text(tier["tier"], style=f"bold {TIERS.get(tier['tier'], '')}"),
+        Text(tier["tier"], style=f"bold {TIERS.get(tier['tier'], ADDED_TIER)}"),
         state,
         _load(sum(map(_taken, replicas)), sum(_limit(r, tier) for r in replicas), bar, view),
         _usage(max(usage, default=None), kv_bar, view),
@@ -307,7 +308,7 @@ def _open_cells(request: Mapping[str, Any]) -> list[Text]:
     tier = request["tier"] or "-"
     return [
         Text(request["class"]),
-        Text(tier, style=TIERS.get(tier, "")),
+        Text(tier, style=TIERS.get(tier, ADDED_TIER)),
         Text(request["replica"] or "-", style="dim"),
         Text(request["state"], style=PHASES.get(request["state"], "")),
         Text(shown_age(request["age_ms"])),
@@ -331,7 +332,7 @@ def _record_cells(record: Mapping[str, Any]) -> list[Text]:
         Text(time.strftime("%H:%M:%S", ended), style="dim"),
         Text("ok, late", style="yellow") if late else Text(outcome.replace("_", " "), style=OUTCOMES.get(outcome, "")),
         Text(record["class"]),
-        Text(tier, style=TIERS.get(tier, "")),
+        Text(tier, style=TIERS.get(tier, ADDED_TIER)),
         Text(shown_ms(record["ttft_ms"])),
         Text(shown_ms(record["tpot_ms"])),
         Text(shown_ms(record["duration_ms"])),
@@ -378,7 +379,7 @@ def _opened(request: Mapping[str, Any], width: int) -> list[Text]:
 def _verdict_cells(verdict: Mapping[str, Any]) -> list[Text]:
     loss, cost = verdict["expected_loss"], verdict["cost"]
     return [
-        Text(verdict["tier"], style=TIERS.get(verdict["tier"], "")),
+        Text(verdict["tier"], style=TIERS.get(verdict["tier"], ADDED_TIER)),
         Text(verdict["state"], style=STATES.get(verdict["state"], "")),
         Text(shown_ms(verdict["predicted_ttft_ms"])),
         Text(shown_ms(verdict["predicted_tpot_ms"])),

@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.engine import ANSWER, Behaviour
 from tests.unit.own_engines import until
 from tests.unit.router_stack import events, router_stack
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -178,7 +178,7 @@ async def test_disconnect_aborts_the_engines_request(tmp_path: Path, stream: boo
 async def test_full_tier_sends_elsewhere_and_full_fleet_refuses(tmp_path: Path) -> None:
     """Places are bounded: a full tier's requests go to another one; a full fleet, with no queue, answers 503."""
     one, none = {"max_in_flight": 1}, {"max_waiting": 0}
-    async with router_stack(tmp_path, {"tiers": {n.value: one for n in TierName}, "admission": none}) as stack:
+    async with router_stack(tmp_path, {"tiers": dict.fromkeys(STANDARD_TIERS, one), "admission": none}) as stack:
         for engine in stack.engines.values():
             engine.delay_s = 0.1
         answers = await asyncio.gather(*(stack.generate() for _ in range(4)))

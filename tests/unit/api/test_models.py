@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from router.api.bodies import InvalidBody
-from router.api.models import MODELS, Choice, model_names, read_document, resolve
+from router.api.models import Choice, model_names, read_document, resolve
 from router.api.problems import UnknownModel, describe
 from router.settings import OpenAISettings
 from router.upstream.json_object import JsonObject
 from tests.unit.router_stack import router_stack
 from tiers.fleet import Fleet
-from tiers.spec import TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, TierName, TierSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 FLEET = Fleet(
-    tuple(TierSpec(name, 100, 1, 1, adapters=("support",) if name is TierName.FAST else ()) for name in TierName)
+    tuple(TierSpec(name, 100, 1, 1, adapters=("support",) if name is TierName.FAST else ()) for name in STANDARD_TIERS)
 )
 SETTINGS = OpenAISettings(aliases={"gpt-4o": "precise", "gpt-4o-mini": "fast", "any": "auto"})
 
@@ -63,7 +63,7 @@ def test_other_names_are_unknown(name: Any) -> None:
         resolve(asked(model=name), SETTINGS, FLEET)
     problem = describe(error.value)
     assert (problem.status, problem.openai_body()["error"]["code"]) == (404, "model_not_found")
-    assert all(known in problem.detail for known in (*model_names(SETTINGS), "support"))
+    assert all(known in problem.detail for known in (*model_names(SETTINGS, FLEET), "support"))
 
 
 def test_a_long_name_is_not_repeated_in_full() -> None:
@@ -87,9 +87,9 @@ async def test_each_name_has_a_card(tmp_path: Path) -> None:
     async with router_stack(tmp_path, {"openai": {"aliases": aliases}}) as stack:
         listed = (await stack.client.get(f"{stack.url}/v1/models")).json()
         cards = {card["id"]: card for card in listed["data"]}
-        assert list(cards) == [*MODELS, *aliases]
-        lengths = {spec.name.value: spec.max_model_len for spec in stack.fleet.specs}
-        assert {name: cards[name]["max_model_len"] for name in TierName} == lengths
+        assert list(cards) == ["auto", "qarr", *STANDARD_TIERS, *aliases]
+        lengths = {spec.name: spec.max_model_len for spec in stack.fleet.specs}
+        assert {name: cards[name]["max_model_len"] for name in STANDARD_TIERS} == lengths
         assert {cards[name]["max_model_len"] for name in ("auto", "qarr", "any")} == {max(lengths.values())}
         assert cards["org/model"]["parent"] == "balanced"
         assert (cards["fast"]["parent"], cards["qarr"]["parent"]) == (None, "auto")

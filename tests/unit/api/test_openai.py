@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.engine import ANSWER, FINGERPRINT, Behaviour
 from tests.unit.router_stack import router_stack
-from tiers.spec import Draft, ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, Draft, ReplicaState, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -280,7 +280,7 @@ async def test_tokens_are_passed_on(tmp_path: Path) -> None:
     """Any ready engine tokenizes, under our names for the model; a failed tier is passed over."""
     async with router_stack(tmp_path) as stack:
         for name in (TierName.FAST, TierName.BALANCED):
-            stack.fleet.replicas[name.rank].mark(ReplicaState.FAILED)
+            stack.fleet.replicas[STANDARD_TIERS.index(name)].mark(ReplicaState.FAILED)
         answer = await stack.client.post(f"{stack.url}/tokenize", json={"model": "auto", "prompt": "a bc"})
         assert answer.json()["tokens"] == [1, 2]
         back = await stack.client.post(f"{stack.url}/detokenize", json={"tokens": [1, 2]})
@@ -302,7 +302,7 @@ async def test_embeddings_need_an_engine_that_serves_them(tmp_path: Path) -> Non
 async def test_errors_of_our_own_have_openais_form(tmp_path: Path) -> None:
     """Too long, too large, full, not ready, unknown path and wrong method: each has OpenAI's object."""
     full = {"max_in_flight": 1}
-    tiers = {n.value: full for n in TierName}
+    tiers = dict.fromkeys(STANDARD_TIERS, full)
     async with router_stack(tmp_path, {"tiers": tiers, "admission": {"max_waiting": 0}}) as stack:
         long = await chat(stack, messages=[{"role": "user", "content": "word " * 9000}])
         assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
@@ -352,7 +352,7 @@ async def test_vllms_own_priority_is_kept(tmp_path: Path) -> None:
 async def test_the_sdk_tries_again_when_it_is_told_to(tmp_path: Path) -> None:
     """More requests than places: those refused with 503 and Retry-After are sent again by OpenAI's SDK, and all succeed."""
     full = {"max_in_flight": 1}
-    tiers = {n.value: full for n in TierName}
+    tiers = dict.fromkeys(STANDARD_TIERS, full)
     async with router_stack(tmp_path, {"tiers": tiers, "admission": {"max_waiting": 0}}) as stack:
         for engine in stack.engines.values():
             engine.delay_s = 0.03

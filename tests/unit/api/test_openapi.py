@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from router.api.asgi import no_body
+from router.api.bodies import STANDARD_RULES
 from router.api.openapi import document
 from router.settings import LimitSettings
 from tests.unit.router_stack import router_stack
@@ -71,7 +72,7 @@ async def test_the_document_lacks_no_route(tmp_path: Path) -> None:
 
 async def test_every_schema_is_there_and_used() -> None:
     """Each reference has its schema, and each schema is referred to from what is served."""
-    described = document("0", LimitSettings())
+    described = document("0", STANDARD_RULES)
     schemas = described["components"]["schemas"]
     used, left = set(), [described["paths"]]
     while left:

@@ -12,7 +12,7 @@ from router.upstream.client import PASSED_AT_ONCE
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 EMBEDDINGS = "/v1/embeddings"
-FEW_PLACES = {"tiers": {tier.value: {"max_in_flight": 2} for tier in TierName}, "admission": {"max_waiting": 0}}
+FEW_PLACES = {"tiers": {tier: {"max_in_flight": 2} for tier in STANDARD_TIERS}, "admission": {"max_waiting": 0}}
 
 
 @asynccontextmanager

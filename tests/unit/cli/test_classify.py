@@ -11,7 +11,7 @@ import pytest
 from router.cli.classify import idle_fleet
 from router.settings import load_settings
 from tests.unit.cli.stub_router import qarr
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaState
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,7 +63,7 @@ def test_lines_keep_their_order_and_language() -> None:
 def test_the_idle_fleet_has_a_ready_replica_in_each_tier() -> None:
     """With the limits of the settings and nothing in flight."""
     fleet = idle_fleet(load_settings(None, {"tiers": {"fast": {"max_model_len": 100, "max_in_flight": 3}}}))
-    assert [tier.spec.name for tier in fleet.tiers] == list(TierName)
+    assert [tier.spec.name for tier in fleet.tiers] == list(STANDARD_TIERS)
     assert [tier.spec.max_model_len for tier in fleet.tiers] == [100, 4096, 8192]
     assert fleet.tiers[0].spec.max_in_flight == 3
     assert {r.state for tier in fleet.tiers for r in tier.replicas} == {ReplicaState.READY}

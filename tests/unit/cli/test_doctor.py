@@ -26,7 +26,7 @@ from tests.unit.own_router import QARR, own_router
 from tiers.checkpoints.checkpoint import check_whole, read_checkpoint, seal
 from tiers.errors import CheckpointError
 from tiers.plan import read_machine
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -157,9 +157,9 @@ def test_weights_that_are_none(data: bytes, tmp_path: Path) -> None:
 
 def test_given_checkpoints_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders from the settings: planned in memory, and compared with one another."""
-    for tier in TierName:
+    for tier in STANDARD_TIERS:
         monkeypatch.setenv(f"QARR_TIERS__{tier.upper()}__CHECKPOINT", str(checkpoint(tmp_path / tier, tier)))
-    assert [one(f"checkpoint {tier}")[0] for tier in TierName] == [OK, OK, OK]
+    assert [one(f"checkpoint {tier}")[0] for tier in STANDARD_TIERS] == [OK, OK, OK]
     monkeypatch.setenv("QARR_ENGINE__BASE_PORT", str(reserved_range(3)))  # no engine of this machine's is there
     assert one("memory")[0] is OK
     monkeypatch.setenv("QARR_ENGINE__CPU_KV_CACHE_GIB", "4000")
@@ -292,9 +292,9 @@ def test_what_a_gpu_means(compute: str, health: Health) -> None:
 
 async def test_engines_by_url(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alike, with another tokenizer, with too short a context, not healthy, and not there."""
-    behaviours = [Behaviour() for _ in TierName]
+    behaviours = [Behaviour() for _ in STANDARD_TIERS]
     async with serving_all(*(FakeEngine(b).app for b in behaviours)) as urls:
-        for tier, url in zip(TierName, urls, strict=True):
+        for tier, url in zip(STANDARD_TIERS, urls, strict=True):
             monkeypatch.setenv(f"QARR_TIERS__{tier.upper()}__URLS", json.dumps([url]))
 
         async def health(*checks: str) -> list[Health]:
@@ -340,7 +340,7 @@ async def test_the_command_and_a_running_router(tmp_path: Path) -> None:
     """Its port, its health and its replicas; 1 only where there is a problem; text for people, JSON for programs."""
     async with own_router(tmp_path) as router:
         env = {**router.env, "QARR_SERVER__PORT": str(router.port)}
-        for tier, url in zip(TierName, router.engines, strict=True):
+        for tier, url in zip(STANDARD_TIERS, router.engines, strict=True):
             env[f"QARR_TIERS__{tier.upper()}__URLS"] = json.dumps([url])
         done = await doctor(env=env)
         found = {f["check"]: f for f in json.loads(done.stdout)["checks"]}
@@ -372,7 +372,7 @@ def test_what_a_fleet_means() -> None:
 
 def test_what_is_measured_is_said() -> None:
     """How far it is, what is known, and what to run where nobody measures by itself."""
-    every = list(TierName)
+    every = list(STANDARD_TIERS)
     now = {"state": "running", "what": "quality", "done": 84, "total": 192, "detail": "", "since": 0.0}
     found = judge_profiling({**now, "measured": {"latency": every, "quality": []}})
     assert (found.health, found.found) == (

@@ -20,14 +20,14 @@ from tests.ports import reserved_ports
 from tests.unit.cli.stub_router import qarr, stub_router
 from tests.unit.cli.test_doctor import checkpoint
 from tiers.checkpoints.checkpoint import read_checkpoint
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
 OK, WARNING, PROBLEM = Health.OK, Health.WARNING, Health.PROBLEM
-URLS = {name.value: {"urls": (f"http://h:{number}",)} for number, name in enumerate(TierName, 1)}
+URLS = {name: {"urls": (f"http://h:{number}",)} for number, name in enumerate(STANDARD_TIERS, 1)}
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +186,7 @@ def test_profiles_that_nobody_measures_by_itself(tmp_path: Path) -> None:
 
 def test_a_profile_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     given = context({"tiers": URLS, "policy": {"profiles": tmp_path}})
-    path = tmp_path / files.profile_name({name: URLS[name]["urls"][0] for name in TierName})
+    path = tmp_path / files.profile_name({name: URLS[name]["urls"][0] for name in STANDARD_TIERS})
     path.write_text("{}")
     quality, _ = files.profiles(given)
     assert quality.health is WARNING

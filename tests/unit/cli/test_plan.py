@@ -11,7 +11,7 @@ from router.policy.profiles import Fit, FitError, LatencyProfile, latency_name
 from tests.unit.cli.stub_router import qarr
 from tests.unit.tiers.sizing.test_architecture import CONFIGS
 from tiers.errors import PlanError
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,7 +56,7 @@ def test_json_has_the_same() -> None:
     """Of each tier and of the whole."""
     found = read("--model", LLAMA, "--gpus", "2xH100", "--load", "40/s", "--prompt", "800", "--output", "250")
     assert (found["speed"], found["hardware"], found["shared"], found["available"]) == ("roofline", "H100", True, 2)
-    assert [tier["tier"] for tier in found["tiers"]] == list(TierName)
+    assert [tier["tier"] for tier in found["tiers"]] == list(STANDARD_TIERS)
     for tier in found["tiers"]:
         assert tier["weights_bytes"] > 5e9
         assert tier["kv_bytes_per_token"] == 131_072
@@ -133,13 +133,13 @@ def test_a_measured_profile_comes_before_the_roofline(tmp_path: Path) -> None:
     off = FitError(median=0.1, p95=0.2)
     fits = tuple(
         Fit(
-            tier=tier, ttft_base_ms=10, prefill_ms_per_token=0.05, ttft_steps=1, step_base_ms=10 + 5 * tier.rank,
+            tier=tier, ttft_base_ms=10, prefill_ms_per_token=0.05, ttft_steps=1, step_base_ms=10 + 5 * STANDARD_TIERS.index(tier),
             step_ms_per_sequence=0.1, step_knee=0, step_ms_beyond_knee=0, contention=0, ttft_spread=0.1, tpot_spread=0.1,
             ttft_error=off, tpot_error=off, samples=9,
         )
-        for tier in TierName
+        for tier in STANDARD_TIERS
     )  # fmt: skip
-    digests = dict.fromkeys(TierName, "d")
+    digests = dict.fromkeys(STANDARD_TIERS, "d")
     profile = LatencyProfile(
         model="m", created="2026-01-01T00:00:00Z", checkpoints=digests, machine="x", fits=fits, samples=()
     )

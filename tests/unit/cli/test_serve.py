@@ -17,12 +17,12 @@ from tiers.errors import TierError
 from tiers.fleet import Fleet
 from tiers.plan import GIB, Plan, Share
 from tiers.preparing import ENGINE_START_S
-from tiers.spec import Placement, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, Placement, TierSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_the_plan_says_what_is_measured_and_what_is_estimated(
 
 def test_tiers_to_follow_have_a_time_where_it_is_known() -> None:
     """Before the model's size is known it is not."""
-    fleet = Fleet(tuple(TierSpec(name, 2048, 16, 32) for name in TierName))
+    fleet = Fleet(tuple(TierSpec(name, 2048, 16, 32) for name in STANDARD_TIERS))
     fleet.preparations.expect({FAST}, None)
     assert _to_follow(fleet) == "to follow: fast"
     fleet.preparations.made(FAST)

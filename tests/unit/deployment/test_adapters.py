@@ -12,12 +12,12 @@ from router.settings import SettingsError, load_settings
 from tests.unit.deployment.test_layout import made, settings
 from tiers.errors import PlanError
 from tiers.lifecycle.command import LOAD_AT_RUN_TIME, engine_argv, engine_environment
-from tiers.spec import EngineLaunch, TierName
+from tiers.spec import STANDARD_TIERS, EngineLaunch, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
 def adapter(folder: Path, rank: int = 4, kind: str = "LORA") -> str:
@@ -45,7 +45,7 @@ def test_engines_load_the_adapters_named_for_their_tier(tmp_path: Path) -> None:
     one, two = adapter(tmp_path / "one", 4), adapter(tmp_path / "two", 20)
     lora = {"adapters": {"b": {"path": two}, "a": {"path": one, "tiers": ["fast"]}}}
     found = launches(tmp_path / "made", lora)
-    assert [found[tier].tier.adapters for tier in TierName] == [("a", "b"), ("b",), ("b",)]
+    assert [found[tier].tier.adapters for tier in STANDARD_TIERS] == [("a", "b"), ("b",), ("b",)]
     loaded = [json.loads(value) for value in given(found[FAST], "--lora-modules")]
     assert loaded == [{"name": "a", "path": one}, {"name": "b", "path": two}]
     assert (given(found[FAST], "--max-loras"), given(found[FAST], "--max-lora-rank")) == (["2"], ["32"])

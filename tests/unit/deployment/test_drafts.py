@@ -12,12 +12,12 @@ from router.deployment.layout import make_deployment, speed_machine
 from router.settings import load_settings
 from tests.unit.deployment.test_layout import made, settings
 from tiers.errors import CheckpointError, PlanError, TokenizerMismatch
-from tiers.spec import NGRAM, Draft, TierName, TierSpec
+from tiers.spec import NGRAM, STANDARD_TIERS, Draft, TierName, TierSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
 def drafts(tmp_path: Path, tiers: dict[str, Any]) -> dict[TierName, Draft | None]:

@@ -14,12 +14,12 @@ from router.deployment.first_start import NICENESS
 from tests.unit.first_up import first_up
 from tests.unit.own_engines import until
 from tiers.preparing import ENGINE_START_S, TYPICAL, WRITING_S, Preparations, about
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 GIB = 1 << 30
 
 
@@ -178,8 +178,8 @@ def test_time_left_is_typical_first_and_then_by_the_pace() -> None:
     """Before parts are counted it is what is typical for the size; then the pace of the parts seen; always with the start."""
     clock = Clock()
     preparations = Preparations(clock)
-    preparations.expect(TierName, GIB)
-    typical = {tier: sum(TYPICAL[tier]) for tier in TierName}
+    preparations.expect(STANDARD_TIERS, GIB)
+    typical = {tier: sum(TYPICAL[tier]) for tier in STANDARD_TIERS}
     assert _left(preparations, FAST) == sum(typical.values()) + ENGINE_START_S
     clock.now = 2.0
     assert _left(preparations, PRECISE) == typical[PRECISE] - 2 + ENGINE_START_S
@@ -203,7 +203,7 @@ def test_time_left_is_not_known_where_nothing_tells() -> None:
     """Neither for a model of unknown size, nor once a step takes longer than is typical."""
     clock = Clock()
     preparations = Preparations(clock)
-    preparations.expect(TierName, None)
+    preparations.expect(STANDARD_TIERS, None)
     assert _left(preparations, PRECISE) is None
     preparations.sized(GIB)
     clock.now = 1e4

@@ -19,9 +19,9 @@ from tests.unit.made_configs import model_folder, tier_folder
 from tiers.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from tiers.errors import CheckpointError, EngineError, PlanError
 from tiers.lifecycle.command import engine_environment
-from tiers.spec import UNKNOWN, TierName
+from tiers.spec import STANDARD_TIERS, UNKNOWN, TierName
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 URL = "http://10.0.0.5:8000"
 
 
@@ -32,7 +32,7 @@ def settings(**overrides: Any) -> Settings:
 
 def made(tmp_path: Path) -> dict[TierName, Checkpoint]:
     """Make a small checkpoint for each tier, with a tokenizer of two words."""
-    found = {tier: read_checkpoint(tier, checkpoint(tmp_path / f"made-{tier}", tier)) for tier in TierName}
+    found = {tier: read_checkpoint(tier, checkpoint(tmp_path / f"made-{tier}", tier)) for tier in STANDARD_TIERS}
     model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
     definition = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}
     for made_ in found.values():
@@ -45,7 +45,7 @@ def test_a_url_goes_before_any_checkpoint(tmp_path: Path) -> None:
     prepared = made(tmp_path)
     folder = tmp_path / "own"
     given = settings(tiers={"fast": {"urls": (URL,), "checkpoint": folder}, "balanced": {"checkpoint": folder}}).tiers
-    elsewhere, folder_of, digest_of = (tier_spec(name, getattr(given, name.value), prepared) for name in TierName)
+    elsewhere, folder_of, digest_of = (tier_spec(name, getattr(given, name), prepared) for name in STANDARD_TIERS)
     assert (elsewhere.urls, elsewhere.checkpoint, elsewhere.digest) == ((URL,), None, None)
     assert (folder_of.checkpoint, folder_of.digest) == (folder, None)
     assert (digest_of.checkpoint, digest_of.digest) == (
@@ -75,7 +75,7 @@ def test_the_precision_of_engines_by_url_may_be_stated() -> None:
     """Until they are asked it is unknown, or as stated. For an engine that is started here it counts for nothing."""
     stating = {"fast": {"urls": (URL,), "precision": "fp8"}, "precise": {"precision": "fp8"}}
     given = settings(tiers={**stating, "balanced": {"urls": (URL + "/b",)}}).tiers
-    stated, unknown, here = (tier_spec(name, getattr(given, name.value), {}) for name in TierName)
+    stated, unknown, here = (tier_spec(name, getattr(given, name), {}) for name in STANDARD_TIERS)
     assert (stated.precision, stated.stated_precision) == ("fp8 (stated)", "fp8")
     assert (unknown.precision, unknown.stated_precision) == (UNKNOWN, None)
     assert (here.precision, here.stated_precision) == (UNKNOWN, None)

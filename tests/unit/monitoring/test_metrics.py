@@ -22,13 +22,13 @@ from router.policy.decision import Priced, Refusal
 from router.telemetry.record import Outcome
 from tests.unit.records import decision, record
 from tests.unit.router_stack import router_stack
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaState
 
 if TYPE_CHECKING:
     from router.telemetry.record import RequestRecord
     from tests.unit.router_stack import Stack
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 CHAT_FAST = {"class": "chat", "tier": "fast"}
 OPENMETRICS = "application/openmetrics-text"
 

@@ -19,7 +19,7 @@ from router.telemetry.tracing import Telemetry
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.snapshot import Gauges
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from router.pipeline.admission import Admitted
 
 pytestmark = pytest.mark.anyio
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 LONG_WAITS = {"interactive": 600, "standard": 600, "batch": 600}
 QUERY = Query(PromptFeatures(2, 1, 1, True, False, False, None, PromptClass.CHAT, 0.9, ()), 20, 100)
 

@@ -21,14 +21,14 @@ from classifier import PromptClass
 from router.policy.profiles import MIN_LIVE, Certainty, Interval, Loss, QualityProfile, profile_name
 from tests.fakes.engine import Behaviour
 from tests.unit.router_stack import Stack, events, router_stack
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
 pytestmark = pytest.mark.anyio
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 WORDS = tuple(
     f"{word} "
     for word in [
@@ -62,7 +62,7 @@ def profile(identities: dict[TierName, str | None], loss: float = 0.01) -> Quali
             prompt_class=kind, tier=tier, prompts=9, tokens=99, top1_disagreement=one, kl_mean=one, kl_p95=one,
             perplexity_ratio=one, first_divergence=1, never_diverged=0,
         )
-        for kind in PromptClass for tier in TierName
+        for kind in PromptClass for tier in STANDARD_TIERS
     )  # fmt: skip
     certainties = tuple(
         Certainty(tier=tier, logprob=-2.0 if n < 5 else -0.5, disagreement=0.1)

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from router.pipeline.failover import StopStringJoiner
 from tests.fakes.engine import PIECE, Behaviour
 from tests.unit.router_stack import Stack, events, router_stack
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -40,7 +40,7 @@ async def faulty_stack(
     tracing: TracerProvider | None = None,
 ) -> AsyncIterator[Stack]:
     """Run a router over three engines with one answer, which fail as told once they are ready."""
-    behaviours = {name.value: Behaviour(answer=answer) for name in TierName}
+    behaviours = {name: Behaviour(answer=answer) for name in STANDARD_TIERS}
     async with router_stack(tmp_path, overrides, tracing, **behaviours) as stack:
         for name, fault in faults.items():
             for key, value in fault.items():
@@ -301,7 +301,7 @@ async def test_no_engine_is_asked_twice_about_one_break(tmp_path: Path) -> None:
     async with faulty_stack(tmp_path, faults) as stack:
         found = events((await stack.generate(tier="fast", max_tokens=64)).text)
         assert found[-1][1]["continued_on"] == ["fast"]
-        assert [len(stack.engines[tier].requests) for tier in TierName] == [2, 1, 1]
+        assert [len(stack.engines[tier].requests) for tier in STANDARD_TIERS] == [2, 1, 1]
         assert stack.leases() == 0
 
 
@@ -366,7 +366,7 @@ async def test_text_that_was_held_back_for_a_stop_string_is_not_lost(tmp_path: P
 )
 async def test_text_that_nobody_knows_is_an_error(tmp_path: Path, detokenizing: dict[str, Any]) -> None:
     """Where no engine tells what the tokens say, the stream ends with an error: never as whole, never with other words."""
-    faults = {tier.value: detokenizing for tier in TierName}
+    faults = dict.fromkeys(STANDARD_TIERS, detokenizing)
     faults["fast"] = {**detokenizing, "break_after": 9}
     async with faulty_stack(tmp_path, faults) as stack:
         text = await chat(stack, **STOP)
@@ -383,7 +383,7 @@ async def test_where_nothing_is_held_back_nobody_need_be_asked(
     tmp_path: Path, more: dict[str, Any], after: int
 ) -> None:
     """Without stop strings, and with those that hold nothing back, the tokens of the last text are known by themselves."""
-    faults = {tier.value: {"detokenizes": False} for tier in TierName}
+    faults = {tier: {"detokenizes": False} for tier in STANDARD_TIERS}
     async with faulty_stack(tmp_path, {**faults, "fast": {"break_after": after, "detokenizes": False}}, CUT) as stack:
         text = await chat(stack, **more)
         assert (content(text), text.count("[DONE]")) == (b"".join(CUT).decode(), 1)
@@ -456,7 +456,7 @@ async def test_tiers_that_were_full_at_the_start_go_on(tmp_path: Path) -> None:
     """Where an answer goes on is decided when it breaks, not when it was let in."""
     overrides = {"tiers": {"balanced": {"max_in_flight": 1}, "precise": {"max_in_flight": 1}}}
     async with faulty_stack(tmp_path, {}, overrides=overrides) as stack:
-        leases = [stack.fleet.lease(tier, prompt_tokens=1, max_tokens=1) for tier in list(TierName)[1:]]
+        leases = [stack.fleet.lease(tier, prompt_tokens=1, max_tokens=1) for tier in list(STANDARD_TIERS)[1:]]
         stack.engines[TierName.FAST].break_after = 3
         body = {"prompt": "hi", "tier": "fast", "max_tokens": 64}
         stack.engines[TierName.FAST].delay_s = 0.1
@@ -472,7 +472,7 @@ async def test_the_next_tier_before_the_first_token_is_taken_as_things_stand(tmp
     """A tier that had no place when the request was let in takes it over when the first one fails."""
     overrides = {"tiers": {"balanced": {"max_in_flight": 1}, "precise": {"max_in_flight": 1}}}
     async with faulty_stack(tmp_path, {"fast": {"status": 500}}, overrides=overrides) as stack:
-        leases = [stack.fleet.lease(tier, prompt_tokens=1, max_tokens=1) for tier in list(TierName)[1:]]
+        leases = [stack.fleet.lease(tier, prompt_tokens=1, max_tokens=1) for tier in list(STANDARD_TIERS)[1:]]
         answer = await stack.generate(tier="fast", max_tokens=64, stream=False)
         assert (answer.status_code, answer.json().get("tier")) == (200, "balanced")
         for lease in leases:

@@ -14,14 +14,14 @@ from router.policy.decision import Sla
 from router.upstream.errors import NoEngineAnswered
 from tests.fakes.engine import Behaviour
 from tests.unit.upstream_stack import HI, until, upstream_stack
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS
 from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:
     from tests.unit.upstream_stack import UpstreamStack
 
 pytestmark = pytest.mark.anyio
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 AT_ONCE, NEVER = SpeedModel(0.01, 0, 0.01), SpeedModel(1e6, 0, 1)  # when a first token is late, by these predictions
 
 

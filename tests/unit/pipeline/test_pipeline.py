@@ -29,7 +29,7 @@ from router.upstream.errors import EngineBroke, EngineRefused, EngineTooSlow
 from router.upstream.json_object import JsonObject
 from tests.fakes.engine import Behaviour
 from tests.unit.upstream_stack import HI, LIMIT, text_of, until, upstream_stack
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from tests.unit.upstream_stack import UpstreamStack
 
 pytestmark = pytest.mark.anyio
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 PATH = "/v1/chat/completions"
 TOKENS = 10_000  # a minute, of the key with a quota
 LIMITED = Caller("k1", "one", quota=Quota(tokens_per_minute=TOKENS, concurrent_requests=2))
@@ -299,7 +299,9 @@ async def test_a_request_that_is_cancelled_before_its_answer_costs_its_prompt() 
 
 async def test_a_request_that_is_cancelled_in_the_queue_leaves_it() -> None:
     async with line() as at:
-        leases = [at.stack.fleet.lease(tier, prompt_tokens=1, max_tokens=1) for tier in TierName for _ in range(LIMIT)]
+        leases = [
+            at.stack.fleet.lease(tier, prompt_tokens=1, max_tokens=1) for tier in STANDARD_TIERS for _ in range(LIMIT)
+        ]
         request = asyncio.create_task(at.served(asked()))
         await until(lambda: at.pipeline.admission.waiting == 1)
         request.cancel()
@@ -338,7 +340,7 @@ async def test_an_answer_that_breaks_goes_on_elsewhere() -> None:
 
 
 async def test_an_answer_that_nobody_can_finish_is_an_error() -> None:
-    broken = {name.value: Behaviour(break_after=3) for name in TierName}
+    broken = {name: Behaviour(break_after=3) for name in STANDARD_TIERS}
     async with line(**broken) as at:
         with pytest.raises(EngineBroke):
             await at.served(asked())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from router.pipeline.queue_lines import Entry, Lines
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
 def entry(
@@ -57,7 +57,7 @@ def test_the_oldest_of_a_tier() -> None:
     for each in (fast, both, precise):
         lines.add(each)
     assert (lines.oldest(FAST), lines.oldest(PRECISE), lines.oldest(BALANCED)) == (both, precise, None)
-    assert [lines.waiting_for(tier) for tier in TierName] == [2, 0, 2]
+    assert [lines.waiting_for(tier) for tier in STANDARD_TIERS] == [2, 0, 2]
 
 
 def test_places_that_are_wanted_before() -> None:

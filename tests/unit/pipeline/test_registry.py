@@ -21,7 +21,7 @@ from router.telemetry.record import Outcome, RequestRecord
 from router.upstream.errors import EngineBroke
 from tests.fakes.engine import Behaviour
 from tests.unit.upstream_stack import QUERY, text_of, upstream_stack
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tests.unit.upstream_stack import UpstreamStack
 
 pytestmark = pytest.mark.anyio
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
 def registry_of(kept: int = 8, state: ServerState | None = None) -> RequestRegistry:

@@ -17,14 +17,14 @@ from router.policy.profiles import (
     QualityProfile,
     Sample,
 )
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Identities = dict[TierName, str | None]
 AT = datetime(2026, 1, 2, tzinfo=UTC)
-IDENTITIES: Identities = {tier: f"digest of {tier.value}" for tier in TierName}
+IDENTITIES: Identities = {tier: f"digest of {tier}" for tier in STANDARD_TIERS}
 
 
 def loss(tier: TierName, mean: float, kind: PromptClass = PromptClass.CHAT, prompts: int = 40) -> Loss:

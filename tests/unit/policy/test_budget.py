@@ -13,12 +13,12 @@ import pytest
 
 from router.policy.budget import STEP, Answer, BudgetState, best, middle_price, turning_prices
 from router.policy.decision import Priced
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 HALF_LIFE_S = 100.0
 LOSSES = {"chat": (0.2, 0.06), "code": (0.08, 0.03), "math": (0.12, 0.05)}  # fast, balanced
 

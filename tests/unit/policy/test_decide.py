@@ -13,7 +13,7 @@ from router.policy.decide import decide, successors
 from router.policy.decision import CHOSEN, Basis, ExpectedLoss, PolicyParameters, Query, Refusal, Sla
 from router.settings import CLASS_FLOOR
 from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
-from tiers.spec import Draft, ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, Draft, ReplicaState, TierName, TierSpec
 from tiers.speed import Load, SpeedModel, Trend
 
 CAPS = {
@@ -25,7 +25,7 @@ CAPS = {
     for kind in PromptClass
 }
 TABLE = PolicyParameters(CLASS_FLOOR, CAPS)
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 LENGTHS = {FAST: 2048, BALANCED: 4096, PRECISE: 8192}
 
 
@@ -44,7 +44,7 @@ def fleet(
     loads: dict[TierName, Load] | None = None,
 ) -> FleetSnapshot:
     tiers = []
-    for name in TierName:
+    for name in STANDARD_TIERS:
         state = (states or {}).get(name, ReplicaState.READY)
         speed = (speeds or {}).get(name)
         load = (loads or {}).get(name, Load(busy))
@@ -203,7 +203,7 @@ def test_sla_excludes_slow_tiers_and_unmeasured_loss() -> None:
 
 def test_sla_that_nothing_meets_is_set_aside_or_refused() -> None:
     """Preferred bounds that no tier meets are set aside with a note; required ones are refused."""
-    speeds = {name: SpeedModel(100, 1, 10) for name in TierName}
+    speeds = {name: SpeedModel(100, 1, 10) for name in STANDARD_TIERS}
     preferred = decide(query(sla=Sla(ttft_ms=1)), fleet(speeds=speeds), TABLE)
     assert preferred.tier is FAST
     assert "no tier is expected to meet the SLA" in preferred.reason
@@ -374,7 +374,7 @@ def test_a_hint_counts_where_the_sla_cannot_be_kept() -> None:
 
 def test_preferences_do_not_make_a_refusal_last() -> None:
     """All slots taken: a request that would be served in any way is told when one is expected, not that it never will be."""
-    full = {name: Load(sequences=32, output_tokens=320) for name in TierName}
+    full = {name: Load(sequences=32, output_tokens=320) for name in STANDARD_TIERS}
     decision = decide(query(sla=Sla(ttft_ms=1, max_quality_loss=0.0)), fleet(speeds=MEASURED, loads=full), PROFILED)
     assert decision.refusal is Refusal.AT_CAPACITY
     assert decision.retry_after_s is not None
@@ -398,7 +398,7 @@ def test_several_answers_cost_and_take_as_much() -> None:
     assert prompts.cost is not None
     assert one.cost < several.cost < prompts.cost < 4 * one.cost  # a batch shares its steps
     assert (several.predicted_tpot_ms or 0) > (one.predicted_tpot_ms or 0)
-    nearly = {name: Load(sequences=30, output_tokens=300) for name in TierName}
+    nearly = {name: Load(sequences=30, output_tokens=300) for name in STANDARD_TIERS}
     assert decide(query(sequences=2), fleet(loads=nearly), TABLE).tier is not None
     refused = decide(query(sequences=3), fleet(loads=nearly), TABLE)
     assert refused.refusal is Refusal.AT_CAPACITY

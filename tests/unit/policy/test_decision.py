@@ -13,9 +13,9 @@ from router.policy.decide import decide
 from router.policy.decision import CHOSEN, NO_LOSS, PRIORITIES, ExpectedLoss, PolicyParameters, Refused
 from router.settings import CLASS_FLOOR
 from tests.unit.policy.test_decide import TABLE, features, fleet, query
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 LOSS = ExpectedLoss(0.2, 0.1, 0.3)
 WORSE = ExpectedLoss(0.15, 0.1, 0.4)
 
@@ -93,7 +93,7 @@ def test_a_decision_is_a_value_although_it_explains_itself_when_asked() -> None:
 
 def test_a_refusal_has_reports_and_no_chosen_one() -> None:
     """It can be raised, and says why."""
-    decision = decide(query(), fleet(dict.fromkeys(TierName, ReplicaState.FAILED)), TABLE)
+    decision = decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaState.FAILED)), TABLE)
     assert decision.chosen is None
     assert [report.meets for report in decision.verdicts] == [False] * 3
     assert str(Refused(decision)) == "fast is failed; balanced is failed; precise is failed"

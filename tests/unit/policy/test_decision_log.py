@@ -22,13 +22,13 @@ from router.policy.decision_log import (
 )
 from router.policy.profiles import ProfileError
 from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, fleet, query
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaState
 from tiers.speed import Load
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 ENDED = OutcomeRecord("r1", BALANCED, 20, 7, 12.5, None, "EngineFailed")
 
 
@@ -39,7 +39,7 @@ def written(path: Path) -> list[Record]:
     asked = query(hint=FAST, sla=Sla(ttft_ms=500, confidence=0.8), allowed=frozenset({FAST, PRECISE}), sequences=2)
     log.decided("r1", decide(asked, busy, PROFILED), busy, PROFILED)
     log.ended(ENDED)
-    failed = fleet(dict.fromkeys(TierName, ReplicaState.FAILED))
+    failed = fleet(dict.fromkeys(STANDARD_TIERS, ReplicaState.FAILED))
     log.decided("r2", decide(query(), failed, PROFILED), failed, PROFILED)
     log.close()
     return list(read_log(path))
@@ -98,7 +98,7 @@ def test_a_line_that_was_cut_off_costs_no_other(tmp_path: Path) -> None:
     ("change", "says"),
     [
         ({"kind": "other"}, "line 2 is no record of decisions: : Input tag 'other'"),
-        ({"tier": "slow"}, "line 2 is no record of decisions: decision.tier: Input should be"),
+        ({"tier": "Slow"}, "line 2 is no record of decisions: decision.tier: 1 to 32 lower-case letters"),
         ({"at": "yesterday"}, "line 2 is no record of decisions: decision.at: Input should be a valid number"),
     ],
 )

@@ -17,7 +17,7 @@ from router.settings import CLASS_FLOOR
 from tiers.fleet import Fleet, Lease
 from tiers.replica import FleetOptions, PeerLoad, Replica, Share
 from tiers.snapshot import FleetSnapshot, Gauges, ReplicaSnapshot, TierSnapshot
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierName, TierSpec
 from tiers.speed import ALWAYS_MS, MOST_BESIDE, PREFILL_MEMORY_MS, STEADY, Load, SpeedModel
 
 if TYPE_CHECKING:
@@ -95,7 +95,9 @@ class World:
 
     def __init__(self, seed: int, clock: SimpleNamespace) -> None:
         self.random, self.clock = random.Random(seed), clock
-        self.specs = [TierSpec(name, self.pick(512, 8192), self.pick(4, 16), self.pick(3, 8)) for name in TierName]
+        self.specs = [
+            TierSpec(name, self.pick(512, 8192), self.pick(4, 16), self.pick(3, 8)) for name in STANDARD_TIERS
+        ]
         options = FleetOptions(adaptive_limit=self.pick(True, False), long_prompt_tokens=self.pick(100, 512))
         self.fleet = Fleet(tuple(self.specs), options=options)
         self.fleet.preparations.clock = lambda: clock.now
@@ -121,7 +123,7 @@ class World:
             PromptFeatures(2, 1, 1, True, False, False, None, kind, confidence, ()),
             self.pick(10, 300),
             self.pick(1, 400),
-            hint=self.pick(None, None, *TierName),
+            hint=self.pick(None, None, *STANDARD_TIERS),
             require=self.pick(True, False, False),
             sla=Sla(self.pick(None, 300.0), self.pick(None, 20.0), self.pick(None, 0.04), self.pick(None, 0.99)),
             sequences=self.pick(1, 1, 3, 20),
@@ -135,7 +137,7 @@ class World:
     def lease(self) -> None:
         query, replicas = self.query(), [r.id for r in self.fleet.replicas]
         lease = self.fleet.lease(
-            self.pick(*TierName),
+            self.pick(*STANDARD_TIERS),
             prompt_tokens=query.prompt_tokens,
             max_tokens=query.max_tokens,
             sequences=query.sequences,

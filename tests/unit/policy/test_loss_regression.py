@@ -16,14 +16,14 @@ from router.policy.loss_regression import MIN_PROMPTS, Regression, in_use, regre
 from router.policy.profiles import MIN_LIVE, Observation
 from router.settings import CLASS_FLOOR
 from tests.unit.policy.made_profiles import loss, observed, quality
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from router.policy.profiles import QualityProfile
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 CHAT, CODE = PromptClass.CHAT, PromptClass.CODE
 TOKENS = 32
 

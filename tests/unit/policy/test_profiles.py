@@ -24,13 +24,13 @@ from router.policy.profiles import (
     profile_name,
 )
 from tests.unit.policy.made_profiles import IDENTITIES, certainties, fit, latency, loss, quality
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from classifier import PromptClass
 from router.policy.decide import decide
 from router.policy.render import render_decision, render_features, render_verdict
 from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, fleet, query
-from tiers.spec import PRECISIONS, ReplicaState, TierName
+from tiers.spec import PRECISIONS, STANDARD_TIERS, ReplicaState
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
 def test_a_decision_is_json_with_every_tier() -> None:
@@ -31,7 +31,7 @@ def test_a_decision_is_json_with_every_tier() -> None:
 
 def test_a_refusal_has_no_tier_and_says_when() -> None:
     """A fleet that starts is worth another try, after the time that starting takes."""
-    rendered = render_decision(decide(query(), fleet(dict.fromkeys(TierName, ReplicaState.WARMING)), TABLE))
+    rendered = render_decision(decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaState.WARMING)), TABLE))
     assert (rendered["tier"], rendered["precision"], rendered["fallbacks"]) == (None, None, [])
     assert rendered["retry_after_s"] == 10
     assert {report["state"] for report in rendered["tiers"]} == {"warming"}

@@ -21,7 +21,7 @@ from router.policy.simulation import simulate
 from tests.fakes.engine import Behaviour
 from tests.unit.policy.test_decide import FAST, MEASURED, PRECISE, PROFILED, fleet, query
 from tests.unit.router_stack import router_stack
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS
 from tiers.speed import Load
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ async def test_a_thousand_decisions_come_out_again(tmp_path: Path) -> None:
     overrides = {
         "telemetry": {"decision_log": str(path)},
         "policy": {"max_slowdown": 1.01},
-        "tiers": {name: {"max_in_flight": 3} for name in TierName},
+        "tiers": {name: {"max_in_flight": 3} for name in STANDARD_TIERS},
     }
-    slow = {name.value: Behaviour(delay_s=0.002 * (3 - name.rank)) for name in TierName}
+    slow = {name: Behaviour(delay_s=0.002 * (3 - STANDARD_TIERS.index(name))) for name in STANDARD_TIERS}
     async with router_stack(tmp_path, overrides, **slow) as stack:
         limit = asyncio.Semaphore(12)
 
@@ -67,7 +67,7 @@ async def test_a_thousand_decisions_come_out_again(tmp_path: Path) -> None:
     assert set(statuses) <= {200, 422, 503}
     recording = read_recording(path)
     assert len(recording.decisions) == REQUESTS
-    assert {r.tier for r in recording.decisions} == {*TierName, None}
+    assert {r.tier for r in recording.decisions} == {*STANDARD_TIERS, None}
     assert differing(recording) == []
     assert len(recording.outcomes) == statuses.count(200)
     assert not any(prompt[:12] in path.read_text("utf-8") for prompt in PROMPTS)

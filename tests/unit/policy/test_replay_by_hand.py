@@ -17,7 +17,7 @@ from router.policy.replay import Summary, differing, read_recording, seen, summa
 from router.policy.simulation import Options, simulate
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def fleet(
         "contention": contention, "profiled": True,
     }  # fmt: skip
     tiers = []
-    for name in TierName:
+    for name in STANDARD_TIERS:
         spec = {"name": name, "max_model_len": 8192, "max_num_seqs": max_num_seqs, "max_in_flight": slots}
         replica = {
             "id": f"{name}-0", "url": "u", "pid": None, "state": "ready" if name in ready else "starting", "detail": None,
@@ -279,7 +279,7 @@ def test_the_price_of_loss_moves_in_a_simulation(tmp_path: Path) -> None:
 async def test_a_burst_that_was_queued_is_queued_in_the_simulation(tmp_path: Path) -> None:
     """One slot a tier and thirty requests at once: all were served, and all are in the simulation."""
     path = tmp_path / "decisions.jsonl"
-    slots = {tier.value: {"max_in_flight": 1} for tier in TierName}
+    slots = {tier: {"max_in_flight": 1} for tier in STANDARD_TIERS}
     async with router_stack(tmp_path, {"telemetry": {"decision_log": str(path)}, "tiers": slots}) as stack:
         await stack.generate()  # its speed is known afterwards
         answers = await asyncio.gather(*(stack.generate(max_tokens=8) for _ in range(30)))
@@ -288,7 +288,7 @@ async def test_a_burst_that_was_queued_is_queued_in_the_simulation(tmp_path: Pat
     recording = read_recording(path)
     speed = SpeedModel(10.0, 0.1, 5.0, profiled=True)
     assert sum(record.tier is None for record in recording.decisions) > 20  # there was no slot when they came
-    assert summarise(simulate(recording, speeds=dict.fromkeys(TierName, speed))).refused == 0
+    assert summarise(simulate(recording, speeds=dict.fromkeys(STANDARD_TIERS, speed))).refused == 0
 
 
 def test_the_command_prints_what_is_worked_out(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ async def test_a_running_routers_log_says_what_the_router_says(tmp_path: Path) -
     found = summarise(seen(recording))
     served = [r for r in records if r["outcome"] == "ok"]
     assert (found.requests, len(served), found.refused) == (len(records), 8, 2) == (10, 8, 2)
-    assert found.shares == {t: sum(r["served_by"] == t for r in served) / 8 for t in TierName}
+    assert found.shares == {t: sum(r["served_by"] == t for r in served) / 8 for t in STANDARD_TIERS}
     assert found.shares[FAST] >= 0.5
     assert any(r["queue_ms"] for r in served)
     assert [r["sla_met"] for r in records].count(False) >= 1

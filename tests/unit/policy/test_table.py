@@ -20,7 +20,7 @@ from tests.unit.policy.made_profiles import IDENTITIES, certainties, fit, latenc
 from tests.unit.policy.test_decide import query
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from router.policy.profiles import LatencyProfile, Observation, QualityProfile
     from router.settings import PolicySettings
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
 def settings(folder: Path | None = None, **values: Any) -> PolicySettings:
@@ -187,7 +187,7 @@ def test_thresholds_are_the_share_of_answers_to_check(tmp_path: Path) -> None:
     write(tmp_path, quality(certainties=certainties(FAST, 21) + certainties(BALANCED, 3)))
     store = PolicyStore(settings(tmp_path, check_share=0.5, check_wait_s=7), made_fleet())
     assert (store.check_enabled, store.check_wait_s) == (True, 7)
-    assert [store.check_threshold(tier) for tier in TierName] == [-11, None, None]
+    assert [store.check_threshold(tier) for tier in STANDARD_TIERS] == [-11, None, None]
     off = PolicyStore(settings(tmp_path), made_fleet())
     assert not off.check_enabled
     assert off.check_threshold(FAST) is None

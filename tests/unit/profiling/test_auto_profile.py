@@ -15,7 +15,7 @@ from router.profiling.profile_files import only_one
 from tests.unit.measuring_router import QUICK, engines, measuring_router
 from tests.unit.own_engines import until
 from tests.unit.own_router import QARR
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaState
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,12 +36,12 @@ async def test_it_begins_when_all_tiers_are_ready_and_measures_once(tmp_path: Pa
         first.mark(ReplicaState.READY)
         await own.comes_to(what="latency")
         found = await own.comes_to(state="done")
-        assert found["measured"] == {"latency": list(TierName), "quality": list(TierName)}
+        assert found["measured"] == {"latency": list(STANDARD_TIERS), "quality": list(STANDARD_TIERS)}
         assert all(replica.in_flight == 0 for replica in own.fleet.replicas)
         identities = {spec.name: spec.identity for spec in own.fleet.specs}
-        assert [fit.tier for fit in load_latency(tmp_path / latency_name(identities, "m")).fits] == list(TierName)
+        assert [fit.tier for fit in load_latency(tmp_path / latency_name(identities, "m")).fits] == list(STANDARD_TIERS)
         loss = load_profile(tmp_path / profile_name(identities))
-        assert {one.tier for one in loss.losses} == set(TierName)
+        assert {one.tier for one in loss.losses} == set(STANDARD_TIERS)
         assert (tmp_path / profile_name(identities)).with_suffix(".html").exists()
         # What it asked was no request of anybody's.
         assert (await own.client.get(f"{own.url}/requests")).json()["requests"] == []
@@ -72,7 +72,7 @@ async def test_it_gives_way_at_once_and_goes_on(tmp_path: Path) -> None:
                 assert sum(len(engine.requests) for engine in own.engines) == asked
             own.engines[0].delay_s = 0.01
         await own.comes_to(state="done")
-        assert len(own.journal) == len(set(own.journal)) == PROMPTS * len(TierName)
+        assert len(own.journal) == len(set(own.journal)) == PROMPTS * len(STANDARD_TIERS)
         assert all(replica.in_flight == 0 for replica in own.fleet.replicas)
 
 
@@ -82,13 +82,13 @@ async def test_it_goes_on_after_a_restart(tmp_path: Path) -> None:
     async with measuring_router(tmp_path, engines(0.01)) as own:
         await until(lambda: len(own.journal) > PROMPTS // 2)
     before = len(own.journal)
-    assert before < PROMPTS * len(TierName)
+    assert before < PROMPTS * len(STANDARD_TIERS)
     async with measuring_router(tmp_path, engines()) as again:
-        assert (await again.comes_to(what="quality"))["measured"]["latency"] == list(TierName)
+        assert (await again.comes_to(what="quality"))["measured"]["latency"] == list(STANDARD_TIERS)
         await again.comes_to(state="done")
-        assert len(again.journal) == len(set(again.journal)) == PROMPTS * len(TierName)
+        assert len(again.journal) == len(set(again.journal)) == PROMPTS * len(STANDARD_TIERS)
         judged = sum(bool(body.get("prompt_logprobs")) for engine in again.engines for body in engine.requests)
-        assert judged <= PROMPTS * len(TierName) - before
+        assert judged <= PROMPTS * len(STANDARD_TIERS) - before
 
 
 @pytest.mark.anyio

@@ -15,7 +15,7 @@ from tests.fakes.engine import ANSWER
 from tests.ports import reserved_ports
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,8 +35,8 @@ async def test_the_fleet_is_what_the_router_shows(tmp_path: Path) -> None:
     async with router_stack(tmp_path) as stack, connect(stack.url, "") as client:
         stack.fleet.replicas[0].mark(ReplicaState.DRAINING)
         fleet = await client.fleet()
-        assert set(fleet.identities) == set(fleet.replicas) == set(TierName) - {FAST}
-        assert set(fleet.checkpoints) == set(TierName)
+        assert set(fleet.identities) == set(fleet.replicas) == set(STANDARD_TIERS) - {FAST}
+        assert set(fleet.checkpoints) == set(STANDARD_TIERS)
         assert fleet.checkpoints[FAST] == stack.fleet.replicas[0].url
         assert (fleet.in_flight, fleet.served, fleet.measuring, fleet.model) == (0, 0, None, "fake")
         assert fleet.max_model_len[TierName.PRECISE] == stack.fleet.spec(TierName.PRECISE).max_model_len
@@ -59,7 +59,7 @@ async def test_a_key_is_asked_for(tmp_path: Path) -> None:
                 with pytest.raises(ProfileError, match=why):
                     await client.fleet()
         async with connect(stack.url, admin) as client:
-            assert set((await client.fleet()).identities) == set(TierName)
+            assert set((await client.fleet()).identities) == set(STANDARD_TIERS)
 
 
 async def test_answers_are_greedy_and_of_one_tier(tmp_path: Path) -> None:

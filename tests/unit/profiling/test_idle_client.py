@@ -17,7 +17,7 @@ from tests.fakes.engine import ANSWER, Behaviour, FakeEngine, serving_all
 from tests.unit.own_engines import until
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -52,7 +52,9 @@ async def idle(*, priorities: bool = True) -> AsyncIterator[Idle]:
     """Serve an engine that has a key, with a client that may ask it at once."""
     engine = Behaviour()
     async with serving_all(FakeEngine(engine).app) as (url,):
-        fleet = Fleet(tuple(TierSpec(name, 2048, 8, 16, digest=f"digest of {name}") for name in TierName), machine="m")
+        fleet = Fleet(
+            tuple(TierSpec(name, 2048, 8, 16, digest=f"digest of {name}") for name in STANDARD_TIERS), machine="m"
+        )
         replica = Replica("fast-0", fleet.spec(FAST), url, "secret", "fake", takes_priority=priorities)
         fleet.add(replica).mark(ReplicaState.READY)
         found = Idle(IdleClient(fleet, "model", 0.0, lambda: found.served), fleet, engine)
@@ -80,7 +82,7 @@ async def test_the_fleet_has_what_is_ready() -> None:
     async with idle() as one:
         fleet = await one.client.fleet()
         assert fleet.identities == {FAST: "digest of fast"}
-        assert set(fleet.checkpoints) == set(TierName)
+        assert set(fleet.checkpoints) == set(STANDARD_TIERS)
         assert (fleet.replicas, fleet.max_num_seqs, fleet.max_model_len) == ({FAST: 1}, {FAST: 8}, {FAST: 2048})
         assert (fleet.model, fleet.machine, fleet.in_flight, fleet.served) == ("model", "m", 0, 0)
 

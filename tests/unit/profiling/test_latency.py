@@ -16,13 +16,13 @@ from router.profiling.latency import fit
 from router.settings import load_settings
 from tiers.fleet import Fleet
 from tiers.least_squares import least_squares
-from tiers.spec import TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, TierName, TierSpec
 from tiers.speed import IDLE, Load, SpeedModel
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 TRUE = SpeedModel(30, 2.0, 25, 6, ttft_steps=1.5)
 SEQS = 16
 

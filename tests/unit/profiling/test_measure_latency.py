@@ -14,14 +14,14 @@ import pytest
 from router.policy.profiles import ProfileError
 from router.profiling.client import FleetState, Timed
 from router.profiling.measure_latency import BATCHES, LENGTHS, LatencyPlan, measure_latency
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 from tiers.speed import Load, SpeedModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
 pytestmark = pytest.mark.anyio
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 TRUE = SpeedModel(3, 0.2, 2, 0.5, ttft_steps=1.0)
 SEQS = 8
 BY_TIER = dict.fromkeys((FAST, BALANCED), 1)

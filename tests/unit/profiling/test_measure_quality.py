@@ -14,7 +14,7 @@ from router.profiling.client import RouterClient, connect
 from router.profiling.measure_quality import Plan, measure, read_prompts
 from router.profiling.profile_files import PROMPTS
 from tests.unit.router_stack import Stack, router_stack
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from router.policy.profiles import QualityProfile
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 TEXTS = ("What is the capital of France?", "Write a SQL query for the ten best customers")
 
 
@@ -128,7 +128,7 @@ async def test_each_prompt_is_answered_once_a_tier_and_equal_answers_are_scored_
     async with connected(tmp_path) as (stack, client):
         profile = await measured(client, tmp_path)
         assert asked(stack) == {FAST: 2, BALANCED: 2, PRECISE: 2 + 2}
-        assert {loss.tier for loss in profile.losses} == set(TierName)
+        assert {loss.tier for loss in profile.losses} == set(STANDARD_TIERS)
         assert all(loss.top1_disagreement.mean == 0 for loss in profile.losses)
         assert stack.leases() == 0
 

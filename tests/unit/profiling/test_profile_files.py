@@ -18,12 +18,12 @@ from router.policy.profiles import (
     load_profile,
 )
 from router.profiling.profile_files import PROMPTS, keep_latency, keep_quality, only_one
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 SERVED: dict[TierName, str | None] = {FAST: "a", BALANCED: "b", PRECISE: None}
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -66,12 +66,12 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_tiers_that_are_left_out_keep_their_speed(tmp_path: Path) -> None:
     """A tier measured again replaces its own speed only; another machine has a profile of its own."""
-    path = keep_latency(tmp_path, latency(tuple(TierName), 10))
+    path = keep_latency(tmp_path, latency(tuple(STANDARD_TIERS), 10))
     assert keep_latency(tmp_path, latency((BALANCED,), 20)) == path
     found = {fit.tier: fit.step_base_ms for fit in load_latency(path).fits}
     assert found == {FAST: 10, BALANCED: 20, PRECISE: 10}
     assert keep_latency(tmp_path, latency((FAST,), 30, machine="other")) != path
-    assert keep_latency(tmp_path, latency(tuple(TierName), 40)) == path
+    assert keep_latency(tmp_path, latency(tuple(STANDARD_TIERS), 40)) == path
     assert {fit.step_base_ms for fit in load_latency(path).fits} == {40}
     assert not list(tmp_path.glob("*.part"))
 

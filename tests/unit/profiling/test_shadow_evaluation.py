@@ -32,14 +32,14 @@ from tests.unit.policy.made_profiles import loss, observed, quality
 from tests.unit.records import decision
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
 pytestmark = pytest.mark.anyio
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 CHAT = PromptClass.CHAT
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -72,11 +72,11 @@ class Evaluated:
 async def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float = 1.0) -> AsyncIterator[Evaluated]:
     """Serve the engines, and look for quiet all the time."""
     monkeypatch.setattr(module, "LOOK_S", 0.001)
-    engines = {tier: Behaviour() for tier in TierName}
+    engines = {tier: Behaviour() for tier in STANDARD_TIERS}
     policy = {"profiles": str(tmp_path), "max_loss": {"chat": 0.1}}
     settings = load_settings(None, {"policy": policy})
     async with serving_all(*(FakeEngine(engine).app for engine in engines.values())) as urls:
-        fleet = Fleet(tuple(TierSpec(name, 2048, 8, 16) for name in TierName))
+        fleet = Fleet(tuple(TierSpec(name, 2048, 8, 16) for name in STANDARD_TIERS))
         for spec, url in zip(fleet.specs, urls, strict=True):
             fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake")).mark(ReplicaState.READY)
         store, telemetry = PolicyStore(settings.policy, fleet), Telemetry(None)
@@ -189,7 +189,7 @@ async def test_a_class_changes_its_tier_and_comes_back(
 async def test_what_was_scored_teaches_the_loss_by_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the profile's prompts, one fewer than are fitted to, the live prompt is the one that was missing."""
     seen = tuple(observed(FAST, CHAT, 20 * (n + 1), n // 3, 32) for n in range(MIN_PROMPTS - 1))
-    identities = dict.fromkeys(TierName)
+    identities = dict.fromkeys(STANDARD_TIERS)
     profile = quality(loss(FAST, 0.2), identities=identities, observations=seen)
     (tmp_path / profile_name(identities)).write_text(profile.model_dump_json())
     async with evaluated(tmp_path, monkeypatch) as one:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from router.api.bodies import parse_generate
-from router.settings import PROJECT, LimitSettings
+from router.api.bodies import STANDARD_RULES, parse_generate
+from router.settings import PROJECT
 from router.upstream.sse import parse_event
 from tests.fakes.engine import Behaviour
 from tests.unit.router_stack import Stack, router_stack
@@ -58,7 +58,7 @@ def test_the_collector_does_not_look_at_what_the_start_has_made() -> None:
 
 def test_what_is_asked_and_answered_does_not_stay_in_the_parser() -> None:
     body = b'{"prompt": "a short one", "system_prompt": "be brief"}'
-    one, other = (parse_generate(body, LimitSettings()) for _ in range(2))
+    one, other = (parse_generate(body, STANDARD_RULES) for _ in range(2))
     assert one.prompt == other.prompt
     assert one.prompt is not other.prompt, "the parser kept the prompt"
     assert one.system_prompt is not other.system_prompt

@@ -27,7 +27,7 @@ from router.telemetry.tracing import (
 )
 from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, features, fleet, query
 from tiers.replica import Replica
-from tiers.spec import OtlpTarget, ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, OtlpTarget, ReplicaState, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import Span
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 ENDPOINT, PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"
 TRACES_ENDPOINT, TRACES_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 EXPORTER, DISABLED = "OTEL_TRACES_EXPORTER", "OTEL_SDK_DISABLED"
@@ -337,7 +337,7 @@ def test_a_decision_is_told_with_its_bounds_and_every_tiers_report() -> None:
     assert found["qarr.fallbacks"] == ("balanced", "precise")
     assert found["qarr.fast.verdict"] == "chosen"
     assert {"qarr.sla.ttft_ms", "qarr.refusal"}.isdisjoint(found)
-    assert {f"qarr.{tier.value}.state" for tier in TierName} < found.keys()
+    assert {f"qarr.{tier}.state" for tier in STANDARD_TIERS} < found.keys()
 
 
 def test_a_decision_is_told_with_the_price_of_loss_and_what_it_expects() -> None:
@@ -360,7 +360,7 @@ def test_a_refusal_has_no_tier() -> None:
     """It has the reason's code instead."""
     made, exporter, provider = telemetry()
     with server_span(provider):
-        made.record_decision(decide(query(), fleet(dict.fromkeys(TierName, ReplicaState.FAILED)), TABLE))
+        made.record_decision(decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaState.FAILED)), TABLE))
     found = attributes(exporter, "POST")
     assert found["qarr.refusal"] == "not_ready"
     assert {"qarr.tier", "qarr.precision", "qarr.hint"}.isdisjoint(found)

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.router_stack import router_stack
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.unit.router_stack import Stack
 
 pytestmark = pytest.mark.anyio
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 ADAPTERS = "/admin/adapters"
 
 
@@ -105,7 +105,7 @@ async def test_what_others_load_is_found(tmp_path: Path, monkeypatch: pytest.Mon
         ({"name": "fast", "path": "/x"}, "name", "no tier's name"),
         ({"name": "a b", "path": "/x"}, "name", "letters, digits"),
         ({"name": "a", "path": ""}, "path", "a folder"),
-        ({"name": "a", "path": "/x", "tiers": ["best"]}, "tiers.0", "fast, balanced, precise"),
+        ({"name": "a", "path": "/x", "tiers": ["best"]}, "tiers", "fast, balanced, precise"),
         ({"name": "a", "path": "/x", "tiers": []}, "tiers", "fast, balanced, precise"),
         ({"name": "a", "path": "/x", "rank": 3}, "rank", "name, path, tiers"),
     ],

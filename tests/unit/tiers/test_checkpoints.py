@@ -29,12 +29,12 @@ from tiers.checkpoints.checkpoint import (
 from tiers.checkpoints.prepare import DEFAULT_CALIBRATION, PrepareOptions, check_calibration, find, finished, prepare
 from tiers.checkpoints.quantize import evenly
 from tiers.errors import CheckpointError, TokenizerMismatch
-from tiers.spec import Precision, TierName
+from tiers.spec import STANDARD_TIERS, Precision
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 LLAMA_8B = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "vocab_size": 128256,
 }  # fmt: skip

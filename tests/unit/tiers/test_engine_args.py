@@ -13,12 +13,12 @@ import pytest
 
 from tiers.errors import EngineError
 from tiers.lifecycle.engine_args import OWN, check_engine_args, check_own
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 SERVER = """
 import argparse, sys, uvloop
 

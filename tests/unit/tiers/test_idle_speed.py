@@ -16,14 +16,14 @@ from tiers.lifecycle.idle_speed import SAMPLES, IdleSpeed
 from tiers.lifecycle.warmup import WarmupPlan
 from tiers.probe import EngineProbe
 from tiers.replica import Replica
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierSpec
 from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 pytestmark = pytest.mark.anyio
-FAST, _, PRECISE = TierName
+FAST, _, PRECISE = STANDARD_TIERS
 PROFILE = SpeedModel(10.0, 0.1, 5.0, profiled=True)
 
 

@@ -15,7 +15,7 @@ from tests.unit.measuring_router import measuring_router
 from tiers.fleet import Fleet
 from tiers.live_speed import ENOUGH, LiveSpeed, learn
 from tiers.replica import Replica
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierName, TierSpec
 from tiers.speed import Load, Seen, SpeedModel
 
 if TYPE_CHECKING:
@@ -127,7 +127,9 @@ async def ask(client: httpx.AsyncClient, url: str, until: asyncio.Event, source:
 @pytest.mark.anyio
 async def test_a_router_that_is_never_idle_learns(tmp_path: Path) -> None:
     """From its first request on an engine is busy; its speed becomes known, told as learned, and near the truth."""
-    engines = [Behaviour(answer=tuple(" x" for _ in range(16)), delay_s=0.02, first_delay_s=0.1) for _ in TierName]
+    engines = [
+        Behaviour(answer=tuple(" x" for _ in range(16)), delay_s=0.02, first_delay_s=0.1) for _ in STANDARD_TIERS
+    ]
     async with measuring_router(tmp_path, engines, profile={"auto": False}) as own:
         enough, source = asyncio.Event(), random.Random(1)
         learning = asyncio.create_task(LiveSpeed(own.fleet).run())

@@ -24,18 +24,18 @@ from tiers.plan import (
     model_config,
     read_machine,
 )
-from tiers.spec import Draft, Placement, Precision, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, Draft, Placement, Precision, TierName, TierSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
 def specs(tmp_path: Path, gib: dict[TierName, float]) -> list[TierSpec]:
     return [
         TierSpec(name, length, 16, 32, checkpoint=model(tmp_path / name, size=int(gib[name] * GIB)))
-        for name, length in zip(TierName, (2048, 4096, 8192), strict=True)
+        for name, length in zip(STANDARD_TIERS, (2048, 4096, 8192), strict=True)
     ]
 
 
@@ -60,7 +60,7 @@ def test_a_plan_knows_the_weights_that_are_still_to_be_made(tmp_path: Path) -> N
     assert held == pytest.approx(269_060_552, rel=0.01)
     packed, held = expected_bytes(base, Precision.AWQ_INT4, amx=True)
     assert 114_029_456 < packed == held < 1.05 * 114_029_456
-    tiers = [TierSpec(name, 2048, 16, 32, checkpoint=base if name is PRECISE else None) for name in TierName]
+    tiers = [TierSpec(name, 2048, 16, 32, checkpoint=base if name is PRECISE else None) for name in STANDARD_TIERS]
     plan = make_plan(Machine((0, 1), 24 * GIB, ()), tiers, base=base)
     assert [(share.on_disk, share.weights) for share in plan.shares] == [
         expected_bytes(base, precision, amx=False) for precision in (Precision.AWQ_INT4, Precision.FP8, Precision.BF16)
@@ -87,7 +87,7 @@ def test_gpu_that_is_too_small_is_refused_with_the_arithmetic(tmp_path: Path) ->
 
 def test_cpu_plan_shares_cores_and_checks_memory(tmp_path: Path) -> None:
     """Few cores are shared, many are divided with one left for the router; too little memory is refused."""
-    small = dict.fromkeys(TierName, 0.2)
+    small = dict.fromkeys(STANDARD_TIERS, 0.2)
     few = make_plan(Machine((0, 1), 24 * GIB, ()), specs(tmp_path, small), kv_cache_gib=1)
     assert [s.placement.cores for s in few.shares] == [(), (), ()]
     many = make_plan(Machine(tuple(range(8)), 24 * GIB, ()), specs(tmp_path, small), kv_cache_gib=1)
@@ -113,7 +113,7 @@ def test_quantized_weights_take_twice_their_size_where_the_plugin_computes_them(
         with (folder / "model.safetensors").open("wb") as file:
             file.write(struct.pack("<Q", len(raw)) + raw)
             file.truncate(8 + len(raw) + end)
-    tiers = [TierSpec(name, 2048, 16, 32, checkpoint=tmp_path / name) for name in TierName]
+    tiers = [TierSpec(name, 2048, 16, 32, checkpoint=tmp_path / name) for name in STANDARD_TIERS]
     for amx, held in ((False, (131, 211, 210)), (True, (91, 131, 210))):
         plan = make_plan(Machine((0, 1), 24 * GIB, (), amx=amx), tiers)
         assert tuple(share.weights // mib for share in plan.shares) == held
@@ -168,9 +168,9 @@ def test_without_tiers_there_is_nothing_to_share() -> None:
 
 def test_the_gpu_with_most_free_memory_is_taken(tmp_path: Path) -> None:
     gpus = (Gpu(0, "busy", 80 * GIB, 10 * GIB), Gpu(1, "free", 80 * GIB, 79 * GIB))
-    plan = make_plan(Machine((0,), 0, gpus), specs(tmp_path, dict.fromkeys(TierName, 1.0)))
+    plan = make_plan(Machine((0,), 0, gpus), specs(tmp_path, dict.fromkeys(STANDARD_TIERS, 1.0)))
     assert plan.device == "GPU 1 (free)"
-    assert {plan.placement(tier).gpus for tier in TierName} == {(1,)}
+    assert {plan.placement(tier).gpus for tier in STANDARD_TIERS} == {(1,)}
 
 
 EIGHT = tuple(Gpu(n, "H100", 80 * GIB, 79 * GIB) for n in range(8))
@@ -239,7 +239,7 @@ def test_a_draft_model_takes_memory_too(tmp_path: Path) -> None:
 
 
 def test_replicas_on_a_cpu_share_its_cores_and_memory(tmp_path: Path) -> None:
-    fast, *_ = specs(tmp_path, dict.fromkeys(TierName, 0.2))
+    fast, *_ = specs(tmp_path, dict.fromkeys(STANDARD_TIERS, 0.2))
     plan = make_plan(Machine(tuple(range(5)), 24 * GIB, ()), [replace(fast, replicas=2)])
     assert [(s.number, s.placement.cores) for s in plan.shares] == [(0, (1, 2)), (1, (3, 4))]
     with pytest.raises(PlanError, match=r"8 CPU engines need about 2\d\.\d GiB"):

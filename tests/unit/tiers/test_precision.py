@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.made_configs import AWQ_RECIPE, CONFIGS, compressed, model_folder, tier_folder
 from tiers.checkpoints.precision import MAX_BYTES, checkpoint_precision, root_precision, told_precision
-from tiers.spec import PRECISIONS, UNKNOWN, TierName
+from tiers.spec import PRECISIONS, STANDARD_TIERS, UNKNOWN, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +26,7 @@ def quantized(method: str, **fields: Any) -> dict[str, Any]:
     return {"torch_dtype": "bfloat16", "quantization_config": {"quant_method": method, **fields}}
 
 
-@pytest.mark.parametrize("tier", TierName)
+@pytest.mark.parametrize("tier", STANDARD_TIERS)
 def test_what_is_made_for_a_tier_says_so_itself(tmp_path: Path, tier: TierName) -> None:
     """Whatever the folder is called."""
     assert checkpoint_precision(tier_folder(tmp_path / "any name", tier)) == PRECISIONS[tier]

@@ -29,14 +29,14 @@ from tiers.checkpoints.prepare import (
     slug,
 )
 from tiers.errors import CheckpointError
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tiers.checkpoints.checkpoint import Checkpoint
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
 @pytest.fixture

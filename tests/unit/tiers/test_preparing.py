@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tiers.preparing import ENGINE_START_S, TYPICAL, WRITING_S, Preparations, Preparing
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 GIB = 1 << 30
 
 
@@ -92,7 +92,7 @@ def test_the_next_checkpoint_begins_anew(clock: Clock) -> None:
 def test_a_failure_is_told_of_all_tiers_without_an_engine(clock: Clock) -> None:
     """Made but not started, and not made: both have failed, while one that starts goes on; nothing is made any more."""
     preparations = Preparations(clock)
-    preparations.expect(TierName, None)
+    preparations.expect(STANDARD_TIERS, None)
     preparations.made(PRECISE)
     preparations.starting(PRECISE)
     preparations.made(BALANCED)

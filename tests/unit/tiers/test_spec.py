@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
-from tiers.spec import SHOWN_DIGITS, UNKNOWN, EngineLaunch, Placement, TierName, TierSpec
+from tiers.spec import SHOWN_DIGITS, STANDARD_TIERS, UNKNOWN, EngineLaunch, Placement, TierName, TierSpec, in_order
 
-FAST, BALANCED, PRECISE = TierName
-
-
-def test_tiers_are_ranked_by_precision() -> None:
-    assert [tier.rank for tier in (FAST, BALANCED, PRECISE)] == [0, 1, 2]
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
-@pytest.mark.parametrize("tier", TierName)
+def test_equal_names_are_one_object() -> None:
+    """Also copies, those that pickle makes for another process, and those that pydantic reads."""
+    name = TierName("int8")
+    read = TypeAdapter(dict[TierName, int]).validate_json('{"int8": 1, "fast": 2}')
+    sent = pickle.loads(pickle.dumps(name))  # noqa: S301  our own bytes
+    assert name is TierName("int8") is copy.deepcopy(name) is sent is next(iter(read))
+    assert list(read) == [name, FAST]
+    assert name == "int8"
+
+
+@pytest.mark.parametrize("name", ["", "auto", "qarr", "Fast", "8bit", "a.b", "a b", "x" * 33, "fast\n"])
+def test_what_no_tier_can_be_called_is_refused(name: str) -> None:
+    """``auto`` and ``qarr`` are models that stand for any tier; a name must be a part of metrics and variables."""
+    with pytest.raises(ValueError, match="1 to 32 lower-case letters"):
+        TierName(name)
+
+
+def test_tiers_are_listed_with_the_highest_last() -> None:
+    """Each once; those that the settings add by name, whatever order they come in."""
+    nvfp4, int8 = TierName("nvfp4"), TierName("int8")
+    assert in_order([PRECISE, nvfp4, FAST, int8, FAST]) == [FAST, int8, nvfp4, PRECISE]
+
+
+@pytest.mark.parametrize("tier", STANDARD_TIERS)
 def test_a_tiers_name_tells_nothing_of_its_precision(tier: TierName) -> None:
     assert TierSpec(tier, 1, 1, 1).precision == UNKNOWN
 

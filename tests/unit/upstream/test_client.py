@@ -24,10 +24,10 @@ from router.upstream.json_object import JsonObject
 from tests.fakes.engine import Behaviour
 from tests.ports import reserved_ports
 from tests.unit.upstream_stack import HI, LIMIT, text_of, until, upstream_stack
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS
 
 pytestmark = pytest.mark.anyio
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 ANSWER = "The capital of France is Paris."
 CHATS, TOKENIZE = "/v1/chat/completions", "/tokenize"
 WHOLE = RelayRequest(
@@ -139,7 +139,7 @@ async def test_when_all_fail_every_cause_is_told() -> None:
 
 
 async def test_attempts_are_bounded() -> None:
-    failing = {name.value: Behaviour(status=500) for name in TierName}
+    failing = {name: Behaviour(status=500) for name in STANDARD_TIERS}
     async with upstream_stack({"attempts": 2}, **failing) as stack:
         with pytest.raises(NoEngineAnswered):
             await stack.upstream.open(stack.decision(FAST), HI)

@@ -22,7 +22,7 @@ from router.upstream.json_object import JsonObject
 from router.upstream.sse import Chunk
 from tests.fakes.engine import FINGERPRINT, PIECE, Behaviour
 from tests.unit.upstream_stack import HI, text_of, until, upstream_stack
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tests.unit.upstream_stack import UpstreamStack
 
 pytestmark = pytest.mark.anyio
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 ANSWER = "The capital of France is Paris."
 LATER = 3600.0  # a deadline, in seconds from now, that no test reaches
 PLAIN = b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'

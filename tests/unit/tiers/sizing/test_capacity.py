@@ -14,10 +14,10 @@ from tiers.sizing.architecture import architecture
 from tiers.sizing.capacity import MOST_BUSY, Demand, FleetPlan, TierPlan, plan_on_cpu, plan_on_gpus
 from tiers.sizing.hardware import parse_gpus, read_prices
 from tiers.sizing.roofline import Roofline
-from tiers.spec import Precision, TierName
+from tiers.spec import STANDARD_TIERS, Precision
 from tiers.speed import SpeedModel
 
-FAST, BALANCED, PRECISE = TierName
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 DEMAND = Demand(40.0, 800, 250, 1050)
 SMALL = architecture(read("llama-3.1-8b"))
 
@@ -40,7 +40,7 @@ def planned(name: str, gpus: str, demand: Demand = DEMAND, **options: object) ->
 
 def test_by_hand() -> None:
     """50 sequences at once: 250 x 20 ms + 50 x 80 ms of prompts are 9 s, so 5.56 requests a second on one engine."""
-    paces = dict.fromkeys(TierName, Steady())
+    paces = dict.fromkeys(STANDARD_TIERS, Steady())
     found = planned("llama-3.1-8b", "H100", replace(DEMAND, max_num_seqs=50), paces=paces).tiers[2]
     assert (found.batch, found.gpus_per_replica) == (50, 1)
     assert found.tpot_ms == pytest.approx(9000 / 250)
