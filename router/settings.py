@@ -380,19 +380,6 @@ class TiersSettings(Section):
         return found
 
     @model_validator(mode="after")
-    def _engines_of_their_own(self) -> TiersSettings:
-        """Check that no engine is in two tiers: it serves at one precision."""
-        found: dict[str, str] = {}
-        for name in self.names:
-            for url in self.of(name).urls:
-                other = found.setdefault(_normalised(url), name)
-                if other != name:
-                    raise ValueError(
-                        f"tiers.{other}.urls and tiers.{name}.urls both name {url}: an engine serves at one precision"
-                    )
-        return self
-
-    @model_validator(mode="after")
     def _added_tiers_have_engines(self) -> TiersSettings:
         """Check the names of tiers that are not made here, and that something serves them."""
         for name, tier in self.__pydantic_extra__.items():
@@ -404,6 +391,19 @@ class TiersSettings(Section):
                     f"tiers.{name}: no checkpoint is made for a tier of this name, so it needs urls or checkpoint "
                     "(fast, balanced and precise need neither)"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _engines_of_their_own(self) -> TiersSettings:
+        """Check that no engine is in two tiers: it serves at one precision."""
+        found: dict[str, str] = {}
+        for name in self.names:
+            for url in self.of(name).urls:
+                other = found.setdefault(_normalised(url), name)
+                if other != name:
+                    raise ValueError(
+                        f"tiers.{other}.urls and tiers.{name}.urls both name {url}: an engine serves at one precision"
+                    )
         return self
 
 

@@ -594,3 +594,26 @@ async def test_motion_is_left_out_where_it_is_not_wanted(tmp_path: Path, opened:
         await stack.generate()
         await expect(page.locator("#requests tr")).to_have_count(1)
         assert await page.evaluate("() => document.getAnimations().length") == 0
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+async def test_any_number_of_tiers_is_shown(tmp_path: Path, opened: Opened, width: int) -> None:
+    """Added tiers have shapes and colours of their own, the form offers them, and one that is left out is a dash."""
+    urls = {f"t{n}": {"urls": [f"http://127.0.0.1:{n}"], "precision": f"int{n}"} for n in (3, 6, 8)}
+    view = {"viewport": {"width": width, "height": 1000}}
+    async with (
+        router_stack(tmp_path, {"tiers": {**urls, "balanced": {"replicas": 0}}}) as stack,
+        opened(stack.url, **view) as page,
+    ):
+        await live(page)
+        names = await page.locator("li[data-tier]").evaluate_all("rows => rows.map(row => row.dataset.tier)")
+        assert names == ["t3", "fast", "t6", "balanced", "t8", "precise"]
+        looks = await page.locator("li[data-tier] h3 path").evaluate_all(
+            "paths => paths.map(path => path.getAttribute('d') + getComputedStyle(path).fill)"
+        )
+        assert len(set(looks)) == len(names)
+        await expect(tier(page, "balanced").locator(".who .state")).to_have_text("\u2013 absent")
+        assert await page.locator("select[name=tier] option").all_text_contents() == ["auto", *names]
+        await page.get_by_label("Prompt", exact=True).fill("What is the capital of France?")
+        await page.locator("select[name=tier]").select_option("t8")
+        await expect(page.locator("#decision .to")).to_contain_text("would go to t8")

@@ -21,7 +21,7 @@ from router.telemetry.tracing import Telemetry, make_telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
 from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -57,20 +57,28 @@ async def router_stack(
     tracing: TracerProvider | Telemetry | None = None,
     **behaviours: Behaviour,
 ) -> AsyncIterator[Stack]:
-    """Run a router in front of one fake engine a tier, ready and warmed through the real supervisor."""
+    """Run a router in front of one fake engine a tier, ready and warmed through the real supervisor.
+
+    A tier whose ``replicas`` the settings set to 0 has none; one that they add has, whatever its ``urls``.
+    """
     async with AsyncExitStack() as cleanup:
         cleanup.enter_context(no_faults_in_the_router())
-        engines = {name: behaviours.get(name, Behaviour()) for name in STANDARD_TIERS}
+        # Fakes answer in no time at all, so which of them was measured to be faster is chance.
+        settings: Settings = load_settings(None, {"policy": {"max_slowdown": 1e9}, **(overrides or {})})
+        tiers = settings.tiers
+        served_here = [name for name in tiers.names if tiers.of(name).replicas != 0]
+        engines = {name: behaviours.get(name, Behaviour()) for name in served_here}
         for name, behaviour in engines.items():
             behaviour.root = behaviour.root or f"made/{name}"
         served = await cleanup.enter_async_context(serving_all(*(FakeEngine(b).app for b in engines.values())))
         urls = dict(zip(engines, served, strict=True))
-        # Fakes answer in no time at all, so which of them was measured to be faster is chance.
-        settings: Settings = load_settings(None, {"policy": {"max_slowdown": 1e9}, **(overrides or {})})
         specs = tuple(
-            TierSpec(n, tier.max_model_len, tier.max_num_seqs, tier.max_in_flight, urls=(urls[n],))
-            for n, tier in ((n, getattr(settings.tiers, n)) for n in STANDARD_TIERS)
-        )
+            TierSpec(
+                name, tier.max_model_len, tier.max_num_seqs, tier.max_in_flight, replicas=0,
+                urls=(urls[name],) if name in urls else (), stated_precision=tier.precision or None,
+            )
+            for name, tier in ((name, tiers.of(name)) for name in tiers.names)
+        )  # fmt: skip
         fleet = Fleet(specs, options=fleet_options(settings))
         supervisor = Supervisor(fleet, SupervisorOptions(log_dir=tmp_path))
         supervisor.start([], specs)

@@ -11,6 +11,11 @@ let preview = null; // the request under way for a decision
 let sending = null; // the one for an answer
 let typing = 0;
 
+/** Offer the fleet's tiers as hints. */
+function offerTiers(names) {
+  sync(byId("ask").elements.tier, ["auto", ...names], (name) => name, (name) => el("option", { value: name }, name));
+}
+
 /** The request as the form has it. */
 function bodyOf(form) {
   const number = (name) => (form.elements[name].value === "" ? undefined : Number(form.elements[name].value));

@@ -88,12 +88,25 @@ const calendar = new Intl.DateTimeFormat("en-GB", { dateStyle: "medium", timeSty
 const timeOf = (at) => clock.format(new Date(at * 1000));
 
 /** What tells tiers apart besides their names: a shape, for those who do not see its colour. */
-const SHAPES = { fast: "M6 1a5 5 0 1 0 0 10a5 5 0 1 0 0-10z", balanced: "M1.5 1.5h9v9h-9z", precise: "M6 0l6 6l-6 6l-6-6z" };
-const TIERS = ["fast", "balanced", "precise"];
+const SHAPES = {
+  fast: "M6 1a5 5 0 1 0 0 10a5 5 0 1 0 0-10z", balanced: "M1.5 1.5h9v9h-9z", precise: "M6 0l6 6l-6 6l-6-6z",
+  "more-0": "M6 1l5.5 10h-11z", "more-1": "M6 .5l5 3v5l-5 3l-5-3v-5z", "more-2": "M4 .5h4v3.5h3.5v4h-3.5v3.5h-4v-3.5h-3.5v-4h3.5z", "more-3": "M.5 1h11l-5.5 10z",
+};
+const added = []; // tiers that the settings add, in the order in which the page met them
+
+/** The look of a tier: its own, or one of those for added tiers. */
+function lookOf(tier) {
+  if (!tier) return "none";
+  if (SHAPES[tier]) return tier;
+  if (!added.includes(tier)) added.push(tier);
+  return `more-${added.indexOf(tier) % 4}`;
+}
+
+const tierClass = (tier) => `of-${lookOf(tier)}`;
 
 function shape(tier) {
-  const path = SHAPES[tier] ?? SHAPES.fast;
-  return svg("svg", { class: `shape of-${TIERS.includes(tier) ? tier : "none"}`, viewBox: "0 0 12 12", "aria-hidden": "true" }, svg("path", { d: path }));
+  const path = SHAPES[lookOf(tier)] ?? SHAPES.fast;
+  return svg("svg", { class: `shape ${tierClass(tier)}`, viewBox: "0 0 12 12", "aria-hidden": "true" }, svg("path", { d: path }));
 }
 
 /** A tier's name with its shape. */

@@ -46,7 +46,9 @@ function showBudget(budget) {
 }
 
 function showPolicy(policy) {
-  const area = byId("quality"), tiers = TIERS.filter((t) => t !== "precise" && Object.keys(policy.losses?.[t] ?? {}).length);
+  const area = byId("quality"), losses = policy.losses ?? {};
+  const order = fleet?.tiers.map((t) => t.tier) ?? Object.keys(losses);
+  const tiers = order.filter((t) => t !== "precise" && Object.keys(losses[t] ?? {}).length);
   const classes = Object.keys(policy.class_floor).filter((c) => tiers.some((t) => policy.losses[t][c]));
   area.dataset.shown = "true";
   area.replaceChildren(...(classes.length ? measured(policy, classes, tiers) : unmeasured(policy)));
@@ -97,7 +99,7 @@ function lossPlot(policy, classes, tiers, live) {
     tiers.forEach((tier, m) => {
       const found = policy.losses[tier][name], middle = y + (row * (m + 1)) / (tiers.length + 1);
       if (found) plot.append(lossMark(tier, name, found, x, middle, policy.max_loss[name]));
-      for (const l of live.filter((l) => l.class === name && l.tier === tier)) plot.append(svg("circle", { class: `live-mark of-${tier}`, cx: x(l.loss), cy: middle, r: 4 }));
+      for (const l of live.filter((l) => l.class === name && l.tier === tier)) plot.append(svg("circle", { class: `live-mark ${tierClass(tier)}`, cx: x(l.loss), cy: middle, r: 4 }));
     });
   });
   return plot;
@@ -105,9 +107,9 @@ function lossPlot(policy, classes, tiers, live) {
 
 function lossMark(tier, name, { mean, low, high }, x, y, bound) {
   const words = `${name} on ${tier}: ${loss(mean)} (${loss(low)} to ${loss(high)})${known(bound) ? `, cap ${loss(bound)}` : ""}`;
-  return svg("g", { class: `of-${tier}` }, svg("title", {}, words),
+  return svg("g", { class: tierClass(tier) }, svg("title", {}, words),
     svg("line", { class: "interval", x1: x(low), x2: x(high), y1: y, y2: y }),
-    svg("path", { class: "mean", d: SHAPES[tier], transform: `translate(${x(mean) - 5} ${y - 5}) scale(0.83)` }));
+    svg("path", { class: "mean", d: SHAPES[lookOf(tier)], transform: `translate(${x(mean) - 5} ${y - 5}) scale(0.83)` }));
 }
 
 function lossTable(policy, classes, tiers, live) {

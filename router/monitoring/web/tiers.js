@@ -15,6 +15,7 @@ function showFleet(next) {
   put(byId("window"), `last ${next.window_s} s`);
   byId("live-empty").hidden = next.tiers.length > 0;
   byId("scope").hidden = next.scope !== "own";
+  offerTiers(next.tiers.map((tier) => tier.tier));
   sync(byId("tiers"), next.tiers, (tier) => tier.tier, makeTier, (_, tier) => rows.get(tier.tier).update(tier, next));
   showSums(next);
   showBudget(next.loss_budget);
@@ -112,7 +113,7 @@ class TierRow {
     this.detail = el("p", { class: "why", hidden: true });
     this.coming = { step: el("p", { class: "clip" }), left: el("p"), bar: el("div") };
     this.comingNode = el("div", { class: "coming", hidden: true }, Object.values(this.coming));
-    this.lane = el("canvas", { class: `lane of-${tier}`, "aria-hidden": "true" });
+    this.lane = el("canvas", { class: `lane ${tierClass(tier)}`, "aria-hidden": "true" });
     this.figures = {
       load: figure("In flight", "Requests on the engine, and how many it takes at once"),
       speed: figure("Tokens/s", "Output tokens in the last second"),
@@ -124,7 +125,7 @@ class TierRow {
     };
     this.replicas = el("ul", { class: "replicas" });
     this.summary = el("summary");
-    this.node = el("li", { class: `tier of-${tier}`, "data-tier": tier },
+    this.node = el("li", { class: `tier ${tierClass(tier)}`, "data-tier": tier },
       el("div", { class: "who" }, el("h3", {}, tierName(tier)), this.precision, this.state),
       el("div", { class: "track" }, this.lane, this.comingNode),
       el("dl", { class: "figures" }, Object.values(this.figures).map((f) => f.node)),

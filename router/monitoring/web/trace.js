@@ -126,7 +126,7 @@ function spanItem(span, depth, total) {
   const name = el("span", { class: "name" }, el("span", {}, span.error ? `✕ ${span.name}` : span.name));
   name.style.paddingLeft = `${Math.min(depth, 6) * 12}px`;
   const tier = span.attributes["qarr.tier"] ?? span.attributes.tier;
-  if (span.kind === "client" && TIERS.includes(tier)) { fill.classList.add(`of-${tier}`); name.prepend(shape(tier)); }
+  if (span.kind === "client" && tier) { fill.classList.add(tierClass(tier)); name.prepend(shape(tier)); }
   const pairs = Object.entries(span.attributes);
   const events = span.events.slice(0, EVENTS_SHOWN);
   return el("li", { class: span.error ? "failed" : null },
