@@ -295,7 +295,7 @@ class TierSettings(Section):
     draft: str = Field(
         "",
         description="Speculative decoding: what proposes tokens that an engine started here checks in one step. `ngram`: "
-        "what followed the same words before; `fast` or `balanced`: that tier's checkpoint; or a model folder. Empty: none. "
+        "what followed the same words before; a tier of lower precision: its checkpoint; or a model folder. Empty: none. "
         "Requests with `min_p` or `logit_bias` go to tiers without a draft: vLLM refuses them there.",
     )
     draft_tokens: int = Field(4, ge=1, le=32, description="Tokens proposed at a time.")

@@ -52,7 +52,8 @@ SETTINGS_HEAD = """# Settings
 checkout.
 
 A TOML file (`--config` or `QARR_CONFIG`) or the environment sets them, as in `QARR_SERVER__PORT=8081`. The command line
-takes precedence over the environment, the environment over the file.
+takes precedence over the environment, the environment over the file. A tier of another name, such as `[tiers.int8]`,
+has the same settings ([install.md](install.md#more-tiers-and-fewer)).
 """
 PLAIN = {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
 

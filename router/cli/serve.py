@@ -76,6 +76,10 @@ def serve(
     fast: Annotated[list[str] | None, typer.Option(help="URL of an AWQ int4 engine.", metavar="URL")] = None,
     balanced: Annotated[list[str] | None, typer.Option(help="URL of an FP8 engine.", metavar="URL")] = None,
     precise: Annotated[list[str] | None, typer.Option(help="URL of a BF16 engine.", metavar="URL")] = None,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(help="Engine of another tier, as in int8=http://10.0.0.5:8000.", metavar="NAME=URL"),
+    ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="The model's folder, for exact token counts.", metavar="DIR")
     ] = None,
@@ -87,11 +91,16 @@ def serve(
 ) -> None:
     """Serve only the router, in front of running engines. Needs no engine environment."""
     started = time.monotonic()
-    urls = {"fast": fast, "balanced": balanced, "precise": precise}
+    urls = {"fast": fast or [], "balanced": balanced or [], "precise": precise or []}
+    for named in tier or ():
+        name, _, url = named.partition("=")
+        if not name or not url:
+            fail(f"--tier {named}: a tier and the address of an engine are needed, as in int8=http://10.0.0.5:8000")
+        urls.setdefault(name, []).append(url)
     tiers = {name: {"urls": tuple(given) if given else None} for name, given in urls.items()}
     settings = load_settings(config, {"server": {"host": host, "port": port}, "tiers": tiers})
     if not any(t.urls for t in tier_settings(settings)):
-        fail("no engine is given: name at least one with --fast, --balanced or --precise URL, or use 'qarr up'")
+        fail("no engine is given: name at least one with --fast, --balanced, --precise or --tier, or use 'qarr up'")
     check_files(settings)
     deployment = make_deployment(settings, (), start_engines=False, tokenizer=tokenizer)
     logging = Logging(settings.telemetry)

@@ -1,4 +1,4 @@
-"""A fleet of another shape beside the first one: a tier here and elsewhere, one left out, drafts, too little memory."""
+"""A fleet of another shape beside the first one: tiers here and elsewhere, added, left out; drafts, too little memory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 import re
 import subprocess
 import time
+from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
+from router.settings import EngineSettings
 from tests.engine.collector import Collector
 from tests.engine.conftest import QARR, key_of, started
 from tiers.lifecycle.canary import agreement
@@ -31,9 +33,24 @@ PROMPTS = (
 
 
 @pytest.fixture(scope="module")
-def other(up: Up, engine_keys: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    """Start ``fast`` with n-grams beside the first fleet's, and ``precise`` with ``fast`` as its draft; no ``balanced``."""
+def int8(up: Up, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make an INT8 checkpoint of the model, 8-bit weights and activations."""
+    folder = tmp_path_factory.mktemp("int8") / "checkpoint"
+    script = Path(__file__).with_name("int8_checkpoint.py")
+    python = EngineSettings().python
+    subprocess.run([python, script, up.tiers()["precise"]["checkpoint"], folder], check=True, timeout=120)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other(up: Up, int8: Path, engine_keys: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """Start ``fast`` with n-grams beside the first fleet's, ``int8``, and ``precise`` with ``fast`` as its draft.
+
+    There is no ``balanced``.
+    """
     own = {
+        "QARR_TIERS__INT8__CHECKPOINT": str(int8),
+        "QARR_TIERS__INT8__DRAFT": "ngram",
         "QARR_TIERS__FAST__URLS": f'["{up.replica("fast")["url"]}"]',
         "QARR_ENGINE__API_KEY": engine_keys["fast"],
         "QARR_TIERS__FAST__REPLICAS": "1",
@@ -65,6 +82,26 @@ def test_a_tier_runs_here_and_elsewhere_and_one_is_left_out(up: Up, other: Up) -
     assert other.process is not None
     assert any(re.search(r"fast +awq-int4 +weights", line) for line in other.output)
     assert not any("balanced" in line and "weights" in line for line in other.output)
+
+
+def test_a_tier_of_another_precision_is_added(other: Up) -> None:
+    """Its precision is read from its checkpoint and puts it into its place; it answers right, by both APIs."""
+    assert [(name, tier["precision"]) for name, tier in other.tiers().items()] == [
+        ("fast", "awq-int4"), ("balanced", "unknown"), ("int8", "int8"), ("precise", "bf16"),
+    ]  # fmt: skip
+    answer = other.generate(tier="int8", prompt=PROMPTS[0], temperature=0, stream=False)
+    assert (answer.headers["x-qarr-tier"], answer.headers["x-qarr-precision"]) == ("int8", "int8")
+    assert "Paris" in answer.json()["text"]
+    chat = {"model": "int8", "messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 16, "temperature": 0}
+    told = httpx.post(f"{other.url}/v1/chat/completions", json=chat, timeout=60, trust_env=False)
+    assert (told.headers["x-qarr-tier"], "Paris" in told.text) == ("int8", True)
+    assert {"int8"} <= {m["id"] for m in httpx.get(f"{other.url}/v1/models", trust_env=False).json()["data"]}
+    page = httpx.get(f"{other.url}/metrics", trust_env=False).text
+    assert 'qarr_tier_ready_replicas{tier="int8"} 1.0' in page
+    shown = subprocess.run([QARR, "tiers", "--url", other.url], capture_output=True, text=True, check=True)
+    assert "int8-0" in shown.stdout
+    log = httpx.get(f"{other.url}/requests", trust_env=False).json()["requests"]
+    assert [record["served_by"] for record in log[:2]] == ["int8", "int8"]
 
 
 def test_an_engine_that_does_not_fit_is_started_with_less(other: Up) -> None:
