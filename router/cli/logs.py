@@ -107,7 +107,7 @@ def _moment(text: str, now: float) -> float:
 def _print(entry: Entry, width: int, *, ids: bool) -> None:
     today = time.time() - entry.at < DAY_S
     clock = time.strftime("%H:%M:%S" if today else "%m-%d %H:%M:%S", time.localtime(entry.at))
-    shade = SHADES.get(entry.source.rpartition("-")[0], "white")
+    shade = SHADES.get(entry.source.rpartition("-")[0], "yellow")
     text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", entry.text)
     mark = entry.level.upper() if entry.begins else ""
     if entry.level in LEVEL_SHADES:

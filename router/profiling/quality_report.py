@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _ROW, _LEFT, _WIDTH, _TOP = 22, 190, 560, 34
 _COLOURS = {TierName.FAST: "#c2571a", TierName.BALANCED: "#2f6fb0", TierName.PRECISE: "#4d7d3a"}
+_ADDED = "#7a5a9c"  # of a tier that the settings add
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2125; --soft: #6a737d; --line: #d0d7de; --ground: #ffffff; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8ea; --soft: #9aa4ad; --line: #3a424a; --ground: #14181c; } }
@@ -124,8 +125,9 @@ def _plot(losses: tuple[Loss, ...]) -> str:
         y = _TOP + _ROW * number + 10
         found = loss.top1_disagreement
         low, mid, high = (_LEFT + _WIDTH * share / top for share in (found.low, found.mean, found.high))
-        colour = _COLOURS[loss.tier]
-        name = loss.prompt_class.value if loss.tier is TierName.FAST else ""
+        colour = _COLOURS.get(loss.tier, _ADDED)
+        first = not number or losses[number - 1].prompt_class is not loss.prompt_class
+        name = loss.prompt_class.value if first else ""
         parts.append(f'<text x="0" y="{y + 4}">{escape(name)}</text>')
         parts.append(f'<text class="soft" x="{_LEFT - 12}" y="{y + 4}" text-anchor="end">{loss.tier}</text>')
         parts.append(f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{y}" y2="{y}" stroke="{colour}" stroke-width="2"/>')
@@ -136,7 +138,7 @@ def _plot(losses: tuple[Loss, ...]) -> str:
 def _row(loss: Loss) -> str:
     cells = [
         loss.prompt_class.value,
-        f"{loss.tier} <small>{PRECISIONS[loss.tier]}</small>",
+        f"{loss.tier} <small>{PRECISIONS.get(loss.tier, '')}</small>",
         str(loss.prompts),
         str(loss.tokens),
         _shown(loss, loss.top1_disagreement, 100),

@@ -84,3 +84,12 @@ def test_how_well_prompts_are_predicted_is_set_against_the_class() -> None:
         assert (float(cells[5]) > 0.9) is (used == "yes")
         assert float(cells[6]) == 0  # of one class
     assert "Loss by prompt" not in report(*losing)
+
+
+def test_a_class_is_named_once_whichever_tiers_there_are() -> None:
+    """Above its first tier, also where that is not fast; a tier that the settings add is shown like the others."""
+    added = loss(0.2).model_copy(update={"tier": TierName("int8")})
+    balanced = loss(0.1).model_copy(update={"tier": TierName.BALANCED})
+    plot = re.findall(r'<text x="0" y="\d+">(.*?)</text>', report(balanced, added))
+    assert plot == ["code", ""]
+    assert ">int8 " in report(added)
