@@ -84,7 +84,7 @@ class's mean.</p>
 def _certainty(profile: QualityProfile) -> str:
     """Return a table of the losses of a tier's least certain answers and of the others."""
     rows = []
-    for tier in in_order(loss.tier for loss in profile.losses if loss.tier is not REFERENCE):
+    for tier in in_order(c.tier for c in profile.certainties if c.tier is not REFERENCE):
         own = [c for c in profile.certainties if c.tier is tier]
         for share in (0.1, 0.2, 0.3):
             threshold = profile.threshold(tier, share)
