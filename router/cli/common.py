@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from router.settings import Settings
+    from tiers.spec import TierName
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 ConfigOption = Annotated[
@@ -34,6 +35,16 @@ def fail(text: str) -> NoReturn:
     """End the command with an error text and status 2."""
     err.print(f"[bold red]error:[/] {plain(text)}")
     raise SystemExit(2)
+
+
+def check_tier(tier: TierName, settings: Settings) -> None:
+    """Check that the settings have a tier.
+
+    Raises:
+        typer.BadParameter: They have not.
+    """
+    if tier not in settings.tiers.names:
+        raise typer.BadParameter(f"there is no tier {tier}: the settings have {', '.join(settings.tiers.names)}")
 
 
 def tier_settings(settings: Settings) -> list[Any]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from router.auth.api_keys import KeysError, add_key, read_keys, revoke_key
-from router.cli.common import ConfigOption, err, plain, print_table
+from router.auth.api_keys import add_key, read_keys, revoke_key
+from router.cli.common import ConfigOption, check_tier, err, plain, print_table
 from router.settings import load_settings
 from tiers.spec import TierName
 
@@ -45,8 +45,7 @@ def keys_add(
     settings = load_settings(config)
     path = settings.auth.keys_file
     for each in tier or ():
-        if each not in settings.tiers.names:
-            raise KeysError(f"there is no tier {each}: the settings have {', '.join(settings.tiers.names)}")
+        check_tier(each, settings)
     rights: dict[str, Any] = {
         "over": over,
         "max_priority": max_priority,

@@ -189,7 +189,8 @@ def _shares(text: str) -> dict[TierName, float]:
     for part in text.split(","):
         name, _, value = part.partition("=")
         try:
-            found[TierName(name.strip())] = share = float(value)
+            tier = STANDARD_TIERS[STANDARD_TIERS.index(TierName(name.strip()))]  # others are not planned
+            found[tier] = share = float(value)
         except ValueError:
             raise PlanError(
                 f"--shares {text}: {part!r} is not as fast=0.5; tiers are {', '.join(STANDARD_TIERS)}"

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from router.cli.client import URL, KeyOption, RouterApiClient, UrlOption
-from router.cli.common import ConfigOption, clock, err, plain, print_table
+from router.cli.common import ConfigOption, check_tier, clock, err, plain, print_table
 from router.deployment.layout import speed_machine
 from router.deployment.options import make_canary
 from router.settings import load_settings
@@ -66,8 +66,7 @@ TierArgument = Annotated[TierName, typer.Argument(parser=TierName, metavar="TIER
 def tiers_record(tier: TierArgument, config: ConfigOption = None) -> None:
     """Delete the recorded answers of a tier's engines (the canary); the next start, or resume, records new ones."""
     settings = load_settings(config)
-    if tier not in settings.tiers.names:
-        raise OperationError(f"there is no tier {tier}: the settings have {', '.join(settings.tiers.names)}")
+    check_tier(tier, settings)
     canary = make_canary(settings, speed_machine(settings))
     count = canary.forget(tier)
     typer.echo(f"{count} records of {tier} forgotten in {canary.path}; its next start, or resume, records new ones")

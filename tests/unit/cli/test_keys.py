@@ -39,7 +39,7 @@ def test_rights_come_from_the_options(file: Path) -> None:
     own, default = read_keys(file)
     assert (own.tiers, own.over, own.max_priority, own.admin) == (("fast", "balanced"), "refuse", "batch", True)
     assert (own.requests_per_minute, own.tokens_per_minute, own.concurrent_requests) == (7, None, None)
-    assert (len(default.tiers), default.over, default.max_priority, default.admin) == (3, "clamp", "interactive", False)
+    assert (default.tiers, default.over, default.max_priority, default.admin) == (None, "clamp", "interactive", False)
 
 
 def test_the_list_shows_rights_and_no_hash(file: Path) -> None:

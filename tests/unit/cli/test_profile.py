@@ -117,7 +117,7 @@ def test_two_measurements_do_not_share_a_folder(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("args", "said"), [(("quality", "--tokens", "0"), "--tokens"), (("latency", "--step", "0.1"), "--step"), (("latency", "--tier", "huge"), "huge")]
+    ("args", "said"), [(("quality", "--tokens", "0"), "--tokens"), (("latency", "--step", "0.1"), "--step"), (("latency", "--tier", "9"), "--tier")]
 )  # fmt: skip
 def test_options_have_bounds(args: tuple[str, ...], said: str) -> None:
     done = qarr("profile", *args)
