@@ -52,6 +52,10 @@ class Monitoring:
         found: list[dict[str, Any]] = answer["data"]["result"]
         return found
 
+    async def tells_of(self, expr: str, tier: str) -> bool:
+        """Tell whether a query has a series of a tier."""
+        return any(series["metric"].get("tier") == tier for series in await self.query(expr))
+
     async def number(self, expr: str) -> float | None:
         """Return the value of a query for one series; None where there is none."""
         found = await self.query(expr)
@@ -129,7 +133,7 @@ def write_prometheus(folder: Path, routers: Routers, alertmanager: str) -> None:
         (folder / "rules" / path.name).write_text(shortened(path.read_text("utf-8")))
     addresses = [stack.url.removeprefix("http://") for stack in routers.stacks]
     engines = [
-        {"targets": [replica.url.removeprefix("http://")], "labels": {"tier": replica.spec.name}}
+        {"targets": [replica.url.removeprefix("http://")], "labels": {"tier": str(replica.spec.name)}}
         for stack in routers.stacks
         for replica in stack.fleet.replicas
     ]

@@ -62,7 +62,7 @@ def test_dashboards_are_well_formed(name: str) -> None:
 @pytest.mark.anyio
 @pytest.mark.timeout(180)
 async def test_no_panel_is_empty(tmp_path: Path) -> None:
-    """After everything has happened to two routers, every query of every panel has something to show."""
+    """After everything has happened to two routers, every query of every panel has something to show, of every tier."""
     async with two_routers(tmp_path) as routers, monitoring(tmp_path, routers) as found:
         await routers.ordinary()  # every series is there once before it grows: a rate needs two points
         await eventually(lambda: found.query("job:qarr_requests:sum > 0"))
@@ -88,5 +88,11 @@ async def test_no_panel_is_empty(tmp_path: Path) -> None:
         except AssertionError:
             raise AssertionError(empty) from None
         assert await found.query('sum(qarr_refusals_total{reason="too_long"}) > 0')
+        told = {
+            tier: {where for where, expr in asked if await found.tells_of(expr, tier)} for tier in ("balanced", "int8")
+        }
+        unmeasured = {"qarr-quality: Measured loss", "qarr-quality: Promoted"}
+        assert told["balanced"] - told["int8"] <= unmeasured, "a tier that the settings add is in every other panel"
+        assert len(told["int8"]) > 15
         for rare in ("qarr_escalations_total", "qarr_continuations_total", "qarr_promoted_classes"):
             assert await found.query(f"sum({rare}) > 0"), rare

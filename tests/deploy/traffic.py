@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tests.unit.router_stack import Stack
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
+ADDED = {"int8": {"urls": ["http://127.0.0.1:1"], "precision": "int8"}}  # to the first router's tiers
 UNTIL_IDLE_S = (QUIET_LOOKS + 2) * LOOK_S  # after a request: shadow evaluation waits for that many looks without any
 CHAT = "Hello, how are you today?"
 PROMPTS = (CHAT, "Write a Python function that sorts a list of dicts by a key.", "What is 17 * 23 + 4? Show each step.")
@@ -59,6 +60,7 @@ class Routers:
             for prompt in PROMPTS:
                 await self.ask(stack, prompt=prompt)
                 await self.ask(stack, prompt=prompt, sla=bounds, priority="interactive")
+        await self.ask(self.stacks[0], tier="int8", sla=bounds)
 
     async def refusals(self) -> None:
         """Ask for what cannot be had."""
@@ -136,7 +138,9 @@ async def two_routers(tmp_path: Path) -> AsyncIterator[Routers]:
         for name, policy in (("first", {"check_share": 0.2}), ("second", checked)):
             (tmp_path / name).mkdir()
             behaviours = {tier: Behaviour(answer=WORDS) for tier in STANDARD_TIERS}
-            stacks.append(await cleanup.enter_async_context(profiled_stack(tmp_path / name, policy, **behaviours)))
+            tiers = ADDED if name == "first" else None
+            stack = profiled_stack(tmp_path / name, policy, tiers=tiers, **behaviours)
+            stacks.append(await cleanup.enter_async_context(stack))
         fleet = stacks[1].fleet
         identities = {spec.name: spec.identity for spec in fleet.specs}
         profile = tmp_path / "second/profiles" / latency_name(identities, fleet.machine)

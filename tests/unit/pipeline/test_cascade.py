@@ -77,12 +77,16 @@ def profile(identities: dict[TierName, str | None], loss: float = 0.01) -> Quali
 
 @asynccontextmanager
 async def profiled_stack(
-    tmp_path: Path, policy: dict[str, Any], tracing: TracerProvider | None = None, **behaviours: Behaviour
+    tmp_path: Path,
+    policy: dict[str, Any],
+    tracing: TracerProvider | None = None,
+    tiers: dict[str, Any] | None = None,
+    **behaviours: Behaviour,
 ) -> AsyncIterator[Stack]:
-    """Run a router that has taken up a quality profile."""
+    """Run a router that has taken up a quality profile; ``tiers`` are settings."""
     folder = tmp_path / "profiles"
     folder.mkdir()
-    overrides = {"policy": {"profiles": str(folder), "max_slowdown": 1e9, **policy}}
+    overrides = {"tiers": tiers or {}, "policy": {"profiles": str(folder), "max_slowdown": 1e9, **policy}}
     async with router_stack(tmp_path, overrides, tracing, **behaviours) as stack:
         identities = {spec.name: spec.identity for spec in stack.fleet.specs}
         (folder / profile_name(identities)).write_text(profile(identities).model_dump_json())
