@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -59,13 +60,14 @@ class RedisServer:
     def start(self) -> None:
         """Start it, empty, and wait until it answers."""
         self.process = subprocess.Popen(self._argv, stdout=subprocess.DEVNULL)
-        while True:
+        while not self._answers():
             assert self.process.poll() is None
-            try:
-                socket.create_connection(("127.0.0.1", self._port), 1).close()
-                return
-            except OSError:
-                time.sleep(0.02)
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 1):
+            return True
+        return False
 
     def stop(self) -> None:
         """End it."""

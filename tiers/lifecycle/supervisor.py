@@ -257,7 +257,6 @@ class Supervisor:
 
     def _add(self, spec: TierSpec, url: str, launch: EngineLaunch | None, note: str | None = None) -> Engine:
         number = self._made[spec.name]
-        self._made[spec.name] += 1
         replica = Replica(
             id=f"{spec.name}-{number}",
             spec=spec,
@@ -269,6 +268,7 @@ class Supervisor:
         if launch is None:  # others' prompts tell nothing of an engine's prefix cache
             watchdog = replace(watchdog, min_hit_rate=0.0)
         engine = Engine(self.fleet.add(replica), launch, watchdog, note=note)
+        self._made[spec.name] += 1
         self._engines[replica.id] = engine
         life = partial(self._run_here, engine, launch) if launch else partial(self._run_elsewhere, engine)
         name = f"watching {replica.id}"
