@@ -32,6 +32,7 @@ def fleet_options(settings: Settings) -> FleetOptions:
         kv_open=admission.kv_open,
         kv_close=admission.kv_close,
         long_prompt_tokens=admission.long_prompt_tokens,
+        affinity=admission.affinity,
     )
 
 
