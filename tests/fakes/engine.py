@@ -75,6 +75,7 @@ class Behaviour:
         exit_after_s: End the process, with status 7, so long after its start; None: stay.
         root: Folder or id of the model that it says it was started with; None: the served name.
         prompt_tokens: That it says every prompt has.
+        cached_tokens: Of those, found in its prefix cache, as it says; None: it does not say.
         kv_cache_usage: That it reports, 0 to 1.
         hung: Paths whose requests are taken and never answered.
         held: Requests that are held so now.
@@ -117,6 +118,7 @@ class Behaviour:
     max_model_len: int = 8192
     root: str | None = None
     prompt_tokens: int = 10
+    cached_tokens: int | None = None
     kv_cache_usage: float = 0.25
     priorities: bool = True
     adapters: dict[str, str] = field(default_factory=dict)
@@ -481,9 +483,10 @@ class FakeEngine:
         """Return how many tokens an answer may have: vLLM's own limit is 16 for completions, and the context for chats."""
         return int(body.get("max_tokens") or (self.behaviour.max_model_len if chat else 16))
 
-    def _usage(self, output: int) -> dict[str, int]:
-        prompt = self.behaviour.prompt_tokens
-        return {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output}
+    def _usage(self, output: int) -> dict[str, Any]:
+        prompt, cached = self.behaviour.prompt_tokens, self.behaviour.cached_tokens
+        details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
+        return {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output, **details}
 
     def _scores(self, body: dict[str, Any], tokens: int) -> dict[str, Any]:
         """Return what a choice holds for those who ask for ids, log-probabilities, or those of their prompt."""

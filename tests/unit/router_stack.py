@@ -55,20 +55,30 @@ async def router_stack(
     tmp_path: Path,
     overrides: dict[str, Any] | None = None,
     tracing: TracerProvider | Telemetry | None = None,
+    *,
+    twin: Behaviour | None = None,
     **behaviours: Behaviour,
 ) -> AsyncIterator[Stack]:
-    """Run a router in front of one fake engine a tier, ready and warmed through the real supervisor."""
+    """Run a router in front of one fake engine a tier, ready and warmed through the real supervisor.
+
+    With ``twin``, ``fast`` has a second replica, which behaves so.
+    """
     async with AsyncExitStack() as cleanup:
         cleanup.enter_context(no_faults_in_the_router())
         engines = {name: behaviours.get(name.value, Behaviour()) for name in TierName}
         for name, behaviour in engines.items():
             behaviour.root = behaviour.root or f"made/{name}"
-        served = await cleanup.enter_async_context(serving_all(*(FakeEngine(b).app for b in engines.values())))
-        urls = dict(zip(engines, served, strict=True))
+        twins = [] if twin is None else [twin]
+        for behaviour in twins:
+            behaviour.root = behaviour.root or f"made/{TierName.FAST}"
+        apps = (FakeEngine(b).app for b in (*engines.values(), *twins))
+        served = await cleanup.enter_async_context(serving_all(*apps))
+        urls = {name: (url,) for name, url in zip(engines, served, strict=False)}
+        urls[TierName.FAST] += tuple(served[len(engines) :])
         # Fakes answer in no time at all, so which of them was measured to be faster is chance.
         settings: Settings = load_settings(None, {"policy": {"max_slowdown": 1e9}, **(overrides or {})})
         specs = tuple(
-            TierSpec(n, tier.max_model_len, tier.max_num_seqs, tier.max_in_flight, urls=(urls[n],))
+            TierSpec(n, tier.max_model_len, tier.max_num_seqs, tier.max_in_flight, urls=urls[n])
             for n, tier in ((n, getattr(settings.tiers, n.value)) for n in TierName)
         )
         fleet = Fleet(specs, options=fleet_options(settings))
@@ -78,7 +88,7 @@ async def router_stack(
         async with asyncio.timeout(60):
             while not all(r.state is ReplicaState.READY for r in fleet.replicas):
                 await asyncio.sleep(0.01)
-        for behaviour in engines.values():
+        for behaviour in (*engines.values(), *twins):
             behaviour.requests.clear()
             behaviour.headers.clear()
         keys = KeyStore(settings.auth.keys_file)
