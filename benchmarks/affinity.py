@@ -85,10 +85,10 @@ def router(urls: Sequence[str], tokenizer: Path, folder: Path, *, affinity: bool
     argv = [str(ROOT / ".venv/bin/qarr"), "serve", "--config", str(config), "--tokenizer", str(tokenizer)]
     with process([*argv, "--port", str(port)], None, log=folder / "router.log"):
         wait_for(port, "/healthz")
-        deadline = time.monotonic() + 120
-        while [r["state"] for r in replicas(f"http://127.0.0.1:{port}")] != ["ready"] * len(urls):
+        deadline = time.monotonic() + 300
+        while any(r["state"] != "ready" for r in replicas(f"http://127.0.0.1:{port}")):
             if time.monotonic() > deadline:
-                raise TimeoutError("the replicas are not ready")
+                raise TimeoutError((folder / "router.log").read_text()[-2000:])
             time.sleep(0.5)
         yield f"http://127.0.0.1:{port}"
 

@@ -322,8 +322,8 @@ class Fleet:
             over_limit: Ignore the replica's limits: the request was admitted before, on another replica.
             prefix: Of its prompt; None: not known.
         """
-        now, output_tokens, share = monotonic(), max_tokens * sequences, self.output_share
-        kv_tokens = prompt_tokens + math.ceil(share * output_tokens)
+        now, output_tokens = monotonic(), max_tokens * sequences
+        kv_tokens = prompt_tokens + math.ceil(self.output_share * output_tokens)
         self._renew(now)
         members, moment = self._able(tier, exclude), self._moment(now)
         if over_limit:
@@ -337,14 +337,8 @@ class Fleet:
         replica = members[found]
         sent = None if prefix is None else Sent.to(replica, prefix)
         to_read = uncached(prompt_tokens, sent.cached if sent is not None else 0)
-        predicted, unqueued_ms, speed, most = None, None, replica.speed, replica.spec.max_num_seqs
         load = replica.view.load(replica.output_tokens, moment)
-        if speed is not None:
-            predicted = speed.times(to_read, load, most, share, sequences, output_tokens=share * max_tokens)
-            unqueued_ms = predicted.ttft_ms
-            if load.sequences >= most:  # the engine queues the request
-                computed = replace(load, sequences=most - 1)
-                unqueued_ms = speed.times(to_read, computed, most, share).ttft_ms
+        predicted, unqueued_ms = self._times(replica, load, to_read, max_tokens, sequences)
         probe = replica.breaker.begin(now)
         replica.prompt_sent(to_read, now)
         replica.took(1, now, sequences)
@@ -366,6 +360,18 @@ class Fleet:
             _probe=probe,
             _load=load,
         )
+
+    def _times(
+        self, replica: Replica, load: Load, to_read: int, max_tokens: int, sequences: int
+    ) -> tuple[Times | None, float | None]:
+        """Predict a request's times on a replica, and its TTFT if the engine did not queue it; None: unknown."""
+        speed, most, share = replica.speed, replica.spec.max_num_seqs, self.output_share
+        if speed is None:
+            return None, None
+        predicted = speed.times(to_read, load, most, share, sequences, output_tokens=share * max_tokens)
+        if load.sequences < most:
+            return predicted, predicted.ttft_ms
+        return predicted, speed.times(to_read, replace(load, sequences=most - 1), most, share).ttft_ms
 
     def _able(self, tier: TierName, exclude: Collection[str]) -> list[Replica]:
         members = self._members.get(tier, [])
