@@ -7,19 +7,22 @@ hashing it takes less time than making an array of ids. How many tokens a prefix
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections import OrderedDict
+from collections.abc import Sequence  # noqa: TC003  pydantic reads it for the decision log
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
 BLOCK_BYTES = 256  # about 64 tokens of English; vLLM's own blocks have 16 (GPU) or 128 (CPU) tokens
 BLOCK_TOKENS = 64
 UNKNOWN_BLOCKS = 1024  # remembered of an engine that does not tell the size of its KV cache: 65,536 tokens
 MOST_BLOCKS = 16_384  # about 2 MB for each replica, whatever its KV cache holds
+LONGEST_BLOCKS = 4096  # of one prompt: 1 MB of text; what follows counts as not cached
 
 
 class Part(NamedTuple):
@@ -39,12 +42,13 @@ class Prefix:
     """A prompt as prefix caches see it. It holds no text.
 
     Attributes:
-        blocks: The hash of each whole block with all before it; Python's own, which is keyed anew in each process.
+        blocks: The hash of each whole block with all before it; Python's own, which is keyed anew in each process. An array,
+            as the last requests are kept.
         ends: Bytes and tokens up to the end of each part.
         session: What the prompt's caller names its conversation by; empty: nothing.
     """
 
-    blocks: tuple[int, ...]
+    blocks: Sequence[int]
     ends: tuple[tuple[int, float], ...]
     session: str = ""
 
@@ -65,11 +69,11 @@ class Prefix:
             ends.append((length, counted))
         if length < BLOCK_BYTES:
             return None
-        data, last, blocks = b"".join(texts), hash(salt), []
-        for start in range(0, length - BLOCK_BYTES + 1, BLOCK_BYTES):
+        data, last, blocks = b"".join(texts), hash(salt), array("q")
+        for start in range(0, min(length // BLOCK_BYTES, LONGEST_BLOCKS) * BLOCK_BYTES, BLOCK_BYTES):
             last = hash((last, data[start : start + BLOCK_BYTES]))
             blocks.append(last)
-        return cls(tuple(blocks), tuple(ends), session)
+        return cls(blocks, tuple(ends), session)
 
     def tokens(self, blocks: int) -> int:
         """Return the tokens of the first blocks."""

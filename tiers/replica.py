@@ -488,7 +488,7 @@ class Replica:
             self.seen.clear()
             self.noted = 0
             self.prefixes.clear()
-        elif report.pid != self.pid:
+        elif report.pid != self.pid or _began_anew(self.gauges, report.gauges):
             self.prefixes.clear()
         self.spec, self.model, self.takes_priority, self.fingerprint, self.pid, self.state, self.detail = report[:7]
         self.gauges, self.kv_tokens, self.kv_pressure, self._foreign = report[7:11]
@@ -528,6 +528,8 @@ class Replica:
 
     def note_gauges(self, gauges: Gauges) -> None:
         """Take in the engine's gauges."""
+        if _began_anew(self.gauges, gauges):
+            self.prefixes.clear()
         self.gauges = gauges
         self.kv_tokens = gauges.kv_cache_tokens or 0
         # Two bounds, so that the pressure does not flap.
@@ -559,3 +561,8 @@ class Replica:
         self.prompt_tokens -= prompt_tokens
         self._prompts_at = now
         self.changed()
+
+
+def _began_anew(before: Gauges | None, now: Gauges | None) -> bool:
+    """Tell whether an engine was started anew between two readings: its counters have gone back."""
+    return before is not None and now is not None and now.cache_queries < before.cache_queries

@@ -141,6 +141,20 @@ def test_a_replica_that_restarts_holds_nothing(state: ReplicaState) -> None:
     assert held(fleet, chat(5)) == [0]
 
 
+def test_an_engine_elsewhere_that_restarts_between_two_readings_holds_nothing() -> None:
+    """Its counters begin anew; in workers too, which are told what was read."""
+    fleet = make_fleet(1)
+    replica = fleet.replicas[0]
+    read, again, anew = (Gauges(0, 0, 0.0, cache_queries=count) for count in (900, 900, 50))
+    for note in (replica.note_gauges, lambda gauges: replica.follow(replica.report()._replace(gauges=gauges))):
+        replica.note_gauges(read)
+        sent(fleet, chat(4)).release()
+        note(again)
+        assert held(fleet, chat(5)) == [512]
+        note(anew)
+        assert held(fleet, chat(5)) == [0]
+
+
 def test_workers_learn_of_restarts_by_the_state_and_by_the_process() -> None:
     """A report may come only when the engine is ready again, under another process id."""
     fleet = make_fleet(1)

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiers.prefix_memory import BLOCK_BYTES, BLOCK_TOKENS, MOST_BLOCKS, UNKNOWN_BLOCKS, Part, Prefix, PrefixMemory
+from tiers.prefix_memory import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    LONGEST_BLOCKS,
+    MOST_BLOCKS,
+    UNKNOWN_BLOCKS,
+    Part,
+    Prefix,
+    PrefixMemory,
+)
 
 TEXTS = st.lists(st.text(max_size=600), max_size=4)
 
@@ -44,6 +55,13 @@ def test_a_prompt_shorter_than_a_block_has_no_prefix() -> None:
     assert len(prefix("x" * BLOCK_BYTES).blocks) == 1
 
 
+def test_a_prompt_that_no_context_holds_is_hashed_up_to_a_bound() -> None:
+    """So is what is kept of it: eight bytes a block."""
+    made = prefix("x" * (LONGEST_BLOCKS + 2) * BLOCK_BYTES)
+    assert len(made.blocks) == LONGEST_BLOCKS
+    assert isinstance(made.blocks, array)
+
+
 def test_a_salt_keeps_prompts_apart() -> None:
     """The same text with another adapter or another caller's salt is not in the cache."""
     memory = PrefixMemory()
@@ -77,8 +95,8 @@ def test_the_memory_is_as_large_as_the_kv_cache_and_bounded() -> None:
     """Of an engine that does not tell its size, a usual one is assumed."""
     for kv_tokens, most in ((0, UNKNOWN_BLOCKS), (10 * BLOCK_TOKENS, 10), (1 << 40, MOST_BLOCKS), (1, UNKNOWN_BLOCKS)):
         memory = PrefixMemory()
-        for number in range(3):
-            memory.note(prefix(blocks(most // 2 + 1, str(number))), kv_tokens)
+        for number in range(6):
+            memory.note(prefix(blocks(most // 4 + 1, str(number))), kv_tokens)
         assert len(memory) == most
 
 
