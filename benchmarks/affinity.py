@@ -39,6 +39,7 @@ from tiers.spec import TierName, TierSpec
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+CONTEXT = 4096
 ANSWER = 24  # tokens of each answer
 TEXT = (
     "river window paper garden engine morning letter stone winter market silver bridge forest captain number island"
@@ -79,7 +80,7 @@ def router(urls: Sequence[str], tokenizer: Path, folder: Path, *, affinity: bool
     """Run a router in front of engines; yield its URL when all are ready."""
     port, config = free_port(), folder / "qarr.toml"
     config.write_text(
-        f"[tiers.precise]\nurls = {json.dumps(list(urls))}\n"
+        f"[tiers.precise]\nurls = {json.dumps(list(urls))}\nmax_model_len = {CONTEXT}\n"
         f"[admission]\naffinity = {json.dumps(affinity)}\n[profile]\nauto = false\n"
     )
     argv = [str(ROOT / ".venv/bin/qarr"), "serve", "--config", str(config), "--tokenizer", str(tokenizer)]
@@ -181,7 +182,7 @@ def main() -> None:
         engines, routers = [], {}
         for _ in range(2):
             logs = Path(stack.enter_context(TemporaryDirectory()))
-            spec = TierSpec(TierName.PRECISE, 4096, 16, 16, checkpoint=folder)
+            spec = TierSpec(TierName.PRECISE, CONTEXT, 16, 16, checkpoint=folder)
             engines.append(stack.enter_context(engine(spec, settings.engine.python, logs, plugin=True)).url)
         for affinity in seen:
             logs = Path(stack.enter_context(TemporaryDirectory()))
