@@ -81,6 +81,7 @@ def router(urls: Sequence[str], tokenizer: Path, folder: Path, *, affinity: bool
     port, config = free_port(), folder / "qarr.toml"
     config.write_text(
         f"[tiers.precise]\nurls = {json.dumps(list(urls))}\nmax_model_len = {CONTEXT}\n"
+        f"[policy]\nprofiles = {json.dumps(str(folder))}\n"
         f"[admission]\naffinity = {json.dumps(affinity)}\n[profile]\nauto = false\n"
     )
     argv = [str(ROOT / ".venv/bin/qarr"), "serve", "--config", str(config), "--tokenizer", str(tokenizer)]
@@ -170,6 +171,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="of each setting, the first of which is not counted")
     parser.add_argument("--chats", type=int, default=8, help="of one round")
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument(
+        "--engines", nargs="+", help="URLs of engines that run already, instead of two that are started"
+    )
     parser.add_argument("--at-once", type=int, default=4, help="chats that are open")
     options = parser.parse_args()
     settings = load_settings(None, {})
@@ -179,8 +183,8 @@ def main() -> None:
     folder = next(c.path for c in checkpoints if c.tier is TierName.PRECISE)
     seen: dict[bool, list[Round]] = {True: [], False: []}
     with ExitStack() as stack:
-        engines, routers = [], {}
-        for _ in range(2):
+        engines, routers = list(options.engines or ()), dict[bool, str]()
+        for _ in range(0 if engines else 2):
             logs = Path(stack.enter_context(TemporaryDirectory()))
             spec = TierSpec(TierName.PRECISE, CONTEXT, 16, 16, checkpoint=folder)
             engines.append(stack.enter_context(engine(spec, settings.engine.python, logs, plugin=True)).url)
@@ -199,7 +203,7 @@ def main() -> None:
 def report(seen: dict[bool, list[Round]], options: argparse.Namespace) -> None:
     """Print the table."""
     commit = check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
-    print(f"commit {commit}; {machine_name()}; two engines of precise, one core each")
+    print(f"commit {commit}; {machine_name()}; engines of precise, one core each")
     print(
         f"{options.rounds - 1} rounds of {options.chats} chats, {options.at_once} at once, of {options.turns} turns;"
         f" answers of {ANSWER} tokens; the machine was busy with other work: ratios only"
