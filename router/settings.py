@@ -663,6 +663,11 @@ class AdmissionSettings(Section):
         description="Admit to a profiled replica only as many requests as it starts without delay, judged by their "
         "TTFT; at most `tiers.*.max_in_flight`.",
     )
+    affinity: bool = Field(
+        True,
+        description="Remember which prompts replicas hold in their prefix caches, and count it in the choice of the "
+        "replica and in predictions.",
+    )
     kv_open: float = Field(0.88, gt=0, le=1, description="KV cache usage from which a replica gets no long prompts.")
     kv_close: float = Field(0.792, gt=0, le=1, description="KV cache usage below which it gets them again.")
     long_prompt_tokens: int = Field(512, ge=1, description="A prompt of more tokens than this is long.")

@@ -13,15 +13,18 @@ from dataclasses import astuple, dataclass, field, replace
 from time import monotonic
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
+from tiers.choice import Ask, Warmth, tell_apart, uncached
 from tiers.preparing import Preparations
 from tiers.ranking import rising
-from tiers.replica import FleetOptions, Replica, Share, Totals
-from tiers.snapshot import FleetSnapshot, KeptTier, Moment, TemplateTokens, least_loaded
+from tiers.replica import FleetOptions, Replica, Sent, Share, Totals
+from tiers.snapshot import FleetSnapshot, KeptTier, Moment, TemplateTokens, choose, least_loaded
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import MOST_BESIDE, Load, Seen, SpeedModel, Times
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from tiers.prefix_memory import Prefix
 
 OUTPUT_MEMORY = 0.95  # weight of the past in ``Fleet.output_share``: about the last twenty answers
 
@@ -47,13 +50,15 @@ class Lease:
     Attributes:
         predicted: Times that the speed model predicted at the start; None: the speed was unknown.
         sequences: Of the request: the slots that it takes.
+        sent: What the replica held of its prompt when it was sent; None: not known.
     """
 
     replica: Replica
     predicted: Times | None
     sequences: int
+    sent: Sent | None
     _fleet: Fleet
-    _prompt_tokens: int
+    _prompt_tokens: int  # that are not computed yet
     _output_tokens: int
     _asked_tokens: int
     _kv_tokens: int
@@ -102,13 +107,14 @@ class Lease:
         replica.output_tokens -= tokens
         self._output_tokens = left - tokens
 
-    def finished(self, tpot_ms: float | None, output_tokens: int = 0) -> None:
+    def finished(self, tpot_ms: float | None, output_tokens: int = 0, cached_tokens: int | None = None) -> None:
         """Note a complete answer.
 
         Args:
             tpot_ms: Mean time between tokens; None for fewer than two tokens and for answers that were not streamed.
                 Ignored for several sequences, which end at different times.
             output_tokens: Of the answer; 0: the engine did not report them.
+            cached_tokens: Of the prompt, found in the prefix cache; None: the engine did not report them.
         """
         replica, speed, now = self.replica, self.replica.speed, monotonic()
         replica.served += 1
@@ -118,10 +124,21 @@ class Lease:
         self._answered()
         if tpot_ms is not None and self.sequences == 1 and self.predicted is not None and speed is not None:
             replica.tpot_trend = replica.tpot_trend.after(self.predicted.tpot_ms, tpot_ms, now, speed.tpot_spread)
+        if cached_tokens is not None:
+            self._correct(cached_tokens)
         self._note(now, tpot_ms, output_tokens)
         if output_tokens and self._asked_tokens:
             share = min(output_tokens / self._asked_tokens, 1.0)
             self._fleet.output_share += (1 - OUTPUT_MEMORY) * (share - self._fleet.output_share)
+
+    def _correct(self, cached_tokens: int) -> None:
+        """Take over what the engine found in its cache: learn from the rest, and forget what it must have evicted."""
+        seen, sent = self._seen, self.sent
+        if seen is not None:
+            prompt_tokens = seen.prompt_tokens + (sent.cached if sent is not None else 0)
+            self._seen = seen._replace(prompt_tokens=uncached(prompt_tokens, cached_tokens))
+        if sent is not None:
+            sent.correct(self.replica.prefixes, cached_tokens)
 
     def _note(self, now: float, tpot_ms: float | None, output_tokens: int) -> None:
         """Note the answer's times and the replica's work meanwhile, if the replica's speed is learned from answers."""
@@ -144,6 +161,8 @@ class Lease:
         self.replica.failed += 1
         self.replica.changed()
         self._fleet.failures[self.replica.spec.name, error] += 1
+        if self.sent is not None:
+            self.sent.take_back(self.replica.prefixes)
         self.replica.limiter.failed()
         self._judged = True
         self.replica.breaker.failed(monotonic(), probe=self._probe)
@@ -331,8 +350,9 @@ class Fleet:
         sequences: int = 1,
         exclude: Collection[str] = (),
         over_limit: bool = False,
+        prefix: Prefix | None = None,
     ) -> Lease | None:
-        """Take a request's slots on the tier's least loaded ready replica; return None if no replica has them.
+        """Take a request's slots on the ready replica of a tier that suits it best; return None if no replica has them.
 
         Args:
             tier: The tier.
@@ -341,39 +361,38 @@ class Fleet:
             sequences: See ``Demand``.
             exclude: Ids of replicas that were tried already.
             over_limit: Ignore the replica's limits: the request was admitted before, on another replica.
+            prefix: Of its prompt; None: not known.
         """
         now, output_tokens = monotonic(), max_tokens * sequences
         kv_tokens = prompt_tokens + math.ceil(self.output_share * output_tokens)
         self._renew(now)
-        members = self._able(tier, exclude)
+        members, moment = self._able(tier, exclude), self._moment(now)
         if over_limit:
             found = _least_loaded_open(members)
         else:
-            found = self._least_loaded(members, prompt_tokens, kv_tokens, sequences)
+            ask = self._ask(members, prompt_tokens, kv_tokens, sequences)
+            views, outputs = [r.view for r in members], [r.output_tokens for r in members]
+            found = choose(views, outputs, ask, self._warmth(members, prefix), moment)
         if found < 0:
             return None
         replica = members[found]
-        predicted, unqueued_ms, speed, most = None, None, replica.speed, replica.spec.max_num_seqs
-        load = replica.view.load(replica.output_tokens, self._moment(now))
-        if speed is not None:
-            share = self.output_share
-            predicted = speed.times(prompt_tokens, load, most, share, sequences, output_tokens=share * max_tokens)
-            unqueued_ms = predicted.ttft_ms
-            if load.sequences >= most:  # the engine queues the request
-                computed = replace(load, sequences=most - 1)
-                unqueued_ms = speed.times(prompt_tokens, computed, most, share).ttft_ms
+        sent = None if prefix is None else Sent.to(replica, prefix)
+        to_read = uncached(prompt_tokens, sent.cached if sent is not None else 0)
+        load = replica.view.load(replica.output_tokens, moment)
+        predicted, unqueued_ms = self._times(replica, load, to_read, max_tokens, sequences)
         probe = replica.breaker.begin(now)
-        replica.prompt_sent(prompt_tokens, now)
+        replica.prompt_sent(to_read, now)
         replica.took(1, now, sequences)
-        replica.prompt_tokens += prompt_tokens
+        replica.prompt_tokens += to_read
         replica.output_tokens += output_tokens
         replica.kv_tokens_held += kv_tokens
         return self.lease_type(
             replica,
             predicted,
             sequences,
+            sent,
             _fleet=self,
-            _prompt_tokens=prompt_tokens,
+            _prompt_tokens=to_read,
             _output_tokens=output_tokens,
             _asked_tokens=output_tokens,
             _kv_tokens=kv_tokens,
@@ -383,13 +402,41 @@ class Fleet:
             _load=load,
         )
 
+    def _times(
+        self, replica: Replica, load: Load, to_read: int, max_tokens: int, sequences: int
+    ) -> tuple[Times | None, float | None]:
+        """Predict a request's times on a replica, and its TTFT if the engine did not queue it; None: unknown."""
+        speed, most, share = replica.speed, replica.spec.max_num_seqs, self.output_share
+        if speed is None:
+            return None, None
+        predicted = speed.times(to_read, load, most, share, sequences, output_tokens=share * max_tokens)
+        if load.sequences < most:
+            return predicted, predicted.ttft_ms
+        return predicted, speed.times(to_read, replace(load, sequences=most - 1), most, share).ttft_ms
+
     def _able(self, tier: TierName, exclude: Collection[str]) -> list[Replica]:
         members = self._members.get(tier, [])
         return [r for r in members if r.id not in exclude] if exclude else members
 
     def _least_loaded(self, members: Sequence[Replica], prompt_tokens: int, kv_tokens: int, sequences: int) -> int:
         views, outputs = [r.view for r in members], [r.output_tokens for r in members]
-        return least_loaded(views, outputs, kv_tokens, sequences, long=self._is_long(prompt_tokens))
+        return least_loaded(views, outputs, self._ask(members, prompt_tokens, kv_tokens, sequences))
+
+    def _ask(self, members: Sequence[Replica], prompt_tokens: int, kv_tokens: int, sequences: int) -> Ask:
+        most = members[0].spec.max_num_seqs if members else 1
+        output, long = kv_tokens - prompt_tokens, self._is_long(prompt_tokens)
+        return Ask(prompt_tokens, output, sequences, long, max_num_seqs=most, output_share=self.output_share)
+
+    def _warmth(self, members: Sequence[Replica], prefix: Prefix | None) -> Warmth | None:
+        """Return what a tier's replicas hold of a prompt; None: not known."""
+        if prefix is None:
+            return None
+        cached, home = [r.cached_tokens(prefix) for r in members], -1
+        if len(members) > 1 and prefix.session and not tell_apart(cached):
+            open_ones = [n for n, r in enumerate(members) if r.view.open]
+            if open_ones:
+                home = open_ones[prefix.home([members[n].id for n in open_ones])]
+        return Warmth(cached, home)
 
     def _renew(self, now: float) -> None:
         """Make the views anew that have changed."""
@@ -451,8 +498,13 @@ class Fleet:
         """Note what an engine's chat template adds to prompts; the larger of each figure counts."""
         self.template = TemplateTokens(*map(max, astuple(self.template), astuple(template)))
 
-    def snapshot(self, reserved: Collection[str] = ()) -> FleetSnapshot:
-        """Return the fleet as it is, frozen; in it, reserved replicas (by id) have no free slots."""
+    def snapshot(self, reserved: Collection[str] = (), prefix: Prefix | None = None) -> FleetSnapshot:
+        """Return the fleet as it is, frozen.
+
+        Args:
+            reserved: Ids of replicas that have no free slots in it.
+            prefix: Of the prompt that a decision is made for: the replicas show what they hold of it.
+        """
         now = monotonic()
         self._renew(now)
         moment, tiers = self._moment(now), []
@@ -462,7 +514,8 @@ class Fleet:
             if reserved:
                 views = [replace(v, limit=min(v.limit, v.taken)) if v.id in reserved else v for v in views]
             outputs, taken = [r.output_tokens for r in members], self._totals.taken[spec.name]
-            tiers.append(KeptTier(spec, views, outputs, taken, moment, preparing=self.preparations.of(spec.name)))
+            warmth, preparing = self._warmth(members, prefix), self.preparations.of(spec.name)
+            tiers.append(KeptTier(spec, views, outputs, taken, moment, warmth=warmth, preparing=preparing))
         return FleetSnapshot(tuple(tiers), self.template, self.output_share, self.options.long_prompt_tokens)
 
 

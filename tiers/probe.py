@@ -39,6 +39,7 @@ _COUNTER = re.compile(
     re.MULTILINE,
 )
 _KV_TOKENS = re.compile(r'^vllm:cache_config_info\{[^}]*kv_cache_size_tokens="(\d+)"', re.MULTILINE)
+_KV_BLOCK = re.compile(r'^vllm:cache_config_info\{(?:[^}]*,)?block_size="(\d+)"', re.MULTILINE)
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 ANSWER_S = 30.0  # for a whole answer that is not a generation: the client's own timeouts start over with every byte
@@ -201,7 +202,7 @@ class EngineProbe:
         counted: dict[str, float] = {}
         for name, value in _COUNTER.findall(page):
             counted[name] = counted.get(name, 0.0) + self._number(name, value)
-        size = _KV_TOKENS.search(page)
+        size, block = _KV_TOKENS.search(page), _KV_BLOCK.search(page)
         gauges = Gauges(
             running=int(found["num_requests_running"]),
             waiting=int(found.get("num_requests_waiting", 0)),
@@ -209,6 +210,9 @@ class EngineProbe:
             kv_cache_tokens=int(size[1]) if size else None,
             drafted=int(counted.get("spec_decode_num_draft_tokens_total", 0)),
             accepted=int(counted.get("spec_decode_num_accepted_tokens_total", 0)),
+            kv_block_tokens=int(block[1]) or None if block else None,
+            cache_queries=int(counted.get("prefix_cache_queries_total", 0)),
+            cache_hits=int(counted.get("prefix_cache_hits_total", 0)),
         )
         return gauges, Counters(
             prompt_tokens=counted.get("prompt_tokens_total", 0.0),

@@ -10,10 +10,11 @@ import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar
 
 from tiers.breaker import Breaker, BreakerOptions, BreakerState
 from tiers.limit import ConcurrencyLimit
+from tiers.prefix_memory import PrefixMemory
 from tiers.snapshot import Gauges, KeptReplica, Moment, faded_rate
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import BUSY_MEMORY_S, PREFILL_MEMORY_MS, STEADY, Seen, SpeedModel, Trend
@@ -22,9 +23,12 @@ from tiers.turnover import Turnover
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from tiers.prefix_memory import Prefix
+
 SHORTEST_HOLD_S = 1e-3  # of a slot
 UNKNOWN_RELIEF_S = 1.0  # until a slot of a replica of unknown speed is free
 FOREIGN_POLLS = 8  # consecutive readings (4 s) that must show other clients' requests, because gauges lag by seconds
+KV_BLOCK_TOKENS = 16  # of an engine that does not tell: vLLM's default on GPUs
 KEPT_ANSWERS = 256  # of each replica, to learn its speed from
 
 
@@ -52,6 +56,40 @@ class Share(NamedTuple):
     def holds(self, now: float) -> int:
         """Return the slots of the share; 0 once it has expired."""
         return self.slots if now < self.until else 0
+
+
+class Sent(NamedTuple):
+    """A prompt that was sent to a replica.
+
+    Attributes:
+        prefix: Of the prompt.
+        cached: Tokens that the replica was likely to hold of it.
+        blocks: The same in blocks of the router's memory.
+        used: When those were last used, by that memory's clock.
+    """
+
+    prefix: Prefix
+    cached: int
+    blocks: int
+    used: int
+
+    @classmethod
+    def to(cls, replica: Replica, prefix: Prefix) -> Self:
+        """Note that a prompt is sent to a replica."""
+        memory = replica.prefixes
+        blocks = memory.matching(prefix)
+        sent = cls(prefix, replica.cached_tokens(prefix), blocks, memory.last_used(prefix, blocks))
+        memory.note(prefix, replica.kv_tokens)
+        return sent
+
+    def correct(self, memory: PrefixMemory, cached: int) -> None:
+        """Correct a replica's memory by the tokens that the engine found, if those are less than half as many."""
+        if 2 * cached < self.cached:
+            memory.forget_until(self.used)
+
+    def take_back(self, memory: PrefixMemory) -> None:
+        """Forget a prompt that the replica has not computed, as far as it did not hold it before."""
+        memory.forget(self.prefix.blocks[self.blocks :])
 
 
 class ReplicaReport(NamedTuple):
@@ -90,6 +128,7 @@ class FleetOptions:
         kv_open: KV-cache usage, 0..1, from which a replica gets no long prompts.
         kv_close: Usage below which it gets them again.
         long_prompt_tokens: Prompts above this are long.
+        affinity: Whether it is remembered which prompts replicas hold, and counts in choices and predictions.
     """
 
     breaker: BreakerOptions = field(default_factory=BreakerOptions)
@@ -97,6 +136,7 @@ class FleetOptions:
     kv_open: float = 0.88
     kv_close: float = 0.792
     long_prompt_tokens: int = 512
+    affinity: bool = True
 
 
 T = TypeVar("T")
@@ -177,6 +217,7 @@ class Replica:
         generated: Output tokens so far.
         seen: The last answers, to learn the speed from.
         noted: Number of answers that ``seen`` was ever given.
+        prefixes: The prompts that this process has sent to it since its start.
         view: As last made.
         stale_at: When it must be made again, in monotonic seconds.
         totals: Of the fleet.
@@ -214,6 +255,7 @@ class Replica:
     turnover: Turnover = field(default_factory=Turnover)
     seen: deque[Seen] = field(default_factory=lambda: deque(maxlen=KEPT_ANSWERS))
     noted: int = 0
+    prefixes: PrefixMemory = field(default_factory=PrefixMemory)
     view: KeptReplica = field(init=False)
     stale_at: float = 0.0
     totals: Totals = field(default_factory=Totals)
@@ -333,8 +375,17 @@ class Replica:
             self.breaker.reset()
             self._surplus.clear()
             self.seen.clear()
+            self.prefixes.clear()
             self._foreign = self.noted = 0
         self.changed()
+
+    def cached_tokens(self, prefix: Prefix) -> int:
+        """Return the tokens of a prompt that its prefix cache is likely to hold: whole blocks, and never all of them."""
+        blocks = self.prefixes.matching(prefix)
+        if not blocks:
+            return 0
+        size = (self.gauges.kv_block_tokens if self.gauges is not None else None) or KV_BLOCK_TOKENS
+        return min(prefix.tokens(blocks), int(prefix.ends[-1][1]) - 1) // size * size
 
     def serving(self, adapter: str | None) -> str:
         """Return the engine's name for the model, with an adapter or without."""
@@ -438,6 +489,9 @@ class Replica:
             self.turnover = Turnover()
             self.seen.clear()
             self.noted = 0
+            self.prefixes.clear()
+        elif report.pid != self.pid or _began_anew(self.gauges, report.gauges):
+            self.prefixes.clear()
         self.spec, self.model, self.takes_priority, self.fingerprint, self.pid, self.state, self.detail = report[:7]
         self.gauges, self.kv_tokens, self.kv_pressure, self._foreign = report[7:11]
         if report.speed != self.speed:
@@ -476,6 +530,8 @@ class Replica:
 
     def note_gauges(self, gauges: Gauges) -> None:
         """Take in the engine's gauges."""
+        if _began_anew(self.gauges, gauges):
+            self.prefixes.clear()
         self.gauges = gauges
         self.kv_tokens = gauges.kv_cache_tokens or 0
         # Two bounds, so that the pressure does not flap.
@@ -507,3 +563,8 @@ class Replica:
         self.prompt_tokens -= prompt_tokens
         self._prompts_at = now
         self.changed()
+
+
+def _began_anew(before: Gauges | None, now: Gauges | None) -> bool:
+    """Tell whether an engine was started anew between two readings: its counters have gone back."""
+    return before is not None and now is not None and now.cache_queries < before.cache_queries

@@ -13,6 +13,7 @@ from math import exp, inf, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiers.breaker import BreakerState
+from tiers.choice import Ask, Candidate, Warmth, preferred, tell_apart, uncached
 from tiers.preparing import Preparing  # noqa: TC001  pydantic reads these for the decision log
 from tiers.spec import UNKNOWN, ReplicaState, TierName, TierSpec
 from tiers.speed import ALWAYS_MS, IDLE, PREFILL_MEMORY_MS, STEADY, Load, SpeedModel, Times, Trend
@@ -32,6 +33,9 @@ class Gauges:
         kv_cache_tokens: Size of the KV cache in tokens; None: not reported.
         drafted: Tokens that its draft has proposed since it was started; 0: it has none.
         accepted: Those of them that it has accepted.
+        kv_block_tokens: Tokens of a block of the KV cache, of which only whole ones are shared; None: not reported.
+        cache_queries: Prompt tokens looked up in the prefix cache since it was started.
+        cache_hits: Those of them that were found.
     """
 
     running: int
@@ -40,11 +44,19 @@ class Gauges:
     kv_cache_tokens: int | None = None
     drafted: int = 0
     accepted: int = 0
+    kv_block_tokens: int | None = None
+    cache_queries: int = 0
+    cache_hits: int = 0
 
     @property
     def acceptance(self) -> float | None:
         """Return the share of proposed tokens that were accepted, 0..1; None: none were proposed."""
         return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Return the share of prompt tokens that the prefix cache had, 0..1; None: none were looked up."""
+        return self.cache_hits / self.cache_queries if self.cache_queries else None
 
 
 class Expectation(NamedTuple):
@@ -67,6 +79,8 @@ class ReplicaSnapshot:
     Attributes:
         in_flight: The router's requests on it.
         places: Slots that those take, one for each sequence; None: one each. The decision log has this name.
+        cached_tokens: Tokens of the request's prompt that its prefix cache is likely to hold; None: not known.
+        home: It is the own replica of the request's session, and no replica is known to hold more of the prompt.
     """
 
     id: str
@@ -93,6 +107,13 @@ class ReplicaSnapshot:
     kv_pressure: bool = False
     places: int | None = None
     precision: str = UNKNOWN
+    cached_tokens: int | None = None
+    home: bool = False
+
+    @property
+    def open(self) -> bool:
+        """Tell whether it gets requests."""
+        return self.state is ReplicaState.READY and self.admits
 
     @property
     def taken(self) -> int:
@@ -220,7 +241,9 @@ class KeptReplica:
             usually,
         )
 
-    def whole(self, output_tokens: int, moment: Moment) -> ReplicaSnapshot:
+    def whole(
+        self, output_tokens: int, moment: Moment, cached: int | None = None, *, home: bool = False
+    ) -> ReplicaSnapshot:
         """Return the replica at one moment."""
         speed, now = self.speed, moment.now
         return ReplicaSnapshot(
@@ -248,6 +271,8 @@ class KeptReplica:
             kv_pressure=self.kv_pressure,
             places=self.taken,
             precision=self.precision,
+            cached_tokens=cached,
+            home=home,
         )
 
 
@@ -256,10 +281,10 @@ def faded_rate(rate: float, at: float, now: float) -> float:
     return rate * exp((at - now) * 1000 / PREFILL_MEMORY_MS)
 
 
-# What a tier offers a request: whether a replica takes it now; the speed, and the predicted times, of the replica that would
-# serve it, or, if all are full, of the first ready one. None: unknown.
-Offer = tuple[bool, SpeedModel | None, Expectation | None]
-NO_OFFER: Offer = (False, None, None)
+# What a tier offers a request: whether a replica takes it now; and, of the replica that would serve it, or if all are full
+# of the first ready one, the speed, the predicted times, and the prompt tokens in its prefix cache. None: unknown.
+Offer = tuple[bool, SpeedModel | None, Expectation | None, int | None]
+NO_OFFER: Offer = (False, None, None, None)
 
 
 def has_slots(sequences: int, taken: int, limit: int) -> bool:
@@ -309,45 +334,45 @@ class TierSnapshot:
         """Return the state of the tier's best replica; without replicas, whether one is being prepared."""
         return _best([replica.state for replica in self.replicas], self.preparing, self.spec)
 
-    def next(
-        self, prompt_tokens: int, output_tokens: float, long_prompt_tokens: int, sequences: int = 1
-    ) -> ReplicaSnapshot | None:
-        """Return the replica that would serve a request; None if none takes it now.
+    def ask(self, prompt_tokens: int, output_tokens: float, sequences: int, fleet: FleetSnapshot) -> Ask:
+        """Return what a request needs of a replica.
 
         Args:
             prompt_tokens: Of its prompts.
             output_tokens: Expected output of all its sequences.
-            long_prompt_tokens: A replica whose KV cache is nearly full takes no prompts above this.
             sequences: Of the request.
+            fleet: The fleet at the same moment.
         """
-        most, tokens, long = self.spec.max_in_flight, prompt_tokens + output_tokens, prompt_tokens > long_prompt_tokens
-        free = [
-            r
-            for r in self.replicas
-            if r.state is ReplicaState.READY
-            and r.admits
-            and has_slots(sequences, r.taken, min(r.limit, most))
-            and fits(tokens, r.kv_tokens_held, r.kv_tokens)
-            and not (long and r.kv_pressure)
-        ]
-        return free[0] if len(free) == 1 else min(free, key=_snapshot_load, default=None)
+        spec, long = self.spec, prompt_tokens > fleet.long_prompt_tokens
+        most, at_once = spec.max_in_flight, spec.max_num_seqs
+        return Ask(prompt_tokens, output_tokens, sequences, long, most, at_once, fleet.output_share)
+
+    def next(self, ask: Ask) -> ReplicaSnapshot | None:
+        """Return the replica that would serve a request; None if none takes it now."""
+        candidates = [_candidate(n, r) for n, r in enumerate(self.replicas) if takes(r, ask)]
+        if not candidates:
+            return None
+        if any(one.home for one in candidates) or tell_apart([one.cached for one in candidates]):
+            return self.replicas[preferred(candidates, ask)]
+        return self.replicas[min(candidates, key=_load_first).position]
 
     def offer(self, prompt_tokens: int, output_tokens: float, sequences: int, fleet: FleetSnapshot) -> Offer:
-        """Return what the tier offers a request; the arguments are those of ``next``."""
-        found = self.next(prompt_tokens, output_tokens, fleet.long_prompt_tokens, sequences)
+        """Return what the tier offers a request; the arguments are those of ``ask``."""
+        found = self.next(self.ask(prompt_tokens, output_tokens, sequences, fleet))
         replica = found or next(iter(self.ready), None)
         if replica is None:
             return NO_OFFER
-        each = output_tokens / sequences
-        times = replica.expect(prompt_tokens, self.spec.max_num_seqs, fleet.output_share, sequences, output_tokens=each)
-        return found is not None, replica.speed, times
+        each, most, cached = output_tokens / sequences, self.spec.max_num_seqs, replica.cached_tokens
+        to_read = uncached(prompt_tokens, cached)
+        times = replica.expect(to_read, most, fleet.output_share, sequences, output_tokens=each)
+        return found is not None, replica.speed, times, cached
 
 
 class KeptTier(TierSnapshot):
     """A tier of kept views. Its whole replicas are made when they are read for the first time."""
 
     __slots__ = ("_kept",)
-    _kept: tuple[Sequence[KeptReplica], Sequence[int], int, Moment]  # as ``__init__`` takes them
+    _kept: tuple[Sequence[KeptReplica], Sequence[int], int, Moment, Warmth | None]  # as ``__init__`` takes them
 
     def __init__(
         self,
@@ -357,20 +382,23 @@ class KeptTier(TierSnapshot):
         taken: int,
         moment: Moment,
         *,
+        warmth: Warmth | None,
         preparing: Preparing | None,
     ) -> None:
         fill = object.__setattr__
         fill(self, "spec", spec)
         fill(self, "preparing", preparing)
-        fill(self, "_kept", (views, outputs, taken, moment))
+        fill(self, "_kept", (views, outputs, taken, moment, warmth))
 
     if not TYPE_CHECKING:  # a type checker would allow any name
 
         def __getattr__(self, name: str) -> Any:
             if name != "replicas":
                 raise AttributeError(name)
-            views, outputs, _, moment = self._kept
-            found = tuple(v.whole(o, moment) for v, o in zip(views, outputs, strict=True))
+            views, outputs, _, moment, warmth = self._kept
+            cached, home = warmth or ((None,) * len(views), -1)
+            each = enumerate(zip(views, outputs, cached, strict=True))
+            found = tuple(v.whole(o, moment, c, home=n == home) for n, (v, o, c) in each)
             object.__setattr__(self, "replicas", found)
             return found
 
@@ -394,67 +422,90 @@ class KeptTier(TierSnapshot):
         """Return the state of the tier's best replica; without replicas, whether one is being prepared."""
         return _best([view.state for view in self._kept[0]], self.preparing, self.spec)
 
-    def next(
-        self, prompt_tokens: int, output_tokens: float, long_prompt_tokens: int, sequences: int = 1
-    ) -> ReplicaSnapshot | None:
+    def next(self, ask: Ask) -> ReplicaSnapshot | None:
         """Return the replica that would serve a request, as ``TierSnapshot.next``."""
-        (views, outputs, _, _), most = self._kept, self.spec.max_in_flight
-        long = prompt_tokens > long_prompt_tokens
-        found = least_loaded(views, outputs, prompt_tokens + output_tokens, sequences, long=long, most=most)
+        views, outputs, _, moment, warmth = self._kept
+        found = choose(views, outputs, ask, warmth, moment)
         return self.replicas[found] if found >= 0 else None
 
     def offer(self, prompt_tokens: int, output_tokens: float, sequences: int, fleet: FleetSnapshot) -> Offer:
         """Return what the tier offers a request, as ``TierSnapshot.offer``."""
-        spec, (views, outputs, _, moment) = self.spec, self._kept
-        long, most = prompt_tokens > fleet.long_prompt_tokens, spec.max_in_flight
-        found = least_loaded(views, outputs, prompt_tokens + output_tokens, sequences, long=long, most=most)
+        spec, (views, outputs, _, moment, warmth) = self.spec, self._kept
+        found = choose(views, outputs, self.ask(prompt_tokens, output_tokens, sequences, fleet), warmth, moment)
         free = found >= 0
         if not free:
             found = next((n for n, view in enumerate(views) if view.state is ReplicaState.READY), -1)
             if found < 0:
                 return NO_OFFER
-        view = views[found]
+        view, cached = views[found], None if warmth is None else warmth.cached[found]
         speed = view.speed
         if speed is None:
-            return free, None, None
+            return free, None, None, cached
         load = view.load(outputs[found], moment)
-        each = output_tokens / sequences
-        times = speed.times(prompt_tokens, load, spec.max_num_seqs, fleet.output_share, sequences, output_tokens=each)
+        each, to_read = output_tokens / sequences, uncached(prompt_tokens, cached)
+        times = speed.times(to_read, load, spec.max_num_seqs, fleet.output_share, sequences, output_tokens=each)
         ttft_mean, ttft_variance = view.ttft_trend.at_time(moment.now, speed.ttft_spread)
         tpot_mean, tpot_variance = view.tpot_trend.at_time(moment.now, speed.tpot_spread)
-        return free, speed, _expectation(times, ttft_mean, ttft_variance, tpot_mean, tpot_variance)
+        return free, speed, _expectation(times, ttft_mean, ttft_variance, tpot_mean, tpot_variance), cached
 
 
-def least_loaded(
-    views: Sequence[KeptReplica],
-    outputs: Sequence[int],
-    tokens: float,
-    sequences: int,
-    *,
-    long: bool,
-    most: int = 1 << 30,
+def takes(view: KeptReplica | ReplicaSnapshot, ask: Ask) -> bool:
+    """Tell whether a replica takes a request now."""
+    return (
+        view.open
+        and has_slots(ask.sequences, view.taken, min(ask.most, view.limit))
+        and fits(ask.prompt_tokens + ask.output_tokens, view.kv_tokens_held, view.kv_tokens)
+        and not (ask.long and view.kv_pressure)
+    )
+
+
+def choose(
+    views: Sequence[KeptReplica], outputs: Sequence[int], ask: Ask, warmth: Warmth | None, moment: Moment
 ) -> int:
+    """Return the position of the replica that takes a request, as ``tiers.choice`` has it; -1: none takes it.
+
+    Args:
+        views: Of the replicas.
+        outputs: Their output tokens to come.
+        ask: The request.
+        warmth: What the replicas hold of its prompt; None: not known.
+        moment: Of the choice.
+    """
+    least = least_loaded(views, outputs, ask)
+    if warmth is None or least < 0 or (warmth.home < 0 and not tell_apart(warmth.cached)):
+        return least
+    able = [position for position, view in enumerate(views) if takes(view, ask)]
+    return preferred(
+        [
+            Candidate(
+                n,
+                views[n].prompt_tokens + outputs[n],
+                views[n].sequences,
+                warmth.cached[n],
+                n == warmth.home,
+                views[n].speed,
+                views[n].load(outputs[n], moment),
+            )
+            for n in able
+        ],
+        ask,
+    )
+
+
+def least_loaded(views: Sequence[KeptReplica], outputs: Sequence[int], ask: Ask) -> int:
     """Return the position of the replica that takes a request and has the fewest tokens to compute; -1: none takes it.
 
     Args:
         views: Of the replicas.
         outputs: Their output tokens to come.
-        tokens: Of the request's prompts, and of its expected output.
-        sequences: Answers computed at the same time.
-        long: The prompts are too long for a replica whose KV cache is nearly full.
-        most: No replica counts as having more slots.
+        ask: The request.
     """
     found, least, fewest = -1, inf, 0
     for position, view in enumerate(views):
         load = view.prompt_tokens + outputs[position]
         if load > least or not view.open or (load == least and view.sequences >= fewest):
             continue
-        limit = min(most, view.limit)
-        if (
-            has_slots(sequences, view.taken, limit)
-            and (not view.kv_tokens or fits(tokens, view.kv_tokens_held, view.kv_tokens))
-            and not (long and view.kv_pressure)
-        ):
+        if takes(view, ask):
             found, least, fewest = position, load, view.sequences
     return found
 
@@ -542,5 +593,11 @@ class FleetSnapshot:
         raise KeyError(name)
 
 
-def _snapshot_load(replica: ReplicaSnapshot) -> tuple[int, int]:
-    return replica.prompt_tokens_outstanding + replica.output_tokens_outstanding, replica.load.sequences
+def _candidate(position: int, replica: ReplicaSnapshot) -> Candidate:
+    load, tokens = replica.load, replica.prompt_tokens_outstanding + replica.output_tokens_outstanding
+    cached = replica.cached_tokens or 0
+    return Candidate(position, tokens, load.sequences, cached, replica.home, replica.speed, load)
+
+
+def _load_first(one: Candidate) -> tuple[int, int]:
+    return one.tokens, one.sequences

@@ -364,7 +364,7 @@ def json_response(body: object, status: int = 200, headers: Mapping[str, str] | 
 
 def _render_replica(replica: ReplicaSnapshot, *, inside: bool) -> dict[str, Any]:
     gauges, speed = replica.gauges, replica.speed
-    acceptance = None if gauges is None else gauges.acceptance
+    acceptance, hit_rate = (None, None) if gauges is None else (gauges.acceptance, gauges.hit_rate)
     return {
         "id": replica.id,
         "url": replica.url if inside else None,
@@ -386,6 +386,7 @@ def _render_replica(replica: ReplicaSnapshot, *, inside: bool) -> dict[str, Any]
         "kv_cache_tokens": replica.kv_tokens or None,
         "kv_cache_tokens_held": replica.kv_tokens_held,
         "kv_pressure": replica.kv_pressure,
+        "prefix_cache_hit_rate": None if hit_rate is None else round(hit_rate, 3),
         "draft_acceptance": None if acceptance is None else round(acceptance, 3),
         "ttft_base_ms": round(speed.ttft_base_ms, 1) if speed else None,
         "prefill_ms_per_token": round(speed.prefill_ms_per_token, 3) if speed else None,

@@ -20,7 +20,7 @@ from router.api.problems import describe
 from router.api.resumable import ResumableStream, ResumableStreams, ResumedElsewhere, StreamGone
 from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, send_whole, serve_stream
 from router.pipeline.pipeline import engine_request_id
-from router.pipeline.request import PromptText, RoutingOptions, class_priority
+from router.pipeline.request import PromptText, RoutingOptions, chat_part, class_priority, session_of
 from router.policy.render import render_decision
 from router.upstream.engine_request import ChatRequest
 from router.upstream.engine_stream import EngineStream, continued_on
@@ -61,6 +61,11 @@ class GenerateRequest:
     undraftable: str = ""
     adapter: str | None = None
 
+    @property
+    def session(self) -> str:
+        """Return what its caller names its conversation by."""
+        return session_of(self.context)
+
     def engine_request(self, decision: Decision, *, wants_logprobs: bool) -> ChatRequest:
         """Return what the engine is asked: the prompt goes through the model's own chat template there."""
         return ChatRequest(
@@ -86,11 +91,12 @@ def read_request(
     if body.adapter is not None and body.adapter not in (offered := adapter_names(fleet)):
         known = f"one of {', '.join(offered)}" if offered else "none: no tier offers an adapter"
         raise InvalidBody((FieldProblem("adapter", f"{body.adapter[:100]!r} is offered by no tier", known),))
-    user = {"role": "user", "content": body.prompt}
-    prompt, messages = PromptText(body.prompt, messages=1), [user]
+    user, own = {"role": "user", "content": body.prompt}, chat_part("user", body.prompt, -1)
+    prompt, messages = PromptText(body.prompt, messages=1, parts=(own,)), [user]
     if body.system_prompt is not None:
         tokens = counter.count(body.system_prompt)
-        prompt = PromptText(body.prompt, system_tokens=tokens, messages=2, system=True)
+        parts = chat_part("system", body.system_prompt, tokens), own
+        prompt = PromptText(body.prompt, system_tokens=tokens, messages=2, system=True, parts=parts)
         messages = [{"role": "system", "content": body.system_prompt}, user]
     asked = body.priority if "priority" in body.model_fields_set else None
     return GenerateRequest(

@@ -16,7 +16,7 @@ from router.api.openai_prompt import read_chat, read_completion
 from router.api.paths import CHAT
 from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, send_whole, serve_stream
 from router.pipeline.pipeline import engine_request_id
-from router.pipeline.request import MAX_COUNT, class_priority, priority_within
+from router.pipeline.request import MAX_COUNT, class_priority, priority_within, session_of
 from router.upstream.engine_request import RelayRequest, resumption_of
 from router.upstream.engine_stream import BufferedAnswer, EngineStream
 from router.upstream.json_object import as_boolean, as_integer
@@ -95,6 +95,11 @@ class CompletionRequest:
         """Tell whether its caller asked for the chunk with token counts at the end of a stream."""
         options = self.document.get("stream_options")
         return isinstance(options, dict) and as_boolean(options.get("include_usage"))
+
+    @property
+    def session(self) -> str:
+        """Return what its caller names its conversation by."""
+        return session_of(self.context, self.document.get("prompt_cache_key"), self.document.get("user"))
 
     @property
     def undraftable(self) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from router.pipeline.request import PromptText
+from router.pipeline.request import PromptText, chat_part
+from tiers.prefix_memory import Part
 
 if TYPE_CHECKING:
     from classifier import TokenCounter
@@ -29,8 +30,13 @@ def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
     texts = [_text_of(m.get("content")) for m in messages]
     others = [kind for m in messages for kind in _other_parts(m.get("content"))]
     extras = [document.text_of(key) for key in ("tools", "functions", "documents") if document.get(key)]
-    calls = [str(m[key]) for m in messages for key in ("tool_calls", "function_call") if m.get(key)]
-    tokens = sum(count(counter, text) for text in [*texts, *extras, *calls]) + PART_TOKENS * len(others)
+    calls = ["".join([str(m[key]) for key in ("tool_calls", "function_call") if m.get(key)]) for m in messages]
+    parts = [
+        Part(text, count(counter, text)) for text in extras
+    ]  # templates write them first, or after the system prompt
+    for message, text, call in zip(messages, texts, calls, strict=True):
+        parts.append(chat_part(message.get("role"), text + call, count(counter, text) + count(counter, call)))
+    tokens = sum([part.tokens for part in parts]) + PART_TOKENS * len(others)
     return PromptText(
         text=_last_turn(messages, texts),
         prompt_tokens=tokens,
@@ -38,6 +44,8 @@ def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
         messages=len(messages),
         system=bool(messages) and messages[0].get("role") in SYSTEM_ROLES,
         other_parts=tuple(dict.fromkeys(others)),
+        parts=() if others else tuple(parts),
+        salt=str(document.get("cache_salt", "")),
     )
 
 
@@ -46,10 +54,18 @@ def read_completion(document: JsonObject, counter: TokenCounter) -> PromptText:
     prompt = document.get("prompt")
     several = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
     texts = [item for item in several if isinstance(item, str)]
-    counts = [count(counter, text) for text in texts] + [len(item) for item in several if _is_ids(item)]
+    lists = [item for item in several if _is_ids(item)]
+    counts = [count(counter, text) for text in texts] + [len(item) for item in lists]
     ids = () if texts or not counts else ("token ids",)
+    read = texts or [" ".join(map(str, item)) for item in lists[:1]]
     return PromptText(
-        "\n\n".join(texts), max(counts, default=0), all_tokens=sum(counts), other_parts=ids, prompts=max(len(counts), 1)
+        "\n\n".join(texts),
+        max(counts, default=0),
+        all_tokens=sum(counts),
+        other_parts=ids,
+        prompts=max(len(counts), 1),
+        parts=tuple(map(Part, read[:1], counts[:1])),
+        salt=str(document.get("cache_salt", "")),
     )
 
 

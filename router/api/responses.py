@@ -36,6 +36,7 @@ Verdict = _model(
     expected_loss=float | None,
     expected_loss_interval=tuple[float, float] | None,
     cost=float | None,
+    cached_prompt_tokens=Annotated[int | None, Field(description="Likely to be in the prefix cache; null: unknown")],
     verdict=str,
 )
 Decision = _model(
@@ -64,6 +65,8 @@ RequestRecord = _model(
     outcome=Outcome,
     error=str | None,
     prompt_tokens=int,
+    cached_prompt_tokens=Annotated[int | None, Field(description="As the engine reports; null: it does not")],
+    predicted_cached_tokens=Annotated[int | None, Field(description="As expected; null: unknown")],
     output_tokens=int,
     queue_ms=float,
     ttft_ms=float | None,

@@ -12,10 +12,10 @@ from tiers.lifecycle.supervisor import SupervisorOptions
 from tiers.lifecycle.warmup import WarmupPlan
 from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.replica import FleetOptions
-from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from router.settings import Settings
+    from tiers.spec import TierName
 
 CANARY_FILE = "canary.json"
 
@@ -34,6 +34,7 @@ def fleet_options(settings: Settings) -> FleetOptions:
         kv_open=admission.kv_open,
         kv_close=admission.kv_close,
         long_prompt_tokens=admission.long_prompt_tokens,
+        affinity=admission.affinity,
     )
 
 

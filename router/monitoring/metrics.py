@@ -79,6 +79,8 @@ class RequestMetrics:
         self._refusals = counter("refusals", "Requests that were refused.", "reason")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", *KIND)
         self._output_tokens = counter("output_tokens", "Tokens of answers.", *KIND)
+        text = "Of the tokens of prompts, those in the engine's prefix cache: as predicted, and as the engine reported them."
+        self._cached_tokens = counter("cached_prompt_tokens", text, "tier", "source")
         self._sla = counter("sla_requests", "Requests with bounds on times, by whether they were met.", *KIND, "result")
         for reason in (*(refusal.value for refusal in Refusal), OVER_QUOTA):
             self._refusals.of(reason)  # at 0 from the start: a rate cannot see the first event of a new series
@@ -143,6 +145,10 @@ class RequestMetrics:
         trace_id, now = record.trace_id, time.time()
         of.prompt_tokens.value += record.prompt_tokens
         of.output_tokens.value += record.output_tokens
+        if record.predicted_cached_tokens is not None:
+            self._cached_tokens.of(tier, "predicted").value += record.predicted_cached_tokens
+        if record.cached_prompt_tokens is not None:
+            self._cached_tokens.of(tier, "reported").value += record.cached_prompt_tokens
         of.cost.value += cost
         self._queue.of(record.priority).observe(record.queue_ms / 1000, trace_id, now)
         if record.overhead_ms is not None:
@@ -287,6 +293,9 @@ class Load(Collector):
         text = "Tokens that a replica's draft has proposed since the engine was started (speculative decoding)."
         drafted = CounterMetricFamily("qarr_draft_tokens", text, labels=labels)
         accepted = CounterMetricFamily("qarr_draft_tokens_accepted", "Those that were accepted.", labels=labels)
+        text = "Prompt tokens that a replica's engine looked up in its prefix cache since it was started."
+        queries = CounterMetricFamily("qarr_prefix_cache_queries", text, labels=labels)
+        hits = CounterMetricFamily("qarr_prefix_cache_hits", "Those that were found.", labels=labels)
         now = time.monotonic()
         for replica in self._pipeline.fleet.replicas:
             values = [replica.spec.name, replica.id]
@@ -299,10 +308,12 @@ class Load(Collector):
             is_open.add_metric(values, replica.breaker.state(now) is not BreakerState.CLOSED)
             if replica.gauges is not None:
                 usage.add_metric(values, replica.gauges.kv_cache_usage)
+                queries.add_metric(values, replica.gauges.cache_queries)
+                hits.add_metric(values, replica.gauges.cache_hits)
                 if replica.gauges.drafted:
                     drafted.add_metric(values, replica.gauges.drafted)
                     accepted.add_metric(values, replica.gauges.accepted)
-        return state, about, in_flight, taken, limit, opened, is_open, usage, drafted, accepted
+        return state, about, in_flight, taken, limit, opened, is_open, usage, drafted, accepted, queries, hits
 
 
 class Source(Protocol):

@@ -250,7 +250,9 @@ class Admission:
             ready = any(self._fleet.is_ready(tier) for tier in entry.tiers)
             if not ready or self._fleet.has_capacity(entry.tiers, entry.demand, reserved):
                 policy = self._policy
-                decision = decide(entry.decision.query, self._fleet.snapshot(reserved), policy.table, policy.price)
+                query = entry.decision.query
+                snapshot = self._fleet.snapshot(reserved, query.prefix)
+                decision = decide(query, snapshot, policy.table, policy.price)
                 if self._settle(entry, decision, reserved):
                     continue
             passed_over.add(entry)
@@ -300,6 +302,7 @@ class Admission:
             max_tokens=query.max_tokens,
             sequences=query.sequences,
             exclude=reserved,
+            prefix=query.prefix,
         )
         if lease is None:
             return None

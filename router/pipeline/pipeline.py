@@ -91,8 +91,8 @@ class Pipeline:
             self.on_request()
         traced = request.context.traced
         features = self._classify(request.prompt) if traced else request.prompt.classify(self.counter)
-        fleet, table, price = self.fleet.snapshot(), self.policy.table, self.policy.price
-        query = query_of(request, features, fleet.template)
+        query = query_of(request, features, self.fleet.template, affinity=self.fleet.options.affinity)
+        fleet, table, price = self.fleet.snapshot(prefix=query.prefix), self.policy.table, self.policy.price
         decision = self._decide(query, fleet, table, price) if traced else decide(query, fleet, table, price)
         if serve and self.prompt_observer is not None:
             self.prompt_observer.offer(request.prompt.text, features)

@@ -166,6 +166,8 @@ class RequestRegistry:
             hedged=answer is not None and answer.hedge is not None,
             continued_on=tuple(continued_on(answer)) if answer is not None and answer.parts else (),
             expected=request.expected,
+            cached_prompt_tokens=answer.cached_tokens if answer is not None else None,
+            predicted_cached_tokens=answer.predicted_cached_tokens if answer is not None else None,
         )
 
     def _outcome(self, answer: EngineAnswer | None, error: BaseException | None) -> tuple[Outcome, str | None]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from classifier import PromptClass, extract
 from router.auth.api_keys import ANONYMOUS, BeyondKey, Caller
 from router.policy.decision import PRIORITIES, Query, Sla
+from tiers.prefix_memory import Part, Prefix
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from tiers.spec import TierName
 
 NO_BOUNDS = Sla()
+SESSION_HEADER = b"x-session-id"
+LONGEST_SESSION = 256  # characters; what follows is ignored
 MAX_COUNT = 1 << 40  # bound of token counts: far above any context or quota, and safe in every counter
 
 
@@ -74,6 +77,9 @@ class PromptText:
         system: Whether the chat has a system message.
         other_parts: Kinds of parts that are not text, such as ``image_url``.
         prompts: How many, each answered on its own.
+        parts: All that the model reads, in order; empty: not known, as with parts that are not text. A part of -1 tokens
+            is ``text``.
+        salt: The caller's own, which keeps its prefix from being shared with others; empty: none.
     """
 
     text: str
@@ -84,6 +90,8 @@ class PromptText:
     system: bool = False
     other_parts: tuple[str, ...] = ()
     prompts: int = 1
+    parts: tuple[Part, ...] = ()
+    salt: str = ""
 
     def classify(self, counter: TokenCounter) -> PromptFeatures:
         """Return the text's features. With parts that are not text the class is unknown, which raises the precision."""
@@ -97,6 +105,14 @@ class PromptText:
         """Return the longest prompt's tokens, chat template included."""
         tokens = features.tokens + self.system_tokens if self.prompt_tokens is None else self.prompt_tokens
         return tokens + template.conversation(self.messages, system=self.system) if self.messages else tokens
+
+    def prefix(self, features: PromptFeatures, template: TemplateTokens, adapter: str, session: str) -> Prefix | None:
+        """Return the prompt as prefix caches see it; None: it is too short, or there are several."""
+        if not self.parts or self.prompts > 1:
+            return None
+        added = template.conversation(self.messages, system=self.system) if self.messages else 0
+        parts = [part if part.tokens >= 0 else part._replace(tokens=features.tokens) for part in self.parts]
+        return Prefix.of(parts, added=added, salt=f"{adapter}\x1f{self.salt}", session=session)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +165,10 @@ class ParsedRequest(Protocol):
         """Return the LoRA adapter that it names; None: none."""
 
     @property
+    def session(self) -> str:
+        """Return what its caller names its conversation by; empty: nothing."""
+
+    @property
     def checkable(self) -> bool:
         """Tell whether the cascade may hold its first tokens while it checks their log-probabilities."""
 
@@ -156,9 +176,13 @@ class ParsedRequest(Protocol):
         """Return the request to an engine."""
 
 
-def query_of(request: ParsedRequest, features: PromptFeatures, template: TemplateTokens) -> Query:
-    """Return a request as the policy sees it."""
-    options = request.options
+def query_of(
+    request: ParsedRequest, features: PromptFeatures, template: TemplateTokens, *, affinity: bool = False
+) -> Query:
+    """Return a request as the policy sees it; with affinity, also as prefix caches see it."""
+    options, prefix = request.options, None
+    if affinity:
+        prefix = request.prompt.prefix(features, template, request.adapter or "", request.session)
     return Query(
         features,
         request.prompt.tokens(features, template),
@@ -171,7 +195,20 @@ def query_of(request: ParsedRequest, features: PromptFeatures, template: Templat
         all_prompt_tokens=min(request.prompt.all_tokens, MAX_COUNT),
         undraftable=request.undraftable,
         adapter=request.adapter,
+        prefix=prefix,
     )
+
+
+def chat_part(role: object, text: str, tokens: int) -> Part:
+    """Return a message as a part of a prompt: role and text apart from all others."""
+    return Part(f"\x1e{role}\x1f{text}", tokens)
+
+
+def session_of(context: RequestContext, *named: Any) -> str:
+    """Return what a caller names a conversation by: a header, else the first of some values that is a text, else its key."""
+    own = context.header(SESSION_HEADER)
+    found = next((name for name in (own, *named) if isinstance(name, str) and name), context.caller.key_id)
+    return found[:LONGEST_SESSION]
 
 
 def priority_within(caller: Caller, value: int, field: str, asked: str) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from router.policy.budget import best, middle_price
 from router.policy.decision import CHOSEN, Basis, Decision, Priced, Refusal, TierReport
+from tiers.choice import uncached
 from tiers.preparing import about
 from tiers.snapshot import has_slots
 from tiers.spec import ReplicaState, TierName
@@ -96,6 +97,7 @@ class _TierEstimate:
         slow: It breaks a bound on time, or may, for its times are not known; likewise ``lossy`` on loss.
         unfit: It is below what the class needs.
         meets: It can serve the request within the bounds asked for.
+        cached: Prompt tokens that need no prefill on the replica that would serve it.
     """
 
     tier: TierSnapshot
@@ -113,6 +115,7 @@ class _TierEstimate:
     lossy: bool
     unfit: bool
     meets: bool
+    cached: int | None
 
     @property
     def under_load(self) -> bool:
@@ -217,11 +220,12 @@ class _Case:
         """
         query, table, z, spec, need = self.query, self.table, self.z, tier.spec, self.need
         name = spec.name
-        free, speed, times = tier.offer(prompt_tokens, output, query.sequences, self.fleet)
+        free, speed, times, cached = tier.offer(prompt_tokens, output, query.sequences, self.fleet)
         cost, priced, loss = None, None, table.loss(name, query.features)
         if speed is not None:
             batch = min(spec.max_num_seqs, there)
-            engine_ms = speed.engine_ms(prompt_tokens, self.output, batch) * (times.drift if times else 1.0)
+            to_read = uncached(prompt_tokens, cached)
+            engine_ms = speed.engine_ms(to_read, self.output, batch) * (times.drift if times else 1.0)
             cost = engine_ms / 1000 * table.prices.get(name, 1.0)
             priced = None if loss is None else Priced(name, cost / self.output, loss.mean)
         worst = None if loss is None else loss.at(z) if need.confidence >= table.min_confidence else loss.high
@@ -244,6 +248,7 @@ class _Case:
             lossy,
             unfit=_is_unfit(name, worst, need),
             meets=obstacle is None and not lossy and not slow,
+            cached=cached,
         )
 
     def precision(self) -> str | None:
@@ -338,6 +343,7 @@ class _Case:
             cost=round(cost, 4) if cost is not None else None,
             verdict=self._verdict(estimate),
             meets=estimate.meets,
+            cached_prompt_tokens=estimate.cached,
         )
 
     def _verdict(self, estimate: _TierEstimate) -> str:
@@ -640,7 +646,8 @@ def _possible_in_s(estimate: _TierEstimate, query: Query, output_share: float, z
         if speed is None:
             waits.append(UNKNOWN_RETRY_S)
             continue
-        idle = speed.times(query.tokens_to_read, IDLE, spec.max_num_seqs, output_share, query.sequences)
+        to_read = uncached(query.tokens_to_read, replica.cached_tokens)
+        idle = speed.times(to_read, IDLE, spec.max_num_seqs, output_share, query.sequences)
         surely = math.exp(z * speed.tpot_spread)
         if (ttft_ms is not None and idle.ttft_ms * math.exp(z * speed.ttft_spread) > ttft_ms) or (
             tpot_ms is not None and idle.tpot_ms * surely > tpot_ms

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from math import hypot, log
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol, Self
+
+from pydantic import Field
 
 from classifier import PromptClass, PromptFeatures  # noqa: TC001  pydantic reads these for the decision log
+from tiers.prefix_memory import Prefix  # noqa: TC001
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
@@ -197,6 +200,8 @@ class Query:
         all_prompt_tokens: Of all prompts together; 0: there is one prompt.
         undraftable: Parameters that engines with a draft refuse, for people; empty: it has none.
         adapter: The LoRA adapter that it names; None: none.
+        prefix: Of its prompt, for prefix caches; None: not known. No part of what is decided from, nor of the log: what
+            replicas hold of it is in the snapshot.
     """
 
     features: PromptFeatures
@@ -210,6 +215,7 @@ class Query:
     all_prompt_tokens: int = 0
     undraftable: str = ""
     adapter: str | None = None
+    prefix: Annotated[Prefix | None, Field(exclude=True)] = field(default=None, compare=False, repr=False)
 
     def allows(self, tier: TierName) -> bool:
         """Tell whether the caller's key may use a tier."""
@@ -258,6 +264,7 @@ class TierReport:
     Attributes:
         cost: Engine-seconds, times the tier's price.
         verdict: ``chosen``, or why not.
+        cached_prompt_tokens: Tokens of the prompt that the replica that would serve it is likely to have in its cache.
         meets: It can serve the request within the bounds asked for.
     """
 
@@ -269,6 +276,7 @@ class TierReport:
     cost: float | None
     verdict: str
     meets: bool = False
+    cached_prompt_tokens: int | None = None
 
 
 class Explanation(Protocol):

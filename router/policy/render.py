@@ -24,6 +24,7 @@ def render_verdict(verdict: TierReport) -> dict[str, Any]:
         "expected_loss": round(loss.mean, 5) if loss else None,
         "expected_loss_interval": [round(loss.low, 5), round(loss.high, 5)] if loss else None,
         "cost": verdict.cost,
+        "cached_prompt_tokens": verdict.cached_prompt_tokens,
         "verdict": verdict.verdict,
     }
 

@@ -19,6 +19,7 @@ from router.policy.decide import decide, successors
 from router.policy.decision import Basis, Refusal
 from router.policy.profiles import ProfileError
 from router.policy.replay import NOT_SERVED, Result, is_met, mean_loss
+from tiers.choice import Ask
 from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TierSnapshot
 from tiers.spec import ReplicaState
 from tiers.speed import ALWAYS_MS, BUSY_MEMORY_S, MOST_BESIDE, PREFILL_MEMORY_MS, Load, Trend
@@ -464,4 +465,4 @@ def _order(request: _Request) -> tuple[int, float]:
 
 def _is_free(tier: TierSnapshot) -> bool:
     """Tell whether a tier takes any request."""
-    return tier.next(1, 1, 1 << 30) is not None
+    return tier.next(Ask(1, 1, 1, long=False, most=tier.spec.max_in_flight)) is not None

@@ -44,6 +44,8 @@ class RequestRecord(NamedTuple):
         sla_met: Whether its own bounds on times were met; None: it had none, or its caller left before.
         continued_on: Tiers that continued its answer after failures, in order.
         expected: What the loss budget counted for it while it was open.
+        cached_prompt_tokens: Of its prompt, found in the engine's prefix cache, as the engine reports it.
+        predicted_cached_tokens: The same, as expected when the request was sent.
     """
 
     at: float
@@ -72,6 +74,8 @@ class RequestRecord(NamedTuple):
     hedged: bool
     continued_on: tuple[TierName, ...]
     expected: Expectation | None = None
+    cached_prompt_tokens: int | None = None
+    predicted_cached_tokens: int | None = None
 
     @property
     def undisturbed(self) -> bool:
@@ -109,6 +113,8 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
         "outcome": record.outcome._value_,
         "error": record.error,
         "prompt_tokens": record.prompt_tokens,
+        "cached_prompt_tokens": record.cached_prompt_tokens,
+        "predicted_cached_tokens": record.predicted_cached_tokens,
         "output_tokens": record.output_tokens,
         "queue_ms": record.queue_ms and int(record.queue_ms * 100 + 0.5) / 100,
         "overhead_ms": record.overhead_ms and int(record.overhead_ms * 100 + 0.5) / 100,

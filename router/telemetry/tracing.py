@@ -260,6 +260,8 @@ class Telemetry:
             "qarr.served.precision": record.precision,
             "qarr.served.checkpoint": record.checkpoint,
             "qarr.prompt_tokens": record.prompt_tokens,
+            "qarr.cached_prompt_tokens": record.predicted_cached_tokens,
+            "qarr.reported_cached_tokens": record.cached_prompt_tokens,
             "qarr.output_tokens": record.output_tokens,  # not gen_ai.usage: viewers would add them to the attempts'
         }
         span.set_attributes({name: value for name, value in seen.items() if value is not None})
@@ -538,5 +540,6 @@ def _verdict_attributes(verdict: TierReport) -> dict[str, Any]:
         "expected_loss": loss.mean if loss is not None else None,
         "expected_loss_high": loss.high if loss is not None else None,
         "cost": verdict.cost,
+        "cached_prompt_tokens": verdict.cached_prompt_tokens,
     }
     return {prefix + name: value for name, value in found.items() if value is not None}

@@ -186,6 +186,7 @@ class Upstream:
             sequences=query.sequences,
             exclude=exclude,
             over_limit=over_limit,
+            prefix=query.prefix,
         )
 
     async def pass_on(

@@ -22,7 +22,7 @@ from router.upstream.errors import (
 )
 from router.upstream.http import body_of
 from router.upstream.progress import Progress
-from router.upstream.sse import USAGE, WHOLE_ANSWER, EventSource
+from router.upstream.sse import USAGE, WHOLE_ANSWER, EventSource, cached_tokens_of
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ class EngineAnswer(ABC):
         escalation: Why it was begun again at a higher precision; None: it was not.
         hedge: Why another tier was asked as well, and was quicker; None: it was not.
         parts: What other engines computed of it, in order.
+        cached_tokens: Of its prompt, found in the prefix cache; None: the engine did not report them.
     """
 
     def __init__(self, attempt: Attempt) -> None:
@@ -130,6 +131,7 @@ class EngineAnswer(ABC):
         self.failed_attempts = attempt.number
         self.ttft_ms: float | None = None
         self.usage: dict[str, int] = {}
+        self.cached_tokens: int | None = None
         self.finish_reason: str | None = None
         self.error: UpstreamError | None = None
         self.escalation: str | None = None
@@ -180,6 +182,12 @@ class EngineAnswer(ABC):
         """Return the tokens produced so far: the engine's count, or until that comes what its chunks tell."""
         return self.usage.get("completion_tokens", self._tokens)
 
+    @property
+    def predicted_cached_tokens(self) -> int | None:
+        """Return the tokens of its prompt that the replica was expected to hold; None: not known."""
+        sent = self._attempt.lease.sent
+        return None if sent is None else sent.cached
+
     async def aclose(self, error: BaseException | None = None) -> None:
         """End all of it: the lease goes back, the connection is closed, which aborts what is unfinished, the span ends."""
         try:
@@ -195,7 +203,7 @@ class EngineAnswer(ABC):
         self._closed = True
         lease, span = self._attempt.lease, self._attempt.span
         if self._complete:
-            lease.finished(self.tpot_ms, self.usage.get("completion_tokens", 0))
+            lease.finished(self.tpot_ms, self.usage.get("completion_tokens", 0), self.cached_tokens)
         elif isinstance(error, UpstreamError):
             lease.failed(type(error).__name__)
         lease.release()
@@ -209,6 +217,7 @@ class EngineAnswer(ABC):
 
     def _note_usage(self, usage: Mapping[str, Any]) -> None:
         self.usage = {name: int(usage.get(name) or 0) for name in USAGE}
+        self.cached_tokens = cached_tokens_of(usage)
 
     def _attributes(self) -> dict[str, Any]:
         attributes: dict[str, Any] = {}
@@ -219,6 +228,10 @@ class EngineAnswer(ABC):
         if self.usage:
             attributes["gen_ai.usage.input_tokens"] = self.usage["prompt_tokens"]
             attributes["gen_ai.usage.output_tokens"] = self.usage["completion_tokens"]
+        if self.cached_tokens is not None:
+            attributes["gen_ai.usage.cache_read.input_tokens"] = self.cached_tokens
+        if (predicted := self.predicted_cached_tokens) is not None:
+            attributes["qarr.cached_prompt_tokens"] = predicted
         if (tpot_ms := self.tpot_ms) is not None:
             attributes["qarr.tpot_ms"] = tpot_ms
         return attributes

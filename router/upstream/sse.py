@@ -90,6 +90,13 @@ _CHUNK: TypeAdapter[Any] = TypeAdapter(_Chunk)
 WHOLE_ANSWER: TypeAdapter[Any] = TypeAdapter(_WholeAnswer)
 
 
+def cached_tokens_of(usage: Mapping[str, Any]) -> int | None:
+    """Return the prompt tokens found in the prefix cache; None: the engine does not tell (``prompt_tokens_details``)."""
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return cached if isinstance(cached, int) and cached >= 0 else None
+
+
 @dataclass(slots=True)
 class Chunk:
     """One event of a stream, read once. A completion's and a chat's chunks look the same here.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from router.workers.table import Table
     from tiers.fleet import Demand
+    from tiers.prefix_memory import Prefix
     from tiers.replica import FleetOptions, Replica, ReplicaReport
     from tiers.snapshot import FleetSnapshot
     from tiers.spec import TierName, TierSpec
@@ -249,6 +250,7 @@ class SharedFleet(Fleet):
         sequences: int = 1,
         exclude: Collection[str] = (),
         over_limit: bool = False,
+        prefix: Prefix | None = None,
     ) -> Lease | None:
         """See ``Fleet``. No other process takes a slot meanwhile."""
         with self.table.lock:
@@ -260,6 +262,7 @@ class SharedFleet(Fleet):
                 sequences=sequences,
                 exclude=exclude,
                 over_limit=over_limit,
+                prefix=prefix,
             )
             if lease is not None:
                 self._write(self._mirrors[lease.replica])
@@ -275,10 +278,10 @@ class SharedFleet(Fleet):
         self.sync()
         return super().nearest(tiers, demand, exclude)
 
-    def snapshot(self, reserved: Collection[str] = ()) -> FleetSnapshot:
+    def snapshot(self, reserved: Collection[str] = (), prefix: Prefix | None = None) -> FleetSnapshot:
         """See ``Fleet``."""
         self.sync()
-        return super().snapshot(reserved)
+        return super().snapshot(reserved, prefix)
 
     def sync(self) -> None:
         """Take in what other processes have done since the last call."""

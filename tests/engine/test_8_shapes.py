@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from tests.engine.conftest import Up
 
+CPU_BLOCK = 128  # tokens of a block of the KV cache, of which only whole ones are shared
 MIN_AGREEMENT = 0.5  # as engines are held to: near-ties come out by the rows that are computed together
 PROMPTS = (
     "What is the capital of France?",
@@ -151,6 +152,32 @@ def test_what_vllm_refuses_with_a_draft_is_said(other: Up) -> None:
     )
     assert engines.status_code == 400
     assert "min_p and logit_bias" in engines.text
+
+
+def test_a_chat_stays_where_its_prefix_is_cached(other: Up, engine_keys: dict[str, str]) -> None:
+    """Its turns go to one of two replicas, which has computed most of each already; on the other one nothing is cached."""
+    notes = f"{token_hex(8)}. " + " ".join(f"Note {number}: the harbour opens at dawn." for number in range(50))
+    messages, records = [{"role": "system", "content": notes}], []
+    for question in ("When does it open?", "Who told you?", "Repeat the first note."):
+        messages.append({"role": "user", "content": question})
+        body = {"model": "fast", "messages": messages, "max_tokens": 8, "temperature": 0}
+        answer = httpx.post(f"{other.url}/v1/chat/completions", json=body, timeout=300, trust_env=False)
+        said = answer.raise_for_status().json()["choices"][0]["message"]["content"]
+        messages.append({"role": "assistant", "content": said})
+        records.append(httpx.get(f"{other.url}/requests", trust_env=False).json()["requests"][0])
+    assert len({record["replica"] for record in records}) == 1
+    first, *later = records
+    assert (first["predicted_cached_tokens"], first["cached_prompt_tokens"]) == (0, 0)
+    for record in later:
+        assert record["cached_prompt_tokens"] > record["prompt_tokens"] / 2
+        assert abs(record["cached_prompt_tokens"] - record["predicted_cached_tokens"]) <= CPU_BLOCK
+    here, there = other.tiers()["fast"]["replicas"]
+    cold = there if first["replica"] == here["id"] else here
+    key = key_of(cold["pid"]) if cold["pid"] is not None else engine_keys["fast"]
+    headers = {"authorization": f"Bearer {key}"}
+    body["model"] = httpx.get(f"{cold['url']}/v1/models", headers=headers, trust_env=False).json()["data"][0]["id"]
+    answer = httpx.post(f"{cold['url']}/v1/chat/completions", json=body, headers=headers, timeout=300, trust_env=False)
+    assert not answer.raise_for_status().json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def test_a_draft_makes_several_tokens_a_step(other: Up) -> None:

@@ -75,6 +75,8 @@ class Behaviour:
         exit_after_s: End the process, with status 7, so long after its start; None: stay.
         root: Folder or id of the model that it says it was started with; None: the served name.
         prompt_tokens: That it says every prompt has.
+        cached_tokens: Of those, found in its prefix cache, as it says; None: it does not say.
+        cache_queries: Tokens that it says it looked up in its prefix cache; ``cache_hits``: those that it found.
         kv_cache_usage: That it reports, 0 to 1.
         hung: Paths whose requests are taken and never answered.
         held: Requests that are held so now.
@@ -117,6 +119,9 @@ class Behaviour:
     max_model_len: int = 8192
     root: str | None = None
     prompt_tokens: int = 10
+    cached_tokens: int | None = None
+    cache_queries: int = 0
+    cache_hits: int = 0
     kv_cache_usage: float = 0.25
     priorities: bool = True
     adapters: dict[str, str] = field(default_factory=dict)
@@ -244,7 +249,8 @@ class FakeEngine:
             f"vllm:num_requests_waiting{label} 0.0\nvllm:kv_cache_usage_perc{label} {self.behaviour.kv_cache_usage}\n"
             f"vllm:prompt_tokens_total{label} 0.0\nvllm:generation_tokens_total{label} {float(self.behaviour.tokens)}\n"
             f"vllm:time_to_first_token_seconds_sum{label} 0.0\nvllm:time_to_first_token_seconds_count{label} 0.0\n"
-            f"vllm:prefix_cache_queries_total{label} 0.0\nvllm:prefix_cache_hits_total{label} 0.0\n"
+            f"vllm:prefix_cache_queries_total{label} {float(self.behaviour.cache_queries)}\n"
+            f"vllm:prefix_cache_hits_total{label} {float(self.behaviour.cache_hits)}\n"
         )
 
     async def _models(self, _request: Request) -> Response:
@@ -481,9 +487,10 @@ class FakeEngine:
         """Return how many tokens an answer may have: vLLM's own limit is 16 for completions, and the context for chats."""
         return int(body.get("max_tokens") or (self.behaviour.max_model_len if chat else 16))
 
-    def _usage(self, output: int) -> dict[str, int]:
-        prompt = self.behaviour.prompt_tokens
-        return {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output}
+    def _usage(self, output: int) -> dict[str, Any]:
+        prompt, cached = self.behaviour.prompt_tokens, self.behaviour.cached_tokens
+        details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
+        return {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output, **details}
 
     def _scores(self, body: dict[str, Any], tokens: int) -> dict[str, Any]:
         """Return what a choice holds for those who ask for ids, log-probabilities, or those of their prompt."""

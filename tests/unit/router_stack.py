@@ -55,11 +55,14 @@ async def router_stack(
     tmp_path: Path,
     overrides: dict[str, Any] | None = None,
     tracing: TracerProvider | Telemetry | None = None,
+    *,
+    twin: Behaviour | None = None,
     **behaviours: Behaviour,
 ) -> AsyncIterator[Stack]:
     """Run a router in front of one fake engine a tier, ready and warmed through the real supervisor.
 
-    A tier whose ``replicas`` the settings set to 0 has none; one that they add has, whatever its ``urls``.
+    A tier whose ``replicas`` the settings set to 0 has none; one that they add has, whatever its ``urls``. With ``twin``,
+    ``fast`` has a second replica, which behaves so.
     """
     async with AsyncExitStack() as cleanup:
         cleanup.enter_context(no_faults_in_the_router())
@@ -70,12 +73,17 @@ async def router_stack(
         engines = {name: behaviours.get(name, Behaviour()) for name in served_here}
         for name, behaviour in engines.items():
             behaviour.root = behaviour.root or f"made/{name}"
-        served = await cleanup.enter_async_context(serving_all(*(FakeEngine(b).app for b in engines.values())))
-        urls = dict(zip(engines, served, strict=True))
+        twins = [] if twin is None else [twin]
+        for behaviour in twins:
+            behaviour.root = behaviour.root or f"made/{TierName.FAST}"
+        apps = (FakeEngine(b).app for b in (*engines.values(), *twins))
+        served = await cleanup.enter_async_context(serving_all(*apps))
+        urls = {name: (url,) for name, url in zip(engines, served, strict=False)}
+        urls[TierName.FAST] = (*urls.get(TierName.FAST, ()), *served[len(engines) :])
         specs = tuple(
             TierSpec(
                 name, tier.max_model_len, tier.max_num_seqs, tier.max_in_flight, replicas=0,
-                urls=(urls[name],) if name in urls else (), stated_precision=tier.precision or None,
+                urls=urls.get(name, ()), stated_precision=tier.precision or None,
             )
             for name, tier in ((name, tiers.of(name)) for name in tiers.names)
         )  # fmt: skip
@@ -86,7 +94,7 @@ async def router_stack(
         async with asyncio.timeout(60):
             while not all(r.state is ReplicaState.READY for r in fleet.replicas):
                 await asyncio.sleep(0.01)
-        for behaviour in engines.values():
+        for behaviour in (*engines.values(), *twins):
             behaviour.requests.clear()
             behaviour.headers.clear()
         keys = KeyStore(settings.auth.keys_file)

@@ -59,7 +59,7 @@ def engine_argv(launch: EngineLaunch) -> list[str]:
     if tier.draft is not None:
         argv += ["--speculative-config", json.dumps(_speculative(tier.draft))]
     argv += _lora(launch.adapters)
-    argv += ["--scheduling-policy", "priority", "--disable-uvicorn-access-log"]
+    argv += ["--scheduling-policy", "priority", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     if not placement.gpus:
         # Compiled graphs gave wrong answers on CPU (vLLM 0.32); eager mode is correct and starts faster.
         argv += ["--enforce-eager"]

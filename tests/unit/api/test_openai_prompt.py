@@ -10,6 +10,8 @@ import pytest
 from classifier import EstimatingCounter
 from router.api.openai_prompt import CHARS_PER_TOKEN, MAX_CHARS, PART_TOKENS, SHORT_CHARS, read_chat, read_completion
 from router.upstream.json_object import JsonObject
+from tiers.prefix_memory import Prefix, PrefixMemory
+from tiers.snapshot import TemplateTokens
 
 if TYPE_CHECKING:
     from router.pipeline.request import PromptText
@@ -109,3 +111,42 @@ def test_text_that_fits_no_context_is_estimated() -> None:
     """Counting it exactly would hold every other request up."""
     endless = "x" * (MAX_CHARS + 1)
     assert completion(endless).prompt_tokens == len(endless) // CHARS_PER_TOKEN
+
+
+def prefix(read: PromptText) -> Prefix | None:
+    """Return a prompt as prefix caches see it."""
+    return read.prefix(read.classify(COUNTER), TemplateTokens(), "", "")
+
+
+def shared(one: PromptText, other: PromptText) -> int:
+    """Return the tokens that two prompts share, in whole blocks."""
+    first, second = prefix(one), prefix(other)
+    assert first is not None
+    assert second is not None
+    memory = PrefixMemory()
+    memory.note(first, 0)
+    return second.tokens(memory.matching(second))
+
+
+def test_a_chat_shares_its_earlier_turns() -> None:
+    """With tools, calls and roles: another one of any is another prefix. Parts that are text read as text."""
+    turns = [user(LONG), assistant(LONG)]
+    whole = COUNTER.count(LONG) * 2
+    assert shared(chat(*turns), chat(*turns, user("and then?"))) == pytest.approx(whole, abs=90)
+    assert shared(chat(*turns), chat(user([{"type": "text", "text": LONG}]), assistant(LONG))) > whole - 90
+    tools: list[Any] = [{"type": "function", "function": {"name": name * 40}} for name in "ab"]
+    assert shared(chat(*turns, tools=tools[:1]), chat(*turns, tools=tools[1:])) == 0
+    assert shared(chat({"role": "system", "content": LONG}), chat(user(LONG))) == 0
+    called = {**assistant(LONG), "tool_calls": [{"id": "x" * 300}]}
+    last = user(LONG)
+    assert shared(chat(user(LONG), called, last), chat(*turns, last)) < shared(chat(*turns, last), chat(*turns, last))
+
+
+def test_what_no_prefix_is_known_of() -> None:
+    """Images, several prompts and short ones; token ids are as good as text, and a salt keeps the same text apart."""
+    assert prefix(chat(user([{"type": "text", "text": LONG}, {"type": "image_url"}]))) is None
+    assert prefix(completion([LONG, LONG])) is None
+    assert prefix(completion("hi")) is None
+    ids = list(range(1000, 1400))
+    assert 300 < shared(completion(ids), completion([*ids, 7])) <= 400
+    assert shared(chat(user(LONG)), chat(user(LONG), cache_salt="mine")) == 0

@@ -137,11 +137,13 @@ def test_counts_of_another_release_are_not_added() -> None:
 
 def test_a_served_request_counts_once_everywhere() -> None:
     """Times in seconds, tokens and cost, by class and tier."""
-    counted = Counted(record(sla_met=True))
+    counted = Counted(record(sla_met=True, cached_prompt_tokens=16, predicted_cached_tokens=12))
     assert counted.value("requests_total", **CHAT_FAST, outcome="ok") == 1
     assert counted.value("decisions_total", **CHAT_FAST, reason="measured") == 1
     assert counted.value("prompt_tokens_total", **CHAT_FAST) == 20
     assert counted.value("output_tokens_total", **CHAT_FAST) == 7
+    assert counted.value("cached_prompt_tokens_total", tier="fast", source="predicted") == 12
+    assert counted.value("cached_prompt_tokens_total", tier="fast", source="reported") == 16
     assert counted.value("cost_engine_seconds_total", **CHAT_FAST) == 2.5
     assert counted.value("sla_requests_total", **CHAT_FAST, result="met") == 1
     assert counted.value("time_to_first_token_seconds_sum", **CHAT_FAST) == pytest.approx(0.235)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,13 +10,16 @@ import pytest
 from classifier import EstimatingCounter, PromptClass
 from router.auth.api_keys import ANONYMOUS, BeyondKey, Caller
 from router.pipeline.request import (
+    LONGEST_SESSION,
     MAX_COUNT,
     PromptText,
     RequestContext,
     RoutingOptions,
+    chat_part,
     class_priority,
     priority_within,
     query_of,
+    session_of,
 )
 from router.policy.decision import PRIORITIES, Sla
 from tiers.snapshot import TemplateTokens
@@ -42,6 +45,7 @@ class Asked:
     checkable: bool = False
     undraftable: str = ""
     adapter: str | None = None
+    session: str = ""
 
     def engine_request(self, decision: Decision, *, wants_logprobs: bool) -> Any:
         raise NotImplementedError
@@ -79,6 +83,35 @@ def test_a_query_has_the_options_and_the_callers_tiers() -> None:
     assert (query.hint, query.require, query.sla.ttft_ms) == (TierName.FAST, True, 300)
     assert query.allowed == caller.tiers
     assert (query.prompt_tokens, query.tokens_to_read, query.tokens_in_all) == (7, 21, 21 + 3 * 40)
+
+
+def test_a_query_has_its_prefix_where_affinity_is_on() -> None:
+    """The part without a count has the classifier's, the template's tokens are added, and adapters are kept apart."""
+    text = "Why is the sky blue, and the grass green? " * 20
+    prompt = PromptText(text, messages=1, parts=(chat_part("user", text, -1),))
+    asked = Asked(RequestContext("r", "t"), prompt, session="one")
+    features = prompt.classify(COUNTER)
+    assert query_of(asked, features, TEMPLATE).prefix is None
+    query = query_of(asked, features, TEMPLATE, affinity=True)
+    assert query.prefix is not None
+    assert query.prefix.session == "one"
+    assert query.prefix.ends[-1][1] == query.prompt_tokens
+    other = query_of(replace(asked, adapter="mine"), features, TEMPLATE, affinity=True)
+    assert other.prefix is not None
+    assert other.prefix.blocks[0] != query.prefix.blocks[0]
+    assert query_of(replace(asked, prompt=PromptText(text)), features, TEMPLATE, affinity=True).prefix is None
+
+
+def test_a_session_has_the_first_name_that_it_is_given() -> None:
+    """A header, a field, else the key; of any other type than text it is none, and a long one is cut."""
+    caller = Caller("k1", "one")
+    named = RequestContext("r", "t", caller, sent={b"x-session-id": b"mine"})
+    plain = RequestContext("r", "t", caller)
+    assert session_of(named, "other") == "mine"
+    assert session_of(plain, None, ["a"], "", "other") == "other"
+    assert session_of(plain) == "k1"
+    assert session_of(RequestContext("r", "t")) == ""
+    assert session_of(plain, "x" * 10_000) == "x" * LONGEST_SESSION
 
 
 def test_counts_are_bounded() -> None:

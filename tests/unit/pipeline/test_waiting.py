@@ -388,7 +388,9 @@ def test_long_prompts_wait_while_the_cache_is_full() -> None:
         replica.note_gauges(Gauges(1, 0, usage))
         lease = fleet.lease(FAST, prompt_tokens=101, max_tokens=1)
         assert (lease is not None) is open_to_long
-        assert (fleet.snapshot().tiers[0].next(101, 1, 100) is not None) is open_to_long
+        snapshot = fleet.snapshot()
+        tier = snapshot.tiers[0]
+        assert (tier.next(tier.ask(101, 1, 1, snapshot)) is not None) is open_to_long
         if lease is not None:
             lease.release()
         short = fleet.lease(FAST, prompt_tokens=100, max_tokens=1)

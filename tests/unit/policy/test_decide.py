@@ -406,6 +406,39 @@ def test_several_answers_cost_and_take_as_much() -> None:
     assert decide(query(sequences=300), fleet(), TABLE).tier is not None  # alone on a replica
 
 
+def warmed(there: FleetSnapshot, cached: dict[TierName, int]) -> FleetSnapshot:
+    """Return a fleet whose replicas hold so many tokens of the prompt."""
+    tiers = [
+        replace(tier, replicas=tuple(replace(r, cached_tokens=cached.get(tier.spec.name, 0)) for r in tier.replicas))
+        for tier in there.tiers
+    ]
+    return replace(there, tiers=tuple(tiers))
+
+
+def test_a_chat_does_not_leave_a_warm_tier_for_nothing() -> None:
+    """What another tier has to prefill first is part of its cost; with enough to be saved, the chat moves all the same."""
+    asked, there = query(prompt_tokens=1600), fleet(speeds=MEASURED)
+    cold, warm = (decide(asked, warmed(there, {PRECISE: cached}), PROFILED, 0.5) for cached in (0, 1500))
+    assert (cold.tier, warm.tier) == (FAST, PRECISE)
+    assert "precise loses 0.080 less than fast" in warm.reason
+    assert warm.verdict(PRECISE).predicted_ttft_ms == 20 + 4 * 100
+    assert (warm.verdict(PRECISE).cost or 0) < (cold.verdict(PRECISE).cost or 0) - 5.9
+    assert [v.cached_prompt_tokens for v in warm.verdicts] == [0, 0, 1500]
+    assert [v.cached_prompt_tokens for v in decide(asked, there, PROFILED).verdicts] == [None] * 3
+    assert decide(asked, warmed(there, {PRECISE: 1500}), PROFILED, 0.0).tier is FAST
+
+
+def test_a_warm_tier_meets_a_bound_on_ttft_that_a_cold_one_breaks() -> None:
+    """Refused without its cache, served with it; required, a busy warm tier is worth waiting for."""
+    asked = query(prompt_tokens=1600, hint=PRECISE, require=True, sla=Sla(ttft_ms=1000))
+    cold = decide(asked, warmed(fleet(speeds=MEASURED), {}), PROFILED)
+    assert (cold.refusal, cold.retry_after_s) == (Refusal.SLA_UNMET, None)
+    warm = warmed(fleet(speeds=MEASURED), {PRECISE: 1500})
+    assert decide(asked, warm, PROFILED).tier is PRECISE
+    full = warmed(fleet(speeds=MEASURED, busy=32), {PRECISE: 1500})
+    assert decide(asked, full, PROFILED).retry_after_s is not None
+
+
 def test_the_price_of_loss_decides() -> None:
     """As it rises, a request goes to tiers that lose less, and the reason weighs what is saved against what is lost."""
     speeds = {**MEASURED, BALANCED: SpeedModel(20, 1, 40, 3, 1, 0, 0.1, 0.1, profiled=True)}

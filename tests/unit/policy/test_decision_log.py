@@ -21,7 +21,8 @@ from router.policy.decision_log import (
     read_log,
 )
 from router.policy.profiles import ProfileError
-from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, fleet, query
+from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, fleet, query, warmed
+from tiers.prefix_memory import Part, Prefix
 from tiers.spec import STANDARD_TIERS, ReplicaState
 from tiers.speed import Load
 
@@ -57,6 +58,22 @@ def test_a_decision_can_be_made_again_from_its_record(tmp_path: Path) -> None:
         assert (again.tier, again.refusal, again.reason) == (record.tier, record.refusal, record.reason)
     assert first.predicted_ttft_ms is not None
     assert (second.tier, second.refusal, second.predicted_ttft_ms) == (None, Refusal.NOT_READY, None)
+
+
+def test_what_replicas_hold_is_logged_and_the_prompt_is_not(tmp_path: Path) -> None:
+    """A decision for a warm tier is made again from the snapshot alone; there are no hashes of prompts in the file."""
+    prefix = Prefix.of([Part("a secret " * 100, 1600)], session="whose")
+    asked, there = query(prompt_tokens=1600, prefix=prefix), warmed(fleet(speeds=MEASURED), {PRECISE: 1500})
+    log = DecisionLog(tmp_path / "log")
+    log.decided("r1", decide(asked, there, PROFILED, 0.5), there, PROFILED, price=0.5)
+    log.close()
+    _, record = read_log(tmp_path / "log")
+    assert isinstance(record, DecisionRecord)
+    again = decide(record.query, record.fleet, PROFILED, record.price)
+    assert (again.tier, again.reason) == (PRECISE, record.reason)
+    assert prefix is not None
+    text = (tmp_path / "log").read_text()
+    assert not any(word in text for word in ("secret", "whose", "prefix", str(prefix.blocks[0])))
 
 
 def test_parameters_are_written_once_until_they_change(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from router.policy.decide import decide, successors
 from router.policy.decision import Decision, ExpectedLoss, PolicyParameters, Query, Sla
 from router.settings import CLASS_FLOOR
 from tiers.fleet import Fleet, Lease
+from tiers.prefix_memory import Part, Prefix
 from tiers.replica import FleetOptions, PeerLoad, Replica, Share
 from tiers.snapshot import FleetSnapshot, Gauges, ReplicaSnapshot, TierSnapshot
 from tiers.spec import STANDARD_TIERS, ReplicaState, TierName, TierSpec
@@ -90,6 +91,18 @@ def copied(replica: Replica, fleet: Fleet, now: float, *, reserved: bool) -> Rep
     )
 
 
+def warmed(copies: list[ReplicaSnapshot], members: list[Replica], prefix: Prefix | None) -> tuple[ReplicaSnapshot, ...]:
+    """Return a tier's replicas with what they hold of a prompt, and the session's own where they hold the same."""
+    if prefix is None:
+        return tuple(copies)
+    cached, home = [r.cached_tokens(prefix) for r in members], None
+    open_ones = [copy.id for copy in copies if copy.state is ReplicaState.READY and copy.admits]
+    if prefix.session and len(set(cached)) == 1 and len(copies) > 1 and open_ones:
+        home = open_ones[prefix.home(open_ones)]
+    each = zip(copies, cached, strict=True)
+    return tuple(replace(copy, cached_tokens=tokens, home=copy.id == home) for copy, tokens in each)
+
+
 class World:
     """A fleet under a clock of its own, to which random things happen."""
 
@@ -127,7 +140,15 @@ class World:
             require=self.pick(True, False, False),
             sla=Sla(self.pick(None, 300.0), self.pick(None, 20.0), self.pick(None, 0.04), self.pick(None, 0.99)),
             sequences=self.pick(1, 1, 3, 20),
+            prefix=self.prefix(),
         )
+
+    def prefix(self) -> Prefix | None:
+        """Return one of a few chats at some length, so that replicas come to hold parts of them."""
+        if self.pick(True, False, False):
+            return None
+        turns = [Part(f"{self.pick('a', 'b')}" * 300, self.pick(70, 90)) for _ in range(self.pick(1, 2, 4))]
+        return Prefix.of([Part("s" * 300, 80), *turns], session=self.pick("", "x", "y"))
 
     def happen(self) -> None:
         self.clock.now += self.pick(0, 0, 0.001, 0.3, 2.0, 30.0) * self.random.random()
@@ -143,6 +164,7 @@ class World:
             sequences=query.sequences,
             exclude=self.pick((), {self.pick(*replicas)}),
             over_limit=self.pick(True, False, False),
+            prefix=query.prefix,
         )
         self.leases += [lease] if lease is not None else []
 
@@ -153,7 +175,7 @@ class World:
         uses = {
             "first token": lambda: lease.first_token(self.pick(None, 40.0, 4000.0)),
             "token": lambda: lease.produced(self.pick(1, 5, 500)),
-            "finished": lambda: lease.finished(self.pick(None, 20.0, 90.0), self.pick(0, 30)),
+            "finished": lambda: lease.finished(self.pick(None, 20.0, 90.0), self.pick(0, 30), self.pick(None, 0, 60)),
             "failed": lambda: lease.failed("x"),
             "release": lease.release,
         }
@@ -185,22 +207,14 @@ class World:
         elif len(self.fleet.replicas) > 1:
             self.fleet.remove(self.pick(*self.fleet.replicas))
 
-    def expected(self, reserved: Collection[str]) -> FleetSnapshot:
+    def expected(self, reserved: Collection[str], prefix: Prefix | None) -> FleetSnapshot:
         """Return the snapshot that copying every replica gives."""
-        fleet = self.fleet
-        tiers = tuple(
-            TierSnapshot(
-                spec,
-                tuple(
-                    copied(r, fleet, self.clock.now, reserved=r.id in reserved)
-                    for r in fleet.replicas
-                    if r.spec.name is spec.name
-                ),
-                fleet.preparations.of(spec.name),
-            )
-            for spec in fleet.specs
-        )
-        return FleetSnapshot(tiers, fleet.template, fleet.output_share, fleet.options.long_prompt_tokens)
+        fleet, tiers = self.fleet, []
+        for spec in fleet.specs:
+            members = [r for r in fleet.replicas if r.spec.name is spec.name]
+            copies = [copied(r, fleet, self.clock.now, reserved=r.id in reserved) for r in members]
+            tiers.append(TierSnapshot(spec, warmed(copies, members, prefix), fleet.preparations.of(spec.name)))
+        return FleetSnapshot(tuple(tiers), fleet.template, fleet.output_share, fleet.options.long_prompt_tokens)
 
 
 def whole(snapshot: FleetSnapshot) -> FleetSnapshot:
@@ -226,8 +240,8 @@ def test_a_snapshot_is_what_copying_every_replica_gives(seed: int, clock: Simple
     world, kept = World(seed, clock), []
     for _ in range(STEPS):
         world.happen()
-        reserved = world.pick((), (), {world.pick(*world.fleet.replicas).id})
-        kept.append((world.fleet.snapshot(reserved), world.expected(reserved)))
+        reserved, prefix = world.pick((), (), {world.pick(*world.fleet.replicas).id}), world.prefix()
+        kept.append((world.fleet.snapshot(reserved, prefix), world.expected(reserved, prefix)))
         if world.pick(True, False, False):
             snapshot, expected = kept.pop(world.random.randrange(len(kept)))
             assert asdict(whole(snapshot)) == asdict(expected)
@@ -242,12 +256,14 @@ def test_a_decision_by_kept_views_is_the_one_by_whole_replicas(seed: int, clock:
     world = World(seed, clock)
     for _ in range(STEPS):
         world.happen()
-        query, snapshot = world.query(), world.fleet.snapshot()
+        query = world.query()
+        snapshot = world.fleet.snapshot(prefix=query.prefix)
         decision, after = decide(query, snapshot, TABLE), successors(TierName.FAST, query, snapshot, TABLE)
         logged = ADAPTER.validate_json(ADAPTER.dump_json(snapshot))
         for same in (whole(snapshot), logged):
             assert shown(decide(query, same, TABLE)) == shown(decision)
             assert successors(TierName.FAST, query, same, TABLE) == after
         assert [tier.state for tier in logged.tiers] == [tier.state for tier in snapshot.tiers]
-        tokens = query.tokens_to_read, float(query.max_tokens), snapshot.long_prompt_tokens, query.sequences
-        assert [tier.next(*tokens) for tier in snapshot.tiers] == [tier.next(*tokens) for tier in whole(snapshot).tiers]
+        asked = [t.ask(query.tokens_to_read, query.max_tokens, query.sequences, snapshot) for t in snapshot.tiers]
+        found = [tier.next(ask) for tier, ask in zip(snapshot.tiers, asked, strict=True)]
+        assert found == [tier.next(ask) for tier, ask in zip(whole(snapshot).tiers, asked, strict=True)]

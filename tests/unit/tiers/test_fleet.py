@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +17,11 @@ from tiers.replica import FOREIGN_POLLS, PeerLoad, Replica, Share
 from tiers.snapshot import Gauges, Moment, TemplateTokens, fits, has_slots
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import ALWAYS_MS, HALF_LIFE_S, PREFILL_MEMORY_MS, Seen, SpeedModel, Trend
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from tiers.snapshot import ReplicaSnapshot
 
 FAST = TierName.FAST
 
@@ -208,8 +213,8 @@ def test_several_sequences_take_their_places_and_tokens() -> None:
     assert (replica.in_flight, replica.slots, replica.prompt_tokens) == (1, 6, 50)
     assert (replica.output_tokens, replica.kv_tokens_held) == (600, 650)
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=3) is None
-    assert fleet.snapshot().tiers[0].next(1, 3, 512, 3) is None
-    assert fleet.snapshot().tiers[0].next(1, 2, 512, 2) is not None
+    assert taker(fleet, 1, 3, 3) is None
+    assert taker(fleet, 1, 2, 2) is not None
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=2) is not None
     lease.release()
     assert (replica.in_flight, replica.slots, replica.output_tokens, replica.kv_tokens_held) == (1, 2, 2, 3)
@@ -270,16 +275,25 @@ def test_a_reserved_replica_has_no_place_for_others() -> None:
     assert fleet.nearest({FAST}, wanted) == "fast-1"
     assert fleet.nearest({FAST}, wanted, {"fast-1"}) == "fast-0"
     assert fleet.nearest({FAST}, wanted, {"fast-1", "fast-0"}) is None
-    free = fleet.snapshot({"fast-1"}).tiers[0].next(1, 1, 512)
+    free = taker(fleet, 1, 1, reserved={"fast-1"})
     assert free is not None
     assert free.id == "fast-0"
-    assert fleet.snapshot({"fast-1", "fast-0"}).tiers[0].next(1, 1, 512) is None
+    assert taker(fleet, 1, 1, reserved={"fast-1", "fast-0"}) is None
 
 
 def ready(fleet: Fleet) -> Replica:
     """Return the only replica."""
     (replica,) = fleet.replicas
     return replica
+
+
+def taker(
+    fleet: Fleet, prompt_tokens: int, output_tokens: int, sequences: int = 1, reserved: Collection[str] = ()
+) -> ReplicaSnapshot | None:
+    """Return the replica that would take a request, by a snapshot."""
+    snapshot = fleet.snapshot(reserved)
+    tier = snapshot.tiers[0]
+    return tier.next(tier.ask(prompt_tokens, output_tokens, sequences, snapshot))
 
 
 def leased(fleet: Fleet, prompt_tokens: int = 1, max_tokens: int = 1, **more: Any) -> Lease:
@@ -314,8 +328,8 @@ def test_a_full_kv_cache_takes_no_further_request() -> None:
     replica.note_gauges(Gauges(0, 0, 0.0, kv_cache_tokens=1000))
     first = leased(fleet, 500, 100)
     assert fleet.lease(FAST, prompt_tokens=300, max_tokens=101) is None
-    assert fleet.snapshot().tiers[0].next(300, 101, 512) is None
-    assert fleet.snapshot().tiers[0].next(300, 100, 512) is not None
+    assert taker(fleet, 300, 101) is None
+    assert taker(fleet, 300, 100) is not None
     replica.note_others(PeerLoad(1, 0, 0, kv_tokens=100), until=math.inf)
     assert fleet.lease(FAST, prompt_tokens=300, max_tokens=100) is None
     first.release()
@@ -330,7 +344,7 @@ def test_kv_pressure_holds_long_prompts_back_until_it_has_fallen_well() -> None:
         ready(fleet).note_gauges(Gauges(0, 0, usage))
         taken.append(fleet.has_capacity({FAST}, Demand(options.long_prompt_tokens + 1, 1)))
         assert fleet.has_capacity({FAST}, Demand(options.long_prompt_tokens, 1))
-        found = fleet.snapshot().tiers[0].next(options.long_prompt_tokens + 1, 1, options.long_prompt_tokens)
+        found = taker(fleet, options.long_prompt_tokens + 1, 1)
         assert (found is not None) == taken[-1]
     assert taken == [True, False, False, True, True]
 

@@ -1,0 +1,245 @@
+"""Leases by prefix: who gets a prompt, what is remembered of it, and what is learned from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tiers.fleet import Fleet, Lease
+from tiers.prefix_memory import BLOCK_BYTES, Part, Prefix
+from tiers.replica import Replica
+from tiers.snapshot import Gauges
+from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.speed import SpeedModel
+
+if TYPE_CHECKING:
+    from tiers.snapshot import ReplicaSnapshot
+
+FAST = TierName.FAST
+SPEED = SpeedModel(20.0, 1.0, 10.0, 1.0, profiled=True)
+
+
+def make_fleet(replicas: int = 2, speed: SpeedModel | None = None) -> Fleet:
+    spec = TierSpec(FAST, 8192, 16, 9)
+    fleet = Fleet((spec,))
+    for number in range(replicas):
+        replica = Replica(f"fast-{number}", spec, "u", "", "m", state=ReplicaState.READY)
+        if speed is not None:
+            replica.measured(speed)
+        fleet.add(replica)
+    return fleet
+
+
+def chat(turns: int, name: str = "a", session: str = "") -> Prefix:
+    """Return a chat after some turns, each of two blocks of 64 tokens, and what follows them: 20 tokens."""
+    parts = [Part(f"{name}{turn}".ljust(2 * BLOCK_BYTES, "."), 128) for turn in range(turns)]
+    made = Prefix.of([*parts, Part("?", 20)], session=session)
+    assert made is not None
+    return made
+
+
+def sent(fleet: Fleet, prefix: Prefix | None, prompt_tokens: int = 0, max_tokens: int = 10, **more: Any) -> Lease:
+    """Take a lease, which must be there, for a prompt of as many tokens as its prefix has."""
+    tokens = prompt_tokens or (int(prefix.ends[-1][1]) if prefix is not None else 20)
+    lease = fleet.lease(FAST, prompt_tokens=tokens, max_tokens=max_tokens, prefix=prefix, **more)
+    assert lease is not None
+    return lease
+
+
+def held(fleet: Fleet, prefix: Prefix | None) -> list[int | None]:
+    """Return what each replica holds of a prompt, by a snapshot."""
+    return [replica.cached_tokens for replica in fleet.snapshot(prefix=prefix).tiers[0].replicas]
+
+
+def next_for(fleet: Fleet, prefix: Prefix) -> ReplicaSnapshot | None:
+    """Return the replica that would take a prompt, by a snapshot."""
+    snapshot = fleet.snapshot(prefix=prefix)
+    tier = snapshot.tiers[0]
+    return tier.next(tier.ask(int(prefix.ends[-1][1]), 10, 1, snapshot))
+
+
+def test_a_chat_goes_on_where_it_has_begun() -> None:
+    """Whoever is free: turn by turn, and by the snapshot as by the lease."""
+    fleet = make_fleet()
+    for name in ("a", "b"):
+        first = sent(fleet, chat(1, name))
+        first.first_token()
+        for turn in range(2, 5):
+            found = next_for(fleet, chat(turn, name))
+            with sent(fleet, chat(turn, name)) as later:
+                assert later.replica is first.replica
+                assert found is not None
+                assert found.id == first.replica.id
+        assert held(fleet, chat(4, name))[fleet.replicas.index(first.replica)] == 512
+    assert {replica.in_flight for replica in fleet.replicas} == {1}, "the first turns of two chats are on two replicas"
+
+
+def test_without_prefixes_the_least_loaded_gets_it() -> None:
+    """Also a prompt that no replica holds anything of."""
+    fleet = make_fleet()
+    sent(fleet, chat(4))
+    assert sent(fleet, chat(1, "other")).replica is fleet.replicas[1]
+    assert held(fleet, None) == [None, None]
+    assert held(fleet, chat(2)) == [256, 0]
+
+
+@pytest.mark.parametrize("speed", [None, SPEED], ids=["tokens", "times"])
+def test_a_busy_replica_loses_its_chats(speed: SpeedModel | None) -> None:
+    """Once its load costs more than its cache saves; the other one then holds the chat as well."""
+    fleet = make_fleet(speed=speed)
+    sent(fleet, chat(4), max_tokens=10).release()
+    for _ in range(4):
+        sent(fleet, None, 300, 2000, exclude={"fast-1"})
+    assert sent(fleet, chat(4)).replica is fleet.replicas[1]
+    assert held(fleet, chat(4)) == [512, 512]
+
+
+def test_only_what_is_left_to_compute_counts() -> None:
+    """In the prediction, in the load that others meet, and in the snapshot; the KV cache holds all of it."""
+    fleet = make_fleet(1, SPEED)
+    replica = fleet.replicas[0]
+    first = sent(fleet, chat(4))
+    assert first.predicted is not None
+    assert first.predicted.ttft_ms == pytest.approx(20 + 532)
+    first.first_token()
+    first.release()
+    second = sent(fleet, chat(4))
+    assert second.predicted is not None
+    assert second.predicted.ttft_ms == pytest.approx(20 + 20)
+    assert (replica.prompt_tokens, replica.kv_tokens_held) == (20, 532 + 10)
+    second.first_token()
+    assert replica.prompt_tokens == 0
+    second.release()
+    assert (replica.prompt_tokens, replica.output_tokens, replica.kv_tokens_held) == (0, 0, 0)
+
+
+def test_whole_blocks_of_the_engine_count_and_never_the_whole_prompt() -> None:
+    """As the engine tells their size; vLLM computes at least the last token."""
+    fleet = make_fleet(1)
+    whole = Prefix.of([Part("x" * 8 * BLOCK_BYTES, 512)])
+    assert whole is not None
+    for size, cached, more in ((None, 496, 336), (16, 496, 336), (128, 384, 256)):
+        fleet.replicas[0].note_gauges(Gauges(0, 0, 0.0, 100_000, kv_block_tokens=size))
+        sent(fleet, whole).release()
+        assert held(fleet, whole) == [cached], "512 tokens are all of it"
+        longer = Prefix.of([Part("x" * 8 * BLOCK_BYTES, 340), Part("y" * 9, 100)])
+        assert held(fleet, longer) == [more]
+
+
+@pytest.mark.parametrize("state", [ReplicaState.STARTING, ReplicaState.FAILED, ReplicaState.UNREACHABLE])
+def test_a_replica_that_restarts_holds_nothing(state: ReplicaState) -> None:
+    """Draining is no restart."""
+    fleet = make_fleet(1)
+    replica = fleet.replicas[0]
+    sent(fleet, chat(4)).release()
+    replica.mark(ReplicaState.DRAINING)
+    replica.mark(ReplicaState.READY)
+    assert held(fleet, chat(5)) == [512]
+    replica.mark(state)
+    replica.mark(ReplicaState.READY)
+    assert held(fleet, chat(5)) == [0]
+
+
+def test_an_engine_elsewhere_that_restarts_between_two_readings_holds_nothing() -> None:
+    """Its counters begin anew; in workers too, which are told what was read."""
+    fleet = make_fleet(1)
+    replica = fleet.replicas[0]
+    read, again, anew = (Gauges(0, 0, 0.0, cache_queries=count) for count in (900, 900, 50))
+    for note in (replica.note_gauges, lambda gauges: replica.follow(replica.report()._replace(gauges=gauges))):
+        replica.note_gauges(read)
+        sent(fleet, chat(4)).release()
+        note(again)
+        assert held(fleet, chat(5)) == [512]
+        note(anew)
+        assert held(fleet, chat(5)) == [0]
+
+
+def test_workers_learn_of_restarts_by_the_state_and_by_the_process() -> None:
+    """A report may come only when the engine is ready again, under another process id."""
+    fleet = make_fleet(1)
+    replica = fleet.replicas[0]
+    for report, left in (
+        (replica.report(), 512),
+        (replica.report()._replace(pid=7), 0),
+        (replica.report()._replace(pid=7, state=ReplicaState.WARMING), 0),
+    ):
+        sent(fleet, chat(4), over_limit=True).release()
+        replica.follow(report)
+        assert held(fleet, chat(5)) == [left]
+        replica.mark(ReplicaState.READY)
+
+
+def test_a_prompt_that_an_engine_failed_is_not_remembered() -> None:
+    """What was held before still is."""
+    fleet = make_fleet(1)
+    sent(fleet, chat(2)).release()
+    with sent(fleet, chat(4)) as lease:
+        lease.failed("x")
+    assert held(fleet, chat(4)) == [256]
+
+
+def test_an_engine_that_finds_less_has_evicted_what_is_older() -> None:
+    """The memory keeps the prompt itself, which was computed again; one that finds enough changes nothing."""
+    fleet = make_fleet(1)
+    for name in ("old", "chat", "young"):
+        sent(fleet, chat(4, name)).release()
+    for reported, old in ((300, 512), (None, 512), (200, 0)):
+        with sent(fleet, chat(4, "chat")) as lease:
+            assert lease.sent is not None
+            assert lease.sent.cached == 512
+            sent(fleet, chat(4, "young")).release()
+            lease.finished(None, 5, reported)
+        assert held(fleet, chat(5, "old")) == [old]
+        assert [held(fleet, chat(5, name)) for name in ("chat", "young")] == [[512], [512]]
+        if old:
+            sent(fleet, chat(4, "old")).release()
+            sent(fleet, chat(4, "chat")).release()
+
+
+def test_a_cached_prompt_does_not_teach_that_prefill_is_fast() -> None:
+    """Learned from is what was left to compute: as reported, else as predicted; also where nothing was predicted."""
+    fleet = make_fleet(1)
+    sent(fleet, chat(4)).release()
+    for prefix, reported, learned in ((chat(5), None, 148), (chat(5), 384, 276), (None, 384, 276), (None, None, 660)):
+        with sent(fleet, prefix, 660) as lease:
+            lease.first_token(50.0)
+            lease.finished(5.0, 4, reported)
+        fleet.replicas[0].prefixes.forget(chat(5).blocks[8:])
+        assert fleet.replicas[0].seen[-1].prompt_tokens == learned
+
+
+def test_a_session_without_a_memory_finds_its_replica_again() -> None:
+    """After a restart of the router, or in another process: the same replica, wherever the load is the same."""
+    fleets = [make_fleet(3) for _ in range(2)]
+    for number in range(12):
+        prefix = chat(4, f"chat {number}", session=f"session {number}")
+        found = {next_one.id for fleet in fleets if (next_one := next_for(fleet, prefix)) is not None}
+        with sent(fleets[0], prefix) as lease:
+            assert {lease.replica.id} == found
+    assert len(fleets[0].replicas[0].prefixes) > 0
+
+
+def test_a_session_gives_way_to_load_and_to_a_replica_that_is_not_open() -> None:
+    """Half of what is left of the prompt is all that it weighs."""
+    fleet = make_fleet(2)
+    prefix = chat(4, session="x")
+    home = next_for(fleet, prefix)
+    assert home is not None
+    other = next(r for r in fleet.replicas if r.id != home.id)
+    busy = sent(fleet, None, 600, 10, exclude={other.id})
+    found = next_for(fleet, prefix)
+    assert found is not None
+    assert found.id == other.id
+    busy.release()
+    next(r for r in fleet.replicas if r.id == home.id).mark(ReplicaState.DRAINING)
+    assert sent(fleet, prefix).replica is other
+
+
+def test_with_one_replica_nothing_is_chosen() -> None:
+    """No session is looked for; what the replica holds is known all the same, for predictions."""
+    fleet = make_fleet(1)
+    sent(fleet, chat(4, session="x")).release()
+    snapshot = fleet.snapshot(prefix=chat(5, session="x"))
+    (replica,) = snapshot.tiers[0].replicas
+    assert (replica.cached_tokens, replica.home) == (512, False)

@@ -1,0 +1,93 @@
+"""Which replica takes a request: what its cache saves against what its load costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiers.choice import HOME_SHARE, Ask, Candidate, preferred, uncached
+from tiers.speed import IDLE, Load, SpeedModel
+
+SPEED = SpeedModel(20.0, 1.0, 10.0, 1.0, profiled=True)
+ASK = Ask(1000, 100, 1, long=False, max_num_seqs=16)
+
+
+def one(
+    position: int, tokens: int = 0, sequences: int = 0, *, cached: int = 0, home: bool = False, **more: Any
+) -> Candidate:
+    """Return a replica with a load, of unknown speed if none is given."""
+    return Candidate(position, tokens, sequences, cached, home, more.get("speed"), more.get("load", IDLE))
+
+
+def test_the_most_of_the_prompt_wins_on_equal_load() -> None:
+    """By tokens and by times alike."""
+    for speed in (None, SPEED):
+        found = preferred([one(n, cached=cached, speed=speed) for n, cached in enumerate((0, 640, 320))], ASK)
+        assert found == 1
+
+
+def test_without_a_known_speed_a_cache_outweighs_as_many_tokens_as_it_saves() -> None:
+    """One more, and the request goes to the replica that is free."""
+    for waiting, found in ((639, 0), (640, 1), (641, 1)):
+        assert preferred([one(0, waiting, 1, cached=640), one(1)], ASK) == found
+
+
+def test_with_known_speeds_the_whole_answer_is_compared() -> None:
+    """A cache that saves 640 ms of prefill outweighs 6 other sequences, each of which adds 1 ms to 100 steps; not 7."""
+    for sequences, found in ((6, 0), (7, 1)):
+        busy = one(0, 9999, sequences, cached=640, speed=SPEED, load=Load(sequences))
+        assert preferred([busy, one(1, speed=SPEED)], ASK) == found
+
+
+def test_prompts_that_wait_count_like_the_own() -> None:
+    """A replica that has as much to prefill as its cache saves is no better than a free one."""
+    for waiting, found in ((600, 0), (641, 1)):
+        busy = one(0, waiting, 1, cached=640, speed=SPEED, load=Load(0, waiting))
+        assert preferred([busy, one(1, speed=SPEED)], ASK) == found
+
+
+def test_one_speed_that_is_not_known_under_load_makes_all_count_tokens() -> None:
+    """Times of one kind are not compared with tokens of another."""
+    idle = SpeedModel(20.0, 1.0, 10.0)
+    for speed in (None, idle):
+        assert preferred([one(0, 700, 1, cached=640, speed=SPEED), one(1, speed=speed)], ASK) == 1
+
+
+def test_a_session_counts_only_where_caches_tell_nothing() -> None:
+    """Its own replica is taken for one that holds half of the rest; a replica that is known to hold more is preferred."""
+    share = int(HOME_SHARE * ASK.prompt_tokens)
+    for waiting, found in ((share - 1, 1), (share + 1, 0)):
+        assert preferred([one(0), one(1, waiting, 1, home=True)], ASK) == found
+    assert preferred([one(0, cached=128), one(1, cached=128, home=True)], ASK) == 1
+    assert preferred([one(0, cached=128), one(1, home=True)], ASK) == 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 9), st.integers(0, 1000)), min_size=1, max_size=5),
+    st.booleans(),
+)
+def test_no_replica_is_better_in_every_respect(replicas: list[tuple[int, int, int]], known: bool) -> None:  # noqa: FBT001
+    """Whatever the loads: none of the others has less of a load and more of the prompt than the one that is taken."""
+    speed = SPEED if known else None
+    candidates = [
+        one(n, tokens, sequences, cached=cached, speed=speed, load=Load(sequences, output_tokens=tokens))
+        for n, (tokens, sequences, cached) in enumerate(replicas)
+    ]
+    taken = candidates[preferred(candidates, ASK)]
+    for other in candidates:
+        better = other.tokens < taken.tokens and other.sequences < taken.sequences and other.cached > taken.cached
+        assert not better
+
+
+@given(st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 1000))
+def test_affinity_beats_a_free_replica_by_no_more_than_it_saves(busy: int, free: int, cached: int) -> None:
+    """In tokens: the load that is taken on is at most the prefill that is saved."""
+    taken = preferred([one(0, busy, 1, cached=cached), one(1, free, 1)], ASK)
+    assert taken == 1 or busy - free <= cached
+
+
+def test_a_cached_prompt_is_not_computed() -> None:
+    """Nothing is left below nothing, where an engine counts otherwise."""
+    assert [uncached(100, cached) for cached in (None, 0, 60, 100, 200)] == [100, 100, 40, 0, 0]
