@@ -184,6 +184,8 @@ class Fleet:
         machine: Name of the machine that the router, and engines started by it, run on.
         options: When replicas get fewer requests, or none.
         on_capacity: Called when slots may have become free.
+        on_members: Called when a replica was added or removed.
+        notes: What is wrong with where engines are named, by setting.
         failures: Failed attempts, by tier and kind of error.
         restarts: Automatic restarts of engines, by tier.
         first_share: This router's share of a replica that is added; None: all of it.
@@ -200,6 +202,8 @@ class Fleet:
     machine: str = ""
     options: FleetOptions = field(default_factory=FleetOptions)
     on_capacity: Callable[[], None] = field(default=lambda: None)
+    on_members: Callable[[], None] = field(default=lambda: None)
+    notes: dict[str, str] = field(default_factory=dict)
     failures: Counter[tuple[TierName, str]] = field(default_factory=Counter)
     restarts: Counter[TierName] = field(default_factory=Counter)
     first_share: Share | None = None
@@ -225,12 +229,19 @@ class Fleet:
         self._members.setdefault(replica.spec.name, []).append(replica)
         replica.totals = self._totals
         self._totals.count(replica.spec.name, replica.view)
+        self.on_members()
 
     def remove(self, replica: Replica) -> None:
         """Remove a replica. Its leases end as usual."""
         self.replicas.remove(replica)
         self._members[replica.spec.name].remove(replica)
         self._totals.count(replica.spec.name, replica.view, -1)
+        self.on_members()
+
+    @property
+    def sources(self) -> dict[str, str | None]:
+        """Return who names each replica, by id."""
+        return {replica.id: replica.source for replica in self.replicas}
 
     def configure(self, spec: TierSpec) -> None:
         """Replace a tier's configuration, for example when its checkpoint is finished."""

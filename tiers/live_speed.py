@@ -122,8 +122,16 @@ class LiveSpeed:
         """Learn periodically, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            for replica in list(self._fleet.replicas):
+            replicas = list(self._fleet.replicas)
+            for replica in replicas:
                 await self.look(replica)
+            self._forget_others({replica.id for replica in replicas})
+
+    def _forget_others(self, known: set[str]) -> None:
+        """Forget replicas that were removed."""
+        for name in (self._idle.keys() | self._answers.keys()) - known:
+            self._idle.pop(name, None)
+            self._answers.pop(name, None)
 
     async def look(self, replica: Replica) -> None:
         """Learn one replica's speed, in a thread, if there are enough answers since the last time."""

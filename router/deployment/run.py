@@ -184,7 +184,7 @@ async def run(
     server.end_on_signals()
     starting: asyncio.Task[None] | None = None
     try:
-        supervisor.start(deployment.launches, [elsewhere(spec) for spec in deployment.specs if spec.urls])
+        supervisor.start(deployment.launches, [elsewhere(spec) for spec in deployment.specs])
         starting = asyncio.create_task(_started(deployment, supervisor, observer))
         if predecessor is not None and not await _one_ready(fleet, server):
             return
@@ -290,6 +290,7 @@ async def _settled(deployment: Deployment, fleet: Fleet, making: asyncio.Task[No
     if failed and (making is None or not _any_ready(fleet)):
         raise StartError(f"{failed[0].id} did not start: {failed[0].detail}")
     all_there = all(r.state is ReplicaState.READY or r in failed for r in fleet.replicas)
+    all_there = all_there and (_any_ready(fleet) or bool(failed))
     return all_there and not fleet.preparations.coming and (making is None or making.done())
 
 

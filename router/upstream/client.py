@@ -29,7 +29,7 @@ from router.upstream.errors import (
 )
 from router.upstream.http import body_of
 from router.upstream.json_object import read_json
-from router.upstream.transport import EngineTransport
+from router.upstream.transport import EngineTransport, origin_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -91,7 +91,7 @@ class Upstream:
     def __init__(
         self,
         fleet: Fleet,
-        transport: httpx.AsyncBaseTransport,
+        transport: EngineTransport,
         options: UpstreamSettings,
         telemetry: Telemetry,
         policy: PolicyStore,
@@ -106,6 +106,13 @@ class Upstream:
         limits = {"connect": options.connect_timeout_s, "pool": options.connect_timeout_s}
         self._streamed = {"timeout": {**limits, "read": options.first_token_timeout_s}}
         self._whole = {"timeout": {**limits, "read": options.answer_timeout_s}}
+
+    def fit(self) -> None:
+        """Fit the connections to the fleet's replicas. Each may have twice its slots: a failed attempt ends late."""
+        replicas = self._fleet.replicas
+        origins = {origin_of(httpx.URL(replica.url)) for replica in replicas}
+        self._transport.fit(2 * sum(replica.spec.max_in_flight for replica in replicas), origins)
+        self._passing_transport.fit(0, origins)
 
     async def open(
         self,

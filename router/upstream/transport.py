@@ -20,7 +20,7 @@ import httpx
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 READ_BUFFER_BYTES = 1 << 15  # of an answer that nobody has read yet: with more than that, the socket is not read
 MAX_HEAD_BYTES = 1 << 16  # of an answer's status line and headers, informational ones included
@@ -406,8 +406,19 @@ class EngineTransport(httpx.AsyncBaseTransport):
         self._idle: dict[Origin, deque[Connection]] = {}
         self._active: set[Connection] = set()
         self._slots = asyncio.Semaphore(max_requests) if max_requests else None
+        self._max_requests = max_requests
         self._ssl: ssl.SSLContext | None = None
         self._closed = False
+
+    def fit(self, max_requests: int, origins: Collection[Origin]) -> None:
+        """Allow at least so many requests, if their number is bounded, and close idle connections to other origins."""
+        if self._slots is not None:
+            for _ in range(max_requests - self._max_requests):
+                self._slots.release()
+            self._max_requests = max(max_requests, self._max_requests)
+        for origin in self._idle.keys() - set(origins):
+            for connection in self._idle.pop(origin):
+                connection.close()
 
     @property
     def active(self) -> int:
@@ -430,8 +441,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
             raise RuntimeError("the transport is closed")
         message, head_only = await _message(request), request.method == "HEAD"
         times: dict[str, float | None] = request.extensions.get("timeout") or {}
-        url = request.url
-        origin = url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
+        origin = origin_of(request.url)
         await self._take_slot(times.get("pool"))
         connection: Connection | None = None
         try:
@@ -525,6 +535,11 @@ class EngineTransport(httpx.AsyncBaseTransport):
             idle.remove(connection)
             if not idle:
                 del self._idle[connection.origin]
+
+
+def origin_of(url: httpx.URL) -> Origin:
+    """Return where requests for a URL are sent."""
+    return url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
 
 
 async def _message(request: httpx.Request) -> bytes:

@@ -235,7 +235,9 @@ async def test_a_router_measures_itself_and_gives_way(up: Up, engine_keys: dict[
         profile = speeds_in(tmp_path)
         assert [fit.tier for fit in profile.fits] == list(TierName)
         assert all(fit.model.step_ms(1) > 0 for fit in profile.fits)
-        async with client.stream("POST", f"{url}/generate", json={"prompt": "Hello!", "max_tokens": 8}) as answer:
+        # Long enough that it has not ended when its first bytes are read, however slow this process is.
+        counting = {"prompt": "Count from 1 to 200.", "max_tokens": 256, "tier": "fast"}
+        async with client.stream("POST", f"{url}/generate", json=counting) as answer:
             assert sum(replica.in_flight for replica in fleet.replicas) == 1
             assert (await profiling())["state"] == "waiting"
             async for _ in answer.aiter_raw():

@@ -42,6 +42,7 @@ from tiers.errors import (
     UnknownReplica,
 )
 from tiers.lifecycle.command import engine_argv, engine_environment
+from tiers.lifecycle.discovery import Discovery, DiscoveryOptions
 from tiers.lifecycle.engine import Engine, brief
 from tiers.lifecycle.idle_speed import IdleSpeed
 from tiers.lifecycle.less_memory import ATTEMPTS, with_less
@@ -89,6 +90,7 @@ class SupervisorOptions:
         watchdog: When an engine is restarted.
         operations: How engines are drained and recycled.
         canary: Compares engines with recorded answers; None: no comparison.
+        discovery: Where engines that come and go are named.
         live_speed: Whether speeds without a profile are learned from live requests.
     """
 
@@ -100,6 +102,7 @@ class SupervisorOptions:
     watchdog: WatchdogOptions = field(default_factory=WatchdogOptions)
     operations: OperationOptions = field(default_factory=OperationOptions)
     canary: Canary | None = None
+    discovery: DiscoveryOptions = field(default_factory=DiscoveryOptions)
     live_speed: bool = True
 
 
@@ -127,20 +130,23 @@ class Supervisor:
         self.operations = Operations(self, options.operations)
 
     def start(self, launches: Sequence[EngineLaunch], external: Sequence[TierSpec] = ()) -> None:
-        """Begin to start engines here, and to watch those given by URL. Return at once.
+        """Begin to start engines here, and to watch those that run elsewhere. Return at once.
+
+        Args:
+            launches: Engines to start here.
+            external: Every tier, as its engines elsewhere have it, with their URLs in the settings.
 
         Raises:
             PortInUse: An engine's port is taken; nothing was started.
         """
         self.launch(launches)
         works = [(self._idle_speed.run, "measuring speeds"), (self.operations.run, "recycling")]
-        works.append((self._watch_processors, "watching processors"))
+        works += [(self._watch_processors, "watching processors"), (self.operations.roster.run, "adding engines")]
         if self._options.live_speed:
             works.append((LiveSpeed(self.fleet).run, "learning speeds"))
+        self.operations.roster.begin(external)
+        works += Discovery(self.fleet, self.operations.roster, self._options.discovery).works()
         self._tasks += [asyncio.create_task(lasting(work, name), name=name) for work, name in works]
-        for spec in external:
-            for url in spec.urls:
-                self._add(spec, url.rstrip("/"), None)
 
     def launch(self, launches: Sequence[EngineLaunch]) -> None:
         """Begin to start engines here. Return at once.
@@ -227,6 +233,18 @@ class Supervisor:
         self.fleet.remove(engine.replica)
         self._engines.pop(engine.replica.id, None)
         self._tokens_digests.pop(engine.replica.id, None)
+        if engine.launch is None and self._options.canary is not None:
+            self._options.canary.forget_engine(engine.replica.spec.name, engine.replica.url)
+
+    def add_elsewhere(self, spec: TierSpec, url: str, source: str) -> Engine:
+        """Begin to watch an engine that runs elsewhere.
+
+        Raises:
+            NotPossible: The fleet has no space for it.
+        """
+        engine = self._add(spec, url, None)
+        engine.replica.source = source
+        return engine
 
     def _free_port(self, launch: EngineLaunch) -> int:
         taken = {e.launch.port for e in self._engines.values() if e.launch is not None}
