@@ -82,7 +82,7 @@ class EngineActor:
         import ray  # noqa: PLC0415  where the actor runs
 
         self._replica, self._job, self._programs, self._key = replica, job, programs, api_key
-        self._host, self._cluster = ray.util.get_node_ip_address(), ray.get_runtime_context().gcs_address
+        self._host, self._cluster = str(ray.util.get_node_ip_address()), str(ray.get_runtime_context().gcs_address)
         self._log = Path(job.log_dir) / f"{replica.id}.log"
         self._guard: subprocess.Popen[bytes] | None = None
         self._engine = 0
@@ -100,7 +100,7 @@ class EngineActor:
         Raises:
             RuntimeError: It could not be started, exited, or is not alive in time.
         """
-        if not Path(self._replica.checkpoint).is_dir():
+        if not await asyncio.to_thread(Path(self._replica.checkpoint).is_dir):
             raise RuntimeError(
                 f"the checkpoint folder {self._replica.checkpoint} is not on node {self._host}: copy it there, or share "
                 f"it, under the same path"
@@ -115,7 +115,7 @@ class EngineActor:
         guard, engine_main = self._programs
         own = {**self._replica.env, "VLLM_API_KEY": self._key}
         if self._replica.across_nodes:
-            own["RAY_ADDRESS"] = self._cluster
+            own |= {"RAY_ADDRESS": self._cluster, "VLLM_HOST_IP": self._host}
         self._log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self._log.exists():
             self._log.replace(self._log.with_suffix(".log.1"))
@@ -148,8 +148,8 @@ class EngineActor:
 
     async def ended(self) -> str:
         """Wait until the engine has ended; return why, for people."""
-        while self._guard is not None and self._guard.poll() is None:
-            await asyncio.sleep(POLL_S)
+        if self._guard is not None:
+            await asyncio.to_thread(self._guard.wait)
         return self._why()
 
     def _why(self) -> str:
@@ -166,10 +166,8 @@ class EngineActor:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._engine, signal.SIGTERM)
-        deadline = time.monotonic() + self._job.stop_grace_s
-        while guard.poll() is None and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(guard.wait, self._job.stop_grace_s)
         assert guard.stdin is not None
         guard.stdin.close()  # the guard kills what is left
-        while guard.poll() is None:
-            await asyncio.sleep(POLL_S)
+        await asyncio.to_thread(guard.wait)

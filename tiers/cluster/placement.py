@@ -59,7 +59,7 @@ async def answer(reference: Any, timeout_s: float | None = None) -> Any:
         RayActorError: The actor is gone, or cannot be reached.
     """
     future = asyncio.wrap_future(reference.future())
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # an error is no news when nobody waits
+    future.add_done_callback(_retrieve)
     await asyncio.wait({future}, timeout=timeout_s)
     if not future.done():
         raise TimeoutError
@@ -67,6 +67,12 @@ async def answer(reference: Any, timeout_s: float | None = None) -> Any:
         return future.result()
     except RayTaskError as error:
         raise EngineEnded(str(error.cause)) from None
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Take note of an error that nobody waits for any more."""
+    if not future.cancelled():
+        future.exception()
 
 
 class Placement:
@@ -82,8 +88,8 @@ class Placement:
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the replicas running until ``stop`` is set; then end them."""
         self._write()
-        tasks = [asyncio.create_task(self._keep(wanted)) for wanted in self._job.replicas]
-        stopping = asyncio.create_task(stop.wait())
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._keep(wanted)) for wanted in self._job.replicas]
+        stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait())
         try:
             done, _ = await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -119,7 +125,11 @@ class Placement:
     def _actor(self, wanted: WantedReplica) -> Any:
         resources = dict(wanted.resources)
         options = self._actor_class.options(
-            num_cpus=resources.pop("CPU", 0), num_gpus=resources.pop("GPU", 0), resources=resources, max_restarts=0
+            num_cpus=resources.pop("CPU", 0),
+            num_gpus=resources.pop("GPU", 0),
+            resources=resources,
+            max_restarts=0,
+            scheduling_strategy="SPREAD",  # a lost node takes as few replicas as possible
         )
         return options.remote(wanted, self._job, self._programs, self._key)
 
@@ -171,7 +181,9 @@ class Placement:
         with contextlib.suppress(RayError):
             ray.kill(actor)
 
-    def _show(self, wanted: WantedReplica, state: PlacementState, node: str = "", url: str = "", detail: str = "") -> None:
+    def _show(
+        self, wanted: WantedReplica, state: PlacementState, node: str = "", url: str = "", detail: str = ""
+    ) -> None:
         before = self._known[wanted.id]
         now = replace(before, state=state, node=node or before.node, url=url, detail=detail)
         if now != before:

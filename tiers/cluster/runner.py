@@ -86,11 +86,7 @@ class RayEngines:
             EngineError: A replica failed before all were ready.
         """
         options, job, self._known = self._options, self._options.job, {}
-        make_private_folder(options.folder)
-        Path(job.status_file).unlink(missing_ok=True)
-        write_json(Path(job.engines_file), engines_by_tier(job.tiers, ()))
-        job_file = options.folder / "job.json"
-        job.write(job_file)
+        job_file = self._write_job()
         env = inherited(os.environ, traced=False) | {KEY_VARIABLE: options.api_key}
         argv = [str(options.python), str(PLACEMENT_MAIN), str(job_file)]
         process = await EngineProcess.start(argv, env, Path(job.log_dir) / LOG_NAME)
@@ -104,6 +100,15 @@ class RayEngines:
             await process.stop(job.stop_grace_s + STOP_MARGIN_S)
             await ended
             write_json(Path(job.engines_file), engines_by_tier(job.tiers, ()))
+
+    def _write_job(self) -> Path:
+        job, folder = self._options.job, self._options.folder
+        make_private_folder(folder)
+        Path(job.status_file).unlink(missing_ok=True)
+        write_json(Path(job.engines_file), engines_by_tier(job.tiers, ()))
+        job_file = folder / "job.json"
+        job.write(job_file)
+        return job_file
 
     def _look(self) -> None:
         """Tell what has changed.
