@@ -470,13 +470,22 @@ class EngineSettings(Section):
     warmup_expected: str = Field("Paris", description="Must occur in the answer; empty: any sane text.")
 
 
+def _ray_address(address: str) -> str:
+    """Check the address of a Ray cluster.
+
+    Raises:
+        ValueError: It is not of the form that is allowed.
+    """
+    if not re.fullmatch(r"auto|([^\s/:\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}", address):
+        raise ValueError("auto is allowed, or the head's HOST:PORT as 10.0.0.5:6379; no ray://, that is Ray Client's")
+    return address
+
+
 class RaySettings(Section):
     """Engines on the machines of a Ray cluster (`qarr up --on ray`)."""
 
-    address: str = Field(
-        "auto",
-        pattern=r"^(auto|[^\s/:]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5})$",
-        description="The cluster: `auto` is the one that this machine belongs to, else `HOST:PORT` of its head.",
+    address: Annotated[str, AfterValidator(_ray_address)] = Field(
+        "auto", description="The cluster: `auto` is the one that this machine belongs to, else `HOST:PORT` of its head."
     )
     python: Path = Field(
         default_factory=lambda: PROJECT / ".venv-ray/bin/python", description="Interpreter that has Ray and vLLM."
