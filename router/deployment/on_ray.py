@@ -148,9 +148,10 @@ def replica_resources(spec: TierSpec, tier: TierSettings, usual: Mapping[str, fl
     """
     wanted = {name: amount for name, amount in {**usual, **tier.ray_resources}.items() if amount}
     gpus, world, key = wanted.get("GPU", 0), spec.world_size, f"tiers.{spec.name}"
-    if tier.across_nodes and world == 1:
+    if tier.across_nodes and (world == 1 or not gpus):
         raise PlanError(
-            f"{key}.across_nodes needs an engine on several GPUs: set {key}.tensor_parallel or pipeline_parallel"
+            f"{key}.across_nodes is for an engine on several GPUs, as vLLM's Ray executor takes no CPUs: set "
+            f"{key}.tensor_parallel or pipeline_parallel, and GPU in {key}.ray_resources"
         )
     if gpus > 1 and not float(gpus).is_integer():
         raise PlanError(f"GPU {gpus:g} is no whole number: {key}.ray_resources takes those, or a part of one GPU")

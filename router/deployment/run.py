@@ -186,7 +186,6 @@ async def run(
     starting: asyncio.Task[None] | None = None
     on_ray = OnRay(deployment.ray, fleet, observer.step)
     try:
-        on_ray.start()
         supervisor.start(deployment.launches, [elsewhere(spec) for spec in deployment.specs])
         starting = asyncio.create_task(_started(deployment, supervisor, observer, on_ray))
         if predecessor is not None and not await _one_ready(fleet, server):
@@ -264,6 +263,7 @@ async def _started(deployment: Deployment, supervisor: Supervisor, observer: Sta
         TierError: No engine could be started here.
     """
     fleet, making = supervisor.fleet, None
+    on_ray.start()
     if deployment.missing:
         first = FirstStart(deployment, supervisor, observer.planned, observer.step)
         making = asyncio.create_task(first.run(), name="first start")

@@ -114,8 +114,10 @@ class EngineActor:
     def _start(self, port: int) -> None:
         guard, engine_main = self._programs
         own = {**self._replica.env, "VLLM_API_KEY": self._key}
+        env = node_environment(os.environ, own, traced=self._job.traced)
         if self._replica.across_nodes:
-            own |= {"RAY_ADDRESS": self._cluster, "VLLM_HOST_IP": self._host}
+            env |= {"RAY_ADDRESS": self._cluster, "VLLM_HOST_IP": self._host}
+            env.pop("CUDA_VISIBLE_DEVICES", None)  # empty, as this actor has none of its own
         self._log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self._log.exists():
             self._log.replace(self._log.with_suffix(".log.1"))
@@ -123,7 +125,7 @@ class EngineActor:
         engine = [sys.executable, "-c", engine_main, "--host", self._host, "--port", str(port), *self._replica.args]
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", guard, str(self._log), *engine],
-            env=node_environment(os.environ, own, traced=self._job.traced),
+            env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -70,7 +70,10 @@ class RayEngines:
         pause_s = FIRST_PAUSE_S
         try:
             while True:
-                why = await self._place()
+                try:
+                    why = await self._place()
+                except (EngineError, OSError) as error:
+                    why = str(error)
                 if not self._settled:
                     raise EngineError(why)
                 self._say(f"{'ray':16} the placement ended, and starts again in {pause_s:g} s: {why}")

@@ -108,7 +108,8 @@ def test_one_engine_over_several_nodes_is_vllms_own_to_place(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("tier", "said"),
     [
-        ({"across_nodes": True}, "tiers.fast.across_nodes needs an engine on several GPUs"),
+        ({"across_nodes": True}, "tiers.fast.across_nodes is for an engine on several GPUs"),
+        ({"across_nodes": True, "tensor_parallel": 2}, "vLLM's Ray executor takes no CPUs"),
         ({"ray_resources": {"GPU": 1.5}}, "GPU 1.5 is no whole number"),
         (
             {"ray_resources": {"GPU": 2}},
