@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -33,10 +34,11 @@ TOKENS = 300  # of each answer: more than are computed before the node is killed
 
 @dataclass(slots=True)
 class Nodes:
-    """The cluster, as a program of its own."""
+    """The cluster, as a program of its own; ``env`` is what its clients need."""
 
     process: subprocess.Popen[str]
     address: str
+    env: dict[str, str]
 
     def do(self, command: str) -> None:
         """Add or kill a node, and wait until that is done."""
@@ -52,14 +54,15 @@ def nodes() -> Iterator[Nodes]:
     """Start a cluster whose head holds no engine, and two nodes for two engines each."""
     subprocess.run([ROOT / "scripts/setup", "ray"], check=True)
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: Ray's sockets are below it
-    env = {**os.environ, "RAY_TMPDIR": folder}
+    own = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    env = {**os.environ, "RAY_TMPDIR": folder, **own}
     process = subprocess.Popen(
         [PYTHON, Path(__file__).with_name("ray_cluster.py")],
         env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
         assert process.stdout is not None
-        cluster = Nodes(process, process.stdout.readline().strip())
+        cluster = Nodes(process, process.stdout.readline().strip(), own)
         cluster.do("add one 2")
         cluster.do("add two 2")
         yield cluster
@@ -67,6 +70,8 @@ def nodes() -> Iterator[Nodes]:
         assert process.stdin is not None
         process.stdin.close()
         process.wait(60)
+        assert process.stdout is not None
+        process.stdout.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -74,7 +79,8 @@ def nodes() -> Iterator[Nodes]:
 def on_ray(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """Start ``qarr up --on ray`` with two replicas of one tier; stop it, and see that it leaves no engine behind."""
     own = {
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        **nodes.env,
+        "QARR_ENGINE__EXTRA_ARGS": "[]",
         "QARR_TIERS__FAST__REPLICAS": "0",
         "QARR_TIERS__BALANCED__REPLICAS": "0",
         "QARR_TIERS__PRECISE__REPLICAS": "2",
@@ -124,7 +130,7 @@ def test_streams_outlive_a_node_and_its_replica_comes_back(nodes: Nodes, on_ray:
     assert [each.last for each in streams] == ["done"] * STREAMS
     assert {each.end["finish_reason"] for each in streams} <= {"stop", "length"}
     _until(lambda: len(_ready(on_ray)) == 2 and _ready(on_ray) != before, 600)
-    assert any("is lost" in line for line in on_ray.output), "".join(on_ray.output)
+    assert any("lost: its actor on node 127.0.0.1 is gone" in line for line in on_ray.output)
     assert on_ray.generate().status_code == 200
 
 

@@ -116,6 +116,7 @@ class EngineActor:
         own = {**self._replica.env, "VLLM_API_KEY": self._key}
         env = node_environment(os.environ, own, traced=self._job.traced)
         if self._replica.across_nodes:
+            env |= {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
             env |= {"RAY_ADDRESS": self._cluster, "VLLM_HOST_IP": self._host}
             env.pop("CUDA_VISIBLE_DEVICES", None)  # empty, as this actor has none of its own
         self._log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -10,6 +10,7 @@ import threading
 
 import ray
 from ray._private.state import available_resources_per_node
+from ray.exceptions import RayError
 
 from tiers.cluster.job import LOCAL_CLUSTER
 from tiers.cluster.resources import NodeResources
@@ -44,6 +45,8 @@ def connect(address: str) -> None:
             f"the Ray cluster at {address} has another version of Ray or Python than {sys.executable}: start it from an "
             f"environment of the same project version ('scripts/setup ray'), or set ray.python. Ray says: {_one_line(error)}"
         ) from error
+    except RayError as error:
+        raise ClusterError(f"the Ray cluster at {address} does not let us in: {_one_line(error)}") from error
     except (ConnectionError, TimeoutError, ValueError, OSError) as error:
         raise ClusterError(_absent(address, _one_line(error))) from error
     finally:
@@ -74,7 +77,8 @@ def _absent(address: str, why: str) -> str:
     where = "on this machine" if address == LOCAL_CLUSTER else f"at {address}"
     return (
         f"no Ray cluster can be used {where} ({why}): start one with '.venv-ray/bin/ray start --head', join it from this "
-        f"machine and every other with '.venv-ray/bin/ray start --address=HEAD:6379', or set ray.address"
+        f"machine and every other with '.venv-ray/bin/ray start --address=HEAD:6379', or set ray.address. If it has a token, "
+        f"set RAY_AUTH_MODE=token here too"
     )
 
 

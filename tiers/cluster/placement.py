@@ -43,6 +43,8 @@ STOP_MARGIN_S = 5.0  # over the engine's own grace, for its actor to answer
 FIRST_PAUSE_S = 1.0  # before an engine that ended is started again; doubled each time
 LONGEST_PAUSE_S = 60.0
 SOUND_S = 60.0  # an engine that ran so long begins with the first pause again
+CAUSE_CHARS = 200
+STARTED = {PlacementState.STARTING, PlacementState.READY, PlacementState.SILENT}  # on a node
 LIFECYCLE = Path(__file__).parents[1] / "lifecycle"
 
 
@@ -113,13 +115,12 @@ class Placement:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             except RayError as error:
-                node = self._known[wanted.id].node
-                why = f"node {node} is lost" if node and not _is_alive(node) else str(error).splitlines()[0]
-                self._show(wanted, PlacementState.LOST, detail=why)
+                where = f"on node {node} " if (node := self._known[wanted.id].node) else ""
+                self._show(wanted, PlacementState.LOST, detail=f"its actor {where}is gone: {_cause(error)}")
                 with contextlib.suppress(RayError):
                     ray.kill(actor)
             except asyncio.CancelledError:
-                await self._end(actor)
+                await self._end(actor, started=self._known[wanted.id].state in STARTED)
                 raise
 
     def _actor(self, wanted: WantedReplica) -> Any:
@@ -175,9 +176,10 @@ class Placement:
                 self._show(wanted, PlacementState.SILENT, node=node, url=url, detail=f"node {node} does not answer")
             await asyncio.sleep(BEAT_S)
 
-    async def _end(self, actor: Any) -> None:
-        with contextlib.suppress(TimeoutError, EngineEnded, RayError):
-            await answer(actor.stop.remote(), self._job.stop_grace_s + STOP_MARGIN_S)
+    async def _end(self, actor: Any, *, started: bool) -> None:
+        if started:
+            with contextlib.suppress(TimeoutError, EngineEnded, RayError):
+                await answer(actor.stop.remote(), self._job.stop_grace_s + STOP_MARGIN_S)
         with contextlib.suppress(RayError):
             ray.kill(actor)
 
@@ -196,8 +198,10 @@ class Placement:
         write_status(Path(self._job.status_file), known)
 
 
-def _is_alive(address: str) -> bool:
-    return any(node.address == address for node in nodes())
+def _cause(error: RayError) -> str:
+    """Return why an actor ended: the line of Ray's that tells it."""
+    lines = str(error).splitlines()
+    return next((line.strip() for line in lines if "because" in line), lines[0])[:CAUSE_CHARS]
 
 
 async def _run(placement: Placement) -> None:
