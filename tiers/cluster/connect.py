@@ -77,8 +77,8 @@ def _absent(address: str, why: str) -> str:
     where = "on this machine" if address == LOCAL_CLUSTER else f"at {address}"
     return (
         f"no Ray cluster can be used {where} ({why}): start one with '.venv-ray/bin/ray start --head', join it from this "
-        f"machine and every other with '.venv-ray/bin/ray start --address=HEAD:6379', or set ray.address. If it has a token, "
-        f"set RAY_AUTH_MODE=token here too"
+        f"machine and every other with '.venv-ray/bin/ray start --address=HEAD:6379', or set ray.address. If it has a "
+        f"token, set RAY_AUTH_MODE=token here too"
     )
 
 
