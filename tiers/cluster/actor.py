@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tiers.cluster.job import Job, WantedReplica
 
 POLL_S = 0.2
+HEALTH_S = 2.0  # between two health checks
 LAST_LINES = 15
 LAST_PORT = 65535
 
@@ -85,7 +86,7 @@ class EngineActor:
         self._host, self._cluster = str(ray.util.get_node_ip_address()), str(ray.get_runtime_context().gcs_address)
         self._log = Path(job.log_dir) / f"{replica.id}.log"
         self._guard: subprocess.Popen[bytes] | None = None
-        self._engine = 0
+        self._engine = self._port = 0
 
     async def node(self) -> str:
         """Return the address of the actor's node."""
@@ -106,12 +107,13 @@ class EngineActor:
                 f"it, under the same path"
             )
         with hold_port(self._host, self._job.base_port) as held:
-            port = held.getsockname()[1]
-            self._start(port)
-            await self._until_alive(port)
-        return f"http://[{self._host}]:{port}" if ":" in self._host else f"http://{self._host}:{port}"
+            self._port = int(held.getsockname()[1])
+            self._start()
+            await self._until_alive()
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}"
 
-    def _start(self, port: int) -> None:
+    def _start(self) -> None:
         guard, engine_main = self._programs
         own = {**self._replica.env, "VLLM_API_KEY": self._key}
         env = node_environment(os.environ, own, traced=self._job.traced)
@@ -123,7 +125,16 @@ class EngineActor:
         if self._log.exists():
             self._log.replace(self._log.with_suffix(".log.1"))
         self._log.touch(mode=0o600)
-        engine = [sys.executable, "-c", engine_main, "--host", self._host, "--port", str(port), *self._replica.args]
+        engine = [
+            sys.executable,
+            "-c",
+            engine_main,
+            "--host",
+            self._host,
+            "--port",
+            str(self._port),
+            *self._replica.args,
+        ]
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", guard, str(self._log), *engine],
             env=env,
@@ -138,9 +149,9 @@ class EngineActor:
             raise RuntimeError(f"the engine could not be started on node {self._host}: {said}")
         self._engine = int(said)
 
-    async def _until_alive(self, port: int) -> None:
+    async def _until_alive(self) -> None:
         deadline = time.monotonic() + self._job.start_timeout_s
-        while not await asyncio.to_thread(is_healthy, self._host, port):
+        while not await asyncio.to_thread(is_healthy, self._host, self._port):
             if self._guard is None or self._guard.poll() is not None:
                 raise RuntimeError(self._why())
             if time.monotonic() > deadline:
@@ -150,9 +161,17 @@ class EngineActor:
             await asyncio.sleep(POLL_S)
 
     async def ended(self) -> str:
-        """Wait until the engine has ended; return why, for people."""
-        if self._guard is not None:
-            await asyncio.to_thread(self._guard.wait)
+        """Wait until the engine has ended, or has answered no health check for too long; return why, for people."""
+        heard = asked = time.monotonic()
+        while self._guard is not None and self._guard.poll() is None:
+            await asyncio.sleep(POLL_S)
+            if time.monotonic() - asked < HEALTH_S:
+                continue
+            healthy, asked = await asyncio.to_thread(is_healthy, self._host, self._port), time.monotonic()
+            heard = asked if healthy else heard
+            if asked - heard > self._job.unreachable_s:
+                await self.stop()
+                return f"no answer to health checks for {self._job.unreachable_s:g} s; see {self._log} on node {self._host}"
         return self._why()
 
     def _why(self) -> str:

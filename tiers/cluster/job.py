@@ -64,6 +64,7 @@ class Job:
         log_dir: Folder of the engines' logs, by its path on the node.
         base_port: First port that is tried on a node.
         start_timeout_s: From an engine's start to its first healthy answer.
+        unreachable_s: An engine that answers no health check for so long is started again.
         stop_grace_s: From SIGTERM to SIGKILL.
         traced: Engines send spans.
     """
@@ -75,6 +76,7 @@ class Job:
     log_dir: str
     base_port: int = 9101
     start_timeout_s: float = 600.0
+    unreachable_s: float = 60.0
     stop_grace_s: float = 10.0
     traced: bool = False
 
