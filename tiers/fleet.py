@@ -236,6 +236,7 @@ class Fleet:
         self.replicas.remove(replica)
         self._members[replica.spec.name].remove(replica)
         self._totals.count(replica.spec.name, replica.view, -1)
+        self._show_precision(replica.spec.name)
         self.on_members()
 
     @property
@@ -251,10 +252,15 @@ class Fleet:
         """Note what a replica given by URL serves; return whether the known replicas of its tier differ in it."""
         replica.spec = replace(replica.spec, precision=precision)
         replica.changed()
-        known = [r.spec.precision for r in self._members[replica.spec.name] if r.model]  # the others were never asked
+        return self._show_precision(replica.spec.name) > 1
+
+    def _show_precision(self, tier: TierName) -> int:
+        """Let a tier show what its replicas serve; return the number of their precisions."""
+        known = [r.spec.precision for r in self._members[tier] if r.model]  # the others were never asked
         found = dict.fromkeys(known)
-        self.configure(replace(self.spec(replica.spec.name), precision=", ".join(found)))
-        return len(found) > 1
+        shown = ", ".join(found)
+        self.specs = tuple(replace(s, precision=shown) if s.name is tier and found else s for s in self.specs)
+        return len(found)
 
     def shorten(self, replica: Replica, max_model_len: int) -> None:
         """Note that a replica has a shorter context than configured; its tier promises the shortest of its replicas."""

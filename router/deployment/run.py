@@ -26,6 +26,7 @@ from router.server.memory import set_aside
 from router.server.server import Server
 from router.settings import SettingsError
 from router.telemetry.tracing import make_telemetry
+from router.upstream.transport import EngineTransport
 from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor
 from tiers.spec import ReplicaState, TierSpec
@@ -165,7 +166,7 @@ async def run(
         deployment.specs, machine=speed_machine(settings), options=fleet_options(settings)
     )  # fmt: skip
     changed = shared.telling(observer.changed) if shared is not None else observer.changed
-    supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), changed)
+    supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), changed, EngineTransport())
     state = ServerState()
     router = wire_router(
         settings,

@@ -29,7 +29,7 @@ from router.upstream.errors import (
 )
 from router.upstream.http import body_of
 from router.upstream.json_object import read_json
-from router.upstream.transport import EngineTransport, origin_of
+from router.upstream.transport import EngineTransport
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -108,11 +108,8 @@ class Upstream:
         self._whole = {"timeout": {**limits, "read": options.answer_timeout_s}}
 
     def fit(self) -> None:
-        """Fit the connections to the fleet's replicas. Each may have twice its slots: a failed attempt ends late."""
-        replicas = self._fleet.replicas
-        origins = {origin_of(httpx.URL(replica.url)) for replica in replicas}
-        self._transport.fit(2 * sum(replica.spec.max_in_flight for replica in replicas), origins)
-        self._passing_transport.fit(0, origins)
+        """Allow what the fleet's replicas may have at once: each twice its slots, for a failed attempt ends late."""
+        self._transport.allow(2 * sum(replica.spec.max_in_flight for replica in self._fleet.replicas))
 
     async def open(
         self,

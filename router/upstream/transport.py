@@ -20,7 +20,7 @@ import httpx
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
 READ_BUFFER_BYTES = 1 << 15  # of an answer that nobody has read yet: with more than that, the socket is not read
 MAX_HEAD_BYTES = 1 << 16  # of an answer's status line and headers, informational ones included
@@ -407,18 +407,16 @@ class EngineTransport(httpx.AsyncBaseTransport):
         self._active: set[Connection] = set()
         self._slots = asyncio.Semaphore(max_requests) if max_requests else None
         self._max_requests = max_requests
+        self._closed_old_at = 0.0
         self._ssl: ssl.SSLContext | None = None
         self._closed = False
 
-    def fit(self, max_requests: int, origins: Collection[Origin]) -> None:
-        """Allow at least so many requests, if their number is bounded, and close idle connections to other origins."""
+    def allow(self, max_requests: int) -> None:
+        """Allow at least so many requests at once, if their number is bounded."""
         if self._slots is not None:
             for _ in range(max_requests - self._max_requests):
                 self._slots.release()
             self._max_requests = max(max_requests, self._max_requests)
-        for origin in self._idle.keys() - set(origins):
-            for connection in self._idle.pop(origin):
-                connection.close()
 
     @property
     def active(self) -> int:
@@ -441,7 +439,8 @@ class EngineTransport(httpx.AsyncBaseTransport):
             raise RuntimeError("the transport is closed")
         message, head_only = await _message(request), request.method == "HEAD"
         times: dict[str, float | None] = request.extensions.get("timeout") or {}
-        origin = origin_of(request.url)
+        url = request.url
+        origin = url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
         await self._take_slot(times.get("pool"))
         connection: Connection | None = None
         try:
@@ -522,11 +521,20 @@ class EngineTransport(httpx.AsyncBaseTransport):
             if self._closed:
                 connection.close()
             else:
-                idle = self._idle.setdefault(connection.origin, deque())
-                idle.append(connection)
-                while connection.idle_since - idle[0].idle_since > KEEP_ALIVE_S:
-                    idle.popleft().close()
+                self._idle.setdefault(connection.origin, deque()).append(connection)
+                self._close_old(time.monotonic())
         self._free_slot()
+
+    def _close_old(self, now: float) -> None:
+        """Close connections that are not used again, now and then; a host that has vanished closes none itself."""
+        if now - self._closed_old_at < KEEP_ALIVE_S:
+            return
+        self._closed_old_at = now
+        for origin, idle in list(self._idle.items()):
+            while idle and now - idle[0].idle_since > KEEP_ALIVE_S:
+                idle.popleft().close()
+            if not idle:
+                del self._idle[origin]
 
     def _lost(self, connection: Connection) -> None:
         """Forget a connection that was closed while it was idle."""
@@ -535,11 +543,6 @@ class EngineTransport(httpx.AsyncBaseTransport):
             idle.remove(connection)
             if not idle:
                 del self._idle[connection.origin]
-
-
-def origin_of(url: httpx.URL) -> Origin:
-    """Return where requests for a URL are sent."""
-    return url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
 
 
 async def _message(request: httpx.Request) -> bytes:

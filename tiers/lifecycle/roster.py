@@ -13,7 +13,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from tiers.address import normalised
-from tiers.background import Faults
 from tiers.errors import NotPossible
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ class Roster:
         self._control, self._removals = control, removals
         self._specs: dict[TierName, TierSpec] = {}
         self._named: dict[Key, Members] = {}
-        self._faults = Faults(repeats=False)
+        self._refused: set[str] = set()  # addresses for which there is no space
 
     @property
     def tiers(self) -> tuple[TierName, ...]:
@@ -182,16 +181,22 @@ class Roster:
                 self._removals.keep(engine)
         for address, found in wanted.items():
             if address not in there:
-                try:
-                    self._add(found)
-                except NotPossible as error:
-                    self._faults.log(error, f"{found.url} is not added to tier {found.tier}")
+                self._try_to_add(address, found)
 
     async def run(self) -> None:
         """Try again what could not be done at once, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.reconcile()
+
+    def _try_to_add(self, address: str, found: Wanted) -> None:
+        try:
+            self._add(found)
+            self._refused.discard(address)
+        except NotPossible as error:
+            if address not in self._refused:
+                log.warning("%s is not added to tier %s: %s", found.url, found.tier, error)
+            self._refused.add(address)
 
     def _present(self) -> dict[str, Engine]:
         return {normalised(e.replica.url): e for e in self._control.engines if e.launch is None}

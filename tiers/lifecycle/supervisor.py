@@ -109,6 +109,12 @@ class SupervisorOptions:
 class Supervisor:
     """Owns the fleet's engines from ``start`` to ``stop``, which belongs in a ``finally``.
 
+    Args:
+        fleet: The fleet.
+        options: How its engines are watched and stopped.
+        on_change: Called when a replica changes its state.
+        transport: For probes; None: httpx's own, which takes much more time where there are many engines.
+
     Attributes:
         operations: What operators may do to replicas.
     """
@@ -118,9 +124,10 @@ class Supervisor:
         fleet: Fleet,
         options: SupervisorOptions,
         on_change: Callable[[Replica], None] = lambda _replica: None,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.fleet, self._options, self._on_change = fleet, options, on_change
-        self._client = httpx.AsyncClient(timeout=10.0, trust_env=False)
+        self._client = httpx.AsyncClient(timeout=10.0, trust_env=False, transport=transport)
         self._engines: dict[str, Engine] = {}
         self._made: Counter[str] = Counter()
         self._tasks: list[asyncio.Task[None]] = []
@@ -257,7 +264,6 @@ class Supervisor:
 
     def _add(self, spec: TierSpec, url: str, launch: EngineLaunch | None, note: str | None = None) -> Engine:
         number = self._made[spec.name]
-        self._made[spec.name] += 1
         replica = Replica(
             id=f"{spec.name}-{number}",
             spec=spec,
@@ -269,6 +275,7 @@ class Supervisor:
         if launch is None:  # others' prompts tell nothing of an engine's prefix cache
             watchdog = replace(watchdog, min_hit_rate=0.0)
         engine = Engine(self.fleet.add(replica), launch, watchdog, note=note)
+        self._made[spec.name] += 1
         self._engines[replica.id] = engine
         life = partial(self._run_here, engine, launch) if launch else partial(self._run_elsewhere, engine)
         name = f"watching {replica.id}"
@@ -580,7 +587,7 @@ class Supervisor:
         if engine.launch is None and gauges is not None:  # others may use it, and are soon gone again
             sequences = max(sequences, gauges.running + gauges.waiting)
         worn = engine.wear.note(now, off_by(replica, now), counters, sequences=sequences)
-        others = [r for r in self.fleet.replicas if r is not replica and r.state is ReplicaState.READY]
+        others = [] if worn is None else self._ready_beside(replica)
         # If others are slow as well, the machine is the cause, and a new engine would be no faster.
         machine_is_slow = any(2 * off_by(r, now) > self._options.watchdog.slow_factor > 0 for r in others)
         if worn is not None and not machine_is_slow:
@@ -591,6 +598,9 @@ class Supervisor:
             engine.worn_at = now
         elif now - engine.worn_at > WORN_S:
             engine.recycle = None
+
+    def _ready_beside(self, replica: Replica) -> list[Replica]:
+        return [r for r in self.fleet.replicas if r is not replica and r.state is ReplicaState.READY]
 
     def _spare(self, engine: Engine, worn: str, others: Sequence[Replica], now: float) -> None:
         """Raise ``EngineSlow`` if another replica of its tier can do a slow engine's work: better slow answers than none."""
