@@ -19,7 +19,10 @@ import psutil
 import pytest
 
 from tests.engine.collector import Collector
-from tests.engine.conftest import started
+from tests.engine.conftest import QARR, started
+from tests.ports import reserved_ports
+from tiers.cluster.job import KEY_VARIABLE, Job, PlacementState, WantedReplica, read_status
+from tiers.cluster.runner import PLACEMENT_MAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -112,6 +115,45 @@ class Stream:
                     event = line.removeprefix("event: ")
                 elif line.startswith("data: "):
                     self.texts, self.last, self.end = self.texts + 1, event, json.loads(line.removeprefix("data: "))
+
+
+def test_a_cluster_that_is_not_there_is_named() -> None:
+    """The command ends at once, with what to do; Ray alone would wait for minutes."""
+    (port,) = reserved_ports()
+    command = [QARR, "up", "--port", "0", "--on", "ray", "--ray-address", f"127.0.0.1:{port}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 2
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith(
+        f"error: no Ray cluster can be used at 127.0.0.1:{port} (Connection refused): start one with"
+    )
+
+
+def test_what_cannot_be_placed_is_told(nodes: Nodes, tmp_path: Path) -> None:
+    """A node without the checkpoint, and a replica that no node can hold, are states with what to do."""
+    wanted = [
+        WantedReplica("absent", "fast", str(tmp_path / "nowhere"), (), {}, {"CPU": 1}),
+        WantedReplica("large", "fast", str(tmp_path), (), {}, {"CPU": 99, "GPU": 1}),
+    ]
+    status = tmp_path / "status.json"
+    job = Job(nodes.address, tuple(wanted), str(tmp_path / "engines.json"), str(status), str(tmp_path / "logs"))
+    job.write(tmp_path / "job.json")
+    env = {**os.environ, **nodes.env, KEY_VARIABLE: "key"}
+    with subprocess.Popen(
+        [PYTHON, PLACEMENT_MAIN, tmp_path / "job.json"], env=env, stderr=subprocess.DEVNULL
+    ) as placing:
+        _until(lambda: ["nowhere" in each.detail or "99" in each.detail for each in read_status(status)] == [True] * 2)
+        absent, large = read_status(status)
+        placing.terminate()
+    assert absent.state is PlacementState.FAILED
+    assert absent.detail == (
+        f"the checkpoint folder {tmp_path / 'nowhere'} is not on node 127.0.0.1: copy it there, or share it, under the "
+        f"same path"
+    )
+    assert large.state is PlacementState.PLACING
+    assert "it needs CPU 99 and GPU 1 on one node. Free are 127.0.0.1: CPU" in large.detail
+    assert "No node has as much: add one ('ray start')" in large.detail
+    assert json.loads((tmp_path / "engines.json").read_text()) == {"fast": []}
 
 
 def test_streams_outlive_a_node_and_its_replica_comes_back(nodes: Nodes, on_ray: Up) -> None:

@@ -36,7 +36,7 @@ from tiers.cluster.resources import why_not_placed
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-LOOK_S = 2.0  # between two looks at why a replica is not placed
+LOOK_S = 10.0  # between two looks at why a replica is not placed: Ray starts a process for it, if it has a place
 BEAT_S = 1.0
 SILENT_S = 3.0  # an actor that takes longer to answer gets no requests
 STOP_MARGIN_S = 5.0  # over the engine's own grace, for its actor to answer

@@ -23,9 +23,15 @@ class NodeResources:
         """Tell whether the node, were it empty, could hold what is wanted."""
         return all(self.total.get(name, 0) >= amount for name, amount in wanted.items())
 
+    def has_free(self, wanted: Mapping[str, float]) -> bool:
+        """Tell whether what is wanted is free."""
+        return all(self.free.get(name, 0) >= amount for name, amount in wanted.items())
+
 
 def why_not_placed(wanted: Mapping[str, float], nodes: Sequence[NodeResources]) -> str:
-    """Return what is missing, and what is free where."""
+    """Return what is missing, and what is free where; nothing is if only the start of a process takes long."""
+    if any(node.has_free(wanted) for node in nodes):
+        return "Ray is about to start its process"
     needs = " and ".join(f"{name} {amount:g}" for name, amount in wanted.items()) or "no resources"
     free = "; ".join(f"{node.address}: {_free(wanted, node)}" for node in nodes[:SHOWN_NODES])
     more = f"; and {len(nodes) - SHOWN_NODES} more nodes" if len(nodes) > SHOWN_NODES else ""

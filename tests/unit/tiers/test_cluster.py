@@ -88,7 +88,8 @@ def test_why_a_replica_waits() -> None:
     )
     assert "No node has as much: add one ('ray start'), or set ray.resources" in why_not_placed({"GPU": 2}, nodes)
     assert "there are no nodes" in why_not_placed({"GPU": 2}, [])
-    assert why_not_placed({"CPU": 1}, nodes * 5).endswith("; and 2 more nodes")
+    assert "; and 2 more nodes. No node" in why_not_placed({"CPU": 9}, nodes * 5)
+    assert why_not_placed({"CPU": 8}, nodes) == "Ray is about to start its process"
 
 
 def test_a_node_gives_engines_neither_rays_variables_nor_ours() -> None:
