@@ -37,4 +37,4 @@ checkpoints: ## the model's three checkpoints
 	@.venv/bin/qarr model prepare
 
 clean: ## remove the environments' links and .venv; what is cached stays
-	rm -rf .venv .venv-engine .venv-quantizer
+	rm -rf .venv .venv-engine .venv-quantizer .venv-ray

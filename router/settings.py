@@ -240,6 +240,9 @@ EngineAddress = Annotated[str, AfterValidator(_engine_address)]  # unchanged: pr
 BaseAddress = Annotated[EngineAddress, AfterValidator(lambda url: url.rstrip("/"))]
 
 
+RayResources = Annotated[dict[Annotated[str, Field(min_length=1)], NonNegativeFloat], Field()]
+
+
 class TierSettings(Section):
     """One tier."""
 
@@ -275,6 +278,12 @@ class TierSettings(Section):
     )
     tensor_parallel: int = Field(1, ge=1, le=64, description="GPUs that share each layer of one engine.")
     pipeline_parallel: int = Field(1, ge=1, le=64, description="Stages, on GPUs of their own, of one engine's layers.")
+    across_nodes: bool = Field(
+        False, description="On Ray, one engine's GPUs may be on several nodes: vLLM's own Ray executor takes them."
+    )
+    ray_resources: RayResources = Field(
+        {}, description="Over `ray.resources`, for a replica of this tier; 0 takes one away."
+    )
     checkpoint: Path | None = Field(None, description="Model folder for this tier instead of the prepared one.")
     engine_args: EngineArgs = Field(
         (),
@@ -505,6 +514,33 @@ class EngineSettings(Section):
     )
     warmup_question: str = Field("What is the capital of France?", description="Asked before an engine is ready.")
     warmup_expected: str = Field("Paris", description="Must occur in the answer; empty: any sane text.")
+
+
+def _ray_address(address: str) -> str:
+    """Check the address of a Ray cluster.
+
+    Raises:
+        ValueError: It is not of the form that is allowed.
+    """
+    if not re.fullmatch(r"auto|([^\s/:\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}", address):
+        raise ValueError("auto is allowed, or the head's HOST:PORT as 10.0.0.5:6379; no ray://, that is Ray Client's")
+    return address
+
+
+class RaySettings(Section):
+    """Engines on the machines of a Ray cluster (`qarr up --on ray`)."""
+
+    address: Annotated[str, AfterValidator(_ray_address)] = Field(
+        "auto", description="The cluster: `auto` is the one that this machine belongs to, else `HOST:PORT` of its head."
+    )
+    python: Path = Field(
+        default_factory=lambda: PROJECT / ".venv-ray/bin/python", description="Interpreter that has Ray and vLLM."
+    )
+    resources: RayResources = Field(
+        {"CPU": 1},
+        description="What Ray reserves on a node for one replica, by the names of Ray's resources. With `GPU` its engine "
+        "runs on GPUs, a part of one included; without, on as many threads as `CPU`.",
+    )
 
 
 class QuantizerSettings(Section):
@@ -852,6 +888,7 @@ class Settings(BaseSettings):
     model: ModelSettings = Field(default_factory=ModelSettings)
     engine: EngineSettings = Field(default_factory=EngineSettings)
     quantizer: QuantizerSettings = Field(default_factory=QuantizerSettings)
+    ray: RaySettings = Field(default_factory=RaySettings)
     policy: PolicySettings = Field(default_factory=PolicySettings)
     profile: ProfileSettings = ProfileSettings()
     admission: AdmissionSettings = AdmissionSettings()

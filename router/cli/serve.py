@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from enum import StrEnum
 from pathlib import Path  # noqa: TC003  typer reads it
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ from router.cli.common import (
     tier_settings,
 )
 from router.deployment.layout import engine_args, make_deployment, prepare_options
+from router.deployment.on_ray import make_ray_deployment
 from router.deployment.run import StartObserver, check_files, listen, open_keys, run
 from router.server.handover import HandoverClient, control_path
 from router.settings import cache_dir, load_settings
@@ -43,6 +45,15 @@ if TYPE_CHECKING:
     from tiers.spec import TierSpec
 
 HostOption = Annotated[str | None, typer.Option(help="Address to listen on.")]
+
+
+class Where(StrEnum):
+    """Where ``qarr up`` starts engines."""
+
+    HERE = "here"
+    RAY = "ray"
+
+
 PortOption = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one, which is printed.")]
 
 
@@ -52,21 +63,28 @@ def up(
     calibration: CalibrationOption = None,
     host: HostOption = None,
     port: PortOption = None,
+    on: Annotated[Where, typer.Option(help="Where engines run: on this machine, or on a Ray cluster.")] = Where.HERE,
+    ray_address: Annotated[
+        str | None, typer.Option(help="The Ray cluster: `auto`, or HOST:PORT of its head.", metavar="ADDRESS")
+    ] = None,
 ) -> None:
     """Make missing checkpoints, start the engines, and serve as soon as one tier is ready. Ctrl-C stops everything."""
     started = time.monotonic()
     asked = {"server": {"host": host, "port": port}, "model": {"name": model, "calibration": calibration}}
+    asked["ray"] = {"address": ray_address}
     settings = load_settings(config, asked)
     check_files(settings)
     logging = Logging(settings.telemetry)
     keys, sock = open_keys(settings), listen(settings)
     needed = any(t.replicas_here and t.checkpoint is None for t in tier_settings(settings))
-    deployment = make_deployment(settings, finished(prepare_options(settings)) if needed else ())
+    checkpoints = finished(prepare_options(settings)) if needed else ()
+    deployment = (make_ray_deployment if on is Where.RAY else make_deployment)(settings, checkpoints)
     given = {
         name: engine_args(settings, name) for name in settings.tiers.names if settings.tiers.of(name).replicas_here
     }
-    check_engine_args(settings.engine.python, given, cache_dir() / "engine-args", _asking)
-    if not deployment.missing:
+    python = settings.engine.python if deployment.ray is None else settings.ray.python
+    check_engine_args(python, given, cache_dir() / "engine-args", _asking)
+    if not deployment.missing and deployment.ray is None:
         _show_plan(deployment.model, deployment.plan, deployment.specs)
     _run(deployment, sock, keys, started, logging)
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from classifier import TokenCounter
     from router.settings import Settings, TierSettings
+    from tiers.cluster.runner import RayOptions
 
 HOST = "127.0.0.1"
 
@@ -92,6 +93,7 @@ class Deployment:
         model: The model's name.
         missing: Tiers to run here whose checkpoints must be made first.
         tokenizer: Folder of the model's tokenizer; None: none is known yet.
+        ray: Engines to place on a Ray cluster; None: none.
     """
 
     settings: Settings
@@ -102,6 +104,7 @@ class Deployment:
     model: str
     missing: tuple[TierName, ...] = ()
     tokenizer: Path | None = None
+    ray: RayOptions | None = None
 
     @property
     def local(self) -> frozenset[TierName]:

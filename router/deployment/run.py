@@ -15,6 +15,7 @@ from router.auth.api_keys import KeyStore
 from router.auth.network import is_loopback
 from router.deployment.first_start import FirstStart
 from router.deployment.layout import elsewhere, speed_machine
+from router.deployment.on_ray import OnRay
 from router.deployment.options import fleet_options, supervisor_options
 from router.deployment.shared import Shared
 from router.lifecycle import ServerState
@@ -184,9 +185,10 @@ async def run(
         server = Server(router.app, state, settings.server, protocol_for(settings.server))
     server.end_on_signals()
     starting: asyncio.Task[None] | None = None
+    on_ray = OnRay(deployment.ray, fleet, observer.step)
     try:
         supervisor.start(deployment.launches, [elsewhere(spec) for spec in deployment.specs])
-        starting = asyncio.create_task(_started(deployment, supervisor, observer))
+        starting = asyncio.create_task(_started(deployment, supervisor, observer, on_ray))
         if predecessor is not None and not await _one_ready(fleet, server):
             return
         await _serve(server, sock, deployment, starting, lambda: observer.up(fleet), predecessor=predecessor)
@@ -194,7 +196,7 @@ async def run(
         if starting is not None:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
-        await supervisor.stop()
+        await asyncio.gather(supervisor.stop(), on_ray.stop())
         telemetry.shutdown()
 
 
@@ -214,7 +216,7 @@ async def _serve(
             await server.accepting(serving)
             set_aside()
             successor = predecessor is None or await _taken_over(predecessor, server)
-            if successor and not deployment.local:
+            if successor and not deployment.local and deployment.ray is None:
                 path = control_path(deployment.settings.server.runtime_dir, sock.getsockname()[1])
                 try:
                     await stack.enter_async_context(handing_over(path, sock, version("qarr"), server.hand_over))
@@ -254,7 +256,7 @@ async def _one_ready(fleet: Fleet, server: Server) -> bool:
     return False
 
 
-async def _started(deployment: Deployment, supervisor: Supervisor, observer: StartObserver) -> None:
+async def _started(deployment: Deployment, supervisor: Supervisor, observer: StartObserver, on_ray: OnRay) -> None:
     """Make missing checkpoints, and wait until no tier is starting any more.
 
     Raises:
@@ -262,12 +264,14 @@ async def _started(deployment: Deployment, supervisor: Supervisor, observer: Sta
         TierError: No engine could be started here.
     """
     fleet, making = supervisor.fleet, None
+    on_ray.start()
     if deployment.missing:
         first = FirstStart(deployment, supervisor, observer.planned, observer.step)
         making = asyncio.create_task(first.run(), name="first start")
     try:
         reported = False
-        while not await _settled(deployment, fleet, making):
+        while not (await _settled(deployment, fleet, making) and on_ray.settled):
+            on_ray.check()
             if not reported and _any_ready(fleet) and fleet.preparations.coming:
                 observer.serving(fleet)
                 reported = True

@@ -88,8 +88,13 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 @contextmanager
-def started(own: dict[str, str], tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Up]:
-    """Run ``qarr up`` with variables of its own until all tiers are ready; stop it afterwards."""
+def started(
+    own: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+    collector: Collector,
+    arguments: tuple[str, ...] = (),
+) -> Iterator[Up]:
+    """Run ``qarr up`` with variables and arguments of its own until all tiers are ready; stop it afterwards."""
     base, profiles = reserved_range(4), tmp_path_factory.mktemp("profiles")
     env = {
         **os.environ,
@@ -104,7 +109,11 @@ def started(own: dict[str, str], tmp_path_factory: pytest.TempPathFactory, colle
         **own,
     }
     process = subprocess.Popen(
-        [str(QARR), "up", "--port", str(base + 3)], env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [str(QARR), "up", "--port", str(base + 3), *arguments],
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     running = Up(process, f"http://127.0.0.1:{base + 3}", collector, profiles=profiles)
     reading = threading.Thread(target=_collect, args=(process, running.output), daemon=True)

@@ -45,10 +45,14 @@ def engine_argv(launch: EngineLaunch) -> list[str]:
     It does not use the ``vllm`` script: the CPU wheel's looks up the wrong distribution name and exits. The checkpoint's
     own configuration names the quantization method.
     """
+    listening = ["--host", launch.host, "--port", str(launch.port)]
+    return [str(launch.python), str(ENGINE_MAIN), *listening, *engine_options(launch)]
+
+
+def engine_options(launch: EngineLaunch) -> list[str]:
+    """Return an engine's arguments apart from the address that it listens on."""
     tier, placement = launch.tier, launch.placement
-    argv = [str(launch.python), str(ENGINE_MAIN)]
-    argv += ["--model", str(tier.checkpoint), "--served-model-name", launch.served_model]
-    argv += ["--host", launch.host, "--port", str(launch.port)]
+    argv = ["--model", str(tier.checkpoint), "--served-model-name", launch.served_model]
     argv += ["--max-model-len", str(tier.max_model_len), "--max-num-seqs", str(tier.max_num_seqs)]
     if tier.max_num_batched_tokens is not None:
         argv += ["--max-num-batched-tokens", str(tier.max_num_batched_tokens)]
@@ -95,11 +99,20 @@ def without_ours(parent: Mapping[str, str]) -> dict[str, str]:
 
 
 def engine_environment(launch: EngineLaunch, parent: Mapping[str, str]) -> dict[str, str]:
-    """Return an engine's environment: the parent's without QARR's variables and secrets, and what vLLM needs."""
+    """Return an engine's environment: what it inherits, and what vLLM needs."""
+    return inherited(parent, traced=launch.otlp is not None) | engine_variables(launch)
+
+
+def inherited(parent: Mapping[str, str], *, traced: bool) -> dict[str, str]:
+    """Return what an engine inherits of an environment: not QARR's variables and secrets."""
+    dropped = DROPPED if traced else DROPPED | EXPORTER_KEYS
+    return {name: value for name, value in without_ours(parent).items() if name not in dropped}
+
+
+def engine_variables(launch: EngineLaunch) -> dict[str, str]:
+    """Return the variables that an engine gets besides those that it inherits."""
     placement = launch.placement
-    dropped = DROPPED if launch.otlp else DROPPED | EXPORTER_KEYS
-    env = {name: value for name, value in without_ours(parent).items() if name not in dropped}
-    env |= {
+    env = {
         "VLLM_API_KEY": launch.api_key,  # not on the command line, which every user can list
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

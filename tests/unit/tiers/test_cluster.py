@@ -1,0 +1,211 @@
+"""Engines on a Ray cluster, apart from Ray: the job and its files, what a node gives an engine, and who runs the placement."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import stat
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.ports import reserved_range
+from tiers.cluster.actor import hold_port, is_healthy, node_environment
+from tiers.cluster.job import (
+    Job,
+    PlacedReplica,
+    PlacementState,
+    WantedReplica,
+    engines_by_tier,
+    read_status,
+    write_json,
+    write_status,
+)
+from tiers.cluster.resources import NodeResources, why_not_placed
+from tiers.cluster.runner import RayEngines, RayOptions
+from tiers.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).resolve().parents[3]
+IDS = ("ray-fast-0", "ray-precise-0")
+
+
+def job(folder: Path) -> Job:
+    """Return a job of two replicas."""
+    replicas = tuple(
+        WantedReplica(name, name.split("-")[1], "/models/m", ("--model", "/models/m"), {"A": "1"}, {"CPU": 2.0})
+        for name in IDS
+    )
+    return Job(
+        "auto", replicas, str(folder / "engines.json"), str(folder / "own/status.json"), str(folder), stop_grace_s=0
+    )
+
+
+def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """By the placement, which runs in another environment; the file is its owner's alone."""
+    job(tmp_path).write(tmp_path / "job.json")
+    assert Job.read(tmp_path / "job.json") == job(tmp_path)
+    assert stat.S_IMODE((tmp_path / "job.json").stat().st_mode) == 0o600
+
+
+def test_the_file_of_engines_names_those_that_answer(tmp_path: Path) -> None:
+    """By tier; a tier without any has an empty list, so that the router waits for it."""
+    known = [
+        PlacedReplica("a", "fast", PlacementState.READY, url="http://10.0.0.5:1"),
+        PlacedReplica("b", "fast", PlacementState.SILENT, url="http://10.0.0.6:1"),
+        PlacedReplica("c", "precise", PlacementState.LOST),
+    ]
+    assert engines_by_tier(("fast", "precise"), known) == {"fast": ["http://10.0.0.5:1"], "precise": []}
+    assert read_status(tmp_path / "status.json") == ()
+    write_status(tmp_path / "status.json", known)
+    assert read_status(tmp_path / "status.json") == tuple(known)
+
+
+def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
+    """Who has it open reads the old one to its end, and nothing else is left in the folder."""
+    write_json(tmp_path / "x.json", [1])
+    with (tmp_path / "x.json").open() as old:
+        write_json(tmp_path / "x.json", [2])
+        assert json.load(old) == [1]
+    assert json.loads((tmp_path / "x.json").read_text()) == [2]
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_why_a_replica_waits() -> None:
+    """It is told what it needs and what is free where, and what to do if no node will ever do."""
+    nodes = [
+        NodeResources("10.0.0.5", {"CPU": 8, "GPU": 1}, {"CPU": 8}),
+        NodeResources("10.0.0.6", {"CPU": 4}, {"CPU": 1}),
+    ]
+    assert why_not_placed({"CPU": 1, "GPU": 1}, nodes) == (
+        "it needs CPU 1 and GPU 1 on one node. Free are 10.0.0.5: CPU 8 of 8, GPU 0 of 1; 10.0.0.6: CPU 1 of 4, GPU 0 of 0"
+    )
+    assert "No node has as much: add one ('ray start'), or set ray.resources" in why_not_placed({"GPU": 2}, nodes)
+    assert "there are no nodes" in why_not_placed({"GPU": 2}, [])
+    assert "; and 2 more nodes. No node" in why_not_placed({"CPU": 9}, nodes * 5)
+    assert why_not_placed({"CPU": 8}, nodes) == "Ray is about to start its process"
+
+
+def test_a_node_gives_engines_neither_rays_variables_nor_ours() -> None:
+    """Secrets of other programs stay out, what a person gave for the tier wins, and the node's GPUs stay its own."""
+    node = {
+        "PATH": "/bin",
+        "RAY_JOB_ID": "1",
+        "QARR_STATE__REDIS_URL": "x",
+        "HF_TOKEN": "x",
+        "CUDA_VISIBLE_DEVICES": "3",
+    }
+    node |= {"PYTHONBREAKPOINT": "ray", "OTEL_EXPORTER_OTLP_HEADERS": "key"}
+    own = {"VLLM_API_KEY": "k", "PATH": "/usr/bin"}
+    expected = {"PATH": "/usr/bin", "CUDA_VISIBLE_DEVICES": "3", "VLLM_API_KEY": "k"}
+    assert node_environment(node, own, traced=False) == expected
+    assert node_environment(node, own, traced=True) == {**expected, "OTEL_EXPORTER_OTLP_HEADERS": "key"}
+
+
+def test_two_engines_of_a_node_get_different_ports() -> None:
+    """Before either listens; and a server that binds its port by number gets it, as vLLM does."""
+    first = reserved_range(1)
+    with hold_port("127.0.0.1", first) as one, hold_port("127.0.0.1", first) as other:
+        ports = {one.getsockname()[1], other.getsockname()[1]}
+        assert len(ports) == 2
+        assert min(ports) > first  # which is taken
+        for port in ports:
+            with socket.create_server(("127.0.0.1", port)):
+                assert not is_healthy("127.0.0.1", first)
+
+
+class Running:
+    """A runner whose placement does what the test orders."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.orders, self.job = folder / "orders", job(folder)
+        program = folder / "python"
+        program.write_text(f'#!/bin/sh\ncd {ROOT} && exec {sys.executable} -m tests.fakes.placement "$2"\n')
+        program.chmod(0o755)
+        monkeypatch.setenv("FAKE_PLACEMENT", str(self.orders))
+        self.order([])
+        self.options = RayOptions(program, folder / "own", self.job, "key")
+        self.lines: list[str] = []
+        self.engines = RayEngines(self.options, self.lines.append)
+        self.task = asyncio.create_task(self.engines.run())
+
+    def order(self, told: Any) -> None:
+        """Tell the placement what to tell."""
+        part = self.orders.with_suffix(".part")
+        part.write_text(json.dumps(told))
+        part.replace(self.orders)
+
+    def named(self) -> dict[str, list[str]]:
+        """Return the engines' file."""
+        found: dict[str, list[str]] = json.loads(Path(self.job.engines_file).read_text())
+        return found
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        """Wait until something is so, while the runner runs."""
+        while not true():
+            assert not self.task.done(), self.task.exception()
+            await asyncio.sleep(0.02)
+
+    async def stop(self) -> None:
+        """Cancel the runner."""
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+
+
+@pytest.mark.anyio
+async def test_the_runner_tells_what_the_placement_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is settled when all were ready once, starts the placement again when that ends, and at its end nothing is left."""
+    running = Running(tmp_path, monkeypatch)
+    running.order([[IDS[0], "ready"], [IDS[1], "starting"]])
+    await running.until(lambda: len(running.lines) >= 2)
+    assert not running.engines.settled
+    assert "ray-fast-0       ready: http://10.0.0.5:9101 answers: why" in running.lines
+    assert "ray-precise-0    starting on 10.0.0.5: why" in running.lines
+    running.order([[name, "ready"] for name in IDS])
+    await running.until(lambda: running.engines.settled)
+    assert running.named() == {"fast": ["http://10.0.0.5:9101"], "precise": ["http://10.0.0.5:9102"]}
+    running.order([[IDS[0], "ready"], [IDS[1], "failed"]])
+    await running.until(lambda: "failed" in running.lines[-1])
+    running.order({"exit": 2, "error": "no cluster"})
+    await running.until(lambda: "the placement ended, and starts again in 2 s: no cluster" in running.lines[-1])
+    assert running.named() == {"fast": [], "precise": []}
+    running.order([[name, "ready"] for name in IDS])
+    await running.until(lambda: len(running.named()["fast"]) == 1)
+    await running.stop()
+    assert running.named() == {"fast": [], "precise": []}
+    assert not running.options.folder.exists()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ({"exit": 2, "error": "no Ray cluster can be used"}, "no Ray cluster can be used"),
+        ([[IDS[0], "failed"]], "ray-fast-0 did not start: why"),
+    ],
+)
+async def test_what_cannot_start_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: Any, said: str
+) -> None:
+    """Before all replicas were ready, a cluster that cannot be used, or a replica that failed, ends the runner."""
+    running = Running(tmp_path, monkeypatch)
+    running.order(order)
+    with pytest.raises(EngineError) as caught:
+        await running.task
+    assert str(caught.value) == said
+
+
+@pytest.mark.anyio
+async def test_a_placement_that_cannot_be_started_is_told(tmp_path: Path) -> None:
+    """With the program's name, and the system's word."""
+    options = RayOptions(tmp_path / "nothing", tmp_path / "own", job(tmp_path), "key")
+    with pytest.raises(EngineError, match=r"could not be started: .*nothing"):
+        await RayEngines(options, lambda _line: None).run()
+    assert not (tmp_path / "own").exists()

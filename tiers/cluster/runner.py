@@ -1,0 +1,137 @@
+"""Run the placement beside the router: start it, tell what it finds, start it again if it ends, stop it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tiers.cluster.job import KEY_VARIABLE, Job, PlacedReplica, PlacementState, engines_by_tier, read_status, write_json
+from tiers.errors import EngineError
+from tiers.lifecycle.command import inherited
+from tiers.lifecycle.process import EngineProcess
+from tiers.private_files import make_private_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PLACEMENT_MAIN = Path(__file__).with_name("placement_main.py")
+POLL_S = 0.5
+FIRST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 60.0
+STOP_MARGIN_S = 15.0  # over an engine's own grace: its actor's, and Ray's farewell
+LOG_NAME = "ray.log"
+
+
+@dataclass(frozen=True, slots=True)
+class RayOptions:
+    """How the placement is run.
+
+    Attributes:
+        python: Interpreter that has Ray.
+        folder: For the job and the status; removed at the end.
+        job: What to place.
+        api_key: Of its engines.
+    """
+
+    python: Path
+    folder: Path
+    job: Job
+    api_key: str
+
+
+class RayEngines:
+    """The engines on a Ray cluster, from ``run`` to its cancellation.
+
+    Args:
+        options: What is placed, and how.
+        say: Gets a line for each change.
+    """
+
+    def __init__(self, options: RayOptions, say: Callable[[str], None]) -> None:
+        self._options, self._say = options, say
+        self._known: dict[str, PlacedReplica] = {}
+        self._settled = False  # all were ready once
+
+    @property
+    def settled(self) -> bool:
+        """Tell whether every replica was ready once."""
+        return self._settled
+
+    async def run(self) -> None:
+        """Keep the placement running until cancelled; then end it, and with it all engines.
+
+        Raises:
+            EngineError: Before all replicas were ready, one failed or the cluster could not be used.
+        """
+        pause_s = FIRST_PAUSE_S
+        try:
+            while True:
+                try:
+                    why = await self._place()
+                except (EngineError, OSError) as error:
+                    why = str(error)
+                if not self._settled:
+                    raise EngineError(why)
+                self._say(f"{'ray':16} the placement ended, and starts again in {pause_s:g} s: {why}")
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        finally:
+            shutil.rmtree(self._options.folder, ignore_errors=True)
+
+    async def _place(self) -> str:
+        """Run the placement until it ends; return why it did.
+
+        Raises:
+            EngineError: A replica failed before all were ready.
+        """
+        options, job, self._known = self._options, self._options.job, {}
+        job_file = self._write_job()
+        env = inherited(os.environ, traced=False) | {KEY_VARIABLE: options.api_key}
+        argv = [str(options.python), str(PLACEMENT_MAIN), str(job_file)]
+        process = await EngineProcess.start(argv, env, Path(job.log_dir) / LOG_NAME)
+        ended = asyncio.create_task(process.wait())
+        try:
+            while not ended.done():
+                await asyncio.wait({ended}, timeout=POLL_S)
+                self._look()
+            return _reason(process)
+        finally:
+            await process.stop(job.stop_grace_s + STOP_MARGIN_S)
+            await ended
+            write_json(Path(job.engines_file), engines_by_tier(job.tiers, ()))
+
+    def _write_job(self) -> Path:
+        job, folder = self._options.job, self._options.folder
+        make_private_folder(folder)
+        Path(job.status_file).unlink(missing_ok=True)
+        write_json(Path(job.engines_file), engines_by_tier(job.tiers, ()))
+        job_file = folder / "job.json"
+        job.write(job_file)
+        return job_file
+
+    def _look(self) -> None:
+        """Tell what has changed.
+
+        Raises:
+            EngineError: A replica failed before all were ready.
+        """
+        found = read_status(Path(self._options.job.status_file))
+        for now in found:
+            before = self._known.get(now.id)
+            if now != before:
+                self._say(now.line)
+            self._known[now.id] = now
+            if now.state is PlacementState.FAILED and not self._settled:
+                raise EngineError(f"{now.id} did not start: {now.detail}")
+        self._settled = self._settled or (bool(found) and all(each.state is PlacementState.READY for each in found))
+
+
+def _reason(process: EngineProcess) -> str:
+    """Return why the placement ended: its own last error, else the end of its log."""
+    lines = process.last_log_lines(100).splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return errors[-1] if errors else str(process.died())
