@@ -113,10 +113,12 @@ def read_kept_nowhere(document: JsonObject) -> Conversation:
     Raises:
         InvalidBody: It asks for what would have to be kept.
     """
-    asked = [name for name in _KEPT if document.get(name) not in {None, False}]
+    given = {name: document.get(name) for name in _KEPT}
+    given["background"] = as_boolean(given["background"]) or None  # of a wrong type: the engine says what it is
+    asked = [name for name, value in given.items() if value is not None]
     if asked:
         raise InvalidBody(
-            tuple(FieldProblem(name, "needs answers that are kept, and none is", _KEPT[name]) for name in asked)
+            tuple(FieldProblem(name, "needs stored responses, and none are stored here", _KEPT[name]) for name in asked)
         )
     return read_input(document)
 

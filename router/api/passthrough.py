@@ -45,7 +45,7 @@ class Passthrough:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """``POST /tokenize``, ``/detokenize``, ``/v1/messages/count_tokens``: any ready engine answers, they share a tokenizer."""
+    """``/tokenize``, ``/detokenize``, ``/v1/messages/count_tokens``: any ready engine answers; they share a tokenizer."""
 
     deps: Passthrough
     path: str

@@ -61,9 +61,7 @@ class NotStored(Exception):
     """A response is asked for by its id."""
 
     def __init__(self, response: str) -> None:
-        super().__init__(
-            f"no response is kept here, so there is no {response[:100]!r}: keep what the request was answered"
-        )
+        super().__init__(f"responses are not stored here, so {response[:100]!r} cannot be read: keep the answer itself")
 
 
 class NotAdmin(Exception):
