@@ -21,7 +21,7 @@ from router.api.asgi import ClientGone, context_of
 from router.api.bodies import health_of, render_fleet, render_preparing
 from router.api.generate import Generate, Route
 from router.api.models import Models
-from router.api.named_events import NamedEvents, kept_response
+from router.api.named_events import NamedEvents, stored_response
 from router.api.openai import Completions
 from router.api.openapi import document
 from router.api.passthrough import Embeddings, Passthrough, Tokens
@@ -315,8 +315,8 @@ def _routes(wired: _Wired, settings: Settings, status: Status) -> list[Endpoint]
         Endpoint(EMBEDDINGS, Embeddings(small), methods=["POST"]),
         Endpoint("/v1/models", models, methods=["GET"]),
         Endpoint("/v1/models/{id:path}", models, methods=["GET"]),
-        Endpoint(f"{RESPONSES}/{{id}}", kept_response, methods=["GET", "DELETE"]),
-        Endpoint(f"{RESPONSES}/{{id}}/cancel", kept_response, methods=["POST"]),
+        Endpoint(f"{RESPONSES}/{{id}}", stored_response, methods=["GET", "DELETE"]),
+        Endpoint(f"{RESPONSES}/{{id}}/cancel", stored_response, methods=["POST"]),
         *(Endpoint(path, Tokens(small, path), methods=["POST"]) for path in ("/tokenize", "/detokenize", COUNT_TOKENS)),
         Endpoint("/tiers", status.tiers),
         Endpoint("/readyz", status.readyz),

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from router.upstream.sse import AnswerFormat, Chunk, PlainTexts
 
 _NUMBER = b'"sequence_number":'  # quotes in a JSON string are escaped, so it stands only where such a member does
-# What a body must not ask for: an answer would have to be kept, and the next request would have to go to who keeps it.
-_KEPT = {
+# What a body must not ask for: a response would have to be stored, and requests sent to whoever has it.
+_NEEDS_STORE = {
     "previous_response_id": "null or absent; send the whole conversation as input",
     "conversation": "null or absent; send the whole conversation as input",
     "background": "false or absent; the answer comes with this request, streamed if you like",
@@ -107,25 +107,28 @@ class PassedCall:
         )
 
 
-def read_kept_nowhere(document: JsonObject) -> Conversation:
+def read_response_body(document: JsonObject) -> Conversation:
     """Read the body of a request for a response.
 
     Raises:
-        InvalidBody: It asks for what would have to be kept.
+        InvalidBody: It asks for what needs stored responses.
     """
-    given = {name: document.get(name) for name in _KEPT}
+    given = {name: document.get(name) for name in _NEEDS_STORE}
     given["background"] = as_boolean(given["background"]) or None  # of a wrong type: the engine says what it is
     asked = [name for name, value in given.items() if value is not None]
     if asked:
         raise InvalidBody(
-            tuple(FieldProblem(name, "needs stored responses, and none are stored here", _KEPT[name]) for name in asked)
+            tuple(
+                FieldProblem(name, "needs stored responses, and none are stored here", _NEEDS_STORE[name])
+                for name in asked
+            )
         )
     return read_input(document)
 
 
 APIS = {
     MESSAGES: Api(read_messages, "max_tokens", MESSAGE_FORMAT),
-    RESPONSES: Api(read_kept_nowhere, "max_output_tokens", RESPONSE_FORMAT),
+    RESPONSES: Api(read_response_body, "max_output_tokens", RESPONSE_FORMAT),
 }
 
 
@@ -203,7 +206,7 @@ class PassedEvents:
         return [describe(error).event(form, self._context.ids, following) + SEPARATOR]
 
 
-async def kept_response(request: Request) -> None:
+async def stored_response(request: Request) -> None:
     """Answer whoever asks for a response by its id: there is none.
 
     Raises:

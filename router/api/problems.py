@@ -314,7 +314,7 @@ PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
     ),
     UnknownModel: _plain(404, "model-not-found", "There is no such model"),
     NoEmbeddings: _plain(404, "embeddings-not-served", "No engine here serves embeddings"),
-    NotStored: _plain(404, "response-not-stored", "Responses are not kept"),
+    NotStored: _plain(404, "response-not-stored", "Responses are not stored"),
     NotHttp: _plain(400, "not-http", "The request is not valid HTTP"),
     ForeignHost: _plain(421, "foreign-host", "This name is not known to be this router's"),
     ForeignPage: _plain(403, "foreign-page", "A web page of another origin sent this"),
