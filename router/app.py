@@ -21,10 +21,11 @@ from router.api.asgi import ClientGone, context_of
 from router.api.bodies import Rules, health_of, render_fleet, render_preparing
 from router.api.generate import Generate, Route
 from router.api.models import Models
+from router.api.named_events import NamedEvents, stored_response
 from router.api.openai import Completions
 from router.api.openapi import document
 from router.api.passthrough import Embeddings, Passthrough, Tokens
-from router.api.paths import CHAT, COMPLETIONS, EMBEDDINGS, PAGE
+from router.api.paths import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, PAGE, RESPONSES
 from router.api.problems import PROBLEMS, response_to
 from router.api.resumable import ResumableStreams
 from router.auth.network import is_loopback
@@ -171,6 +172,8 @@ def wire_router(
         "/generate": Generate(pipeline, settings, streams, rules),
         CHAT: Completions(pipeline, settings, CHAT, rules),
         COMPLETIONS: Completions(pipeline, settings, COMPLETIONS, rules),
+        MESSAGES: NamedEvents(pipeline, settings, MESSAGES, rules),
+        RESPONSES: NamedEvents(pipeline, settings, RESPONSES, rules),
     }
     traces = links.traces if links is not None else None
     routes = [
@@ -315,8 +318,9 @@ def _routes(wired: _Wired, settings: Settings, status: Status) -> list[Endpoint]
         Endpoint(EMBEDDINGS, Embeddings(small), methods=["POST"]),
         Endpoint("/v1/models", models, methods=["GET"]),
         Endpoint("/v1/models/{id:path}", models, methods=["GET"]),
-        Endpoint("/tokenize", Tokens(small, "/tokenize"), methods=["POST"]),
-        Endpoint("/detokenize", Tokens(small, "/detokenize"), methods=["POST"]),
+        Endpoint(f"{RESPONSES}/{{id}}", stored_response, methods=["GET", "DELETE"]),
+        Endpoint(f"{RESPONSES}/{{id}}/cancel", stored_response, methods=["POST"]),
+        *(Endpoint(path, Tokens(small, path), methods=["POST"]) for path in ("/tokenize", "/detokenize", COUNT_TOKENS)),
         Endpoint("/tiers", status.tiers),
         Endpoint("/readyz", status.readyz),
         Endpoint("/healthz", status.healthz),

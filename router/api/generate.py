@@ -16,6 +16,7 @@ from starlette.responses import Response
 from router.api.asgi import body_message, cancel_on_disconnect, context_of, read_body, start_message, tracker_of
 from router.api.bodies import FieldProblem, InvalidBody, Rules, parse_generate
 from router.api.models import adapter_names
+from router.api.paths import ErrorForm
 from router.api.problems import describe
 from router.api.resumable import ResumableStream, ResumableStreams, ResumedElsewhere, StreamGone
 from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, send_whole, serve_stream
@@ -279,7 +280,7 @@ class TextEvents:
 
 def error_event(error: Exception, context: RequestContext) -> bytes:
     """Return the event that ends a stream which could not be finished, or not here."""
-    return b"event: error\ndata: " + to_json(describe(error).body(context.ids)) + b"\n\n"
+    return describe(error).event(ErrorForm.PROBLEM, context.ids) + b"\n\n"
 
 
 async def _collect(answer: EngineStream, context: RequestContext) -> bytes:

@@ -1,36 +1,28 @@
-"""OpenAI's ``/v1/chat/completions`` and ``/v1/completions``, routed. Bodies pass through as they are, both ways."""
+"""OpenAI's ``/v1/chat/completions`` and ``/v1/completions``, routed; and how routing options are read under ``/v1``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from router.api.asgi import cancel_on_disconnect, context_of, read_body, start_message, tracker_of
 from router.api.bodies import FieldProblem, InvalidBody, RoutingFields, Rules, routing_allowed
-from router.api.models import read_document, resolve
-from router.api.openai_events import RelayedEvents, report_on, with_member
+from router.api.models import resolve
+from router.api.openai_events import RelayedEvents
 from router.api.openai_prompt import read_chat, read_completion
 from router.api.paths import CHAT
-from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, send_whole, serve_stream
+from router.api.relayed import RelayEndpoint
 from router.pipeline.pipeline import engine_request_id
 from router.pipeline.request import MAX_COUNT, class_priority, priority_within, session_of
 from router.upstream.engine_request import RelayRequest, resumption_of
-from router.upstream.engine_stream import BufferedAnswer, EngineStream
 from router.upstream.json_object import as_boolean, as_integer
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
-
-    from router.api.serving import Encoder, Sink
-    from router.lifecycle import ResponseTracker
-    from router.pipeline.pipeline import Pipeline
-    from router.pipeline.registry import ActiveRequest
     from router.pipeline.request import PromptText, RequestContext, RoutingOptions
     from router.policy.decision import Decision
-    from router.settings import Settings
+    from router.upstream.engine_stream import EngineStream
     from router.upstream.json_object import JsonObject
 
 # Header → member of the ``qarr`` object; numbers are written as such.
@@ -104,7 +96,7 @@ class CompletionRequest:
     @property
     def undraftable(self) -> str:
         """Return its parameters that vLLM refuses with speculative decoding."""
-        return " and ".join(name for name in UNDRAFTABLE if self.document.get(name))
+        return undraftable_of(self.document)
 
     @property
     def checkable(self) -> bool:
@@ -133,55 +125,14 @@ class CompletionRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Completions:
+class Completions(RelayEndpoint[CompletionRequest]):
     """The endpoints ``POST /v1/chat/completions`` and ``POST /v1/completions``, as ASGI applications."""
 
-    pipeline: Pipeline
-    settings: Settings
-    path: str
-    rules: Rules
+    def encoder(self, request: CompletionRequest, answer: EngineStream, report: dict[str, Any] | None) -> RelayedEvents:
+        """Return what writes the events of a stream."""
+        return RelayedEvents(answer, report, chat=self.path == CHAT, wants_usage=request.wants_usage)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. Work stops when the client goes away."""
-        pipeline = self.pipeline
-        pipeline.telemetry.name_server_span(scope, self.path)
-        document = read_document(await read_body(scope, receive, self.settings.server.max_body_bytes))
-        cancel_on_disconnect(scope)
-        request = self._read(document, context_of(scope))
-        decision = pipeline.decide(request)
-        if request.streamed:
-            await serve_stream(pipeline, request, decision, partial(self._begin, request, send, tracker_of(scope)))
-        else:
-            await pipeline.serve(request, decision, partial(self._send_whole, request, send))
-
-    async def _begin(
-        self,
-        request: CompletionRequest,
-        send: Send,
-        tracker: ResponseTracker,
-        active: ActiveRequest,
-        answer: EngineStream,
-    ) -> tuple[Encoder, Sink]:
-        headers = answer_headers(active, self.settings.telemetry)
-        await send(start_message(headers, answer.media_type or EVENT_STREAM, STREAM_HEADERS, hold=True))
-        report, chat = self._report(request, active), self.path == CHAT
-        return RelayedEvents(answer, report, chat=chat, wants_usage=request.wants_usage), tracker
-
-    async def _send_whole(self, request: CompletionRequest, send: Send, active: ActiveRequest) -> None:
-        headers, answer = answer_headers(active, self.settings.telemetry), active.answer
-        assert isinstance(answer, BufferedAnswer)
-        report = self._report(request, active)
-        content = with_member(answer.content, "qarr", report) if report else answer.content
-        await send_whole(content, answer.media_type or "application/json", headers, send)
-
-    def _report(self, request: CompletionRequest, active: ActiveRequest) -> dict[str, Any] | None:
-        """Return who serves the answer and why, where its caller asked for it."""
-        answer = active.answer
-        if not request.report or answer is None:
-            return None
-        return report_on(active.decision, answer)
-
-    def _read(self, document: JsonObject, context: RequestContext) -> CompletionRequest:
+    def read(self, document: JsonObject, context: RequestContext) -> CompletionRequest:
         """Read what routing needs of a request for a completion.
 
         Raises:
@@ -191,12 +142,12 @@ class Completions:
         """
         settings, counter = self.settings, self.pipeline.counter
         chat, choice = self.path == CHAT, resolve(document, settings.openai, self.pipeline.fleet)
-        fields, hint_field = _fields(document, context, choice.tier, self.rules)
+        fields, hint_field = routing_fields(document, context, choice.tier, self.rules)
         prompt = (read_chat if chat else read_completion)(document, counter)
         limit = as_integer(document.get("max_completion_tokens")) if chat else None
         limit = limit or as_integer(document.get("max_tokens")) or settings.limits.default_max_tokens
         sequences = _sequences(document, prompt, settings.limits.max_sequences, chat=chat)
-        priority = _priority(document, fields, context)
+        priority = priority_to_send(document, fields, context)
         return CompletionRequest(
             context=context,
             path=self.path,
@@ -212,7 +163,12 @@ class Completions:
         )
 
 
-def _fields(document: JsonObject, context: RequestContext, model: str, rules: Rules) -> tuple[OpenAIFields, str]:
+def undraftable_of(document: JsonObject) -> str:
+    """Return a body's parameters that vLLM refuses with speculative decoding."""
+    return " and ".join(name for name in UNDRAFTABLE if document.get(name))
+
+
+def routing_fields(document: JsonObject, context: RequestContext, model: str, rules: Rules) -> tuple[OpenAIFields, str]:
     """Return the routing options of a request, and the field that names its tier.
 
     Raises:
@@ -297,7 +253,7 @@ def _from_body(document: JsonObject, rules: Rules) -> dict[str, Any]:
     return fields.model_dump(exclude_unset=True)
 
 
-def _priority(document: JsonObject, fields: OpenAIFields, context: RequestContext) -> int | None:
+def priority_to_send(document: JsonObject, fields: OpenAIFields, context: RequestContext) -> int | None:
     """Return the priority to send; None leaves the body's own.
 
     Raises:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
+from router.api.paths import ErrorForm
 from router.api.problems import describe
 from router.api.serving import reason_of
 from router.upstream.engine_stream import continued_on
@@ -72,7 +73,7 @@ class RelayedEvents:
 
     def failure(self, error: Exception) -> list[bytes]:
         """Return an error event; there is no ``[DONE]`` after it."""
-        return [b"data: " + to_json(describe(error).openai_body()) + SEPARATOR]
+        return [describe(error).event(ErrorForm.OPENAI, {}) + SEPARATOR]
 
     def _event(self, chunk: Chunk) -> bytes | None:
         """Return the event for a chunk; None where it is left out."""

@@ -20,15 +20,19 @@ MAX_CHARS = 400_000  # a longer text is estimated: it fits no context, and an ex
 CHARS_PER_TOKEN = 3
 SYSTEM_ROLES = ("system", "developer")
 # Known types of parts. Any other name is the caller's own text, which is not recorded.
-KINDS = ("image_url", "input_audio", "audio_url", "video_url", "file")
+KINDS = (
+    "image_url", "input_audio", "audio_url", "video_url", "file",
+    "input_image", "input_file",  # of the Responses API
+    "image", "document",  # Anthropic's
+)  # fmt: skip
 
 
 def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
     """Read the body of a chat completion."""
     given = document.get("messages")
     messages = [m for m in given if isinstance(m, dict)] if isinstance(given, list) else []
-    texts = [_text_of(m.get("content")) for m in messages]
-    others = [kind for m in messages for kind in _other_parts(m.get("content"))]
+    texts = [text_of(m.get("content")) for m in messages]
+    others = [kind for m in messages for kind in other_parts(m.get("content"))]
     extras = [document.text_of(key) for key in ("tools", "functions", "documents") if document.get(key)]
     calls = ["".join([str(m[key]) for key in ("tool_calls", "function_call") if m.get(key)]) for m in messages]
     parts = [
@@ -38,7 +42,7 @@ def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
         parts.append(chat_part(message.get("role"), text + call, count(counter, text) + count(counter, call)))
     tokens = sum([part.tokens for part in parts]) + PART_TOKENS * len(others)
     return PromptText(
-        text=_last_turn(messages, texts),
+        text=last_turn(messages, texts),
         prompt_tokens=tokens,
         all_tokens=tokens,
         messages=len(messages),
@@ -74,7 +78,7 @@ def count(counter: TokenCounter, text: str) -> int:
     return counter.count(text) if len(text) <= MAX_CHARS else len(text) // CHARS_PER_TOKEN
 
 
-def _last_turn(messages: list[dict[str, Any]], texts: list[str]) -> str:
+def last_turn(messages: list[dict[str, Any]], texts: list[str]) -> str:
     """Return the last user messages, with the previous turn if they are short."""
     turns: list[list[str]] = [[]]
     for message, text in zip(messages, texts, strict=True):
@@ -88,7 +92,8 @@ def _last_turn(messages: list[dict[str, Any]], texts: list[str]) -> str:
     return "\n\n".join(asked[-2:]) if len(asked[-1]) < SHORT_CHARS else asked[-1]
 
 
-def _text_of(content: Any) -> str:
+def text_of(content: Any) -> str:
+    """Return the text of a message's content; empty where it has none."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -97,7 +102,8 @@ def _text_of(content: Any) -> str:
     return "\n".join(part for part in parts if isinstance(part, str))
 
 
-def _other_parts(content: Any) -> list[str]:
+def other_parts(content: Any) -> list[str]:
+    """Return the kinds of a content's parts that are not text."""
     if not isinstance(content, list):
         return []
     kinds = [p.get("type") for p in content if isinstance(p, dict) and "text" not in p]

@@ -20,7 +20,7 @@ from router.api.bodies import (
 )
 from router.api.generate import STREAM_ID
 from router.api.openai import HEADERS, OpenAIFields
-from router.api.paths import CHAT, COMPLETIONS, EMBEDDINGS, MOST_LISTED
+from router.api.paths import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, MOST_LISTED, RESPONSES, ErrorForm
 from router.api.problems import MEDIA_TYPE
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def document(version: str, rules: Rules) -> Schema:
         rules: What bodies are checked against.
     """
     tokenize: Schema = {"model": _MODEL, "prompt": {}, "messages": {}}
+    counted: Schema = {"model": _MODEL, "messages": {}, "system": {}, "tools": {}}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -106,11 +107,18 @@ def document(version: str, rules: Rules) -> Schema:
             "/route": {"post": _route()},
             CHAT: {"post": _completion("Chat completion, routed", "messages")},
             COMPLETIONS: {"post": _completion("Completion, routed", "prompt")},
+            MESSAGES: {
+                "post": _of_anthropic(_completion("Anthropic's message, routed", "messages", ErrorForm.ANTHROPIC))
+            },
+            COUNT_TOKENS: {
+                "post": _of_anthropic(_passed("Number of a message's tokens", counted, ErrorForm.ANTHROPIC))
+            },
+            **_responses(),
             EMBEDDINGS: {
                 "post": _passed("Embeddings, from the engines configured for them", {"model": _TEXT, "input": {}})
             },
-            "/v1/models": {"get": _get("Every known model name", _ref("ModelList"), openai=True)},
-            "/v1/models/{id}": {"get": _get("One model name", _ref("Model"), 404, openai=True, of="id")},
+            "/v1/models": {"get": _get("Every known model name", _ref("ModelList"), form=ErrorForm.OPENAI)},
+            "/v1/models/{id}": {"get": _get("One model name", _ref("Model"), 404, form=ErrorForm.OPENAI, of="id")},
             "/tokenize": {"post": _passed("Tokens of a text or a chat", tokenize)},
             "/detokenize": {"post": _passed("Text of tokens", {"model": _MODEL, "tokens": {}})},
             **_admin(),
@@ -125,7 +133,8 @@ def document(version: str, rules: Rules) -> Schema:
         "components": {
             "schemas": _schemas(rules),
             "securitySchemes": {
-                "key": {"type": "http", "scheme": "bearer", "description": "'qarr keys add' makes one"}
+                "key": {"type": "http", "scheme": "bearer", "description": "'qarr keys add' makes one"},
+                "anthropic_key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same"},
             },
         },
         "security": [{"key": []}, {}],
@@ -140,10 +149,12 @@ def _content(schema: Schema, media_type: str = JSON) -> Schema:
     return {media_type: {"schema": schema}}
 
 
-def _errors(statuses: tuple[int, ...], *, openai: bool = False) -> Schema:
-    content = _content(_ref("Problem"), MEDIA_TYPE)
-    if openai:
-        # vLLM's own refusals are passed on unchanged.
+def _errors(statuses: tuple[int, ...], form: ErrorForm = ErrorForm.PROBLEM) -> Schema:
+    if form is ErrorForm.PROBLEM:
+        content = _content(_ref("Problem"), MEDIA_TYPE)
+    elif form is ErrorForm.ANTHROPIC:
+        content = _content(_ref("AnthropicError"))
+    else:  # vLLM's own refusals are passed on unchanged
         content = _content({"anyOf": [_ref("OpenAIError"), _OBJECT]})
     return {str(status): {"description": _MEANINGS[status], "content": content} for status in sorted(statuses)}
 
@@ -181,14 +192,14 @@ def _route() -> Schema:
     }
 
 
-def _completion(summary: str, field: str) -> Schema:
+def _completion(summary: str, field: str, form: ErrorForm = ErrorForm.OPENAI) -> Schema:
     fields: Schema = {
         "model": _MODEL,
         "stream": {"type": ["boolean", "null"]},
         "qarr": _ref("RoutingFields"),
         field: {"description": "As in vLLM"},
     }
-    operation = _passed(summary, fields)
+    operation = _passed(summary, fields, form)
     operation["requestBody"]["content"][JSON]["schema"]["description"] = (
         "Whatever vLLM accepts; everything but model and qarr is passed on unchanged"
     )
@@ -206,19 +217,43 @@ def _completion(summary: str, field: str) -> Schema:
     return operation
 
 
-def _passed(summary: str, properties: Schema) -> Schema:
+def _of_anthropic(operation: Schema) -> Schema:
+    """Return an operation that takes a key in either header."""
+    return {**operation, "security": [{"key": []}, {"anthropic_key": []}, {}]}
+
+
+def _responses() -> dict[str, Schema]:
+    """Return the operations of OpenAI's Responses API. Those on a response by its id never find one."""
+    lost = {
+        "summary": "There is none: responses are not stored",
+        "parameters": [_parameter("id")],
+        "responses": _errors((401, 403, 404, 421, 500, 503), ErrorForm.RESPONSES),
+    }
+    return {
+        RESPONSES: {"post": _completion("OpenAI's response, routed", "input", ErrorForm.RESPONSES)},
+        f"{RESPONSES}/{{id}}": {"get": lost, "delete": lost},
+        f"{RESPONSES}/{{id}}/cancel": {"post": lost},
+    }
+
+
+def _passed(summary: str, properties: Schema, form: ErrorForm = ErrorForm.OPENAI) -> Schema:
     return {
         "summary": summary,
         "requestBody": _body({"type": "object", "properties": properties}),
         "responses": {
             "200": {"description": "The engine's own answer", "content": _content(_OBJECT)},
-            **_errors(_PASSED, openai=True),
+            **_errors(_PASSED, form),
         },
     }
 
 
 def _get(
-    summary: str, schema: Schema, *errors: int, openai: bool = False, of: str = "", media_type: str = JSON
+    summary: str,
+    schema: Schema,
+    *errors: int,
+    form: ErrorForm = ErrorForm.PROBLEM,
+    of: str = "",
+    media_type: str = JSON,
 ) -> Schema:
     """Return an operation that reads.
 
@@ -226,7 +261,7 @@ def _get(
         summary: What it returns.
         schema: Of its answer.
         errors: Statuses besides those of every such operation.
-        openai: Whether errors have OpenAI's form.
+        form: Of errors.
         of: The path's parameter; empty: none.
         media_type: Of its answer.
     """
@@ -235,7 +270,7 @@ def _get(
         **({"parameters": [_parameter(of)]} if of else {}),
         "responses": {
             "200": {"description": summary, "content": _content(schema, media_type)},
-            **_errors((*_READING, *errors), openai=openai),
+            **_errors((*_READING, *errors), form),
         },
     }
 

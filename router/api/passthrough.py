@@ -1,18 +1,20 @@
-"""Small requests that are passed on as they are, without a slot: ``/tokenize``, ``/detokenize``, ``/v1/embeddings``."""
+"""Small requests that are passed on as they are, without a slot: tokens and their counts, and embeddings."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
 from router.api.asgi import cancel_on_disconnect, context_of, no_body, read_body
 from router.api.models import read_document, resolve
-from router.api.paths import EMBEDDINGS
+from router.api.paths import EMBEDDINGS, ErrorForm, error_form
 from router.api.problems import NoEmbeddings
+from router.upstream.client import refusal
 from router.upstream.errors import EngineFailed, EngineUnreachable, NoEngineAnswered, NoSlot
 from tiers.spec import ReplicaState, TierName
 
@@ -43,7 +45,7 @@ class Passthrough:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The endpoints ``POST /tokenize`` and ``POST /detokenize``: any ready engine answers, they share a tokenizer."""
+    """``/tokenize``, ``/detokenize``, ``/v1/messages/count_tokens``: any ready engine answers; they share a tokenizer."""
 
     deps: Passthrough
     path: str
@@ -123,6 +125,7 @@ async def pass_on(deps: Passthrough, context: RequestContext, small: SmallReques
         OverQuota: The caller's quota is used up.
         NoEngineAnswered: Those that were asked failed.
         NoSlot: None could be asked.
+        EngineRefused: An engine says that the request is wrong, where that is to have another form than the engine's.
     """
     grant = await deps.quotas.enter(context.caller, small.tokens, context.limits)
     used: int | None = None
@@ -135,6 +138,8 @@ async def pass_on(deps: Passthrough, context: RequestContext, small: SmallReques
     finally:
         if grant is not None:
             await grant.settle(used)
+    if error_form(small.path) is ErrorForm.ANTHROPIC and status != HTTPStatus.OK:
+        raise refusal(status, content)  # vLLM has OpenAI's form for some of them
     await Response(content, status, context.headers, media_type)({"type": "http"}, no_body, send)
 
 

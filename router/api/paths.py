@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 PAGE = "/"
 MOST_LISTED = 1000  # entries of a list in one answer
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-_OWN_SHAPE = {"/tokenize", "/detokenize"}  # vLLM's own endpoints, whose errors have OpenAI's form
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+RESPONSES = "/v1/responses"
+_VLLMS_OWN = {"/tokenize", "/detokenize"}  # endpoints whose errors have OpenAI's form
 
 
-def speaks_openai(path: str) -> bool:
-    """Tell whether errors at a path have OpenAI's form."""
-    return path.startswith("/v1/") or path in _OWN_SHAPE
+class ErrorForm(Enum):
+    """How errors look."""
+
+    PROBLEM = "RFC 9457"
+    OPENAI = "OpenAI's error object"
+    RESPONSES = "the same, and in streams an event with a name"
+    ANTHROPIC = "Anthropic's error object"
+
+
+def error_form(path: str) -> ErrorForm:
+    """Return the form of errors at a path."""
+    if path == MESSAGES or path.startswith(f"{MESSAGES}/"):
+        return ErrorForm.ANTHROPIC
+    if path == RESPONSES or path.startswith(f"{RESPONSES}/"):
+        return ErrorForm.RESPONSES
+    return ErrorForm.OPENAI if path.startswith("/v1/") or path in _VLLMS_OWN else ErrorForm.PROBLEM

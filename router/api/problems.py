@@ -1,4 +1,4 @@
-"""The table of exceptions that callers see, as problems (RFC 9457) and as OpenAI's error objects."""
+"""The table of exceptions that callers see, as problems (RFC 9457) and as OpenAI's and Anthropic's error objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from router.api.asgi import (
     context_of,
 )
 from router.api.bodies import FieldProblem, InvalidBody, json_response
-from router.api.paths import speaks_openai
+from router.api.paths import ErrorForm, error_form
 from router.api.resumable import ResumedElsewhere, StreamGone, UnknownStream
 from router.auth.api_keys import BeyondKey, Unauthorized
 from router.auth.quota import OverQuota
@@ -57,6 +57,13 @@ class NoEmbeddings(Exception):
     """No engine serves embeddings."""
 
 
+class NotStored(Exception):
+    """A response is asked for by its id."""
+
+    def __init__(self, response: str) -> None:
+        super().__init__(f"responses are not stored here, so {response[:100]!r} cannot be read: keep the answer itself")
+
+
 class NotAdmin(Exception):
     """The caller may not operate on replicas."""
 
@@ -74,7 +81,7 @@ class Problem:
 
     Attributes:
         kind: The last part of the problem's type and, with underscores, OpenAI's code.
-        openai: Status and code under ``/v1``, if OpenAI's differ.
+        openai: Status and code under ``/v1``, if OpenAI's differ; Anthropic's status is the same.
         headers: Additional headers.
     """
 
@@ -103,31 +110,76 @@ class Problem:
     def openai_body(self) -> dict[str, Any]:
         """Return OpenAI's error object."""
         status, code = self.openai or (self.status, self.kind.replace("-", "_"))
-        allowed = [f"{e.field}: {e.problem} (allowed: {e.allowed})" for e in self.errors]
         error = {
-            "message": "; ".join(allowed) or self.detail,
+            "message": self._message(),
             "type": _openai_type(status),
             "param": self.errors[0].field if self.errors else None,
             "code": code,
         }
         return {"error": error}
 
-    def response(self, context: RequestContext, *, openai: bool) -> Response:
-        """Return the problem as a response, in our form or in OpenAI's."""
+    def anthropic_body(self, ids: Mapping[str, str]) -> dict[str, Any]:
+        """Return Anthropic's error object."""
+        status = self.openai[0] if self.openai else self.status
+        error = {"type": _anthropic_type(status), "message": self._message()}
+        return {"type": "error", "error": error, "request_id": ids["request_id"]}
+
+    def _message(self) -> str:
+        """Return what is wrong, and what is allowed, in one text."""
+        return "; ".join(f"{e.field}: {e.problem} (allowed: {e.allowed})" for e in self.errors) or self.detail
+
+    def event(self, form: ErrorForm, ids: Mapping[str, str], number: int = 0) -> bytes:
+        """Return the event that ends a stream, without the empty line after it.
+
+        Args:
+            form: Of the endpoint.
+            ids: Of the request.
+            number: Of the event, where events have numbers.
+        """
+        if form is ErrorForm.OPENAI:
+            return b"data: " + to_json(self.openai_body())
+        if form is ErrorForm.ANTHROPIC:
+            body = self.anthropic_body(ids)
+        elif form is ErrorForm.RESPONSES:  # the members of its error event, and for SDKs the object that they raise
+            error = self.openai_body()["error"]
+            told = {name: error[name] for name in ("code", "message", "param")}
+            body = {"type": "error", **told, "sequence_number": number, "error": error}
+        else:
+            body = self.body(ids)
+        return b"event: error\ndata: " + to_json(body)
+
+    def response(self, context: RequestContext, form: ErrorForm) -> Response:
+        """Return the problem as a response in some form."""
         headers = {**context.headers, **self.headers}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
         if self.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
             headers["connection"] = "close"  # the rest of the body stays unread
-        if openai:
-            return json_response(self.openai_body(), self.openai[0] if self.openai else self.status, headers)
-        return Response(to_json(self.body(context.ids)), self.status, headers, MEDIA_TYPE)
+        if form is ErrorForm.PROBLEM:
+            return Response(to_json(self.body(context.ids)), self.status, headers, MEDIA_TYPE)
+        body = self.anthropic_body(context.ids) if form is ErrorForm.ANTHROPIC else self.openai_body()
+        return json_response(body, self.openai[0] if self.openai else self.status, headers)
 
 
 def _openai_type(status: int) -> str:
     """Return OpenAI's error type for a status."""
     names = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     return names.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
+
+
+def _anthropic_type(status: int) -> str:
+    """Return Anthropic's error type for a status."""
+    names = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        408: "timeout_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+    }
+    return names.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error")
 
 
 _REFUSALS: dict[Refusal, tuple[HTTPStatus, str]] = {
@@ -158,10 +210,13 @@ def response_to(error: Exception, scope: Scope) -> Response:
     """Return the response to a request that has ended with an exception."""
     if isinstance(error, ClientGone):
         return Response(status_code=CLIENT_GONE)
-    openai, context = speaks_openai(scope["path"]), context_of(scope)
-    if openai and isinstance(error, EngineRefused) and error.body:  # the engine's own, in OpenAI's form
-        return Response(error.body, error.status, context.headers, "application/json")
-    return describe(error).response(context, openai=openai)
+    form, context = error_form(scope["path"]), context_of(scope)
+    if form is not ErrorForm.PROBLEM and isinstance(error, EngineRefused) and error.body:
+        if form is not ErrorForm.ANTHROPIC:  # the engine's own, in OpenAI's form
+            return Response(error.body, error.status, context.headers, "application/json")
+        # vLLM has two forms for it, and types of errors that are not Anthropic's.
+        return Problem(error.status, "engine-refused", "", error.detail).response(context, form)
+    return describe(error).response(context, form)
 
 
 def _plain(
@@ -259,6 +314,7 @@ PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
     ),
     UnknownModel: _plain(404, "model-not-found", "There is no such model"),
     NoEmbeddings: _plain(404, "embeddings-not-served", "No engine here serves embeddings"),
+    NotStored: _plain(404, "response-not-stored", "Responses are not stored"),
     NotHttp: _plain(400, "not-http", "The request is not valid HTTP"),
     ForeignHost: _plain(421, "foreign-host", "This name is not known to be this router's"),
     ForeignPage: _plain(403, "foreign-page", "A web page of another origin sent this"),

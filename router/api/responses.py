@@ -197,4 +197,6 @@ Problem = _model(
 )
 OpenAIFault = _model("OpenAIFault", message=str, type=str, param=str | None, code=str | int | None)
 OpenAIError = _model("OpenAIError", error="OpenAIFault")
+AnthropicFault = _model("AnthropicFault", type=str, message=str)
+AnthropicError = _model("AnthropicError", type=Literal["error"], error="AnthropicFault", request_id=str)
 MODELS = [each for each in vars().values() if isinstance(each, type) and BaseModel in each.__bases__]

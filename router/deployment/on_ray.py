@@ -84,7 +84,7 @@ def _placed_specs(settings: Settings, prepared: Mapping[TierName, Checkpoint]) -
     Raises:
         TierError: As above.
     """
-    tiers = {name: getattr(settings.tiers, name) for name in TierName}
+    tiers = {name: settings.tiers.of(name) for name in settings.tiers.names}
     specs = tuple(tier_spec(name, tier, prepared, engine_args(settings, name)) for name, tier in tiers.items())
     specs = with_adapters(with_drafts(specs, settings, prepared), settings.lora)
     placed = tuple(spec for spec in specs if spec.replicas)
@@ -108,7 +108,7 @@ def wanted_replicas(spec: TierSpec, settings: Settings, model: str) -> list[Want
     Raises:
         PlanError: The tier's resources do not fit its engines, or an adapter's folder holds none.
     """
-    tier: TierSettings = getattr(settings.tiers, spec.name)
+    tier = settings.tiers.of(spec.name)
     resources = replica_resources(spec, tier, settings.ray.resources)
     launch = EngineLaunch(
         tier=replace(spec, urls=(), named_by=(), stated_precision=None),

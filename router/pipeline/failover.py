@@ -18,7 +18,7 @@ from pydantic_core import to_json
 from router.upstream.engine_stream import EngineStream
 from router.upstream.errors import EngineBroke, EngineStalled, UpstreamError, without_trace
 from router.upstream.json_object import read_json
-from router.upstream.sse import Chunk
+from router.upstream.sse import COMPLETION_FORMAT, AnswerFormat, Chunk
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class ContinuedRequest:
     number: int  # of the continuation, from 1
     path: str = COMPLETIONS
     operation: str = "text_completion"
+    answers: AnswerFormat = COMPLETION_FORMAT
     streamed: bool = True
     wants_logprobs: bool = False
     wants_usage: bool = False

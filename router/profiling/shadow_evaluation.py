@@ -26,6 +26,7 @@ from router.profiling.scoring import greedy_body, read_greedy, read_scored, scor
 from router.upstream.engine_stream import BufferedAnswer
 from router.upstream.errors import UpstreamError
 from router.upstream.json_object import read_json
+from router.upstream.sse import COMPLETION_FORMAT, AnswerFormat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -72,6 +73,7 @@ class CheckRequest:
     priority: int = PRIORITIES["batch"]
     resumption: None = None
     adapter: None = None
+    answers: AnswerFormat = COMPLETION_FORMAT
 
     @property
     def parameters(self) -> Mapping[str, float]:

@@ -8,10 +8,8 @@ from functools import lru_cache
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from pydantic_core import to_json
-
 from router.api.asgi import CLIENT, ForeignHost, ForeignPage, body_message, context_of, forget, keep, track
-from router.api.paths import PAGE, speaks_openai
+from router.api.paths import PAGE, ErrorForm, error_form
 from router.api.problems import Draining, describe, is_known, response_to
 from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized
 from router.lifecycle import ResponseTracker, ServerPhase
@@ -150,10 +148,22 @@ class Gate:
             if method not in SAFE_METHODS:
                 _check_origin(context)
             return ANONYMOUS
-        scheme, _, key = (context.header(b"authorization") or "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise Unauthorized("send a key as 'Authorization: Bearer KEY'")
-        return self._keys.find(key.strip())
+        return self._keys.find(_sent_key(context))
+
+
+def _sent_key(context: RequestContext) -> str:
+    """Return the key that a request carries, which Anthropic's clients send in a header of their own.
+
+    Raises:
+        Unauthorized: It carries none.
+    """
+    scheme, _, key = (context.header(b"authorization") or "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    anthropic = error_form(context.route) is ErrorForm.ANTHROPIC
+    if anthropic and (key := (context.header(b"x-api-key") or "").strip()):
+        return key
+    raise Unauthorized(f"send a key as 'Authorization: Bearer KEY'{' or as x-api-key' if anthropic else ''}")
 
 
 @lru_cache(1024)
@@ -171,14 +181,12 @@ def is_address_or_local(host: str, names: frozenset[str]) -> bool:
 
 async def _end_with_error(scope: Scope, receive: Receive, tracker: ResponseTracker) -> None:
     """End an unfinished answer, whose time is up, with an error."""
-    openai, context = speaks_openai(scope["path"]), context_of(scope)
+    form, context = error_form(scope["path"]), context_of(scope)
     problem = describe(Draining("this router has ended before the answer was complete: ask again"))
     if not tracker.begun:
-        await problem.response(context, openai=openai)(scope, receive, tracker.send)
+        await problem.response(context, form)(scope, receive, tracker.send)
     elif tracker.streams and not tracker.complete:
-        name = b"" if openai else b"event: error\n"
-        body = problem.openai_body() if openai else problem.body(context.ids)
-        await tracker.send(body_message(name + b"data: " + to_json(body) + b"\n\n", more=False))
+        await tracker.send(body_message(problem.event(form, context.ids) + b"\n\n", more=False))
 
 
 def _check_origin(context: RequestContext) -> None:

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.aio import Signal
 from router.api.asgi import BodyTooLarge, HeadTooLarge, NotHttp, TooManyConnections, TooSlow
-from router.api.paths import speaks_openai
+from router.api.paths import error_form
 from router.api.problems import describe
 from router.pipeline.request import RequestContext
 from router.server.client import HttpClient
@@ -259,7 +259,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         path = getattr(self, "url", b"").partition(b"?")[0].decode("latin-1")
         context = RequestContext(secrets.token_hex(16), secrets.token_hex(16))
-        response = describe(error).response(context, openai=speaks_openai(path))
+        response = describe(error).response(context, error_form(path))
         log.info("request %s: refused: %s", context.request_id, error)
         response.headers["connection"] = "close"
         lines = [name + b": " + value for name, value in [*self.server_state.default_headers, *response.raw_headers]]

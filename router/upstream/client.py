@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tiers.replica import Replica
     from tiers.spec import TierName
 
+MESSAGES = "/v1/messages"
 PASSED_AT_ONCE = 16  # small requests without a lease, of one pool at one engine
 MAX_ERROR_BYTES = 65536  # of an engine's error that are read; more of it helps nobody
 LARGE_BYTES = 1 << 18  # of an answer to a small request, which takes some milliseconds to read
@@ -264,7 +265,7 @@ class Upstream:
                     response.status_code, await body_of(response, MAX_ERROR_BYTES)
                 )
             begun = Attempt(tier, lease, response, span, number, started, options.token_timeout_s, sent_at)
-            answer = EngineStream(begun, request) if request.streamed else BufferedAnswer(begun)
+            answer = EngineStream(begun, request) if request.streamed else BufferedAnswer(begun, request.answers)
             await answer.begin()
             return answer  # noqa: TRY300  an else block would be far from here
         except BaseException as error:  # noqa: BLE001  raised again
@@ -296,6 +297,8 @@ class Upstream:
         ]
         if replica.api_key:
             headers.append((b"authorization", b"Bearer " + replica.api_key.encode("ascii")))
+        if request.path == MESSAGES and request.priority and replica.takes_priority:  # its body cannot say it
+            headers.append((b"x-vllm-priority", b"%d" % request.priority))
         headers += self._telemetry.context_headers(span)
         stream = httpx.ByteStream(content)
         limits = self._streamed if request.streamed else self._whole
@@ -338,6 +341,11 @@ def _status_error(status: int, body: bytes) -> UpstreamError:
     blamed = 400 <= status < 500 and status not in _NOT_THE_REQUEST  # noqa: PLR2004
     if not blamed and status != NOT_IMPLEMENTED:
         return EngineFailed(f"HTTP {status}")
+    return refusal(status, body)
+
+
+def refusal(status: int, body: bytes) -> EngineRefused:
+    """Return the error for an engine's answer that says what is wrong with the request."""
     try:
         message = read_json(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):

@@ -9,6 +9,7 @@ from pydantic_core import to_json
 
 from router.upstream.json_object import JsonObject, NotJson, as_integer
 from router.upstream.progress import Resumption
+from router.upstream.sse import COMPLETION_FORMAT, AnswerFormat
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
 
 LOGPROBS = {"logprobs": True, "top_logprobs": 1}  # how sure an engine is of its first choices
 DEFAULT_COMPLETION = 16  # tokens of a completion that gives no limit, as OpenAI and vLLM have it
+_NUMBERS = {
+    "n": "gen_ai.request.choice.count",
+    "max_output_tokens": "gen_ai.request.max_tokens",
+    **{
+        name: f"gen_ai.request.{name}"
+        for name in ("max_tokens", "temperature", "top_p", "seed", "frequency_penalty", "presence_penalty")
+    },
+}
 # What of a request says how tokens are chosen, and holds for its continuation as well.
 _SAMPLING = (
     "allowed_token_ids",
@@ -86,6 +95,7 @@ class ChatRequest:
     adapter: str | None = None
     streamed: bool = True  # always, so that a stalled engine is noticed
     wants_usage: bool = True
+    answers: AnswerFormat = COMPLETION_FORMAT
 
     @property
     def chat(self) -> Sequence[Mapping[str, str]]:
@@ -142,6 +152,7 @@ class RelayRequest:
     resumption: Resumption | None = None
     wants_logprobs: bool = False
     adapter: str | None = None
+    answers: AnswerFormat = COMPLETION_FORMAT
 
     @property
     def chat(self) -> Sequence[Any] | None:
@@ -152,10 +163,7 @@ class RelayRequest:
     @property
     def parameters(self) -> Mapping[str, float]:
         """Return what is told of the request in traces: numbers only, never text."""
-        fields = ("max_tokens", "temperature", "top_p", "n", "seed", "frequency_penalty", "presence_penalty")
-        names = {"n": "gen_ai.request.choice.count", **{f: f"gen_ai.request.{f}" for f in fields if f != "n"}}
-        values = ((names[field], self.document.get(field)) for field in fields)
-        return {name: value for name, value in values if isinstance(value, int | float) and abs(value) < 1 << 63}
+        return _numbers_of(self.document)
 
     def body(self, replica: Replica) -> bytes:
         """Return the caller's body with the replica's name for the model; all other values are the caller's bytes."""
@@ -188,6 +196,50 @@ class RelayRequest:
             else {"continuous_usage_stats": False}
         )
         return given.edited({"include_usage": True, **more})
+
+
+@dataclass(frozen=True, slots=True)
+class PassedRequest:
+    """A request for an API whose events are passed on as they are; half of such an answer cannot be continued.
+
+    Attributes:
+        document: The caller's body.
+        answers: How the API's answers are read.
+        chat: Its messages, where the same could be asked as a chat; None where not.
+    """
+
+    document: JsonObject
+    path: str
+    request_id: str
+    answers: AnswerFormat
+    streamed: bool
+    priority: int | None
+    chat: Sequence[Any] | None
+    adapter: str | None = None
+    operation: str = "chat"
+    wants_usage: bool = False
+    wants_logprobs: bool = False
+    resumption: None = None
+
+    @property
+    def parameters(self) -> Mapping[str, float]:
+        """Return what is told of the request in traces: numbers only, never text."""
+        return _numbers_of(self.document)
+
+    def body(self, replica: Replica) -> bytes:
+        """Return the caller's body with the replica's name for the model; all other values are the caller's bytes."""
+        changes: dict[str, Any] = {"model": replica.serving(self.adapter), "qarr": None}
+        if not replica.takes_priority:
+            changes["priority"] = None
+        elif self.priority is not None:
+            changes["priority"] = self.priority
+        return self.document.edited(changes)
+
+
+def _numbers_of(document: JsonObject) -> dict[str, float]:
+    """Return the numbers of a body that traces show, by semantic conventions' names."""
+    values = ((name, document.get(field)) for field, name in _NUMBERS.items())
+    return {name: value for name, value in values if isinstance(value, int | float) and abs(value) < 1 << 63}
 
 
 def resumption_of(document: JsonObject, priority: int, *, choices: int, chat: bool) -> Resumption | None:

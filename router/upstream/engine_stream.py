@@ -11,7 +11,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
-from pydantic import ValidationError
 
 from router.upstream.errors import (
     EngineBroke,
@@ -22,7 +21,7 @@ from router.upstream.errors import (
 )
 from router.upstream.http import body_of
 from router.upstream.progress import Progress
-from router.upstream.sse import USAGE, WHOLE_ANSWER, EventSource, cached_tokens_of
+from router.upstream.sse import COMPLETION_FORMAT, USAGE, EventSource, cached_tokens_of
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
     from router.upstream.progress import Resumption
-    from router.upstream.sse import Chunk, PlainTexts, TakePlain
+    from router.upstream.sse import AnswerFormat, Chunk, PlainTexts, TakePlain
     from tiers.fleet import Lease
     from tiers.replica import Replica
 
@@ -80,6 +79,10 @@ class EngineRequest(Protocol):
     @property
     def resumption(self) -> Resumption | None:
         """Return what another engine needs to go on with a broken answer; None where none may."""
+
+    @property
+    def answers(self) -> AnswerFormat:
+        """Return how its answers are read."""
 
     @property
     def parameters(self) -> Mapping[str, float]:
@@ -253,7 +256,7 @@ class EngineStream(EngineAnswer):
         self.resume: Callable[[EngineStream, EngineBroke], AsyncGenerator[Chunk, None]] | None = None
         self.wants_logprobs = request.wants_logprobs and attempt.tier is not TierName.PRECISE
         self._wants_usage = request.wants_usage
-        self._source = EventSource(attempt.response)
+        self._source = EventSource(attempt.response, request.answers)
         self._held: list[Chunk] = []
         self._pending: asyncio.Future[list[Chunk] | None] | None = None
         self._rest: AsyncGenerator[Chunk, None] | None = None  # from other engines
@@ -332,11 +335,9 @@ class EngineStream(EngineAnswer):
             data, choice = chunk.data, chunk.choice
             if data is None:
                 continue
-            if usage := data.get("usage"):
-                self._note_usage(usage)
-            if choice is None:
-                continue
-            if progress is not None:
+            if chunk.usage:
+                self._note_usage(chunk.usage)
+            if progress is not None and choice is not None:
                 if prompt_ids := data.get("prompt_token_ids") or choice.get("prompt_token_ids"):
                     progress.prompt_ids = prompt_ids
                 progress.note(chunk)
@@ -455,9 +456,9 @@ class BufferedAnswer(EngineAnswer):
         content: The body.
     """
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: Attempt, answers: AnswerFormat = COMPLETION_FORMAT) -> None:
         super().__init__(attempt)
-        self.content = b""
+        self.content, self._read_whole = b"", answers.read_whole
 
     async def begin(self) -> None:
         """Read the whole answer."""
@@ -467,14 +468,10 @@ class BufferedAnswer(EngineAnswer):
             raise
         except httpx.HTTPError as error:
             raise EngineBroke(f"the engine's answer broke off ({type(error).__name__})") from error
-        try:
-            answer = WHOLE_ANSWER.validate_json(self.content)
-        except ValidationError:
-            answer = None  # pydantic's own text quotes it
-        if answer is None or not all("message" in choice or "text" in choice for choice in answer["choices"]):
+        if (answer := self._read_whole(self.content)) is None:
             raise EngineFailed("the engine's answer is not a completion")
-        self.finish_reason = answer["choices"][0].get("finish_reason")
-        self._note_usage(answer["usage"])
+        self.finish_reason, usage = answer
+        self._note_usage(usage)
         self._complete = True
 
 

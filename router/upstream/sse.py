@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     # The text of each plain event as it is written in JSON, and its token ids, separated by commas; empty: there are none.
     PlainTexts = list[tuple[bytes, bytes]]
     TakePlain = Callable[[bytes, PlainTexts], bool]
+    WholeAnswer = tuple[str | None, Mapping[str, Any]]  # finish reason and token counts, under OpenAI's names
 
 SEPARATOR, DONE = b"\n\n", b"data: [DONE]"
 MAX_EVENT_BYTES = 1 << 24  # of one event: enough for the token ids of a prompt of two million tokens
@@ -34,6 +35,7 @@ _PLAIN = re.compile(
     rb'"logprobs":null,"finish_reason":null(?:,"(?:stop_reason|prompt_logprobs|prompt_token_ids)":null)*+'
     rb'(?:,"token_ids":(?:\[([\d,]*+)\]|null))?\}\]\}\n\n'
 )
+_LINES = 2  # of a plain event, with the empty one after it
 # The members that the router reads; all others are kept as they are. Only keys are interned: values are what people ask
 # and engines answer, and the parser's cache would hold on to them (jiter's ``py_string_cache.rs``).
 _READ = ConfigDict(extra="allow", strict=True, cache_strings="keys", hide_input_in_errors=True)
@@ -87,7 +89,7 @@ class _WholeAnswer(TypedDict):
 
 _CHUNK: TypeAdapter[Any] = TypeAdapter(_Chunk)
 # An answer that is not streamed: its choices, each of which has a message or a text as well, and its token counts.
-WHOLE_ANSWER: TypeAdapter[Any] = TypeAdapter(_WholeAnswer)
+_WHOLE_ANSWER: TypeAdapter[Any] = TypeAdapter(_WholeAnswer)
 
 
 def cached_tokens_of(usage: Mapping[str, Any]) -> int | None:
@@ -110,6 +112,8 @@ class Chunk:
         finish_reason: Of the choice that has ended; None: none has.
         stop_reason: What stopped it, as the engine says it: a string, a token id or None.
         other: It holds something that is not the answer's text: reasoning, or a tool call.
+        usage: The token counts that it holds, under OpenAI's names; None or empty: it holds none.
+        last: It ends the stream, as ``[DONE]`` does where streams end with that.
     """
 
     raw: bytes = b""
@@ -120,6 +124,8 @@ class Chunk:
     finish_reason: str | None = None
     stop_reason: Any = None
     other: bool = False
+    usage: Mapping[str, Any] | None = None
+    last: bool = False
 
     @property
     def visible(self) -> bool:
@@ -157,8 +163,9 @@ def parse_event(raw: bytes) -> Chunk:
     choices = data.get("choices")
     if choices is None:
         raise EngineBroke(NOT_A_CHUNK)
+    usage = data.get("usage")
     if not choices:
-        return Chunk(raw, data)
+        return Chunk(raw, data, usage=usage)
     choice, finish_reason = choices[0], choices[0].get("finish_reason") or None
     if finish_reason is None and len(choices) > 1:
         finish_reason = next((reason for each in choices if (reason := each.get("finish_reason"))), None)
@@ -171,22 +178,54 @@ def parse_event(raw: bytes) -> Chunk:
             if value and name not in {"content", "role"}:
                 other = True
     token_ids, stop_reason = choice.get("token_ids") or (), choice.get("stop_reason")
-    return Chunk(raw, data, choice, text or "", token_ids, finish_reason, stop_reason, other)
+    return Chunk(raw, data, choice, text or "", token_ids, finish_reason, stop_reason, other, usage)
+
+
+def read_completion(content: bytes) -> WholeAnswer | None:
+    """Read an answer that is not streamed; None where it is no completion."""
+    try:
+        answer = _WHOLE_ANSWER.validate_json(content)
+    except ValidationError:  # its own text quotes the answer
+        return None
+    if not all("message" in choice or "text" in choice for choice in answer["choices"]):
+        return None
+    return answer["choices"][0].get("finish_reason"), answer["usage"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How the answers of one API are read.
+
+    Attributes:
+        read_event: Reads one event of a stream, as ``parse_event``.
+        read_whole: Reads an answer that is not streamed, as ``read_completion``.
+        plain: Matches a plain event: one piece of text and nothing else; its groups are the text and the token ids.
+        lines: Of a plain event, with the empty one after it.
+    """
+
+    read_event: Callable[[bytes], Chunk]
+    read_whole: Callable[[bytes], WholeAnswer | None]
+    plain: re.Pattern[bytes]
+    lines: int
+
+
+COMPLETION_FORMAT = AnswerFormat(parse_event, read_completion, _PLAIN, _LINES)
 
 
 class EventSource:
-    """An engine's stream of events, up to ``[DONE]``. Close it, unless it is read to its end.
+    """An engine's stream of events, up to its last one. Close it, unless it is read to its end.
 
     It is asked for more rather than being an asynchronous generator, which would take most of a kilobyte for each stream.
 
     Args:
         response: Its body has not been read.
+        answers: How it is read.
     """
 
-    __slots__ = ("_buffer", "_fault", "_limit_s", "_over", "_parts", "_take", "_whole")
+    __slots__ = ("_buffer", "_fault", "_format", "_limit_s", "_over", "_parts", "_take", "_whole")
 
-    def __init__(self, response: httpx.Response) -> None:
-        self._parts = parts_of(response)
+    def __init__(self, response: httpx.Response, answers: AnswerFormat = COMPLETION_FORMAT) -> None:
+        self._parts, self._format = parts_of(response), answers
         self._buffer = bytearray()
         self._whole = False  # the buffer holds a whole event
         self._take: TakePlain = _none
@@ -252,11 +291,14 @@ class EventSource:
         *events, rest = bytes(self._buffer).split(SEPARATOR)
         self._buffer, self._whole = bytearray(rest), False
         for number, event in enumerate(events, 1):
-            if event == DONE:
+            if event == DONE and self._format is COMPLETION_FORMAT:
                 self._over = True
                 return
             if event:
-                found.append(parse_event(event))
+                found.append(self._format.read_event(event))
+                if found[-1].last:
+                    self._over = True
+                    return
                 if first and found[-1].visible and number < len(events):
                     self._buffer, self._whole = bytearray(SEPARATOR.join([*events[number:], rest])), True
                     return
@@ -293,9 +335,10 @@ class EventSource:
                 return len(data) <= MAX_EVENT_BYTES
             self._buffer += data[end:]
             data = data[:end]
-        texts = _PLAIN.findall(data)
-        if 2 * len(texts) != data.count(b"\n") or not _is_utf8(data):
-            end = plain_end(data)
+        plain = self._format.plain
+        texts = plain.findall(data)
+        if self._format.lines * len(texts) != data.count(b"\n") or not _is_utf8(data):
+            end = plain_end(data, plain)
             self._buffer[:0], self._whole = data[end:], True
             data = data[:end]
             texts = texts[: data.count(SEPARATOR)]
@@ -329,10 +372,10 @@ def _none(_events: bytes, _texts: PlainTexts) -> bool:
     return False
 
 
-def plain_end(data: bytes) -> int:
+def plain_end(data: bytes, plain: re.Pattern[bytes] = _PLAIN) -> int:
     """Return where the plain events at the beginning of some whole events end."""
     end = 0
-    while (found := _PLAIN.match(data, end)) is not None and _is_utf8(found[0]):
+    while (found := plain.match(data, end)) is not None and _is_utf8(found[0]):
         end = found.end()
     return end
 

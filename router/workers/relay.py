@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from router.api.asgi import CLIENT
+from router.api.paths import ErrorForm
 from router.api.problems import Draining, describe
 from router.pipeline.request import RequestContext
 from router.workers.channel import ChannelClosed
@@ -252,7 +253,7 @@ async def _ended(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer that the first process has ended."""
     context = RequestContext(secrets.token_hex(16), secrets.token_hex(16))
     problem = describe(Draining("the process that answers this has ended: ask again"))
-    await problem.response(context, openai=False)(scope, receive, send)
+    await problem.response(context, ErrorForm.PROBLEM)(scope, receive, send)
 
 
 async def _body(receive: Receive, max_bytes: int) -> bytes | None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from router.api.named_events import APIS
+from router.api.paths import MESSAGES, RESPONSES
 from router.upstream.sse import plain_end
 from tests.fakes.engine import FakeEngine, serving
 from tiers.checkpoints.precision import root_precision
@@ -62,6 +64,16 @@ async def script(url: str, key: str) -> dict[str, Any]:
                 for path, body in (("/v1/chat/completions", chat), ("/v1/completions", text))
                 for ids in ({}, {"return_token_ids": True})
             ],
+            "named": [
+                await _named(client, path, {**_of(chat), **body, "temperature": 0, "stream": stream})
+                for path, body in NAMED.items()
+                for stream in (True, False)
+            ],
+            "counted": list((await client.post(f"{MESSAGES}/count_tokens", json={**_of(chat), **HI})).json()),
+            "refused": [
+                await _refusal(client, path, {**_of(chat), **body, limit: -1})
+                for (path, body), limit in zip(NAMED.items(), ("max_tokens", "max_output_tokens"), strict=True)
+            ],
             "held back": [
                 await _held_back(client, path, {**body, **extra, "max_tokens": 32, "return_token_ids": True})
                 for path, body in (("/v1/chat/completions", chat), ("/v1/completions", text))
@@ -92,6 +104,45 @@ async def _shape(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
     }
 
 
+async def _named(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
+    """Return the members of an answer of an API with named events; of a stream, those of each kind of event in order.
+
+    Events with a text are asked to be ones that the router passes on without parsing them.
+    """
+    import json
+
+    answer = await client.post(path, json=body)
+    if not body["stream"]:
+        return _members(answer.json())
+    events, plain = answer.text.split("\n\n")[:-1], APIS[path].answers.plain
+    seen: list[Any] = []
+    for event in events:
+        name, data = (line.partition(": ")[2] for line in event.split("\n"))
+        found = (name, _members(json.loads(data)))
+        assert found[1]["type"] == name
+        if "text_delta" in data or "output_text.delta" in data:
+            assert plain.fullmatch(event.encode() + b"\n\n"), event
+        if found not in seen:
+            seen.append(found)
+    return seen
+
+
+def _members(value: Any) -> Any:
+    """Return an answer with the kinds of its values, but for those that say what it is; lists of it: their first item."""
+    if isinstance(value, dict):
+        named = {"type", "object", "role", "status", "stop_reason", "reason"}
+        details = {"input_tokens_details", "output_tokens_details"}  # nobody reads them
+        return {n: v if n in named else {} if n in details and v else _members(v) for n, v in value.items()}
+    if isinstance(value, list):
+        return [_members(item) for item in value[:1]]
+    return type(value).__name__
+
+
+async def _refusal(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[int, bool]:
+    answer = await client.post(path, json=body)
+    return answer.status_code, isinstance(answer.json()["error"]["message"], str)
+
+
 async def _plain(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> bool:
     """Tell whether every event between the first and the last ones is one that the router passes on without parsing it."""
     events = [event + b"\n\n" for event in (await client.post(path, json=body)).content.split(b"\n\n") if event]
@@ -99,6 +150,11 @@ async def _plain(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
     return inner.count(b"data: ") > 2 and plain_end(inner) == len(inner)
 
 
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+NAMED: dict[str, dict[str, Any]] = {
+    MESSAGES: {**HI, "max_tokens": 3},
+    RESPONSES: {"input": HI["messages"], "max_output_tokens": 3},
+}
 STOP = "~~~~~~"  # in no answer
 
 

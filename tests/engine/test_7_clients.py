@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -40,6 +41,10 @@ TOOL: Any = {
         },
     },
 }
+
+
+SCHEMA: Any = {**TOOL["function"]["parameters"], "additionalProperties": False}
+GREEDY = {"temperature": 0}  # in extra_body: the SDK of Anthropic's API has no argument for it
 
 
 class Place(BaseModel):
@@ -140,6 +145,115 @@ def test_the_async_sdk_in_parallel(up: Up) -> None:
     assert all(asyncio.run(run()))
 
 
+@pytest.fixture
+def claude(up: Up) -> Iterator[anthropic.Anthropic]:
+    """Return Anthropic's SDK, pointed at the router."""
+    with anthropic.Anthropic(base_url=up.url, api_key="unused", max_retries=0) as made:
+        yield made
+
+
+def test_anthropics_sdk(claude: anthropic.Anthropic) -> None:
+    """A message, who served it, its tokens counted beforehand, and a stream with the SDK's own accumulation."""
+    asked: Any = {"model": "fast", "system": "Be brief.", "messages": QUESTION}
+    raw = claude.messages.with_raw_response.create(**asked, max_tokens=16, extra_body=GREEDY)
+    answer = raw.parse()
+    assert (raw.headers["x-qarr-tier"], answer.stop_reason) == ("fast", "end_turn")
+    assert answer.content[0].type == "text"
+    assert "Paris" in answer.content[0].text
+    assert claude.messages.count_tokens(**asked).input_tokens == answer.usage.input_tokens
+    with claude.messages.stream(**asked, max_tokens=16, extra_body={**GREEDY, "qarr": {"report": True}}) as stream:
+        *_, last = list(stream)
+        whole = stream.get_final_message()
+    assert whole.content[0].type == "text"
+    assert whole.content[0].text == answer.content[0].text
+    assert (whole.usage.output_tokens, whole.stop_reason) == (answer.usage.output_tokens, "end_turn")
+    assert last.type == "message_stop"
+    assert getattr(last, "qarr")["tier"] == "fast"  # noqa: B009  the SDK keeps what it does not know
+
+
+def test_anthropics_async_sdk_in_parallel(up: Up) -> None:
+    """Streams at the same time, each whole and in order."""
+
+    async def run() -> list[str]:
+        async with anthropic.AsyncAnthropic(base_url=up.url, api_key="unused", max_retries=0) as client:
+
+            async def one(number: int) -> str:
+                messages: Any = [{"role": "user", "content": f"What is {number} plus one?"}]
+                async with client.messages.stream(
+                    model="fast", messages=messages, max_tokens=8, extra_body=GREEDY
+                ) as stream:
+                    said = "".join([text async for text in stream.text_stream])
+                    assert said == await stream.get_final_text()
+                return said
+
+            return await asyncio.gather(*(one(n) for n in range(4)))
+
+    assert all(asyncio.run(run()))
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_an_agent_with_anthropics_sdk(claude: anthropic.Anthropic, streamed: bool) -> None:  # noqa: FBT001
+    """The model calls a tool, gets what it returned, calls it again, and answers; each turn sends the whole conversation."""
+    tool: Any = {"name": "weather", "description": "The weather of a city", "input_schema": SCHEMA, "strict": True}
+    talk: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
+    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}, {"type": "none"}):
+        asked: Any = {"model": "precise", "messages": talk, "tools": [tool], "tool_choice": choice, "max_tokens": 100}
+        if streamed:
+            with claude.messages.stream(**asked, extra_body=GREEDY) as stream:
+                answer = stream.get_final_message()
+        else:
+            answer = claude.messages.create(**asked, extra_body=GREEDY)
+        calls = [block for block in answer.content if block.type == "tool_use"]
+        assert bool(calls) is (choice["type"] != "none")
+        assert (answer.stop_reason == "tool_use") is bool(calls)
+        assert all(isinstance(call.input["city"], str) for call in calls)
+        talk.append({"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in answer.content]})
+        results = [{"type": "tool_result", "tool_use_id": call.id, "content": "sunny, 21 degrees"} for call in calls]
+        talk.append({"role": "user", "content": results})
+
+
+def test_anthropics_sdks_errors(claude: anthropic.Anthropic) -> None:
+    """Refusals come as the SDK's own classes, the engine's as well as ours."""
+    asked: Any = {"max_tokens": 8, "messages": QUESTION}
+    with pytest.raises(anthropic.NotFoundError, match="no model 'claude-x'"):
+        claude.messages.create(model="claude-x", **asked)
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens must be positive"):
+        claude.messages.create(model="auto", **{**asked, "max_tokens": 0})
+    with pytest.raises(anthropic.BadRequestError, match="exceed its context"):
+        claude.messages.create(model="auto", **{**asked, "messages": [{"role": "user", "content": "word " * 9000}]})
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        claude.messages.count_tokens(model="auto", messages=[{"role": "nobody", "content": "x"}])  # type: ignore[typeddict-item]
+    assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+
+
+def test_the_sdks_responses(client: openai.OpenAI) -> None:
+    """A response, the same streamed, and a tool's call with its result in the next request's input."""
+    asked: Any = {"model": "precise", "input": QUESTION, "max_output_tokens": 16, "temperature": 0}
+    raw = client.responses.with_raw_response.create(**asked)
+    answer = raw.parse()
+    assert (raw.headers["x-qarr-tier"], answer.status) == ("precise", "completed")
+    assert "Paris" in answer.output_text
+    with client.responses.stream(**asked) as stream:
+        kinds = {event.type for event in stream}
+        assert stream.get_final_response().output_text == answer.output_text
+    assert {"response.created", "response.output_text.delta", "response.completed"} <= kinds
+    tool: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
+    talk: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
+    more: Any = {**asked, "max_output_tokens": 100, "tools": [tool]}
+    called = client.responses.create(**{**more, "input": talk}, tool_choice="required")
+    (call,) = [item for item in called.output if item.type == "function_call"]
+    assert isinstance(json.loads(call.arguments)["city"], str)
+    talk += [
+        {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": call.arguments},
+        {"type": "function_call_output", "call_id": call.call_id, "output": "sunny, 21 degrees"},
+    ]
+    assert client.responses.create(**{**more, "input": talk}, tool_choice="none").output_text
+    with pytest.raises(openai.BadRequestError, match="are stored here"):
+        client.responses.create(**asked, previous_response_id=answer.id)
+    with pytest.raises(openai.NotFoundError, match="not stored here"):
+        client.responses.retrieve(answer.id)
+
+
 def test_langchain(up: Up) -> None:
     """LangChain's chat model: invoke, stream with usage, structured output, its own errors."""
     model = ChatOpenAI(
@@ -192,10 +306,13 @@ def test_vllms_own_load_generator(up: Up) -> None:
     assert re.search(r"Total generated tokens:\s+64\b", done.stdout), done.stdout[-2000:]
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_the_documents_python(up: Up, number: int) -> None:
-    """The Python in docs/openai.md runs as it stands."""
-    code = _blocks("python")[number].replace("http://localhost:8080", up.url)
+@pytest.mark.parametrize(
+    ("document", "number"),
+    [*(("docs/openai.md", number) for number in range(4)), *(("docs/anthropic.md", number) for number in range(3))],
+)
+def test_the_documents_python(up: Up, document: str, number: int) -> None:
+    """The Python in the documents runs as it stands."""
+    code = _blocks("python", document)[number].replace("http://localhost:8080", up.url)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
@@ -212,9 +329,10 @@ def test_the_documents_javascript(up: Up) -> None:
 
 
 def test_the_documents_commands(up: Up, tmp_path: Path) -> None:
-    """The curl command and the key commands in docs/openai.md run as they stand."""
-    curl = _blocks("bash")[_index("bash", "curl")].replace("localhost:8080", up.url.removeprefix("http://"))
-    assert "Paris" in _shell(curl, {})
+    """The curl commands in the documents, and the key commands in docs/openai.md, run as they stand."""
+    for document in ("docs/openai.md", "docs/anthropic.md"):
+        (curl,) = (block for block in _blocks("bash", document) if "curl" in block)
+        assert "Paris" in _shell(curl.replace("localhost:8080", up.url.removeprefix("http://")), {})
     keys = _shell(_blocks("bash")[_index("bash", "keys add")], {"QARR_AUTH__KEYS_FILE": str(tmp_path / "keys.json")})
     assert "revoked key" in keys
 
@@ -301,9 +419,9 @@ def _program(name: str) -> str:
     return found
 
 
-def _blocks(language: str) -> list[str]:
-    """Return the code blocks of docs/openai.md in a language."""
-    text = (ROOT / "docs/openai.md").read_text("utf-8")
+def _blocks(language: str, document: str = "docs/openai.md") -> list[str]:
+    """Return a document's code blocks in a language."""
+    text = (ROOT / document).read_text("utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 

@@ -23,11 +23,17 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tests.fakes.named_events import ERROR as NAMED_ERROR
+from tests.fakes.named_events import SCRIPTS
+from tests.fakes.named_events import event as named_event
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Sequence
 
     from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from tests.fakes.named_events import Script
 
 ANSWER = ("The", " capital", " of", " France", " is", " Paris", ".")
 TEMPLATE_TOKENS = 6
@@ -227,6 +233,8 @@ class FakeEngine:
                 Route("/v1/embeddings", self._embed, methods=["POST"]),
                 Route("/v1/completions", self._generate, methods=["POST"]),
                 Route("/v1/chat/completions", self._generate, methods=["POST"]),
+                *(Route(path, self._generate, methods=["POST"]) for path in SCRIPTS),
+                Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
                 Route("/v1/load_lora_adapter", self._load, methods=["POST"]),
                 Route("/v1/unload_lora_adapter", self._unload, methods=["POST"]),
                 Route("/fake", self._behave, methods=["POST"]),
@@ -346,13 +354,16 @@ class FakeEngine:
         if b.status != 200:
             error = {"message": b.error, "type": "BadRequestError", "param": None, "code": b.status}
             return JSONResponse({"error": error}, b.status)
-        chat = request.url.path.endswith("/chat/completions")
+        chat, script = request.url.path.endswith("/chat/completions"), SCRIPTS.get(request.url.path)
         if b.nonsense:
             return Response(b.nonsense, 200, media_type="text/event-stream" if streamed else "application/json")
+        named = script(self._model, b.prompt_tokens) if script is not None else None
         if not streamed:
-            return await self._unless_disconnected(request, self._whole(body, chat=chat))
+            whole = self._whole_named(body, named) if named else self._whole(body, chat=chat)
+            return await self._unless_disconnected(request, whole)
         more = {"x-more": b.header} if b.header else {}
-        return StreamingResponse(self._stream(body, chat=chat), 200, more, "text/event-stream; charset=utf-8")
+        events = self._named_events(body, named) if named else self._events(body, chat=chat)
+        return StreamingResponse(self._stream(events), 200, more, "text/event-stream; charset=utf-8")
 
     async def _unless_disconnected(self, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
         """Abort, as vLLM does, when the client goes away before the whole answer is there."""
@@ -404,10 +415,56 @@ class FakeEngine:
         finally:
             b.running -= 1
 
-    async def _stream(self, body: dict[str, Any], *, chat: bool) -> AsyncIterator[bytes]:
+    async def _whole_named(self, body: dict[str, Any], script: Script) -> Response:
+        b = self.behaviour
+        b.running += 1
+        try:
+            most = int(body.get(script.limit) or b.max_model_len)
+            pieces = b.answer[:most]
+            for number, _ in enumerate(pieces):
+                await self._compute(number)
+            text = "".join(self._bytes(number).decode() for number, _ in enumerate(pieces))
+            answer = JSONResponse(script.whole(text, self._usage(len(pieces)), cut=len(pieces) == most))
+            b.sent.append(bytes(answer.body))
+            return answer
+        finally:
+            b.running -= 1
+
+    async def _named_events(self, body: dict[str, Any], script: Script) -> AsyncGenerator[bytes, None]:
+        b = self.behaviour
+        b.running += 1
+        try:
+            most = int(body.get(script.limit) or b.max_model_len)
+            pieces = b.answer[:most]
+            for event in script.begin():
+                yield event
+            for number, _ in enumerate(pieces):
+                await self._compute(number)
+                if number == b.error_after:
+                    yield named_event(NAMED_ERROR)
+                    return
+                b.tokens += 1
+                yield script.piece(self._bytes(number).decode())
+            if b.break_after == len(pieces):
+                raise ConnectionResetError
+            text = "".join(self._bytes(number).decode() for number, _ in enumerate(pieces))
+            for event in script.end(text, self._usage(len(pieces)), cut=len(pieces) == most):
+                yield event
+        finally:
+            b.running -= 1
+
+    async def _count_tokens(self, request: Request) -> Response:
+        try:
+            messages = (await request.json())["messages"]
+            count = TEMPLATE_TOKENS + sum(len(self._ids(message["content"])) for message in messages)
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            return _refused(str(error))
+        return JSONResponse({"input_tokens": count, "context_management": {"original_input_tokens": count}})
+
+    async def _stream(self, answer: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
         b = self.behaviour
         sent = 0
-        async with aclosing(self._events(body, chat=chat)) as events:
+        async with aclosing(answer) as events:
             async for event in events:
                 if sent == b.break_at:
                     if b.once:
@@ -565,7 +622,7 @@ def _check(body: dict[str, Any]) -> bool:
     streamed = TypeAdapter(bool | None).validate_python(body.get("stream"))
     if not isinstance(body.get("stream_options"), dict | None):
         raise TypeError("stream_options is not an object")
-    if int(body.get("max_tokens") or 16) < 1:
+    if any(int(body.get(name) or 16) < 1 for name in ("max_tokens", "max_output_tokens")):
         raise ValueError("max_tokens is below 1")
     if body.get("prompt_logprobs") and not isinstance(body.get("prompt"), list):
         raise ValueError("prompt_logprobs of what is no list of tokens")

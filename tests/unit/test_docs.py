@@ -76,8 +76,9 @@ def test_commands_beside_others_are_there(document: str) -> None:
 
 
 def test_what_the_documents_call_tested_is_tested() -> None:
-    """Every test that docs/openai.md names is there."""
-    named = set(re.findall(r"`(test_\w+)` \|", (ROOT / "docs/openai.md").read_text("utf-8")))
+    """Every test that docs/openai.md and docs/anthropic.md name is there."""
+    texts = [(ROOT / "docs" / name).read_text("utf-8") for name in ("openai.md", "anthropic.md")]
+    named = {name for text in texts for name in re.findall(r"`(test_\w+)` \|", text)}
     assert len(named) > 10
     tests = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     assert {name for name in named if f"def {name}(" not in tests} == set()

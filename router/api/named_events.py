@@ -1,0 +1,225 @@
+"""Anthropic's ``/v1/messages`` and OpenAI's ``/v1/responses``, routed. Bodies and events pass as they are, both ways.
+
+Their streams are events with names. Half of one cannot be continued by another engine, since these endpoints of vLLM do not
+tell token ids: after the first byte a fault ends a stream with an error event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from router.api.bodies import FieldProblem, InvalidBody
+from router.api.conversation import Conversation, read_input, read_messages
+from router.api.models import resolve
+from router.api.openai import priority_to_send, routing_fields, undraftable_of
+from router.api.openai_events import with_member
+from router.api.paths import MESSAGES, RESPONSES, error_form
+from router.api.problems import NotStored, describe
+from router.api.relayed import RelayEndpoint
+from router.pipeline.pipeline import engine_request_id
+from router.pipeline.request import MAX_COUNT, session_of
+from router.upstream.engine_request import PassedRequest
+from router.upstream.json_object import as_boolean, as_integer
+from router.upstream.named_events import MESSAGE_FORMAT, RESPONSE_FORMAT
+from router.upstream.sse import SEPARATOR
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from starlette.requests import Request
+
+    from router.pipeline.request import PromptText, RequestContext, RoutingOptions
+    from router.policy.decision import Decision
+    from router.upstream.engine_stream import EngineStream
+    from router.upstream.errors import UpstreamError
+    from router.upstream.json_object import JsonObject
+    from router.upstream.sse import AnswerFormat, Chunk, PlainTexts
+
+_NUMBER = b'"sequence_number":'  # quotes in a JSON string are escaped, so it stands only where such a member does
+# What a body must not ask for: a response would have to be stored, and requests sent to whoever has it.
+_NEEDS_STORE = {
+    "previous_response_id": "null or absent; send the whole conversation as input",
+    "conversation": "null or absent; send the whole conversation as input",
+    "background": "false or absent; the answer comes with this request, streamed if you like",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """What is different between the two.
+
+    Attributes:
+        read: Reads the conversation that a body holds.
+        limit: The body's member that bounds the output tokens.
+        answers: How engines' answers are read.
+    """
+
+    read: Callable[[JsonObject], Conversation]
+    limit: str
+    answers: AnswerFormat
+
+
+@dataclass(frozen=True, slots=True)
+class PassedCall:
+    """A request, read.
+
+    Attributes:
+        answers: How the API's answers are read.
+        priority: To send to engines; None leaves the body's own.
+        report: The answer is to say who served it.
+        chat: Its messages, where the same could be asked as a chat; None where not.
+        adapter: The LoRA adapter that it names as its model; None: none.
+        session: What its caller names the conversation by.
+    """
+
+    context: RequestContext
+    path: str
+    document: JsonObject
+    answers: AnswerFormat
+    prompt: PromptText
+    options: RoutingOptions
+    max_tokens: int
+    streamed: bool
+    priority: int | None
+    report: bool
+    chat: Sequence[Any] | None
+    adapter: str | None
+    session: str
+    sequences: int = 1
+    checkable: bool = False  # these endpoints give no log-probabilities that the cascade could look at
+
+    @property
+    def undraftable(self) -> str:
+        """Return its parameters that vLLM refuses with speculative decoding."""
+        return undraftable_of(self.document)
+
+    def engine_request(self, decision: Decision, *, wants_logprobs: bool) -> PassedRequest:
+        """Return what the engine is asked."""
+        del decision, wants_logprobs
+        return PassedRequest(
+            document=self.document,
+            path=self.path,
+            request_id=engine_request_id(self.context),
+            answers=self.answers,
+            streamed=self.streamed,
+            priority=self.priority,
+            chat=self.chat,
+            adapter=self.adapter,
+        )
+
+
+def read_response_body(document: JsonObject) -> Conversation:
+    """Read the body of a request for a response.
+
+    Raises:
+        InvalidBody: It asks for what needs stored responses.
+    """
+    given = {name: document.get(name) for name in _NEEDS_STORE}
+    given["background"] = as_boolean(given["background"]) or None  # of a wrong type: the engine says what it is
+    asked = [name for name, value in given.items() if value is not None]
+    if asked:
+        raise InvalidBody(
+            tuple(
+                FieldProblem(name, "needs stored responses, and none are stored here", _NEEDS_STORE[name])
+                for name in asked
+            )
+        )
+    return read_input(document)
+
+
+def _named_sessions(document: JsonObject) -> tuple[Any, ...]:
+    """Return what a body may name its conversation by: OpenAI's members, and Anthropic's."""
+    metadata = document.get("metadata")
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    return document.get("prompt_cache_key"), document.get("user"), user
+
+
+APIS = {
+    MESSAGES: Api(read_messages, "max_tokens", MESSAGE_FORMAT),
+    RESPONSES: Api(read_response_body, "max_output_tokens", RESPONSE_FORMAT),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NamedEvents(RelayEndpoint[PassedCall]):
+    """The endpoints ``POST /v1/messages`` and ``POST /v1/responses``."""
+
+    def read(self, document: JsonObject, context: RequestContext) -> PassedCall:
+        """Read what routing needs of a request."""
+        settings, api = self.settings, APIS[self.path]
+        choice = resolve(document, settings.openai, self.pipeline.fleet)
+        fields, hint_field = routing_fields(document, context, choice.tier, self.rules)
+        conversation = api.read(document)
+        limit = as_integer(document.get(api.limit)) or settings.limits.default_max_tokens
+        priority = priority_to_send(document, fields, context)
+        return PassedCall(
+            context=context,
+            path=self.path,
+            document=document,
+            answers=api.answers,
+            prompt=conversation.prompt(self.pipeline.counter),
+            options=fields.options(priority or 0, hint_field),
+            max_tokens=min(max(limit, 1), MAX_COUNT),
+            streamed=as_boolean(document.get("stream")),
+            priority=priority,
+            report=fields.report,
+            chat=conversation.chat,
+            adapter=choice.adapter,
+            session=session_of(context, *_named_sessions(document)),
+        )
+
+    def encoder(self, request: PassedCall, answer: EngineStream, report: dict[str, Any] | None) -> PassedEvents:
+        """Return what writes the events of a stream."""
+        del answer
+        return PassedEvents(request.context, report)
+
+
+class PassedEvents:
+    """Passes a stream's events on as they are. Its last one waits until the answer is known to be complete.
+
+    Args:
+        context: Of the request.
+        report: A further member of the last event; None: there is none.
+    """
+
+    __slots__ = ("_context", "_last", "_latest", "_report")
+
+    def __init__(self, context: RequestContext, report: Mapping[str, Any] | None) -> None:
+        self._context, self._report = context, report
+        self._last = self._latest = b""
+
+    def events(self, chunks: Sequence[Chunk]) -> list[bytes]:
+        """Return what came together, but for the last event of all."""
+        events = [chunk.raw + SEPARATOR for chunk in chunks if not chunk.last]
+        if chunks[-1].last:
+            self._last = chunks[-1].raw
+        self._latest = events[-1] if events else self._latest
+        return events
+
+    def plain(self, events: bytes, texts: PlainTexts) -> bytes:
+        """Return plain events."""
+        del texts
+        self._latest = events
+        return events
+
+    def end(self) -> list[bytes]:
+        """Return the engine's last event, with the report where it was asked for."""
+        last = self._last if self._report is None else with_member(self._last, "qarr", self._report)
+        return [last + SEPARATOR]
+
+    def failure(self, error: UpstreamError) -> list[bytes]:
+        """Return an error event, in the place of the last one."""
+        number = self._latest.rpartition(_NUMBER)[2].split(b",")[0].split(b"}")[0]
+        following = int(number) + 1 if number.isdigit() else 0
+        form = error_form(self._context.route)
+        return [describe(error).event(form, self._context.ids, following) + SEPARATOR]
+
+
+async def stored_response(request: Request) -> None:
+    """Answer whoever asks for a response by its id: there is none.
+
+    Raises:
+        NotStored: Always.
+    """
+    raise NotStored(request.path_params["id"])

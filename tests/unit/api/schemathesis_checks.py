@@ -1,0 +1,17 @@
+"""What schemathesis checks here besides its own: loaded by it, as ``SCHEMATHESIS_HOOKS`` says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import schemathesis
+
+if TYPE_CHECKING:
+    from schemathesis import Case, CheckContext, Response
+
+
+@schemathesis.check
+def not_a_fault(_ctx: CheckContext, response: Response, _case: Case) -> None:
+    """No answer is a server's fault; bounds that a request makes mandatory and nothing meets are refused with 503."""
+    refused = response.status_code == 503 and "quality_loss is" in response.text
+    assert response.status_code < 500 or refused, response.text
