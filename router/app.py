@@ -74,6 +74,8 @@ if TYPE_CHECKING:
     from tiers.fleet import Fleet
     from tiers.lifecycle.operations import Operations
 
+LEAST_REQUESTS = 64  # that engines may have at once, however few they are
+
 
 @dataclass(frozen=True, slots=True)
 class Links:
@@ -224,9 +226,9 @@ def _wire(
     redis_url = settings.state.redis_url.get_secret_value()
     policy = PolicyStore(settings.policy, fleet, redis_url)
     registry.observers.append(partial(_count_loss, policy))
-    # The most requests that replicas have at once; an engine started here may have a successor beside it for a while.
-    slots = sum(spec.max_in_flight * (len(spec.urls) + 2 * spec.replicas) for spec in fleet.specs)
-    upstream = Upstream(fleet, EngineTransport(2 * slots), settings.upstream, telemetry, policy)
+    upstream = Upstream(fleet, EngineTransport(LEAST_REQUESTS), settings.upstream, telemetry, policy)
+    upstream.fit()
+    fleet.on_members = upstream.fit
     served = links.busy if links is not None else lambda: bool(registry.open)
     profiling = AutoProfile(settings, fleet, policy, model, served)
     share = settings.policy.live_check_share
@@ -353,15 +355,16 @@ class Status:
 
     async def health(self, _request: Request) -> Response:
         """Answer with the health of the whole, and what is wrong: 503 while no tier is ready or the router shuts down."""
-        health = health_of(self._fleet.snapshot(), serves=self._server_state.open)
+        health = health_of(self._fleet.snapshot(), self._fleet.notes.values(), serves=self._server_state.open)
         return _json(health, 503 if health["status"] == "unhealthy" else 200)
 
     async def tiers(self, request: Request) -> Response:
         """Answer with the present fleet; only operators see the engines' addresses."""
         inside = context_of(request.scope).caller.sees_all
-        fleet = render_fleet(self._fleet.snapshot(), self._about["model"], self._fleet.machine, inside=inside)
+        fleet, model = self._fleet, self._about["model"]
+        shown = render_fleet(fleet.snapshot(), model, fleet.machine, fleet.sources, inside=inside)
         profiling, budget = self._profiling.render(inside=inside), self._loss_budget()
-        return _json({**fleet, "profiling": profiling, "loss_budget": budget})
+        return _json({**shown, "profiling": profiling, "loss_budget": budget})
 
     async def openapi(self, _request: Request) -> Response:
         """Answer with the OpenAPI document."""

@@ -10,9 +10,7 @@ import re
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
-import httpx
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -32,6 +30,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from redis.asyncio.connection import parse_url
 
 from classifier import PromptClass
+from tiers.address import normalised, wrong_with
 from tiers.checkpoints.prepare import CALIBRATION_SAMPLES, CALIBRATION_TOKENS, DEFAULT_CALIBRATION, DEFAULT_MODEL
 from tiers.lifecycle.engine_args import check_own
 from tiers.spec import TierName
@@ -149,30 +148,9 @@ def _engine_address(url: str) -> str:
     Raises:
         ValueError: The address cannot be used.
     """
-    if wrong := _wrong_with(url):
+    if wrong := wrong_with(url):
         raise ValueError(f"{wrong}; an address like http://10.0.0.5:8000 is allowed")
     return url
-
-
-def _wrong_with(url: str) -> str | None:
-    """Return why paths of vLLM's API cannot be appended to an address; None if they can."""
-    try:
-        httpx.URL(url)
-        parts = urlsplit(url)
-        port = parts.port
-    except (httpx.InvalidURL, ValueError):
-        return "this is no address"
-    if not url.isprintable() or " " in url or parts.scheme not in {"http", "https"} or not parts.hostname or port == 0:
-        return "this is no address that begins with http:// or https:// and names a host"
-    if parts.username is not None or parts.password is not None:
-        return (
-            "user and password do not belong here, where GET /tiers shows them: engine.api_key holds the engines' key"
-        )
-    if "?" in url or "#" in url:
-        return "a query or a fragment cannot stand before the paths of the engine's API"
-    if parts.path.rstrip("/").endswith("/v1"):
-        return "the address ends with /v1, which QARR adds itself"
-    return None
 
 
 def _once(urls: tuple[str, ...]) -> tuple[str, ...]:
@@ -181,11 +159,26 @@ def _once(urls: tuple[str, ...]) -> tuple[str, ...]:
     Raises:
         ValueError: An engine is.
     """
-    known = [_normalised(url) for url in urls]
+    known = [normalised(url) for url in urls]
     for url, same in zip(urls, known, strict=True):
         if known.count(same) > 1:
             raise ValueError(f"{url} is named more than once")
     return urls
+
+
+def _dns_address(url: str) -> str:
+    """Check the name of engines that run elsewhere.
+
+    Raises:
+        ValueError: It cannot be used.
+    """
+    if not url:
+        return url
+    if url.startswith("https:"):
+        raise ValueError("engines are reached by their addresses, which no certificate names: http:// is allowed")
+    if wrong := wrong_with(url):
+        raise ValueError(f"{wrong}; a name like http://qarr-fast.default.svc:8000 is allowed")
+    return url
 
 
 T = TypeVar("T")
@@ -201,12 +194,6 @@ def _different(numbers: tuple[T, ...]) -> tuple[T, ...]:
         if numbers.count(number) > 1:
             raise ValueError(f"{number} is named more than once")
     return numbers
-
-
-def _normalised(url: str) -> str:
-    """Return a text that is equal for equal addresses."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.lower()}{parts.path.rstrip('/')}"
 
 
 def _not_ours(args: tuple[str, ...]) -> tuple[str, ...]:
@@ -271,12 +258,17 @@ class TierSettings(Section):
     urls: Annotated[tuple[EngineAddress, ...], AfterValidator(_once)] = Field(
         (), description="Engines that run elsewhere."
     )
+    dns: Annotated[str, AfterValidator(_dns_address)] = Field(
+        "",
+        description="Name of engines that run elsewhere, as `http://qarr-fast.default.svc:8000`: each of its addresses "
+        "is a replica. It is resolved every `discovery.interval_s`.",
+    )
     replicas: int | None = Field(
         None,
         ge=0,
         le=MOST_REPLICAS,
-        description="Engines started here, besides those of `urls`; unset: one, or none if there are `urls`. 0 without "
-        "`urls` leaves the tier out.",
+        description="Engines started here, besides those elsewhere; unset: one, or none with `urls` or `dns`. 0 without "
+        "these leaves the tier out, unless `discovery.file` names it.",
     )
     gpus: Annotated[tuple[NonNegativeInt, ...], AfterValidator(_different)] = Field(
         (),
@@ -303,8 +295,8 @@ class TierSettings(Section):
     precision: str = Field(
         "",
         pattern=r"^([a-z0-9][a-z0-9+.-]{0,31})?$",
-        description="What the engines of `urls` serve, such as `fp8`, if their checkpoint cannot be read here; it is shown "
-        "as stated. Of engines that are started here the checkpoint tells it.",
+        description="What engines that run elsewhere serve, such as `fp8`, if their checkpoint cannot be read here; it is "
+        "shown as stated. Of engines that are started here the checkpoint tells it.",
     )
 
     @model_validator(mode="after")
@@ -320,7 +312,7 @@ class TierSettings(Section):
     @property
     def replicas_here(self) -> int:
         """Return the number of engines that are started here."""
-        return int(not self.urls) if self.replicas is None else self.replicas
+        return int(not (self.urls or self.dns)) if self.replicas is None else self.replicas
 
 
 DEFAULT_LENGTHS: dict[str, dict[str, Any]] = {
@@ -352,13 +344,30 @@ class TiersSettings(Section):
         """Check that no engine is in two tiers: it serves at one precision."""
         found: dict[str, str] = {}
         for name in TierName:
-            for url in getattr(self, name.value).urls:
-                other = found.setdefault(_normalised(url), name.value)
-                if other != name.value:
+            tier: TierSettings = getattr(self, name.value)
+            for key, url in (*(("urls", url) for url in tier.urls), *((("dns", tier.dns),) if tier.dns else ())):
+                other = found.setdefault(normalised(url), f"tiers.{name}.{key}")
+                if other != f"tiers.{name}.{key}":
                     raise ValueError(
-                        f"tiers.{other}.urls and tiers.{name}.urls both name {url}: an engine serves at one precision"
+                        f"{other} and tiers.{name}.{key} both name {url}: an engine serves at one precision"
                     )
         return self
+
+
+class DiscoverySettings(Section):
+    """Where engines that come and go are named."""
+
+    file: Path | None = Field(
+        None,
+        description='JSON file of engines that run elsewhere, as `{"fast": ["http://10.0.0.5:8000"]}`; read again '
+        "whenever it changes. Replace it in one step (rename).",
+    )
+    interval_s: float = Field(
+        5,
+        ge=0.1,
+        le=3600,
+        description="Seconds between two looks at `discovery.file` and at names (`tiers.<name>.dns`).",
+    )
 
 
 class ModelSettings(Section):
@@ -783,6 +792,7 @@ class Settings(BaseSettings):
     tiers: Annotated[TiersSettings, BeforeValidator(_merge_lengths)] = Field(
         default_factory=lambda: TiersSettings.model_validate(DEFAULT_LENGTHS)
     )
+    discovery: DiscoverySettings = DiscoverySettings()
     model: ModelSettings = Field(default_factory=ModelSettings)
     engine: EngineSettings = Field(default_factory=EngineSettings)
     quantizer: QuantizerSettings = Field(default_factory=QuantizerSettings)

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -46,12 +46,34 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
 
 
-@dataclass(slots=True)
 class RedisServer:
-    """A real Redis, for this session of tests alone."""
+    """A real Redis, for tests alone."""
 
-    url: str
-    process: subprocess.Popen[bytes]
+    def __init__(self) -> None:
+        program = shutil.which("redis-server")
+        assert program, "redis-server is not installed: scripts/setup services, or apt-get install redis-server"
+        (self._port,) = reserved_ports()
+        self._argv = [program, "--port", str(self._port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        self.url = f"redis://127.0.0.1:{self._port}/0"
+        self.start()
+
+    def start(self) -> None:
+        """Start it, empty, and wait until it answers."""
+        self.process = subprocess.Popen(self._argv, stdout=subprocess.DEVNULL)
+        while not self._answers():
+            assert self.process.poll() is None
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 1):
+            return True
+        return False
+
+    def stop(self) -> None:
+        """End it."""
+        self.resume()
+        self.process.terminate()
+        self.process.wait(10)
 
     def pause(self) -> None:
         """Stop it from answering."""
@@ -64,24 +86,15 @@ class RedisServer:
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
-    """Start Redis on a free port."""
-    program = shutil.which("redis-server")
-    assert program, "redis-server is not installed: scripts/setup services, or apt-get install redis-server"
-    (port,) = reserved_ports()
-    process = subprocess.Popen(
-        [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        while True:
-            assert process.poll() is None
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                time.sleep(0.02)
-        yield RedisServer(f"redis://127.0.0.1:{port}/0", process)
-    finally:
-        process.send_signal(signal.SIGCONT)
-        process.terminate()
-        process.wait(10)
+    """Start a Redis for all tests of this session."""
+    redis = RedisServer()
+    yield redis
+    redis.stop()
+
+
+@pytest.fixture
+def own_redis() -> Iterator[RedisServer]:
+    """Start a Redis for one test, which may end it."""
+    redis = RedisServer()
+    yield redis
+    redis.stop()

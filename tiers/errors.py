@@ -14,6 +14,7 @@ TierError
 ├── OperationError         an operator's request cannot be carried out
 │   ├── UnknownReplica     there is no such replica
 │   └── NotPossible        not on this replica, or not now
+├── DiscoveryError         a file or a DNS name does not tell engines
 └── ProbeError             an engine did not answer a probe as vLLM does
     └── RefusedError       it refused the request with HTTP 400
 """
@@ -75,6 +76,18 @@ class UnknownReplica(OperationError):
 
 class NotPossible(OperationError):
     """The operation is not possible on this replica, or not now."""
+
+
+class DiscoveryError(TierError):
+    """A file or a DNS name does not tell which engines there are.
+
+    Attributes:
+        brief: Without addresses: others than operators may see it.
+    """
+
+    def __init__(self, brief: str, more: str = "") -> None:
+        super().__init__(f"{brief}: {more}" if more else brief)
+        self.brief = brief
 
 
 class ProbeError(TierError):

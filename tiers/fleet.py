@@ -184,6 +184,8 @@ class Fleet:
         machine: Name of the machine that the router, and engines started by it, run on.
         options: When replicas get fewer requests, or none.
         on_capacity: Called when slots may have become free.
+        on_members: Called when a replica was added or removed.
+        notes: What is wrong with where engines are named, by setting.
         failures: Failed attempts, by tier and kind of error.
         restarts: Automatic restarts of engines, by tier.
         first_share: This router's share of a replica that is added; None: all of it.
@@ -200,6 +202,8 @@ class Fleet:
     machine: str = ""
     options: FleetOptions = field(default_factory=FleetOptions)
     on_capacity: Callable[[], None] = field(default=lambda: None)
+    on_members: Callable[[], None] = field(default=lambda: None)
+    notes: dict[str, str] = field(default_factory=dict)
     failures: Counter[tuple[TierName, str]] = field(default_factory=Counter)
     restarts: Counter[TierName] = field(default_factory=Counter)
     first_share: Share | None = None
@@ -225,12 +229,20 @@ class Fleet:
         self._members.setdefault(replica.spec.name, []).append(replica)
         replica.totals = self._totals
         self._totals.count(replica.spec.name, replica.view)
+        self.on_members()
 
     def remove(self, replica: Replica) -> None:
         """Remove a replica. Its leases end as usual."""
         self.replicas.remove(replica)
         self._members[replica.spec.name].remove(replica)
         self._totals.count(replica.spec.name, replica.view, -1)
+        self._show_precision(replica.spec.name)
+        self.on_members()
+
+    @property
+    def sources(self) -> dict[str, str | None]:
+        """Return who names each replica, by id."""
+        return {replica.id: replica.source for replica in self.replicas}
 
     def configure(self, spec: TierSpec) -> None:
         """Replace a tier's configuration, for example when its checkpoint is finished."""
@@ -240,10 +252,15 @@ class Fleet:
         """Note what a replica given by URL serves; return whether the known replicas of its tier differ in it."""
         replica.spec = replace(replica.spec, precision=precision)
         replica.changed()
-        known = [r.spec.precision for r in self._members[replica.spec.name] if r.model]  # the others were never asked
+        return self._show_precision(replica.spec.name) > 1
+
+    def _show_precision(self, tier: TierName) -> int:
+        """Let a tier show what its replicas serve; return the number of their precisions."""
+        known = [r.spec.precision for r in self._members[tier] if r.model]  # the others were never asked
         found = dict.fromkeys(known)
-        self.configure(replace(self.spec(replica.spec.name), precision=", ".join(found)))
-        return len(found) > 1
+        shown = ", ".join(found)
+        self.specs = tuple(replace(s, precision=shown) if s.name is tier and found else s for s in self.specs)
+        return len(found)
 
     def shorten(self, replica: Replica, max_model_len: int) -> None:
         """Note that a replica has a shorter context than configured; its tier promises the shortest of its replicas."""

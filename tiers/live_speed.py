@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from statistics import fmean, median, pstdev
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from tiers.replica import Replica
 
 LOOK_S = 2.0
+REST = (
+    9.0  # times as long as learning took, nothing is learned: in a large fleet many replicas are due at the same time
+)
 ENOUGH = 32  # answers before anything is learned
 AGAIN = 1.5  # learn again at this multiple of the answers of the last time; trends follow later changes
 CONTENTIONS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
@@ -122,21 +126,32 @@ class LiveSpeed:
         """Learn periodically, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            for replica in list(self._fleet.replicas):
-                await self.look(replica)
+            replicas = list(self._fleet.replicas)
+            for replica in replicas:
+                began = time.monotonic()
+                if await self.look(replica):
+                    await asyncio.sleep(REST * (time.monotonic() - began))
+            self._forget_others({replica.id for replica in replicas})
 
-    async def look(self, replica: Replica) -> None:
-        """Learn one replica's speed, in a thread, if there are enough answers since the last time."""
+    def _forget_others(self, known: set[str]) -> None:
+        """Forget replicas that were removed."""
+        for name in (self._idle.keys() | self._answers.keys()) - known:
+            self._idle.pop(name, None)
+            self._answers.pop(name, None)
+
+    async def look(self, replica: Replica) -> bool:
+        """Learn one replica's speed, in a thread, if there are enough answers since the last time; return whether."""
         if replica.state is not ReplicaState.READY or not replica.learns:
             self._idle.pop(replica.id, None)
             self._answers.pop(replica.id, None)
-            return
+            return False
         if replica.speed is not None and not replica.speed.learned:
             self._idle[replica.id] = replica.speed
         if replica.noted < max(ENOUGH, AGAIN * self._answers.get(replica.id, 0)):
-            return
+            return False
         self._answers[replica.id] = replica.noted
         idle = self._idle.get(replica.id)
         learned = await asyncio.to_thread(learn, tuple(replica.seen), replica.spec.max_num_seqs, idle)
         if learned is not None and replica.state is ReplicaState.READY and replica.learns:
             replica.measured(learned)
+        return True

@@ -170,6 +170,7 @@ class Replica:
 
     Attributes:
         fingerprint: The engine's own, from its answers.
+        source: Who names it; None: it was started here.
         in_flight: The router's requests on it.
         slots: Slots that those take: one for each sequence.
         share: This router's share of the slots; None: the replica is not shared.
@@ -188,6 +189,7 @@ class Replica:
     model: str
     takes_priority: bool = True
     fingerprint: str | None = None
+    source: str | None = None
     pid: _Shown[int | None] = _Shown(None)
     state: _Shown[ReplicaState] = _Shown(ReplicaState.STARTING)
     detail: _Shown[str | None] = _Shown(None)

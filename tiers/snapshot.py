@@ -307,7 +307,7 @@ class TierSnapshot:
     @property
     def state(self) -> ReplicaState:
         """Return the state of the tier's best replica; without replicas, whether one is being prepared."""
-        return _best([replica.state for replica in self.replicas], self.preparing, absent=self.spec.absent)
+        return _best([replica.state for replica in self.replicas], self.preparing, self.spec)
 
     def next(
         self, prompt_tokens: int, output_tokens: float, long_prompt_tokens: int, sequences: int = 1
@@ -392,7 +392,7 @@ class KeptTier(TierSnapshot):
     @property
     def state(self) -> ReplicaState:
         """Return the state of the tier's best replica; without replicas, whether one is being prepared."""
-        return _best([view.state for view in self._kept[0]], self.preparing, absent=self.spec.absent)
+        return _best([view.state for view in self._kept[0]], self.preparing, self.spec)
 
     def next(
         self, prompt_tokens: int, output_tokens: float, long_prompt_tokens: int, sequences: int = 1
@@ -459,10 +459,14 @@ def least_loaded(
     return found
 
 
-def _best(states: Sequence[ReplicaState], preparing: Preparing | None, *, absent: bool) -> ReplicaState:
-    if not states and preparing is not None:
+def _best(states: Sequence[ReplicaState], preparing: Preparing | None, spec: TierSpec) -> ReplicaState:
+    if states:
+        return min(states, key=_BEST_FIRST.index)
+    if preparing is not None:
         return ReplicaState.PREPARING if preparing.failed is None else ReplicaState.FAILED
-    return min(states, key=_BEST_FIRST.index, default=ReplicaState.ABSENT if absent else ReplicaState.STOPPED)
+    if spec.awaited:
+        return ReplicaState.WAITING
+    return ReplicaState.ABSENT if spec.absent else ReplicaState.STOPPED
 
 
 _BEST_FIRST = [
@@ -475,6 +479,7 @@ _BEST_FIRST = [
     ReplicaState.FAILED,
     ReplicaState.QUARANTINED,
     ReplicaState.STOPPED,
+    ReplicaState.WAITING,
     ReplicaState.ABSENT,
 ]
 

@@ -58,6 +58,7 @@ class ReplicaState(Enum):
     FAILED = "failed"  # exited, or its warm-up failed
     QUARANTINED = "quarantined"  # runs elsewhere; answers otherwise than before, hangs or is too slow; for an operator
     STOPPED = "stopped"
+    WAITING = "waiting"  # only of a tier: its engines run elsewhere, and none is known yet
     ABSENT = "absent"  # only of a tier: no engine of it is configured
 
 
@@ -127,7 +128,9 @@ class TierSpec:
         max_in_flight: Slots of one replica: a request takes one for each of its answers; more requests wait, go elsewhere
             or are refused.
         urls: Engines that run elsewhere.
-        replicas: Engines that are started here. Without these and ``urls`` nothing serves the tier.
+        named_by: What names further engines that run elsewhere while the router runs: a DNS name, a file.
+        awaited: Whether one of these may be named at any time.
+        replicas: Engines that are started here.
         checkpoint: Folder that those are started from; None: there are none, or it is still to be made.
         digest: Digest of the checkpoint's weights; None: unknown.
         precision: Number format of the weights that are served, for people: read from the checkpoint, or ``fp8 (stated)``,
@@ -146,6 +149,8 @@ class TierSpec:
     max_num_seqs: int
     max_in_flight: int
     urls: tuple[str, ...] = ()
+    named_by: tuple[str, ...] = ()
+    awaited: bool = False
     checkpoint: Path | None = None
     digest: str | None = None
     precision: str = UNKNOWN
@@ -165,8 +170,8 @@ class TierSpec:
 
     @property
     def absent(self) -> bool:
-        """Tell whether no engine of it is configured."""
-        return not (self.urls or self.replicas)
+        """Tell whether no engine of it is configured, and none is awaited."""
+        return not (self.urls or self.replicas or self.awaited)
 
     @property
     def world_size(self) -> int:
@@ -180,9 +185,11 @@ class TierSpec:
 
     @property
     def identity(self) -> str | None:
-        """Return what identifies the tier's weights: their digest, else their location; None: unknown."""
+        """Return what identifies the tier's weights: their digest, else where they are or what names it; None: unknown."""
+        if self.digest is not None:
+            return self.digest
         folder = [str(self.checkpoint)] if self.checkpoint is not None else []
-        return " ".join([*self.urls, *folder]) or None if self.digest is None else self.digest
+        return " ".join([*self.urls, *folder] or self.named_by) or None
 
 
 @dataclass(frozen=True, slots=True)

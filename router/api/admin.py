@@ -1,4 +1,4 @@
-"""The operators' endpoints: drain, resume, restart and recycle replicas, and follow these operations."""
+"""The operators' endpoints: add and remove replicas, drain, resume, restart and recycle them, and follow operations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.routing import Route as Endpoint
 
 from router.api.asgi import context_of, read_body
-from router.api.bodies import json_response, parse_adapter
+from router.api.bodies import json_response, parse_adapter, parse_remove, parse_replica
 from router.api.problems import NotAdmin
 from router.auth.network import is_loopback
 from tiers.lifecycle.operations import KINDS, Kind, Operation, Operations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from router.auth.api_keys import KeyStore
     from tiers.lifecycle.adapters import AdapterResult
 
-REPLICAS = "/admin/replicas/{id}"
+ALL_REPLICAS = "/admin/replicas"
+REPLICAS = ALL_REPLICAS + "/{id}"
 OPERATIONS = "/admin/operations"
 ADAPTERS = "/admin/adapters"
 MOST_BYTES = 1 << 16  # of a body
@@ -40,6 +41,7 @@ class Admin:
     def routes(self) -> list[Endpoint]:
         """Return the endpoints' routes."""
         return [
+            Endpoint(ALL_REPLICAS, self._add, methods=["POST"]),
             *(Endpoint(f"{REPLICAS}/{kind}", self._operate(kind), methods=["POST"]) for kind in KINDS),
             Endpoint(OPERATIONS, self._list, methods=["GET"]),
             Endpoint(OPERATIONS + "/{id}", self._one, methods=["GET"]),
@@ -50,9 +52,17 @@ class Admin:
     def _operate(self, kind: Kind) -> Callable[[Request], Awaitable[Response]]:
         async def operate(request: Request) -> Response:
             self._check(request)
-            return json_response(_render(self._operations.begin(kind, request.path_params["id"])), 202)
+            now = kind == "remove" and parse_remove(await _read(request)).now
+            return json_response(_render(self._operations.begin(kind, request.path_params["id"], now=now)), 202)
 
         return operate
+
+    async def _add(self, request: Request) -> Response:
+        self._check(request)
+        roster = self._operations.roster
+        replica = roster.add(*parse_replica(await _read(request), roster.tiers))
+        added = {"id": replica.id, "tier": replica.spec.name, "url": replica.url, "source": replica.source}
+        return json_response({**added, "state": replica.state.value}, 201)
 
     async def _list(self, request: Request) -> Response:
         self._check(request)
@@ -64,7 +74,7 @@ class Admin:
 
     async def _load(self, request: Request) -> Response:
         self._check(request)
-        body = parse_adapter(await read_body(request.scope, request.receive, MOST_BYTES))
+        body = parse_adapter(await _read(request))
         adapter, tiers = Adapter(body.name, body.path), frozenset(map(TierName, body.tiers))
         return json_response(_rendered(body.name, await self._operations.adapters.load(adapter, tiers)))
 
@@ -90,6 +100,10 @@ class Admin:
                 f"without keys, replicas are operated on from this machine only, and {came}: make a key with 'qarr keys add "
                 f"NAME --admin'"
             )
+
+
+async def _read(request: Request) -> bytes:
+    return await read_body(request.scope, request.receive, MOST_BYTES)
 
 
 def _rendered(name: str, results: list[AdapterResult]) -> dict[str, Any]:

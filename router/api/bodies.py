@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import to_json
@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 from router.pipeline.request import NO_BOUNDS, RoutingOptions
 from router.policy.decision import Priority, Sla
-from router.settings import AdapterName  # noqa: TC001  pydantic reads it
+from router.settings import AdapterName, EngineAddress  # noqa: TC001  pydantic reads them
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from pydantic import ValidationInfo
     from pydantic_core import ErrorDetails
@@ -168,6 +168,60 @@ def parse_adapter(body: bytes) -> AdapterBody:
         raise InvalidBody(tuple(problems)) from None
 
 
+class ReplicaBody(BaseModel):
+    """The body of ``POST /admin/replicas``: an engine that runs elsewhere, to be added to a tier."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    tier: str
+    url: EngineAddress
+
+
+class RemoveBody(BaseModel):
+    """The body of ``POST /admin/replicas/{id}/remove``; it may be left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    now: bool = False
+
+
+REPLICA_ALLOWED = {"tier": "a tier of this router", "url": "an address like http://10.0.0.5:8000"}
+REMOVE_ALLOWED = {"now": "true or false; true: open requests are not waited for"}
+
+
+def parse_replica(body: bytes, tiers: Collection[TierName]) -> tuple[TierName, str]:
+    """Return the tier and the address of an engine that is to be added.
+
+    Raises:
+        InvalidBody: The body is not UTF-8, not JSON, or a field is wrong; lists every problem.
+    """
+    parsed = _parsed(ReplicaBody, body, REPLICA_ALLOWED)
+    for tier in tiers:
+        if tier == parsed.tier:
+            return tier, parsed.url
+    raise InvalidBody((FieldProblem("tier", "there is no such tier", ", ".join(tiers)),))
+
+
+def parse_remove(body: bytes) -> RemoveBody:
+    """Parse a body.
+
+    Raises:
+        InvalidBody: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
+    """
+    return _parsed(RemoveBody, body or b"{}", REMOVE_ALLOWED)
+
+
+B = TypeVar("B", bound=BaseModel)
+
+
+def _parsed(kind: type[B], body: bytes, allowed: Mapping[str, str]) -> B:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        problems = [_problem(e, allowed) for e in error.errors(include_url=False, include_input=False)]
+        raise InvalidBody(tuple(problems)) from None
+
+
 # Allowed values of the routing options, in bodies and headers.
 ROUTING_ALLOWED = {
     "tier": "auto, fast, balanced or precise",
@@ -209,13 +263,16 @@ def _problem(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem:
     return FieldProblem(field, message[:1].lower() + message[1:], allowed.get(field, ""))
 
 
-def render_fleet(fleet: FleetSnapshot, model: str, machine: str, *, inside: bool) -> dict[str, Any]:
+def render_fleet(
+    fleet: FleetSnapshot, model: str, machine: str, sources: Mapping[str, str | None], *, inside: bool
+) -> dict[str, Any]:
     """Return the fleet as the answer of ``GET /tiers``.
 
     Args:
         fleet: The fleet's present state.
         model: The served model's name.
         machine: The machine that the router runs on.
+        sources: Who names each replica, by id.
         inside: Whether to show where engines and checkpoints are, and the details that quote such addresses and paths.
     """
     return {
@@ -236,7 +293,7 @@ def render_fleet(fleet: FleetSnapshot, model: str, machine: str, *, inside: bool
                 "max_model_len": tier.spec.max_model_len,
                 "adapters": list(tier.spec.adapters),
                 "max_in_flight": tier.spec.max_in_flight,
-                "replicas": [_render_replica(r, inside=inside) for r in tier.replicas],
+                "replicas": [{**_render_replica(r, inside=inside), "source": sources.get(r.id)} for r in tier.replicas],
             }
             for tier in fleet.tiers
         ],
@@ -301,11 +358,12 @@ def _render_replica(replica: ReplicaSnapshot, *, inside: bool) -> dict[str, Any]
     }
 
 
-def health_of(fleet: FleetSnapshot, *, serves: bool) -> dict[str, Any]:
+def health_of(fleet: FleetSnapshot, notes: Iterable[str] = (), *, serves: bool) -> dict[str, Any]:
     """Return whether requests are answered, and what an operator should look at.
 
     Args:
         fleet: As it is.
+        notes: What is wrong with where engines are named.
         serves: The router takes requests.
     """
     tiers = [tier for tier in fleet.tiers if not tier.spec.absent]
@@ -315,6 +373,7 @@ def health_of(fleet: FleetSnapshot, *, serves: bool) -> dict[str, Any]:
             reasons.append(f"{replica.id} is {replica.state.value}")
         elif replica.state is ReplicaState.READY and replica.detail:
             reasons.append(f"{replica.id}: {replica.detail}")
+    reasons += notes
     if not serves:
         reasons.insert(0, "the router is shutting down")
     ready = serves and any(tier.state is ReplicaState.READY for tier in tiers)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic.json_schema import models_json_schema
 
-from router.api.admin import ADAPTERS, OPERATIONS, REPLICAS
-from router.api.bodies import ADAPTER_ALLOWED, AdapterBody, GenerateBody, allowed_values
+from router.api.admin import ADAPTERS, ALL_REPLICAS, OPERATIONS, REPLICAS
+from router.api.bodies import ADAPTER_ALLOWED, AdapterBody, GenerateBody, RemoveBody, ReplicaBody, allowed_values
 from router.api.generate import STREAM_ID
 from router.api.openai import HEADERS, OpenAIFields
 from router.api.paths import CHAT, COMPLETIONS, EMBEDDINGS, MOST_LISTED
@@ -75,6 +75,7 @@ _OPERATIONS: dict[Kind, str] = {
     "resume": "Give a drained replica requests again",
     "restart": "Drain an engine that was started here, stop it and start it again",
     "recycle": "Replace an engine that was started here by a new one",
+    "remove": "Drain an engine that runs elsewhere, and forget it",
 }
 
 
@@ -275,11 +276,21 @@ def _admin() -> dict[str, Schema]:
     begun = {"description": "It has begun; the operation shows its progress", "content": _content(_ref("Operation"))}
     responses = {"202": begun, **_errors((401, 403, 404, 409, 413, 500, 503))}
     loaded = {"description": "At least one engine did it", "content": _content(_ref("AdapterResults"))}
-    named = [_parameter("id")]
+    added = {"description": "It is watched from now on", "content": _content(_ref("AddedReplica"))}
+    named, remove = [_parameter("id")], {"requestBody": {**_body(_ref("RemoveBody")), "required": False}}
+    invalid = {"responses": {**responses, **_errors((400,))}}
     return {
         **{
             f"{REPLICAS}/{kind}": {"post": {"summary": meaning, "parameters": named, "responses": responses}}
             for kind, meaning in _OPERATIONS.items()
+        },
+        f"{REPLICAS}/remove": {"post": {"summary": _OPERATIONS["remove"], "parameters": named, **remove, **invalid}},
+        ALL_REPLICAS: {
+            "post": {
+                "summary": "Add an engine that runs elsewhere; it gets requests once it is ready",
+                "requestBody": _body(_ref("ReplicaBody")),
+                "responses": {"201": added, **_errors((400, 401, 403, 409, 413, 500, 503))},
+            }
         },
         OPERATIONS: {"get": _get("Operations, the latest last", _ref("OperationList"), 403, 404)},
         ADAPTERS: {
@@ -337,7 +348,8 @@ def _models() -> Schema:
     """Return the schemas of all models by name. The first request for the document makes them."""
     from router.api.responses import MODELS  # noqa: PLC0415  takes 50 ms, and few ask
 
-    checked = [(GenerateBody, "validation"), (AdapterBody, "validation"), (OpenAIFields, "validation")]
+    bodies = (GenerateBody, AdapterBody, ReplicaBody, RemoveBody, OpenAIFields)
+    checked = [(body, "validation") for body in bodies]
     models: Any = [*checked, *((model, "serialization") for model in MODELS)]
     _, made = models_json_schema(models, ref_template="#/components/schemas/{model}")
     found: Schema = made["$defs"]

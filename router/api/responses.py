@@ -136,7 +136,10 @@ Health = _model(
     reasons=list[str],
 )
 Shown = Annotated[str, Field(description="fp8, or fp8 (stated), or unknown; of replicas that differ, all")]
-Replica = _model("Replica", id=str, url=ForOperators, state=ReplicaState, precision=Shown, in_flight=int)
+SOURCE = "Who names it: settings, command, file, dns, or several of them; null: the router has started it"
+Named = Annotated[str | None, Field(description=SOURCE)]
+Replica = _model("Replica", id=str, url=ForOperators, state=ReplicaState, precision=Shown, in_flight=int, source=Named)
+AddedReplica = _model("AddedReplica", id=str, tier=TierName, url=str, state=ReplicaState, source=Named)
 Tier = _model(
     "Tier",
     tier=TierName,

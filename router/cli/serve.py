@@ -90,8 +90,11 @@ def serve(
     urls = {"fast": fast, "balanced": balanced, "precise": precise}
     tiers = {name: {"urls": tuple(given) if given else None} for name, given in urls.items()}
     settings = load_settings(config, {"server": {"host": host, "port": port}, "tiers": tiers})
-    if not any(t.urls for t in tier_settings(settings)):
-        fail("no engine is given: name at least one with --fast, --balanced or --precise URL, or use 'qarr up'")
+    if settings.discovery.file is None and not any(t.urls or t.dns for t in tier_settings(settings)):
+        fail(
+            "no engine is given: name at least one with --fast, --balanced or --precise URL, name them in tiers.<name>.dns "
+            "or discovery.file, or use 'qarr up'"
+        )
     check_files(settings)
     deployment = make_deployment(settings, (), start_engines=False, tokenizer=tokenizer)
     logging = Logging(settings.telemetry)
@@ -153,7 +156,8 @@ def _run(
         say(f"[bold green]serving[/] on {url} with {ready}; {_to_follow(fleet)}")
 
     def is_up(fleet: Fleet) -> None:
-        failed = [tier.spec.name for tier in fleet.snapshot().tiers if tier.state is ReplicaState.FAILED]
+        lacking = {ReplicaState.FAILED, ReplicaState.WAITING}
+        failed = [tier.spec.name for tier in fleet.snapshot().tiers if tier.state in lacking]
         how = f"all tiers ready but {' and '.join(failed)}" if failed else "all tiers ready"
         say(f"[bold green]up[/]: listening on {url}, {how}. Ctrl-C stops.")
 

@@ -13,6 +13,7 @@ from router.cli.common import ConfigOption, clock, err, plain, print_table
 from router.deployment.layout import speed_machine
 from router.deployment.options import make_canary
 from router.settings import load_settings
+from tiers.address import normalised
 from tiers.errors import OperationError
 from tiers.preparing import Preparing
 from tiers.spec import TierName  # noqa: TC001  typer reads it
@@ -20,17 +21,20 @@ from tiers.spec import TierName  # noqa: TC001  typer reads it
 if TYPE_CHECKING:
     from tiers.lifecycle.operations import Kind
 
-tiers_app = typer.Typer(help="Show the running fleet; drain, resume, restart and recycle its replicas.")
+tiers_app = typer.Typer(help="Show the running fleet; add, remove, drain, resume, restart and recycle its replicas.")
 POLL_S = 0.5
+COMING = {"starting", "warming"}
+GONE: dict[str, Any] = {"state": "gone", "detail": None}
 DETAIL_CHARS = 100
 TargetArgument = Annotated[
     str, typer.Argument(metavar="TIER|REPLICA", help="One replica, or all of a tier, one after another.")
 ]
+EngineArgument = Annotated[str, typer.Argument(metavar="URL", help="Of the engine, as http://10.0.0.5:8000.")]
 
 
 @tiers_app.callback(invoke_without_command=True)
 def tiers_list(context: typer.Context, url: UrlOption = URL, key: KeyOption = "") -> None:
-    """Show the running fleet; drain, resume, restart and recycle its replicas."""
+    """Show the running fleet; add, remove, drain, resume, restart and recycle its replicas."""
     if context.invoked_subcommand is None:
         _print_fleet(RouterApiClient(url, key).ask("/tiers"))
 
@@ -59,6 +63,43 @@ def tiers_recycle(target: TargetArgument, url: UrlOption = URL, key: KeyOption =
     _operate("recycle", target, url, key)
 
 
+@tiers_app.command("add")
+def tiers_add(tier: TierName, engine: EngineArgument, url: UrlOption = URL, key: KeyOption = "") -> None:
+    """Add an engine that runs elsewhere to a tier. It is warmed up and compared before it gets requests.
+
+    A restart of the router forgets it: name it in `tiers.<name>.urls` or in `discovery.file` to keep it.
+    """
+    router = RouterApiClient(url, key)
+    replica = router.ask("/admin/replicas", "POST", {"tier": tier, "url": engine})["id"]
+    last, started = "", time.monotonic()
+    while (now := _find(router.ask("/tiers"), replica))["state"] in COMING:
+        if now["state"] != last:
+            last = now["state"]
+            err.print(f"{clock(started)} {replica}: is {last}")
+        time.sleep(POLL_S)
+    if now["state"] != "ready":
+        raise OperationError(
+            f"{replica} is added, but is {now['state']}: {_detail(now['detail'], {})}; it gets requests when it is ready, "
+            f"'qarr tiers remove {replica}' takes it out"
+        )
+    typer.echo(f"{replica}: added, is ready")
+
+
+@tiers_app.command("remove")
+def tiers_remove(
+    replica: Annotated[str, typer.Argument(metavar="REPLICA", help="Its id, or its engine's URL.")],
+    now: Annotated[bool, typer.Option("--now", help="Do not wait for open requests.")] = False,
+    url: UrlOption = URL,
+    key: KeyOption = "",
+) -> None:
+    """Drain an engine that runs elsewhere, and forget it. The engine itself goes on running.
+
+    A restart of the router adds it again if `tiers.<name>.urls` has it.
+    """
+    router = RouterApiClient(url, key)
+    _follow(router, "remove", _named(router.ask("/tiers"), replica), {"now": now})
+
+
 @tiers_app.command("record")
 def tiers_record(tier: TierName, config: ConfigOption = None) -> None:
     """Delete the recorded answers of a tier's engines (the canary); the next start, or resume, records new ones."""
@@ -76,22 +117,40 @@ def _operate(kind: Kind, target: str, url: str, key: str) -> None:
     """
     router = RouterApiClient(url, key)
     for replica in _replicas(router.ask("/tiers"), target):
-        operation = router.ask(f"/admin/replicas/{replica}/{kind}", "POST")
-        last, started = "", time.monotonic()
-        while True:
-            successor, detail = operation["successor"], operation["detail"]
-            state = _state_of(router.ask("/tiers"), successor or replica)
-            line = f"{replica}: {detail} ({state})" if successor else f"{replica}: {detail} (is {state})"
-            if line != last:
-                err.print(f"{clock(started)} {plain(line)}")
-                last = line
-            if operation["state"] != "running":
-                break
-            time.sleep(POLL_S)
-            operation = router.ask(f"/admin/operations/{operation['id']}")
-        if operation["state"] == "failed":
-            raise OperationError(f"{kind} of {replica} failed: {detail}")
-        typer.echo(f"{replica}: {kind} done, {detail}")
+        _follow(router, kind, replica)
+
+
+def _follow(router: RouterApiClient, kind: Kind, replica: str, body: dict[str, Any] | None = None) -> None:
+    """Run an operation on one replica; see ``_operate``."""
+    operation = router.ask(f"/admin/replicas/{replica}/{kind}", "POST", body)
+    last, started = "", time.monotonic()
+    while True:
+        successor, detail = operation["successor"], operation["detail"]
+        state = _state_of(router.ask("/tiers"), successor or replica)
+        line = f"{replica}: {detail} ({state})" if successor else f"{replica}: {detail} (is {state})"
+        if line != last:
+            err.print(f"{clock(started)} {plain(line)}")
+            last = line
+        if operation["state"] != "running":
+            break
+        time.sleep(POLL_S)
+        operation = router.ask(f"/admin/operations/{operation['id']}")
+    if operation["state"] == "failed":
+        raise OperationError(f"{kind} of {replica} failed: {detail}")
+    typer.echo(f"{replica}: {kind} done, {detail}")
+
+
+def _named(fleet: dict[str, Any], replica: str) -> str:
+    """Return the id of the replica that an id or an engine's URL names.
+
+    Raises:
+        OperationError: There is none.
+    """
+    known = [r for tier in fleet["tiers"] for r in tier["replicas"]]
+    for each in known:
+        if replica == each["id"] or (each["url"] and normalised(replica) == normalised(each["url"])):
+            return str(each["id"])
+    raise OperationError(f"there is no replica {replica!r}: {', '.join(r['id'] for r in known)}")
 
 
 def _replicas(fleet: dict[str, Any], target: str) -> list[str]:
@@ -105,11 +164,13 @@ def _replicas(fleet: dict[str, Any], target: str) -> list[str]:
 
 
 def _state_of(fleet: dict[str, Any], replica_id: str) -> str:
-    for tier in fleet["tiers"]:
-        for replica in tier["replicas"]:
-            if replica["id"] == replica_id:
-                return f"{replica['state']}, {replica['in_flight']} in flight"
-    return "gone"
+    replica = _find(fleet, replica_id)
+    return f"{replica['state']}, {replica['in_flight']} in flight" if replica is not GONE else "gone"
+
+
+def _find(fleet: dict[str, Any], replica_id: str) -> dict[str, Any]:
+    found = (r for tier in fleet["tiers"] for r in tier["replicas"] if r["id"] == replica_id)
+    return next(found, GONE)
 
 
 def _print_fleet(fleet: dict[str, Any]) -> None:

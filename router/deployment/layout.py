@@ -40,7 +40,7 @@ def make_launches(specs: Sequence[TierSpec], plan: Plan, settings: Settings, mod
     engines = [(spec, number) for spec in specs for number in range(spec.replicas)]
     return tuple(
         EngineLaunch(
-            tier=replace(spec, urls=(), stated_precision=None),
+            tier=replace(spec, urls=(), named_by=(), stated_precision=None),
             placement=plan.placement(spec.name, number),
             python=settings.engine.python,
             served_model=model,
@@ -133,13 +133,17 @@ def make_deployment(
     """
     prepared = {c.tier: c for c in checkpoints}
     specs = tuple(
-        tier_spec(name, getattr(settings.tiers, name.value), prepared, engine_args(settings, name)) for name in TierName
+        tier_spec(
+            name, getattr(settings.tiers, name.value), prepared, engine_args(settings, name), named_by(settings, name)
+        )
+        for name in TierName
     )
     if not start_engines:
-        specs = tuple(elsewhere(spec) if spec.urls else replace(spec, replicas=0) for spec in specs)
-    if not any(spec.urls or spec.replicas for spec in specs):
+        specs = tuple(elsewhere(spec) if spec.urls or spec.named_by else replace(spec, replicas=0) for spec in specs)
+    if not any(spec.urls or spec.named_by or spec.replicas for spec in specs):
         raise PlanError(
-            "every tier is left out: tiers.fast.replicas, balanced and precise are 0, and no urls are given"
+            "every tier is left out: tiers.fast.replicas, balanced and precise are 0, and neither urls, dns nor "
+            "discovery.file are given"
         )
     specs = with_adapters(with_drafts(specs, settings, prepared), settings.lora)
     local = tuple(spec for spec in specs if spec.replicas)
@@ -183,7 +187,11 @@ def prepare_options(settings: Settings) -> PrepareOptions:
 
 
 def tier_spec(
-    name: TierName, tier: TierSettings, prepared: Mapping[TierName, Checkpoint], args: Sequence[str] = ()
+    name: TierName,
+    tier: TierSettings,
+    prepared: Mapping[TierName, Checkpoint],
+    args: Sequence[str] = (),
+    named_by: tuple[str, ...] = (),
 ) -> TierSpec:
     """Return a tier's layout; its engines here have the checkpoint of the settings, else the prepared one.
 
@@ -192,6 +200,7 @@ def tier_spec(
         tier: Its settings.
         prepared: Prepared checkpoints.
         args: vLLM's further arguments, which may change the precision that is served.
+        named_by: See ``TierSpec``.
     """
     spec = TierSpec(
         name=name,
@@ -199,7 +208,8 @@ def tier_spec(
         max_num_seqs=tier.max_num_seqs,
         max_in_flight=tier.max_in_flight,
         urls=tier.urls,
-        stated_precision=(tier.urls and tier.precision) or None,
+        named_by=named_by,
+        stated_precision=((tier.urls or named_by) and tier.precision) or None,
         replicas=tier.replicas_here,
         gpus=tier.gpus,
         tensor_parallel=tier.tensor_parallel,
@@ -212,6 +222,12 @@ def tier_spec(
     if tier.checkpoint is not None:
         return replace(spec, checkpoint=tier.checkpoint, precision=checkpoint_precision(tier.checkpoint, args))
     return with_checkpoint(spec, prepared[name], args) if name in prepared else spec
+
+
+def named_by(settings: Settings, tier: TierName) -> tuple[str, ...]:
+    """Return what names engines of a tier while the router runs."""
+    own: TierSettings = getattr(settings.tiers, tier.value)
+    return tuple(str(each) for each in (own.dns, settings.discovery.file) if each)
 
 
 def elsewhere(spec: TierSpec) -> TierSpec:

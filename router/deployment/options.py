@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from tiers.breaker import BreakerOptions
 from tiers.lifecycle.canary import Canary
+from tiers.lifecycle.discovery import DiscoveryOptions
 from tiers.lifecycle.operations import OperationOptions
 from tiers.lifecycle.supervisor import SupervisorOptions
 from tiers.lifecycle.warmup import WarmupPlan
 from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.replica import FleetOptions
+from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from router.settings import Settings
@@ -59,8 +61,17 @@ def supervisor_options(settings: Settings, machine: str) -> SupervisorOptions:
             recycle_every_s=engine.recycle_every_s,
         ),
         canary=make_canary(settings, machine),
+        discovery=DiscoveryOptions(
+            file=settings.discovery.file, names=dns_names(settings), interval_s=settings.discovery.interval_s
+        ),
         live_speed=settings.profile.live,
     )
+
+
+def dns_names(settings: Settings) -> dict[TierName, str]:
+    """Return the DNS names of tiers whose engines run elsewhere."""
+    names = {tier: getattr(settings.tiers, tier).dns for tier in TierName}
+    return {tier: name for tier, name in names.items() if name}
 
 
 def make_canary(settings: Settings, machine: str) -> Canary:

@@ -25,6 +25,7 @@ from router.server.memory import set_aside
 from router.server.server import Server
 from router.settings import SettingsError
 from router.telemetry.tracing import make_telemetry
+from router.upstream.transport import EngineTransport
 from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor
 from tiers.spec import ReplicaState, TierSpec
@@ -164,7 +165,7 @@ async def run(
         deployment.specs, machine=speed_machine(settings), options=fleet_options(settings)
     )  # fmt: skip
     changed = shared.telling(observer.changed) if shared is not None else observer.changed
-    supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), changed)
+    supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), changed, EngineTransport())
     state = ServerState()
     router = wire_router(
         settings,
@@ -184,7 +185,7 @@ async def run(
     server.end_on_signals()
     starting: asyncio.Task[None] | None = None
     try:
-        supervisor.start(deployment.launches, [elsewhere(spec) for spec in deployment.specs if spec.urls])
+        supervisor.start(deployment.launches, [elsewhere(spec) for spec in deployment.specs])
         starting = asyncio.create_task(_started(deployment, supervisor, observer))
         if predecessor is not None and not await _one_ready(fleet, server):
             return
@@ -290,6 +291,7 @@ async def _settled(deployment: Deployment, fleet: Fleet, making: asyncio.Task[No
     if failed and (making is None or not _any_ready(fleet)):
         raise StartError(f"{failed[0].id} did not start: {failed[0].detail}")
     all_there = all(r.state is ReplicaState.READY or r in failed for r in fleet.replicas)
+    all_there = all_there and (_any_ready(fleet) or bool(failed))
     return all_there and not fleet.preparations.coming and (making is None or making.done())
 
 

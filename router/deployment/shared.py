@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from router.lifecycle import ServerState
     from tiers.replica import Replica
 
-LEAST_REPLICAS = 256  # that the table has space for
+LEAST_REPLICAS = 1024  # that the table has space for: more may be added while the router runs
 SPARE = 4  # as many times the engines given: each may be replaced by another one
 
 

@@ -207,8 +207,9 @@ class Worker:
 
     def _tell_answers(self) -> None:
         """Tell the first process the answers from which it learns the replicas' speed."""
+        self._told = {replica.id: self._told.get(replica.id, 0) for replica in self.fleet.replicas}
         for replica in self.fleet.replicas:
-            told = self._told.get(replica.id, 0)
+            told = self._told[replica.id]
             fresh = min(replica.noted - told, len(replica.seen))
             if fresh > 0:
                 self.first.tell("seen", replica.id, list(replica.seen)[-fresh:])

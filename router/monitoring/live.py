@@ -215,8 +215,8 @@ class Live:
         """Return the snapshot that a caller may see, as JSON values."""
         pipeline, now = self._pipeline, time.monotonic()
         self._forget(now)
-        snapshot = pipeline.fleet.snapshot()
-        rendered = render_fleet(snapshot, self._about["model"], pipeline.fleet.machine, inside=caller.sees_all)
+        fleet, inside = pipeline.fleet, caller.sees_all
+        rendered = render_fleet(fleet.snapshot(), self._about["model"], fleet.machine, fleet.sources, inside=inside)
         for tier in rendered["tiers"]:
             for replica in tier["replicas"]:
                 replica["tokens_per_s"] = round(self._rates.get(replica["id"], 0.0), 1)

@@ -229,6 +229,7 @@ class SharedLoad:
                 self._content.add(replica.url)
             fallen, risen = fallen or share < had, risen or share > had
         self._fleet.first_share = Share(0, math.inf)
+        self._routers = {url: count for url, count in self._routers.items() if url in replicas}
         if risen:
             self._fleet.on_capacity()
         return fallen

@@ -33,6 +33,7 @@ log = logging.getLogger(f"qarr.{__name__}")
 STEPS = 40  # that share the time for measuring speed: there are more, but most are shorter
 PARALLEL = 8  # prompts: a request cancels them, and what an engine has begun delays the request
 LOOK_S = 1.0
+ELSEWHERE = "some engines were not started by this router: 'qarr profile' measures them"
 FIRST_PAUSE_S = 5.0  # after an error; doubled after each further one
 LONGEST_PAUSE_S = 300.0
 SETTLED = set(ReplicaState) - {
@@ -95,8 +96,8 @@ class AutoProfile:
         why = ""
         if not settings.profile.auto:
             why = "profile.auto is false"
-        elif any(spec.urls for spec in fleet.specs):
-            why = "some engines were not started by this router: 'qarr profile' measures them"
+        elif any(spec.urls or spec.named_by for spec in fleet.specs):
+            why = ELSEWHERE
         self._on = not why
         state = State.WAITING if self._on else State.OFF
         self._now = Progress(state, None, 0, 0, time.time(), why or "tiers are starting")
@@ -166,6 +167,10 @@ class AutoProfile:
         Raises:
             ProfileError: It cannot be measured or written, or another measurement runs.
         """
+        if any(replica.source is not None for replica in self._fleet.replicas):  # added while the router runs
+            self._client.give_way()
+            self._idle(State.WAITING, ELSEWHERE)
+            return
         states = {tier.state for tier in self._fleet.snapshot().tiers}
         if ReplicaState.READY not in states or not states <= SETTLED:
             self._client.give_way()

@@ -91,7 +91,7 @@ class Upstream:
     def __init__(
         self,
         fleet: Fleet,
-        transport: httpx.AsyncBaseTransport,
+        transport: EngineTransport,
         options: UpstreamSettings,
         telemetry: Telemetry,
         policy: PolicyStore,
@@ -106,6 +106,10 @@ class Upstream:
         limits = {"connect": options.connect_timeout_s, "pool": options.connect_timeout_s}
         self._streamed = {"timeout": {**limits, "read": options.first_token_timeout_s}}
         self._whole = {"timeout": {**limits, "read": options.answer_timeout_s}}
+
+    def fit(self) -> None:
+        """Allow what the fleet's replicas may have at once: each twice its slots, for a failed attempt ends late."""
+        self._transport.allow(2 * sum(replica.spec.max_in_flight for replica in self._fleet.replicas))
 
     async def open(
         self,

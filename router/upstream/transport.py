@@ -406,8 +406,17 @@ class EngineTransport(httpx.AsyncBaseTransport):
         self._idle: dict[Origin, deque[Connection]] = {}
         self._active: set[Connection] = set()
         self._slots = asyncio.Semaphore(max_requests) if max_requests else None
+        self._max_requests = max_requests
+        self._closed_old_at = 0.0
         self._ssl: ssl.SSLContext | None = None
         self._closed = False
+
+    def allow(self, max_requests: int) -> None:
+        """Allow at least so many requests at once, if their number is bounded."""
+        if self._slots is not None:
+            for _ in range(max_requests - self._max_requests):
+                self._slots.release()
+            self._max_requests = max(max_requests, self._max_requests)
 
     @property
     def active(self) -> int:
@@ -512,11 +521,20 @@ class EngineTransport(httpx.AsyncBaseTransport):
             if self._closed:
                 connection.close()
             else:
-                idle = self._idle.setdefault(connection.origin, deque())
-                idle.append(connection)
-                while connection.idle_since - idle[0].idle_since > KEEP_ALIVE_S:
-                    idle.popleft().close()
+                self._idle.setdefault(connection.origin, deque()).append(connection)
+                self._close_old(time.monotonic())
         self._free_slot()
+
+    def _close_old(self, now: float) -> None:
+        """Close connections that are not used again, now and then; a host that has vanished closes none itself."""
+        if now - self._closed_old_at < KEEP_ALIVE_S:
+            return
+        self._closed_old_at = now
+        for origin, idle in list(self._idle.items()):
+            while idle and now - idle[0].idle_since > KEEP_ALIVE_S:
+                idle.popleft().close()
+            if not idle:
+                del self._idle[origin]
 
     def _lost(self, connection: Connection) -> None:
         """Forget a connection that was closed while it was idle."""

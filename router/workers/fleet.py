@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from router.workers.table import COMMON_CHANGED, COUNTS, LEARNED, NOTHING, BreakerCells
 from tiers.breaker import WINDOW, Breaker, BreakerOptions
+from tiers.errors import NotPossible
 from tiers.fleet import Fleet, Lease
 from tiers.spec import ReplicaState
 from tiers.speed import Trend
@@ -200,10 +201,10 @@ class SharedFleet(Fleet):
         """See ``Fleet``; in the first process.
 
         Raises:
-            RuntimeError: There are more replicas than the table has space for.
+            NotPossible: There are more replicas than the table has space for.
         """
         if not self._free:
-            raise RuntimeError(f"several workers share at most {self.table.shape.replicas} replicas")
+            raise NotPossible(f"several workers share at most {self.table.shape.replicas} replicas")
         index = self._free.pop(0)
         self.table.claim(index)
         self.add_at(replica, index)

@@ -29,6 +29,7 @@ class FleetPart:
     template: TemplateTokens
     speeds: Mapping[TierName, SpeedModel]
     preparations: Preparations
+    notes: dict[str, str]
     learned: Learned
 
 
@@ -88,7 +89,9 @@ class Teller:
 
     def _part(self) -> FleetPart:
         fleet = self.fleet
-        return FleetPart(fleet.specs, fleet.template, dict(fleet.speeds), fleet.preparations, self.learned())
+        return FleetPart(
+            fleet.specs, fleet.template, dict(fleet.speeds), fleet.preparations, fleet.notes, self.learned()
+        )
 
     def _of(self, replica: Replica) -> ReplicaPart:
         index = self.fleet.index(replica)
@@ -100,7 +103,7 @@ def follow(news: News, fleet: SharedFleet, policy: PolicyStore | None = None) ->
     if news.fleet is not None:
         part = news.fleet
         fleet.specs, fleet.template, fleet.preparations = part.specs, part.template, part.preparations
-        fleet.speeds = part.speeds
+        fleet.speeds, fleet.notes = part.speeds, part.notes
         if policy is not None:
             policy.follow(part.learned)
     known: dict[str, Replica] = {replica.id: replica for replica in fleet.replicas}

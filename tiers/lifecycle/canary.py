@@ -163,6 +163,16 @@ class Canary:
                 f"measure it again: qarr profile latency"
             )
 
+    def forget_engine(self, tier: TierName, url: str) -> None:
+        """Delete the record of an engine that ran elsewhere and was removed: another one may get its address."""
+        try:
+            records = read_golden(self.path)
+            kept = [r for r in records if r.key != (tier, url, ELSEWHERE)]
+            if len(kept) < len(records):
+                write_golden(self.path, kept)
+        except CheckpointError as error:
+            log.warning("the recorded answers of %s are not deleted: %s", url, error)
+
     def forget(self, tier: TierName) -> int:
         """Delete the records of a tier on this machine, and of its engines given by URL; return their number.
 

@@ -40,6 +40,7 @@ class Engine:
         again: Set to restart it, whatever it does; one that runs elsewhere is checked again if it is quarantined.
         recycle: Why it is to be recycled; None: it is not, as one that runs elsewhere never is.
         worn_at: When that was last found.
+        leaving: Whether it is being removed, and can no longer be kept.
         adapters: LoRA adapters that were loaded while it ran, by name; loaded again whenever it starts.
     """
 
@@ -62,6 +63,7 @@ class Engine:
     again: asyncio.Event = field(default_factory=asyncio.Event)
     recycle: str | None = None
     worn_at: float = 0.0
+    leaving: bool = False
     adapters: dict[str, Adapter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

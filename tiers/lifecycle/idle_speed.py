@@ -43,6 +43,7 @@ class IdleSpeed:
             if not self.quiet():
                 busy_at = time.monotonic()
             ready = [r for r in self._fleet.replicas if r.state is ReplicaState.READY]
+            taken = {r.id: taken[r.id] for r in self._fleet.replicas if r.id in taken}
             for replica in ready:
                 if replica.speed is None:
                     taken.pop(replica.id, None)

@@ -1,4 +1,4 @@
-"""What operators may do to replicas: drain, resume, restart, recycle. Also recycling on a schedule and of slow engines.
+"""What operators may do to replicas: drain, resume, restart, recycle, remove. Also recycling on schedule, and of slow ones.
 
 ``begin`` returns at once. The operation runs in a task, and its record shows the progress. Recycling starts a new engine
 beside the old one; only when the new one is ready is the old one drained and stopped, so capacity never falls. Without
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from tiers.errors import NotPossible, TierError, UnknownReplica
 from tiers.lifecycle.adapters import AdapterControl, AdapterLoader
+from tiers.lifecycle.roster import Roster, RosterControl
 from tiers.plan import lacking_for_one_more, read_machine
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
-    from tiers.fleet import Fleet
     from tiers.lifecycle.engine import Engine
     from tiers.replica import Replica
     from tiers.spec import TierName
@@ -32,8 +32,9 @@ TOGETHER_S = 5.0  # engines started within this time of the first ones are recyc
 LATER_S = 60.0  # shortest time until a recycling that was not possible is tried again
 WEAR_REST_S = 3600.0  # shortest time between two recyclings of a slow tier: the cause may be another one
 
-Kind = Literal["drain", "resume", "restart", "recycle"]
-KINDS: tuple[Kind, ...] = ("drain", "resume", "restart", "recycle")
+Kind = Literal["drain", "resume", "restart", "recycle", "remove"]
+KINDS: tuple[Kind, ...] = ("drain", "resume", "restart", "recycle", "remove")
+BREAKS_OFF: set[tuple[Kind, Kind]] = {("resume", "drain"), ("remove", "drain"), ("remove", "remove")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class OperationOptions:
     """How engines are drained and recycled.
 
     Attributes:
-        drain_s: Time for open requests to finish; afterwards a restart or a recycling aborts them.
+        drain_s: Time for open requests to finish; afterwards a restart or a recycling aborts them, and a removal leaves
+            them to the engine.
         beside: Recycle by starting a new engine beside the old one, if memory allows it.
         recycle_every_s: Interval at which each engine is recycled; 0: never.
     """
@@ -58,6 +60,7 @@ class Operation:
     Attributes:
         replica: Id of the replica.
         detail: The current step, or the result.
+        now: Whether a removal waits for no open request.
         successor: Id of the replica that replaced it.
         task: Runs the operation.
     """
@@ -67,6 +70,7 @@ class Operation:
     replica: str
     state: Literal["running", "done", "failed"] = "running"
     detail: str = "begun"
+    now: bool = False
     successor: str | None = None
     began: float = field(default_factory=time.time)
     ended: float | None = None
@@ -77,10 +81,8 @@ class Operation:
         self.state, self.detail, self.ended = state, detail, time.time()
 
 
-class EngineControl(AdapterControl, Protocol):
+class EngineControl(AdapterControl, RosterControl, Protocol):
     """What operations need of the supervisor."""
-
-    fleet: Fleet
 
     def engine(self, replica_id: str) -> Engine:
         """Return one replica's engine, or raise ``UnknownReplica``."""
@@ -103,10 +105,11 @@ class Operations:
 
     Attributes:
         adapters: Loads and unloads LoRA adapters.
+        roster: Knows which engines that run elsewhere belong to the fleet.
     """
 
     def __init__(self, control: EngineControl, options: OperationOptions) -> None:
-        self.adapters = AdapterLoader(control)
+        self.adapters, self.roster = AdapterLoader(control), Roster(control, self)
         self._control, self._options = control, options
         self._records: deque[Operation] = deque(maxlen=KEPT)
         self._running: dict[str, Operation] = {}  # by replica
@@ -130,8 +133,13 @@ class Operations:
                 return operation
         raise UnknownReplica(f"there is no operation {operation_id[:100]!r}: the last {KEPT} are remembered")
 
-    def begin(self, kind: Kind, replica_id: str) -> Operation:
+    def begin(self, kind: Kind, replica_id: str, *, now: bool = False) -> Operation:
         """Begin an operation, which runs in a task of its own.
+
+        Args:
+            kind: What to do.
+            replica_id: To which replica.
+            now: Whether a removal waits for no open request.
 
         Raises:
             UnknownReplica: There is no such replica.
@@ -139,24 +147,43 @@ class Operations:
         """
         engine = self._control.engine(replica_id)
         running = self._running.get(replica_id)
+        if running is not None and ((kind, running.kind) not in BREAKS_OFF or engine.leaving):
+            raise NotPossible(f"{replica_id} is busy: {running.kind} ({running.detail}); wait for its end")
+        if kind == "remove":
+            self.roster.release(engine)
         if running is not None:
-            if (kind, running.kind) != ("resume", "drain"):
-                raise NotPossible(f"{replica_id} is busy: {running.kind} ({running.detail}); wait for its end")
-            if running.task is not None:
-                running.task.cancel()
-            running.end("failed", "broken off")
+            _break_off(running)
         if engine.launch is None and kind in {"restart", "recycle"}:
             raise NotPossible(
                 f"{replica_id} was not started here: {kind} it where it runs; 'drain' keeps requests from it"
             )
         if kind == "recycle" and not self._options.beside:
             self._check_floor(engine)
+        return self._started(kind, engine, now=now)
+
+    def _started(self, kind: Kind, engine: Engine, *, now: bool = False) -> Operation:
         self._made += 1
-        operation = Operation(str(self._made), kind, replica_id)
+        operation = Operation(str(self._made), kind, engine.replica.id, now=now)
         self._records.append(operation)
-        self._running[replica_id] = operation
-        operation.task = asyncio.create_task(self._run(operation, engine), name=f"{kind} {replica_id}")
+        self._running[operation.replica] = operation
+        operation.task = asyncio.create_task(self._run(operation, engine), name=f"{kind} {operation.replica}")
         return operation
+
+    def withdraw(self, engine: Engine) -> None:
+        """Begin to drain and remove an engine that nothing names any more, unless that is being done."""
+        running = self._running.get(engine.replica.id)
+        if running is None or (running.kind != "remove" and ("remove", running.kind) in BREAKS_OFF):
+            if running is not None:
+                _break_off(running)
+            self._started("remove", engine)
+
+    def keep(self, engine: Engine) -> None:
+        """Break off the removal of an engine that is named again, if it only drains."""
+        running = self._running.get(engine.replica.id)
+        if running is not None and running.kind == "remove" and not engine.leaving:
+            _break_off(running)
+            del self._running[engine.replica.id]
+            self._control.resume(engine)
 
     async def run(self) -> None:
         """Recycle engines that are slow or due, one at a time and spread out, until cancelled."""
@@ -207,7 +234,13 @@ class Operations:
         return engine.recycle
 
     async def _run(self, operation: Operation, engine: Engine) -> None:
-        work = {"drain": self._drain, "resume": self._resume, "restart": self._restart, "recycle": self._recycle}
+        work = {
+            "drain": self._drain,
+            "resume": self._resume,
+            "restart": self._restart,
+            "recycle": self._recycle,
+            "remove": self._remove,
+        }
         try:
             await work[operation.kind](operation, engine)
             operation.end("done", operation.detail)
@@ -231,6 +264,15 @@ class Operations:
         )
         left = await self._drained(operation, engine.replica)
         operation.detail = f"{left} requests are still open; it gets no new ones" if left else "drained"
+
+    async def _remove(self, operation: Operation, engine: Engine) -> None:
+        """Send no more requests, wait for the open ones, and forget the engine, which runs elsewhere."""
+        self._control.hold(engine, "drains, to be removed")
+        left = engine.replica.in_flight if operation.now else await self._drained(operation, engine.replica)
+        engine.leaving, operation.detail = True, "is forgotten"
+        await self._control.retire(engine)
+        operation.detail = "removed" + (f"; the engine has {left} open requests to finish" if left else "")
+        log.info("%s is removed: %s", engine.replica.id, engine.replica.url)
 
     async def _resume(self, operation: Operation, engine: Engine) -> None:
         """Send requests again; an engine that is quarantined is warmed up and compared first."""
@@ -299,6 +341,13 @@ class Operations:
                 f"no other replica is ready, and there is no memory for a second engine beside {engine.replica.id} "
                 f"(or engine.recycle forbids it): nothing would serve meanwhile; 'restart' does it all the same"
             )
+
+
+def _break_off(running: Operation) -> None:
+    """End an operation for the sake of another one."""
+    if running.task is not None:
+        running.task.cancel()
+    running.end("failed", "broken off")
 
 
 async def _settled(engine: Engine) -> None:

@@ -42,6 +42,7 @@ from tiers.errors import (
     UnknownReplica,
 )
 from tiers.lifecycle.command import engine_argv, engine_environment
+from tiers.lifecycle.discovery import Discovery, DiscoveryOptions
 from tiers.lifecycle.engine import Engine, brief
 from tiers.lifecycle.idle_speed import IdleSpeed
 from tiers.lifecycle.less_memory import ATTEMPTS, with_less
@@ -89,6 +90,7 @@ class SupervisorOptions:
         watchdog: When an engine is restarted.
         operations: How engines are drained and recycled.
         canary: Compares engines with recorded answers; None: no comparison.
+        discovery: Where engines that come and go are named.
         live_speed: Whether speeds without a profile are learned from live requests.
     """
 
@@ -100,11 +102,18 @@ class SupervisorOptions:
     watchdog: WatchdogOptions = field(default_factory=WatchdogOptions)
     operations: OperationOptions = field(default_factory=OperationOptions)
     canary: Canary | None = None
+    discovery: DiscoveryOptions = field(default_factory=DiscoveryOptions)
     live_speed: bool = True
 
 
 class Supervisor:
     """Owns the fleet's engines from ``start`` to ``stop``, which belongs in a ``finally``.
+
+    Args:
+        fleet: The fleet.
+        options: How its engines are watched and stopped.
+        on_change: Called when a replica changes its state.
+        transport: For probes; None: httpx's own, which takes much more time where there are many engines.
 
     Attributes:
         operations: What operators may do to replicas.
@@ -115,9 +124,10 @@ class Supervisor:
         fleet: Fleet,
         options: SupervisorOptions,
         on_change: Callable[[Replica], None] = lambda _replica: None,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.fleet, self._options, self._on_change = fleet, options, on_change
-        self._client = httpx.AsyncClient(timeout=10.0, trust_env=False)
+        self._client = httpx.AsyncClient(timeout=10.0, trust_env=False, transport=transport)
         self._engines: dict[str, Engine] = {}
         self._made: Counter[str] = Counter()
         self._tasks: list[asyncio.Task[None]] = []
@@ -127,20 +137,23 @@ class Supervisor:
         self.operations = Operations(self, options.operations)
 
     def start(self, launches: Sequence[EngineLaunch], external: Sequence[TierSpec] = ()) -> None:
-        """Begin to start engines here, and to watch those given by URL. Return at once.
+        """Begin to start engines here, and to watch those that run elsewhere. Return at once.
+
+        Args:
+            launches: Engines to start here.
+            external: Every tier, as its engines elsewhere have it, with their URLs in the settings.
 
         Raises:
             PortInUse: An engine's port is taken; nothing was started.
         """
         self.launch(launches)
         works = [(self._idle_speed.run, "measuring speeds"), (self.operations.run, "recycling")]
-        works.append((self._watch_processors, "watching processors"))
+        works += [(self._watch_processors, "watching processors"), (self.operations.roster.run, "adding engines")]
         if self._options.live_speed:
             works.append((LiveSpeed(self.fleet).run, "learning speeds"))
+        self.operations.roster.begin(external)
+        works += Discovery(self.fleet, self.operations.roster, self._options.discovery).works()
         self._tasks += [asyncio.create_task(lasting(work, name), name=name) for work, name in works]
-        for spec in external:
-            for url in spec.urls:
-                self._add(spec, url.rstrip("/"), None)
 
     def launch(self, launches: Sequence[EngineLaunch]) -> None:
         """Begin to start engines here. Return at once.
@@ -227,6 +240,18 @@ class Supervisor:
         self.fleet.remove(engine.replica)
         self._engines.pop(engine.replica.id, None)
         self._tokens_digests.pop(engine.replica.id, None)
+        if engine.launch is None and self._options.canary is not None:
+            self._options.canary.forget_engine(engine.replica.spec.name, engine.replica.url)
+
+    def add_elsewhere(self, spec: TierSpec, url: str, source: str) -> Engine:
+        """Begin to watch an engine that runs elsewhere.
+
+        Raises:
+            NotPossible: The fleet has no space for it.
+        """
+        engine = self._add(spec, url, None)
+        engine.replica.source = source
+        return engine
 
     def _free_port(self, launch: EngineLaunch) -> int:
         taken = {e.launch.port for e in self._engines.values() if e.launch is not None}
@@ -239,7 +264,6 @@ class Supervisor:
 
     def _add(self, spec: TierSpec, url: str, launch: EngineLaunch | None, note: str | None = None) -> Engine:
         number = self._made[spec.name]
-        self._made[spec.name] += 1
         replica = Replica(
             id=f"{spec.name}-{number}",
             spec=spec,
@@ -251,6 +275,7 @@ class Supervisor:
         if launch is None:  # others' prompts tell nothing of an engine's prefix cache
             watchdog = replace(watchdog, min_hit_rate=0.0)
         engine = Engine(self.fleet.add(replica), launch, watchdog, note=note)
+        self._made[spec.name] += 1
         self._engines[replica.id] = engine
         life = partial(self._run_here, engine, launch) if launch else partial(self._run_elsewhere, engine)
         name = f"watching {replica.id}"
@@ -562,7 +587,7 @@ class Supervisor:
         if engine.launch is None and gauges is not None:  # others may use it, and are soon gone again
             sequences = max(sequences, gauges.running + gauges.waiting)
         worn = engine.wear.note(now, off_by(replica, now), counters, sequences=sequences)
-        others = [r for r in self.fleet.replicas if r is not replica and r.state is ReplicaState.READY]
+        others = [] if worn is None else self._ready_beside(replica)
         # If others are slow as well, the machine is the cause, and a new engine would be no faster.
         machine_is_slow = any(2 * off_by(r, now) > self._options.watchdog.slow_factor > 0 for r in others)
         if worn is not None and not machine_is_slow:
@@ -573,6 +598,9 @@ class Supervisor:
             engine.worn_at = now
         elif now - engine.worn_at > WORN_S:
             engine.recycle = None
+
+    def _ready_beside(self, replica: Replica) -> list[Replica]:
+        return [r for r in self.fleet.replicas if r is not replica and r.state is ReplicaState.READY]
 
     def _spare(self, engine: Engine, worn: str, others: Sequence[Replica], now: float) -> None:
         """Raise ``EngineSlow`` if another replica of its tier can do a slow engine's work: better slow answers than none."""

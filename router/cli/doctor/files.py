@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from router.auth.api_keys import KeysError, read_keys
 from router.auth.network import is_loopback
 from router.cli.doctor.findings import Check, Finding, local_specs, local_tiers, ok, prepared, problem, warning
-from router.deployment.layout import speed_machine, tier_spec
+from router.deployment.layout import named_by, speed_machine, tier_spec
 from router.policy.profiles import ProfileError, latency_name, load_latency, load_profile, profile_name
 from router.settings import PROJECT
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike, check_whole, identity, weights_digest
@@ -201,7 +201,10 @@ def _kernel_of(folder: Path, tier: TierName) -> str:
 def profiles(context: CheckContext) -> Iterator[Finding]:
     """Check that the served checkpoints are measured."""
     made, tiers = prepared(context), context.settings.tiers
-    identities = {name: tier_spec(name, getattr(tiers, name.value), made).identity for name in TierName}
+    identities = {
+        name: tier_spec(name, getattr(tiers, name.value), made, named_by=named_by(context.settings, name)).identity
+        for name in TierName
+    }
     folder, machine = context.settings.policy.profiles, speed_machine(context.settings)
     for kind, path, what in (
         ("quality", folder / profile_name(identities), "loss"),

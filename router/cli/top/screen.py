@@ -27,6 +27,7 @@ STATES = {
     "quarantined": "bold red",
     "failed": "bold red",
     "stopped": "dim",
+    "waiting": "yellow",
     "absent": "dim",
 }
 OUTCOMES = {"ok": "green", "refused": "yellow", "error": "bold red", "client_gone": "dim"}

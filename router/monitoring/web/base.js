@@ -99,7 +99,7 @@ function shape(tier) {
 /** A tier's name with its shape. */
 const tierName = (tier) => el("span", { class: "tier-name" }, shape(tier), tier);
 
-const STATE_MARKS = { ready: "✓", preparing: "…", starting: "…", warming: "…", draining: "↓", unreachable: "!", failed: "✕", quarantined: "✕", stopped: "■", absent: "–" };
+const STATE_MARKS = { ready: "✓", preparing: "…", starting: "…", warming: "…", draining: "↓", unreachable: "!", failed: "✕", quarantined: "✕", stopped: "■", waiting: "…", absent: "–" };
 
 /** Show a replica's or tier's state: a mark, and the word. */
 function putState(node, state) {

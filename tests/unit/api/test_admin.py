@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from router.api.admin import FOREIGN_HEADERS
 from router.auth.api_keys import add_key
+from tests.fakes.engine import FakeEngine, serving_all
 from tests.unit.own_engines import until
 from tests.unit.router_stack import Stack, router_stack
 from tiers.lifecycle.operations import KINDS
@@ -86,6 +87,8 @@ async def test_only_operators_keys_operate(tmp_path: Path) -> None:
             (OPERATIONS, "GET"),
             (f"{OPERATIONS}/1", "GET"),
             (f"/admin/replicas/{replica}/drain", "POST"),
+            (f"/admin/replicas/{replica}/remove", "POST"),
+            ("/admin/replicas", "POST"),
         ):
             refused = await stack.client.request(method, stack.url + path, headers=keys["ci"])
             assert (refused.status_code, refused.json()["type"]) == (403, "urn:qarr:problem:not-admin"), path
@@ -104,3 +107,41 @@ async def test_without_keys_nobody_operates_from_elsewhere(tmp_path: Path) -> No
             assert (refused.status_code, refused.json()["type"]) == (403, "urn:qarr:problem:not-admin")
             assert header in refused.json()["detail"]
         assert stack.fleet.replicas[0].state is ReplicaState.READY
+
+
+async def test_a_replica_is_added_and_removed(tmp_path: Path) -> None:
+    """201 with what it is; who names it is shown to everybody; its removal is an operation like the others."""
+    async with serving_all(FakeEngine().app) as (url,), router_stack(tmp_path) as stack:
+        added = await stack.client.post(f"{stack.url}/admin/replicas", json={"tier": "fast", "url": url})
+        assert added.status_code == 201
+        assert added.json() == {"id": "fast-1", "tier": "fast", "url": url, "source": "command", "state": "starting"}
+        await until(lambda: stack.fleet.replicas[-1].state is ReplicaState.READY)
+        tiers = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"]
+        assert [replica["source"] for replica in tiers[0]["replicas"]] == ["settings", "command"]
+        again = await stack.client.post(f"{stack.url}/admin/replicas", json={"tier": "precise", "url": url})
+        assert (again.status_code, again.json()["type"]) == (409, "urn:qarr:problem:not-possible")
+        begun = await stack.client.post(f"{stack.url}/admin/replicas/fast-1/remove", json={"now": True})
+        assert (begun.status_code, begun.json()["operation"]) == (202, "remove")
+        await until(lambda: len(stack.fleet.replicas) == 3)
+        done = await stack.client.get(f"{stack.url}{OPERATIONS}/{begun.json()['id']}")
+        assert (done.json()["state"], done.json()["detail"]) == ("done", "removed")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "wrong"),
+    [
+        ("", {"tier": "slow", "url": "http://e"}, [("tier", "fast, balanced, precise")]),
+        ("", {"tier": "fast", "url": "http://e/v1"}, [("url", "an address like http://10.0.0.5:8000")]),
+        ("", {"url": 1, "a": 2}, [("tier", "a tier of this router"), ("url", "an address like http://10.0.0.5:8000"), ("a", "tier, url")]),
+        ("/fast-0/remove", {"now": "yes"}, [("now", "true or false; true: open requests are not waited for")]),
+    ],
+)  # fmt: skip
+async def test_a_wrong_body_names_its_fields(
+    tmp_path: Path, path: str, body: dict[str, Any], wrong: list[tuple[str, str]]
+) -> None:
+    """400 with each field and what it may be; nothing is added or removed."""
+    async with router_stack(tmp_path) as stack:
+        answer = await stack.client.post(f"{stack.url}/admin/replicas{path}", json=body)
+        assert answer.status_code == 400
+        assert [(each["field"], each["allowed"]) for each in answer.json()["errors"]] == wrong
+        assert [replica.state for replica in stack.fleet.replicas] == [ReplicaState.READY] * 3

@@ -205,7 +205,9 @@ def test_a_fleet_shows_where_engines_are_to_operators_only() -> None:
     fleet = Fleet((spec,))
     replica = fleet.add(Replica("fast-0", spec, "http://10.0.0.5:8000", "", "fake", pid=4711))
     replica.mark(ReplicaState.FAILED, "http://10.0.0.5:8000 does not answer")
-    shown = {inside: render_fleet(fleet.snapshot(), "m", "machine", inside=inside) for inside in (True, False)}
+    shown = {
+        inside: render_fleet(fleet.snapshot(), "m", "machine", fleet.sources, inside=inside) for inside in (True, False)
+    }
     assert "10.0.0.5" not in str(shown[False])
     assert "4711" not in str(shown[False])
     (inner,), (outer,) = (shown[inside]["tiers"][0]["replicas"] for inside in (True, False))

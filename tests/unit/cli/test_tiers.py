@@ -74,9 +74,9 @@ def operation(state: str, detail: str, successor: str | None = None) -> dict[str
     return {"id": "7", "state": state, "detail": detail, "successor": successor}
 
 
-def operate(kind: str, target: str, answers: dict[str, tuple[int, Any]]) -> tuple[Any, StubRouter]:
+def operate(kind: str, target: str, answers: dict[str, tuple[int, Any]], *more: str) -> tuple[Any, StubRouter]:
     with stub_router(**answers) as router:
-        return qarr("tiers", kind, target, "--url", router.url, "--key", "k"), router
+        return qarr("tiers", kind, target, *more, "--url", router.url, "--key", "k"), router
 
 
 def test_an_operation_is_followed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,3 +135,47 @@ def test_recorded_answers_are_deleted(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "0 records of fast" in qarr("tiers", "record", "fast").stdout
     assert not (tmp_path / "profiles").exists()
     assert qarr("tiers", "record", "fast-0").exit_code == 2
+
+
+def test_an_added_engine_is_followed_until_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each state is told once; one that does not become ready is an error that says what to do."""
+    monkeypatch.setattr("router.cli.tiers.POLL_S", 0)
+    engine = "http://127.0.0.1:9101"
+
+    def states(*names: str, detail: str | None = None) -> list[Any]:
+        return [fleet({**REPLICA, "state": name, "detail": detail}) for name in names]
+
+    answers = {
+        "POST /admin/replicas": (201, {"id": "fast-0"}),
+        "GET /tiers": (200, states("starting", "warming", "warming", "ready")),
+    }
+    done, _ = operate("add", "fast", answers, engine)
+    assert (done.exit_code, done.stdout) == (0, "fast-0: added, is ready\n")
+    assert [line.partition(" s ")[2] for line in done.stderr.splitlines()] == [
+        "fast-0: is starting", "fast-0: is warming",
+    ]  # fmt: skip
+    answers["GET /tiers"] = (200, states("starting", "unreachable", detail="no answer\nTraceback"))
+    done, _ = operate("add", "fast", answers, engine)
+    assert str(done.exception) == (
+        "fast-0 is added, but is unreachable: no answer; it gets requests when it is ready, 'qarr tiers remove fast-0' takes "
+        "it out"
+    )
+
+
+@pytest.mark.parametrize("named", ["fast-0", "http://127.0.0.1:9101", "HTTP://127.0.0.1:9101/"])
+def test_a_replica_is_removed_by_its_id_or_its_address(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.cli.tiers.POLL_S", 0)
+    answers = {
+        "GET /tiers": (200, [fleet(REPLICA), fleet(REPLICA), fleet()]),
+        "POST /admin/replicas/fast-0/remove": (202, operation("running", "waits for 2 open requests")),
+        "GET /admin/operations/7": (200, operation("done", "removed")),
+    }
+    done, _ = operate("remove", named, answers)
+    assert (done.exit_code, done.stdout) == (0, "fast-0: remove done, removed\n")
+    assert done.stderr.splitlines()[-1].endswith("fast-0: removed (is gone)")
+
+
+def test_a_replica_that_is_not_there_is_not_removed() -> None:
+    done, router = operate("remove", "http://10.0.0.9:8000", {"GET /tiers": (200, fleet(REPLICA, BARE))})
+    assert str(done.exception) == "there is no replica 'http://10.0.0.9:8000': fast-0, fast-1"
+    assert router.asked == ["GET /tiers"]

@@ -15,6 +15,7 @@ from router.workers.fleet import SharedFleet
 from router.workers.state import Teller, follow
 from router.workers.table import Table
 from tiers.breaker import WINDOW, BreakerOptions, BreakerState
+from tiers.errors import NotPossible
 from tiers.replica import FleetOptions, Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import Seen, SpeedModel
@@ -296,6 +297,20 @@ def test_replicas_come_and_go() -> None:
         assert [r.id for r in one.replicas] == ["fast-0"]
         held.release()
     assert taken(router.first) == (0, 0, 0, 0, 0)
+
+
+def test_a_table_without_space_takes_no_more_replicas() -> None:
+    """The error says how many there may be; one that leaves makes space."""
+    router = Router()
+    for number in range(1, 8):
+        router.first.add(Replica(f"fast-{number}", SPEC, f"http://engine-{number}", "", "model"))
+    with pytest.raises(NotPossible, match="several workers share at most 8 replicas"):
+        router.first.add(Replica("fast-8", SPEC, "http://engine-8", "", "model"))
+    assert len(router.first.replicas) == 8
+    router.first.remove(router.first.replicas[3])
+    router.first.add(Replica("fast-8", SPEC, "http://engine-8", "", "model"))
+    router.tell()
+    assert [r.id for r in router.workers[0].replicas] == [r.id for r in router.first.replicas]
 
 
 def test_learned_answers_do_not_change_in_passing() -> None:

@@ -16,7 +16,7 @@ import pytest
 from router.auth.api_keys import add_key
 from router.policy.profiles import profile_name
 from tests.browser.made_up import quality
-from tests.fakes.engine import ANSWER
+from tests.fakes.engine import ANSWER, FakeEngine, serving_all
 from tests.unit.own_engines import until
 from tests.unit.own_router import QARR, own_router
 from tests.unit.router_stack import events
@@ -422,3 +422,51 @@ async def test_a_breaker_counts_the_failures_of_all_workers(tmp_path: Path) -> N
         assert len(router.behaviours[0].requests) == 3
         for text in await each_worker(lambda: get(router, "/metrics")):
             assert total(text, "qarr_breaker_opened_total") == 1
+
+
+async def test_replicas_that_come_and_go_do_so_in_every_worker(tmp_path: Path) -> None:
+    """Named by a file or by a command; requests to every worker reach a new one, and none reaches one that is removed."""
+    path = tmp_path / "fleet.json"
+    path.write_text("{}")
+    settings = {"QARR_DISCOVERY__FILE": str(path), "QARR_DISCOVERY__INTERVAL_S": "0.1"}
+    async with (
+        serving_all(FakeEngine().app, FakeEngine().app) as (named, added),
+        two_workers(tmp_path, **settings) as router,
+    ):
+
+        async def replica(url: str) -> dict[str, Any]:
+            tiers = (await get(router, "/tiers"))["tiers"]
+            return next((r for tier in tiers for r in tier["replicas"] if r["url"] == url), {"state": "gone"})
+
+        async def until_state(url: str, state: str) -> None:
+            async with asyncio.timeout(30):
+                while (await replica(url))["state"] != state:
+                    await asyncio.sleep(0.05)
+
+        path.write_text(json.dumps({"fast": [named]}))
+        await until_state(named, "ready")
+        done = await router.qarr("tiers", "add", "fast", added, "--url", router.url)
+        assert (done.returncode, done.stdout) == (0, "fast-2: added, is ready\n"), done.stderr
+        assert ((await replica(named))["source"], (await replica(added))["source"]) == ("file", "command")
+        done = await router.qarr("tiers", "remove", router.engines[0], "--url", router.url)
+        assert (done.returncode, done.stdout) == (0, "fast-0: remove done, removed\n"), done.stderr
+        answers = [await generate(router, tier="fast", tier_policy="require") for _ in range(20)]
+        assert {answer.status_code for answer in answers} == {200}
+        assert (await replica(named))["served"] + (await replica(added))["served"] == 20
+        path.write_text("no JSON")
+        async with asyncio.timeout(30):
+            while not all(
+                "it is not JSON" in str(h["reasons"]) for h in await each_worker(lambda: get(router, "/health"))
+            ):
+                await asyncio.sleep(0.05)
+        assert (await replica(named))["state"] == "ready"
+        path.write_text(json.dumps({"fast": []}))
+        await until_state(named, "gone")
+        answers = [await generate(router, tier="fast", tier_policy="require") for _ in range(6)]
+        assert {answer.status_code for answer in answers} == {200}
+        assert (await replica(added))["served"] >= 6
+        refused = await router.qarr("tiers", "add", "fast", added, "--url", router.url)
+        assert refused.returncode == 2
+        assert f"{added} is in tier fast already, named by command" in refused.stderr
+        assert (await router.qarr("tiers", "remove", added, "--now", "--url", router.url)).returncode == 0
+        assert (await generate(router, tier="fast", tier_policy="require")).status_code == 503

@@ -1,0 +1,242 @@
+"""Which engines that run elsewhere are in the fleet, whoever names them, and how they come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from router.workers.fleet import SharedFleet
+from router.workers.table import Table
+from tests.fakes.engine import Behaviour, FakeEngine, serving_all
+from tests.unit.own_engines import until
+from tiers.errors import NotPossible
+from tiers.fleet import Fleet
+from tiers.lifecycle.canary import Canary, read_golden
+from tiers.lifecycle.discovery import DiscoveryOptions
+from tiers.lifecycle.operations import OperationOptions
+from tiers.lifecycle.roster import Source, all_wanted
+from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
+from tiers.replica import FleetOptions
+from tiers.spec import ReplicaState, TierName, TierSpec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from tiers.lifecycle.operations import Operation
+    from tiers.replica import Replica
+
+pytestmark = pytest.mark.anyio
+FAST, PRECISE = TierName.FAST, TierName.PRECISE
+READY, DRAINING = ReplicaState.READY, ReplicaState.DRAINING
+
+
+@pytest.fixture(autouse=True)
+def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiers.lifecycle.supervisor.POLL_S", 0.02)
+    monkeypatch.setattr("tiers.lifecycle.operations.POLL_S", 0.02)
+    monkeypatch.setattr("tiers.lifecycle.roster.LOOK_S", 0.02)
+
+
+@asynccontextmanager
+async def watched(
+    tmp_path: Path, settings: tuple[str, ...] = (), discovery: DiscoveryOptions | None = None, **options: Any
+) -> AsyncIterator[Supervisor]:
+    """Watch two tiers, whose engines all run elsewhere; the settings name some of the fast one's."""
+    specs = TierSpec(FAST, 2048, 16, 32, urls=settings, replicas=0), TierSpec(PRECISE, 8192, 16, 32, replicas=0)
+    fleet = Fleet(specs)
+    supervisor = Supervisor(fleet, SupervisorOptions(tmp_path, discovery=discovery or DiscoveryOptions(), **options))
+    supervisor.start([], specs)
+    try:
+        yield supervisor
+    finally:
+        await supervisor.stop()
+
+
+def ids(supervisor: Supervisor, state: ReplicaState | None = READY) -> list[str]:
+    """Return the replicas in a state; None: all."""
+    return [replica.id for replica in supervisor.fleet.replicas if state in {None, replica.state}]
+
+
+def add(supervisor: Supervisor, url: str, tier: TierName = FAST) -> Replica:
+    """Add an engine as an operator does."""
+    return supervisor.operations.roster.add(tier, url)
+
+
+async def removed(supervisor: Supervisor, replica: str, *, now: bool = False) -> Operation:
+    """Remove a replica, and wait until it is."""
+    operation = supervisor.operations.begin("remove", replica, now=now)
+    await until(lambda: operation.state != "running")
+    return operation
+
+
+def test_what_several_sources_name_is_one_engine() -> None:
+    """It has all of them as its source, the strongest first; if they differ in the tier, the strongest one's counts."""
+    found = all_wanted({
+        (Source.DNS, FAST): {FAST: ("http://10.0.0.5:8000",)},
+        (Source.FILE, ""): {PRECISE: ("http://10.0.0.5:8000/", "http://10.0.0.7:8000"), FAST: ("http://10.0.0.6:8000",)},
+        (Source.SETTINGS, ""): {FAST: ("http://10.0.0.6:8000/", "http://10.0.0.5:8000")},
+    })  # fmt: skip
+    assert [(each.tier, each.url, each.source) for each in found.values()] == [
+        (FAST, "http://10.0.0.6:8000", "settings, file"),
+        (FAST, "http://10.0.0.5:8000", "settings, dns"),
+        (PRECISE, "http://10.0.0.7:8000", "file"),
+    ]
+
+
+async def test_an_added_engine_is_warmed_and_compared_before_it_serves(tmp_path: Path) -> None:
+    """As one of the settings: its answers are recorded, and it is no tier's before it is ready."""
+    canary, behaviour = Canary(tmp_path / "canary.json", "here"), Behaviour(alive=False, root="made/fast")
+    async with serving_all(FakeEngine(behaviour).app) as (url,), watched(tmp_path, canary=canary) as supervisor:
+        fleet = supervisor.fleet
+        assert fleet.snapshot().tier(FAST).state is ReplicaState.ABSENT
+        replica = add(supervisor, f"{url}/")
+        assert (replica.url, replica.source, fleet.spec(FAST).absent) == (url, "command", False)
+        await until(lambda: replica.state is ReplicaState.UNREACHABLE)
+        assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
+        behaviour.alive = True
+        await until(lambda: replica.state is READY)
+        assert [record.identity for record in read_golden(canary.path)] == [url]
+        assert fleet.spec(FAST).precision == "awq-int4"
+        with pytest.raises(NotPossible, match="is in tier fast already, named by command"):
+            add(supervisor, url, PRECISE)
+
+
+async def test_a_removed_engine_drains_and_is_forgotten(tmp_path: Path) -> None:
+    """It gets no more requests, its open one goes on; then neither replica, engine nor recorded answers are left."""
+    canary = Canary(tmp_path / "canary.json", "here")
+    async with serving_all(FakeEngine().app) as (url,), watched(tmp_path, (url,), canary=canary) as supervisor:
+        fleet = supervisor.fleet
+        await until(lambda: ids(supervisor) == ["fast-0"])
+        lease = fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
+        assert lease is not None
+        operation = supervisor.operations.begin("remove", "fast-0")
+        await until(lambda: fleet.replicas[0].state is DRAINING and "1 open requests" in operation.detail)
+        assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
+        with pytest.raises(NotPossible, match="fast-0 is busy: remove"):
+            supervisor.operations.begin("resume", "fast-0")
+        lease.release()
+        await until(lambda: operation.state == "done")
+        assert (operation.detail, fleet.replicas, supervisor.engines) == ("removed", [], ())
+        assert read_golden(canary.path) == ()
+        assert fleet.snapshot().tier(FAST).state is ReplicaState.STOPPED
+
+
+async def test_a_removal_at_once_waits_for_nobody(tmp_path: Path) -> None:
+    """Also after one that waits; the open request ends as it may, and its counters with it."""
+    async with serving_all(FakeEngine().app) as (url,), watched(tmp_path, (url,)) as supervisor:
+        await until(lambda: ids(supervisor) == ["fast-0"])
+        lease = supervisor.fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
+        assert lease is not None
+        patient = supervisor.operations.begin("remove", "fast-0")
+        await until(lambda: "waits" in patient.detail)
+        operation = await removed(supervisor, "fast-0", now=True)
+        assert (patient.state, operation.state) == ("failed", "done")
+        assert operation.detail == "removed; the engine has 1 open requests to finish"
+        lease.release()
+        assert (lease.replica.in_flight, supervisor.fleet.snapshot().sequences) == (0, 0)
+
+
+async def test_an_engine_that_is_added_again_while_it_drains_stays(tmp_path: Path) -> None:
+    """Its removal is broken off, and it gets requests again, under the same name."""
+    async with serving_all(FakeEngine().app) as (url,), watched(tmp_path, (url,)) as supervisor:
+        await until(lambda: ids(supervisor) == ["fast-0"])
+        lease = supervisor.fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
+        assert lease is not None
+        operation = supervisor.operations.begin("remove", "fast-0")
+        await until(lambda: "waits" in operation.detail)
+        with pytest.raises(NotPossible, match="still being removed as fast-0"):
+            add(supervisor, url, PRECISE)
+        assert add(supervisor, url) is supervisor.fleet.replicas[0]
+        assert (operation.state, ids(supervisor), lease.replica.source) == ("failed", ["fast-0"], "command")
+        lease.release()
+        assert (await removed(supervisor, "fast-0")).state == "done"
+
+
+async def test_what_was_removed_can_be_added_anew(tmp_path: Path) -> None:
+    """With a name of its own; what a tier shows is that of the engines that it has."""
+    roots = ("made/fast", "made/precise")
+    async with (
+        serving_all(*(FakeEngine(Behaviour(root=root)).app for root in roots)) as urls,
+        watched(tmp_path, tuple(urls)) as supervisor,
+    ):
+        await until(lambda: len(ids(supervisor)) == 2)
+        assert supervisor.fleet.spec(FAST).precision == "awq-int4, bf16"
+        await removed(supervisor, "fast-1")
+        assert supervisor.fleet.spec(FAST).precision == "awq-int4"
+        assert add(supervisor, urls[1]).id == "fast-2"
+        await until(lambda: ids(supervisor) == ["fast-0", "fast-2"])
+
+
+async def test_a_fleet_without_space_refuses_and_tries_again(tmp_path: Path) -> None:
+    """An operator is told, and nothing is left of the attempt; what a file names is added once there is space."""
+    specs = TierSpec(FAST, 2048, 16, 32, replicas=0), TierSpec(PRECISE, 8192, 16, 32, replicas=0)
+    fleet = SharedFleet(specs, "machine", FleetOptions(), Table.make(1, 1))
+    supervisor = Supervisor(fleet, SupervisorOptions(tmp_path))
+    supervisor.start([], specs)
+    try:
+        add(supervisor, "http://127.0.0.1:9")
+        with pytest.raises(NotPossible, match="several workers share at most 1 replicas"):
+            add(supervisor, "http://127.0.0.2:9", PRECISE)
+        assert (ids(supervisor, None), fleet.spec(PRECISE).absent) == (["fast-0"], True)
+        supervisor.operations.roster.name(Source.FILE, {PRECISE: ("http://127.0.0.2:9",)})
+        assert (ids(supervisor, None), fleet.snapshot().tier(PRECISE).state) == (["fast-0"], ReplicaState.WAITING)
+        await removed(supervisor, "fast-0")
+        await until(lambda: ids(supervisor, None) == ["precise-0"])
+    finally:
+        await supervisor.stop()
+
+
+async def test_an_engine_that_changes_its_tier_leaves_the_old_one_first(tmp_path: Path) -> None:
+    """It is never in two tiers: its load would be counted twice."""
+    async with serving_all(FakeEngine().app) as (url,), watched(tmp_path) as supervisor:
+        roster = supervisor.operations.roster
+        roster.name(Source.FILE, {FAST: (url,)})
+        await until(lambda: ids(supervisor) == ["fast-0"])
+        lease = supervisor.fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
+        assert lease is not None
+        roster.name(Source.FILE, {PRECISE: (url,)})
+        await until(lambda: supervisor.fleet.replicas[0].state is DRAINING)
+        assert ids(supervisor, None) == ["fast-0"]
+        lease.release()
+        await until(lambda: ids(supervisor) == ["precise-0"])
+
+
+async def test_a_drain_gives_way_to_a_removal(tmp_path: Path) -> None:
+    """An operator's drain waits for requests as well: the removal takes its place."""
+    async with serving_all(FakeEngine().app) as (url,), watched(tmp_path, (url,)) as supervisor:
+        await until(lambda: ids(supervisor) == ["fast-0"])
+        lease = supervisor.fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
+        assert lease is not None
+        drain = supervisor.operations.begin("drain", "fast-0")
+        await until(lambda: "waits" in drain.detail)
+        operation = supervisor.operations.begin("remove", "fast-0")
+        assert drain.state == "failed"
+        lease.release()
+        await until(lambda: operation.state == "done")
+
+
+async def test_an_engine_that_never_ends_its_requests_is_removed_after_drain_s(tmp_path: Path) -> None:
+    """The time is that of every drain; the request is left to the engine."""
+    options = OperationOptions(drain_s=0.1)
+    async with serving_all(FakeEngine().app) as (url,), watched(tmp_path, (url,), operations=options) as supervisor:
+        await until(lambda: ids(supervisor) == ["fast-0"])
+        with supervisor.fleet.lease(FAST, prompt_tokens=1, max_tokens=1) or pytest.fail("no slot"):
+            operation = await removed(supervisor, "fast-0")
+        assert operation.detail == "removed; the engine has 1 open requests to finish"
+
+
+async def test_engines_come_and_go_many_times_and_nothing_is_left(tmp_path: Path) -> None:
+    """After fifty replicas, no task, engine, record or count of a former one remains."""
+    async with serving_all(FakeEngine().app) as (url,), watched(tmp_path) as supervisor:
+        tasks: Callable[[], int] = lambda: len(asyncio.all_tasks())  # noqa: E731
+        roster, before = supervisor.operations.roster, tasks()
+        for _ in range(50):
+            roster.name(Source.FILE, {FAST: (url,)})
+            roster.name(Source.FILE, {FAST: ()})
+            await until(lambda: not supervisor.engines)
+        assert (supervisor.fleet.replicas, supervisor.operations._running) == ([], {})
+        await until(lambda: tasks() == before)

@@ -1,0 +1,34 @@
+"""Addresses of engines that run elsewhere: which can be used, and which are the same."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import httpx
+
+
+def wrong_with(url: str) -> str | None:
+    """Return why paths of vLLM's API cannot be appended to an address; None if they can."""
+    try:
+        httpx.URL(url)
+        parts = urlsplit(url)
+        port = parts.port
+    except (httpx.InvalidURL, ValueError):
+        return "this is no address"
+    if not url.isprintable() or " " in url or parts.scheme not in {"http", "https"} or not parts.hostname or port == 0:
+        return "this is no address that begins with http:// or https:// and names a host"
+    if parts.username is not None or parts.password is not None:
+        return (
+            "user and password do not belong here, where GET /tiers shows them: engine.api_key holds the engines' key"
+        )
+    if "?" in url or "#" in url:
+        return "a query or a fragment cannot stand before the paths of the engine's API"
+    if parts.path.rstrip("/").endswith("/v1"):
+        return "the address ends with /v1, which QARR adds itself"
+    return None
+
+
+def normalised(url: str) -> str:
+    """Return a text that is equal for equal addresses."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.lower()}{parts.path.rstrip('/')}"
