@@ -19,6 +19,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
+from router.monitoring.scaling import Scaling
 from router.monitoring.tally import Tally
 from router.pipeline.registry import OVER_QUOTA
 from router.policy.decision import Refusal
@@ -347,6 +348,7 @@ class Metrics:
         registry.register(self.tally)
         ProcessCollector(registry=registry)
         registry.register(Load(pipeline, retries, about))
+        registry.register(Scaling(pipeline))
         registry.register(Losses(evaluation, pipeline.policy))
         registry.register(Budget(pipeline.policy.budget, half_life_s))
 
