@@ -34,7 +34,7 @@ class Scaling(Collector):
             if tier.spec.absent:
                 continue
             waiting.add_metric([tier.spec.name], self._pipeline.admission.waiting_for(tier.spec.name))
-            _, _, times = tier.offer(PROMPT_TOKENS, OUTPUT_TOKENS, 1, fleet)
+            _, _, times, _ = tier.offer(PROMPT_TOKENS, OUTPUT_TOKENS, 1, fleet)
             if times is not None:
                 ttft.add_metric([tier.spec.name], times.ttft_ms / 1000)
         return waiting, ttft
