@@ -8,6 +8,7 @@ ones of the prompt. So a cache outweighs at most as much more load as it saves, 
 
 from __future__ import annotations
 
+from math import exp
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Candidate(NamedTuple):
         sequences: On it.
         cached: Prompt tokens that it is likely to hold.
         home: It is the session's own.
+        trends: Means of log(seen / predicted) lately, of TTFT and of TPOT.
     """
 
     position: int
@@ -70,6 +72,7 @@ class Candidate(NamedTuple):
     home: bool
     speed: SpeedModel | None
     load: Load
+    trends: tuple[float, float]
 
 
 def uncached(prompt_tokens: int, cached: int | None) -> int:
@@ -101,12 +104,13 @@ def _at_home(one: Candidate, ask: Ask) -> Candidate:
 
 
 def _answer_ms(candidates: Sequence[Candidate], ask: Ask) -> list[float]:
-    """Return the predicted times of the whole answer; empty: a speed under load is not known."""
+    """Return the predicted times of the whole answer, corrected by recent errors; empty: a speed under load is not known."""
     each, found = ask.output_tokens / ask.sequences, []
     for one in candidates:
         if one.speed is None or not one.speed.under_load:
             return []
         to_read, most, share = uncached(ask.prompt_tokens, one.cached), ask.max_num_seqs, ask.output_share
         ttft_ms, tpot_ms = one.speed.times(to_read, one.load, most, share, ask.sequences, output_tokens=each)
-        found.append(ttft_ms + each * tpot_ms)
+        ttft_trend, tpot_trend = one.trends
+        found.append(ttft_ms * exp(ttft_trend) + each * tpot_ms * exp(tpot_trend))
     return found

@@ -241,6 +241,13 @@ class KeptReplica:
             usually,
         )
 
+    def trends(self, now: float) -> tuple[float, float]:
+        """Return the means of the errors of predictions, of TTFT and of TPOT."""
+        if self.speed is None:
+            return 0.0, 0.0
+        ttft, tpot = self.ttft_trend, self.tpot_trend
+        return ttft.at_time(now, self.speed.ttft_spread)[0], tpot.at_time(now, self.speed.tpot_spread)[0]
+
     def whole(
         self, output_tokens: int, moment: Moment, cached: int | None = None, *, home: bool = False
     ) -> ReplicaSnapshot:
@@ -474,22 +481,21 @@ def choose(
     least = least_loaded(views, outputs, ask)
     if warmth is None or least < 0 or (warmth.home < 0 and not tell_apart(warmth.cached)):
         return least
-    able = [position for position, view in enumerate(views) if takes(view, ask)]
-    return preferred(
-        [
-            Candidate(
-                n,
-                views[n].prompt_tokens + outputs[n],
-                views[n].sequences,
-                warmth.cached[n],
-                n == warmth.home,
-                views[n].speed,
-                views[n].load(outputs[n], moment),
-            )
-            for n in able
-        ],
-        ask,
-    )
+    candidates = [
+        Candidate(
+            n,
+            view.prompt_tokens + outputs[n],
+            view.sequences,
+            warmth.cached[n],
+            n == warmth.home,
+            view.speed,
+            view.load(outputs[n], moment),
+            view.trends(moment.now),
+        )
+        for n, view in enumerate(views)
+        if takes(view, ask)
+    ]
+    return preferred(candidates, ask)
 
 
 def least_loaded(views: Sequence[KeptReplica], outputs: Sequence[int], ask: Ask) -> int:
@@ -596,7 +602,8 @@ class FleetSnapshot:
 def _candidate(position: int, replica: ReplicaSnapshot) -> Candidate:
     load, tokens = replica.load, replica.prompt_tokens_outstanding + replica.output_tokens_outstanding
     cached = replica.cached_tokens or 0
-    return Candidate(position, tokens, load.sequences, cached, replica.home, replica.speed, load)
+    trends = replica.ttft_trend.mean, replica.tpot_trend.mean
+    return Candidate(position, tokens, load.sequences, cached, replica.home, replica.speed, load, trends)
 
 
 def _load_first(one: Candidate) -> tuple[int, int]:

@@ -62,6 +62,7 @@ class Asked:
     checkable: bool = False
     undraftable: str = ""
     adapter: str | None = None
+    session: str = ""
     asked: EngineRequest = HI
 
     def engine_request(self, _decision: Decision, *, wants_logprobs: bool) -> EngineRequest:

@@ -18,7 +18,8 @@ def one(
     position: int, tokens: int = 0, sequences: int = 0, *, cached: int = 0, home: bool = False, **more: Any
 ) -> Candidate:
     """Return a replica with a load, of unknown speed if none is given."""
-    return Candidate(position, tokens, sequences, cached, home, more.get("speed"), more.get("load", IDLE))
+    load, trends = more.get("load", IDLE), more.get("trends", (0.0, 0.0))
+    return Candidate(position, tokens, sequences, cached, home, more.get("speed"), load, trends)
 
 
 def test_the_most_of_the_prompt_wins_on_equal_load() -> None:
@@ -39,6 +40,13 @@ def test_with_known_speeds_the_whole_answer_is_compared() -> None:
     for sequences, found in ((6, 0), (7, 1)):
         busy = one(0, 9999, sequences, cached=640, speed=SPEED, load=Load(sequences))
         assert preferred([busy, one(1, speed=SPEED)], ASK) == found
+
+
+def test_a_replica_that_is_slower_than_predicted_loses_its_chats() -> None:
+    """So a speed that is wrong about load sends no more to a replica than it can do."""
+    for trends, found in (((0.0, 0.0), 0), ((0.0, 1.0), 1), ((2.0, 0.0), 1)):
+        warm = one(0, 0, 1, cached=640, speed=SPEED, load=Load(1), trends=trends)
+        assert preferred([warm, one(1, speed=SPEED)], ASK) == found
 
 
 def test_prompts_that_wait_count_like_the_own() -> None:
