@@ -226,7 +226,7 @@ def tier_spec(
 
 def named_by(settings: Settings, tier: TierName) -> tuple[str, ...]:
     """Return what names engines of a tier while the router runs."""
-    own: TierSettings = getattr(settings.tiers, tier.value)
+    own: TierSettings = getattr(settings.tiers, tier)
     return tuple(str(each) for each in (own.dns, settings.discovery.file) if each)
 
 

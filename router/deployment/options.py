@@ -70,8 +70,7 @@ def supervisor_options(settings: Settings, machine: str) -> SupervisorOptions:
 
 def dns_names(settings: Settings) -> dict[TierName, str]:
     """Return the DNS names of tiers whose engines run elsewhere."""
-    names = {tier: getattr(settings.tiers, tier).dns for tier in TierName}
-    return {tier: name for tier, name in names.items() if name}
+    return {TierName(name): tier.dns for name, tier in settings.tiers if tier.dns}
 
 
 def make_canary(settings: Settings, machine: str) -> Canary:

@@ -154,3 +154,25 @@ def _read_until(running: Up, name: str, wanted: float) -> bool:
             return True
         time.sleep(0.1)
     return False
+
+
+def test_an_engine_joins_and_leaves_a_running_router(up: Up, other: Up) -> None:
+    """Removed by its address, then added anew, it is warmed up and compared, and answers for its tier alone."""
+
+    def operate(*args: str) -> str:
+        done = other.operate(*args)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    url, here = up.replica("fast")["url"], other.replica("fast")["id"]
+    assert operate("remove", url).endswith("remove done, removed\n")
+    assert [replica["id"] for replica in other.tiers()["fast"]["replicas"]] == [here]
+    added, _, said = operate("add", "fast", url).partition(": ")
+    assert said == "added, is ready\n"
+    operate("drain", here)
+    assert other.generate(tier="fast").headers["x-qarr-tier"] == "fast"
+    _, joined = other.tiers()["fast"]["replicas"]
+    assert (joined["id"], joined["source"], joined["served"], joined["precision"]) == (added, "command", 1, "awq-int4")
+    operate("resume", here)
+    assert operate("remove", added) == f"{added}: remove done, removed\n"
+    assert f'replica="{added}"' not in httpx.get(f"{other.url}/metrics", trust_env=False).text

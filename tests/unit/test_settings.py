@@ -84,6 +84,16 @@ def test_a_class_can_be_changed_alone(tmp_path: Path) -> None:
             "[tiers.fast]\nurls = ['http://h:1']\n[tiers.precise]\nurls = ['http://h:1/']",
             "tiers.fast.urls and tiers.precise.urls both name http://h:1/",
         ),
+        (
+            "[tiers.fast]\ndns = 'https://h:1'",
+            "tiers.fast.dns: engines are reached by their addresses, which no certificate",
+        ),
+        ("[tiers.fast]\ndns = 'h:1'", "tiers.fast.dns: this is no address that begins with http"),
+        (
+            "[tiers.fast]\ndns = 'http://h:1'\nurls = ['http://h:1']",
+            "tiers.fast.urls and tiers.fast.dns both name http://h:1",
+        ),
+        ("[discovery]\ninterval_s = 0", "discovery.interval_s: Input should be greater than or equal to 0.1"),
         ("[openai]\nembeddings_urls = ['h:1']", "openai.embeddings_urls.0: this is no address"),
         ("[engine]\napi_key = 'a b'", "engine.api_key: a key of printable ASCII"),
         ("[state]\nredis_url = 'http://h'", "state.redis_url: an address that begins with redis://"),

@@ -297,6 +297,7 @@ def test_tiers_without_an_engine() -> None:
     none = {"replicas": [], "detail": None}
     tiers = [
         {"tier": "fast", "state": "left_out", "preparing": None, **none},
+        {"tier": "fast", "state": "waiting", "preparing": None, **none},
         {"tier": "balanced", "state": "preparing", "preparing": preparing, **none},
         {
             "tier": "precise",
@@ -306,8 +307,9 @@ def test_tiers_without_an_engine() -> None:
             "detail": "disk full\nmore",
         },
     ]
-    left_out, prepared_, failed = network.judge_fleet({"tiers": tiers})
+    left_out, waiting, prepared_, failed = network.judge_fleet({"tiers": tiers})
     assert (left_out.health, left_out.check) == (OK, "tier fast")
+    assert (waiting.health, waiting.found) == (WARNING, "none of its engines is known yet")
     assert (prepared_.health, prepared_.found) == (WARNING, "is being prepared: quantizing")
     assert (failed.health, failed.found) == (PROBLEM, "has no checkpoint: disk full")
     drained = {"id": "fast-0", "state": "draining", "detail": None, "breaker": "closed", "served": 0, "failed": 0}

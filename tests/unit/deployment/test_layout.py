@@ -84,6 +84,26 @@ def test_the_precision_of_engines_by_url_may_be_stated() -> None:
             settings(tiers={"fast": {"urls": (URL,), "precision": wrong}})
 
 
+def test_engines_that_come_and_go_are_named_by_dns_and_a_file(tmp_path: Path) -> None:
+    """A tier with a DNS name starts nothing here; what names them identifies its weights, unless it has addresses."""
+    file = tmp_path / "fleet.json"
+    given = {"fast": {"dns": "http://engines:8000", "precision": "fp8"}, "balanced": {"urls": (URL,)}}
+    deployment = make_deployment(settings(tiers=given, discovery={"file": file}), (), start_engines=False)
+    fast, balanced, precise = deployment.specs
+    assert [spec.replicas for spec in deployment.specs] == [0, 0, 0]
+    assert (fast.named_by, fast.stated_precision) == (("http://engines:8000", str(file)), "fp8")
+    assert (fast.identity, balanced.identity, precise.identity) == (f"http://engines:8000 {file}", URL, str(file))
+    options = supervisor_options(settings(tiers=given, discovery={"file": file, "interval_s": 1}), "here").discovery
+    assert (options.file, options.names, options.interval_s) == (file, {FAST: "http://engines:8000"}, 1)
+
+
+def test_a_router_in_front_of_nothing_is_refused() -> None:
+    """A file or a DNS name is enough: engines may come."""
+    with pytest.raises(PlanError, match=r"neither urls, dns nor discovery\.file"):
+        make_deployment(settings(), (), start_engines=False)
+    assert make_deployment(settings(tiers={"fast": {"dns": "http://engines"}}), (), start_engines=False).specs
+
+
 def test_engines_get_ports_and_keys_of_their_own(tmp_path: Path) -> None:
     """Ports follow one another from the first one, in the order of the tiers that run here."""
     prepared = made(tmp_path)

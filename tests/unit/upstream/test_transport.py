@@ -409,6 +409,18 @@ async def test_connections_that_were_idle_for_long_are_not_used_again(monkeypatc
         assert sum(map(len, made._idle.values())) == 1
 
 
+async def test_connections_to_engines_that_have_vanished_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks there any more, and a host that is gone closes nothing; later answers of others see to it."""
+    now = [1000.0]
+    monkeypatch.setattr("router.upstream.transport.time.monotonic", lambda: now[0])
+    async with engine_with(answers(PLAIN)) as gone, engine_with(answers(PLAIN)) as engine, transport() as made:
+        assert await text_of(await made.handle_async_request(post(gone.url))) == b"hello"
+        now[0] += KEEP_ALIVE_S + 0.1
+        assert await text_of(await made.handle_async_request(post(engine.url))) == b"hello"
+        assert [len(idle) for idle in made._idle.values()] == [1]
+        await gone.ended.wait()
+
+
 async def test_an_answer_that_is_not_read_to_its_end_ends_at_the_engine() -> None:
     async with engine_with(answers(CHUNKED[:-10])) as engine, transport() as made:
         response = await made.handle_async_request(post(engine.url))
@@ -441,6 +453,24 @@ async def test_a_cancelled_request_ends_at_the_engine() -> None:
             await task
         await response.aclose()
         await engine.ended.wait()
+
+
+async def test_more_requests_may_be_allowed_and_never_fewer() -> None:
+    """Engines that come need connections; those that go have had theirs."""
+    async with engine_with(answers(PLAIN)) as engine, transport(max_requests=1) as made:
+        made.allow(2)
+        made.allow(1)
+        several = [await made.handle_async_request(post(engine.url)) for _ in range(2)]
+        with pytest.raises(httpx.PoolTimeout):
+            await made.handle_async_request(post(engine.url, pool=0.001))
+        for response in several:
+            await response.aclose()
+        unbounded = type(made)()
+        unbounded.allow(1)
+        several = [await unbounded.handle_async_request(post(engine.url)) for _ in range(3)]
+        for response in several:
+            await response.aclose()
+        await unbounded.aclose()
 
 
 async def test_slots_are_waited_for_in_order_and_not_for_ever() -> None:
