@@ -64,7 +64,8 @@ def test_the_commands_for_operators_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["first-fault.md", "install.md", "observing.md", "outgrowing.md", "page.md", "routing.md", "runbooks.md"]
+    "document",
+    ["first-fault.md", "install.md", "observing.md", "outgrowing.md", "page.md", "routing.md", "runbooks.md"],
 )
 def test_commands_beside_others_are_there(document: str) -> None:
     """So is every ``qarr`` command that stands among a document's other commands, or in its text."""

@@ -27,7 +27,9 @@ async def test_autoscalers_see_queue_and_first_token_by_tier(tmp_path: Path) -> 
         assert before["qarr_tier_waiting_requests", "fast"] == before["qarr_tier_waiting_requests", "precise"] == 0
         assert before["qarr_predicted_ttft_seconds", "fast"] == pytest.approx(1.0, rel=0.2)  # 512 tokens at 2 ms
         assert ("qarr_predicted_ttft_seconds", "balanced") not in before
-        leases = [stack.fleet.lease(tier, prompt_tokens=1000, max_tokens=10) for tier in (TierName.FAST, TierName.PRECISE)]
+        leases = [
+            stack.fleet.lease(tier, prompt_tokens=1000, max_tokens=10) for tier in (TierName.FAST, TierName.PRECISE)
+        ]
         waiting = asyncio.create_task(stack.generate(stream=False))
         async with asyncio.timeout(30):
             while (during := await scrape(stack))["qarr_tier_waiting_requests", "fast"] != 1:
