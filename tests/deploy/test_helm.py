@@ -16,7 +16,7 @@ import yaml
 
 from router.settings import load_settings
 from tests.deploy.charts import CHART, NAMESPACE, SAMPLES, Release, argument, image_environment, release, rendered, tool
-from tests.deploy.services import DEPLOY, ROOT, program
+from tests.deploy.services import DEPLOY, program
 from tests.deploy.test_prometheus import NAME, known
 from tests.unit.router_stack import router_stack
 from tiers.speed import SpeedModel
@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 NAMES = [path.stem for path in SAMPLES]
 # Where a pod may write: volumes of its own, the checkpoints that an init container makes, the routers' profiles.
 WRITTEN = {"/tmp", "/dev/shm", "/models", "/var/cache/qarr", "/var/cache/engine", "/var/lib/qarr/profiles"}  # noqa: S108
-KEY = {"engineKey": {"value": "an-engine-key"}}
 EVERYTHING = {
-    **KEY,
-    "engineKey": {"existingSecret": "", **KEY["engineKey"]},
+    "engineKey": {"existingSecret": "", "value": "an-engine-key"},
     "auth": {"existingSecret": "", "keys": '{"version": 1, "keys": []}'},
     "redis": {"existingSecret": "", "url": "redis://:password@redis:6379/0"},
     "checkpoints": {"claim": "", "prepare": {"enabled": True, "model": "owner/model", "args": ["--group-size", "64"]}},
@@ -333,4 +331,3 @@ if __name__ == "__main__":
     readme = CHART / "README.md"
     before, _, rest = readme.read_text("utf-8").partition("<!-- values -->\n")
     readme.write_text(f"{before}<!-- values -->\n{values_table()}<!-- end -->{rest.partition('<!-- end -->')[2]}")
-    assert ROOT in readme.parents
