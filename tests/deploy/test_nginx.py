@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from router.settings import load_settings
-from tests.deploy.services import DEPLOY, program, running
+from tests.deploy.services import DEPLOY, eventually, program, running
 from tests.fakes.engine import ANSWER, Behaviour
 from tests.ports import reserved_ports
 from tests.unit.own_engines import until
@@ -252,3 +252,49 @@ async def test_a_post_that_was_sent_is_not_sent_again(tmp_path: Path) -> None:
         assert (await asked).status_code == 503
         sent = [body for b in behaviours for body in b.requests if body.get("max_tokens", 0) > 100]
         assert len(sent) == 1
+
+
+async def routers_of(found: Front, keys: list[str], header: str = "x-session-id") -> dict[str, str]:
+    """Send a request for each key, as a session or as the beginning of the prompt; return the routers that took them."""
+    seen = {}
+    for key in keys:
+        before = len(found.log())
+        if header:
+            answer = await found.client.post(f"{found.url}/route", json={"prompt": "hi"}, headers={header: key})
+        else:
+            answer = await found.client.post(f"{found.url}/route", json={"prompt": f"{key} " * 100 + str(before)})
+        assert answer.status_code == 200
+
+        async def logged() -> list[dict[str, str]]:
+            return found.log()[before:]  # noqa: B023  it is awaited here
+
+        (line,) = await eventually(logged)
+        seen[key] = line["router"].rpartition(", ")[2]  # those that could not be reached stand before
+    return seen
+
+
+async def test_a_session_stays_on_its_router(tmp_path: Path) -> None:
+    """The same session, or the same beginning, goes to the same router; a dead one's sessions move, the others stay."""
+    async with front(tmp_path) as found:
+        sessions = [f"session-{number}" for number in range(24)]
+        before = await routers_of(found, sessions)
+        assert len(set(before.values())) == 2
+        assert await routers_of(found, sessions) == before
+        text = (found.folder / "qarr.conf").read_text("utf-8")
+        option = '""      qarr;'
+        assert text.count(option) == 1
+        (found.folder / "qarr.conf").write_text(text.replace(option, '""      qarr_by_prefix;'))
+        by_prefix = {name: name for name in ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")}
+        found.nginx.send_signal(signal.SIGHUP)
+
+        async def kept() -> bool:
+            first = await routers_of(found, list(by_prefix), "")
+            return await routers_of(found, list(by_prefix), "") == first and len(set(first.values())) == 2
+
+        await eventually(kept)  # the old workers end when they have nothing to do
+        dead = f"127.0.0.1:{found.first.port}"
+        found.first.started[0].kill()
+        await found.first.started[0].wait()
+        after = await routers_of(found, sessions)
+        assert set(after.values()) == {f"127.0.0.1:{found.second.port}"}
+        assert {name for name in sessions if after[name] != before[name]} == {n for n in sessions if before[n] == dead}

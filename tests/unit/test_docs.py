@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from router.cli.main import make_app
-from router.settings import Settings
+from router.settings import Settings, load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 DECISIONS = sorted((ROOT / "docs/decisions").glob("0*.md"))
@@ -64,7 +64,8 @@ def test_the_commands_for_operators_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["first-fault.md", "install.md", "observing.md", "page.md", "routing.md", "runbooks.md"]
+    "document",
+    ["first-fault.md", "install.md", "observing.md", "outgrowing.md", "page.md", "routing.md", "runbooks.md"],
 )
 def test_commands_beside_others_are_there(document: str) -> None:
     """So is every ``qarr`` command that stands among a document's other commands, or in its text."""
@@ -73,6 +74,17 @@ def test_commands_beside_others_are_there(document: str) -> None:
     known = {name for name in found if CliRunner().invoke(make_app(), [*name.split(), "--help"]).exit_code == 0}
     assert found
     assert known == found
+
+
+def test_the_variables_for_more_machines_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every QARR_ variable that docs/outgrowing.md sets is a setting, and takes the value."""
+    text = (ROOT / "docs/outgrowing.md").read_text("utf-8")
+    given = re.findall(r"(QARR_\w+)=(\S+) ", text)
+    assert len(given) > 4
+    for name, value in given:
+        monkeypatch.setenv(name, value)
+    settings = load_settings()
+    assert (settings.tiers.fast.replicas, settings.server.workers) == (3, 4)
 
 
 def test_what_the_documents_call_tested_is_tested() -> None:

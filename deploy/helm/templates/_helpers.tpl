@@ -81,7 +81,7 @@ qarr/tier: {{ index . 2 }}
 {{- $enabled := include "qarr.tiers" . | fromYaml -}}
 {{- range $name, $own := .Values.tiers -}}
 {{- with index $enabled $name -}}
-{{- $tier := dict "dns" (printf "http://%s-%s:8000" (include "qarr.name" $) $name) "precision" .precision -}}
+{{- $tier := dict "dns" (printf "http://%s-%s.%s.svc:8000" (include "qarr.name" $) $name $.Release.Namespace) "precision" .precision -}}
 {{- $_ := set $tier "max_model_len" (int .maxModelLen) -}}
 {{- $_ := set $tier "max_num_seqs" (int .maxNumSeqs) -}}
 {{- $_ := set $tier "max_in_flight" (int .maxInFlight) -}}

@@ -11,6 +11,7 @@ import pytest
 
 from router.policy.decision import PRIORITIES
 from router.policy.profiles import ProfileError, latency_name, load_latency, load_profile, profile_name
+from router.profiling.auto_profile import ELSEWHERE
 from router.profiling.profile_files import only_one
 from tests.unit.measuring_router import QUICK, engines, measuring_router
 from tests.unit.own_engines import until
@@ -89,6 +90,19 @@ async def test_it_goes_on_after_a_restart(tmp_path: Path) -> None:
         assert len(again.journal) == len(set(again.journal)) == PROMPTS * len(STANDARD_TIERS)
         judged = sum(bool(body.get("prompt_logprobs")) for engine in again.engines for body in engine.requests)
         assert judged <= PROMPTS * len(STANDARD_TIERS) - before
+
+
+@pytest.mark.anyio
+async def test_it_waits_while_an_engine_elsewhere_is_in_the_fleet(tmp_path: Path) -> None:
+    """One that was added while the router runs; others may use it, and its weights are not known."""
+    async with measuring_router(tmp_path, engines(), ready=False) as own:
+        own.fleet.replicas[0].source = "command"
+        for replica in own.fleet.replicas:
+            replica.mark(ReplicaState.READY)
+        await own.comes_to(state="waiting", what=None, detail=ELSEWHERE)
+        assert not any(engine.requests for engine in own.engines)
+        own.fleet.replicas[0].source = None
+        await own.comes_to(state="done")
 
 
 @pytest.mark.anyio

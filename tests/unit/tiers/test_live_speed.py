@@ -12,6 +12,7 @@ import pytest
 
 from tests.fakes.engine import Behaviour
 from tests.unit.measuring_router import measuring_router
+from tests.unit.own_engines import until
 from tiers.fleet import Fleet
 from tiers.live_speed import ENOUGH, LiveSpeed, learn
 from tiers.replica import Replica
@@ -115,6 +116,26 @@ async def test_a_profile_ends_it_and_a_restart_begins_it_anew() -> None:
     await live.look(replica)
     assert replica.speed is None
     assert not replica.seen
+
+
+@pytest.mark.anyio
+async def test_replicas_that_were_removed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come and go for as long as the router runs."""
+    monkeypatch.setattr("tiers.live_speed.LOOK_S", 0.01)
+    spec = TierSpec(TierName.FAST, 2048, SEQS, 32)
+    fleet = Fleet((spec,))
+    live = LiveSpeed(fleet)
+    learning = asyncio.create_task(live.run())
+    for number in range(3):
+        replica = fleet.add(Replica(f"fast-{number}", spec, "", "", "m"))
+        replica.mark(ReplicaState.READY)
+        for seen in answers(ENOUGH):
+            replica.note_answer(seen)
+        await until(lambda r=replica: r.speed is not None)
+        assert replica.id in live._answers
+        fleet.remove(replica)
+    await until(lambda: not live._answers)
+    learning.cancel()
 
 
 async def ask(client: httpx.AsyncClient, url: str, until: asyncio.Event, source: random.Random) -> None:

@@ -1,0 +1,140 @@
+"""The commands of the chart's router, with its rendered settings and environment, run in front of fake engines."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from router.auth.api_keys import add_key
+from tests.deploy.charts import NAMESPACE, Mapped, argument, release
+from tests.deploy.services import eventually
+from tests.fakes.engine import Behaviour, FakeEngine, serving_all
+from tests.ports import reserved_ports
+from tests.unit.classifier.test_tokens import BYTE_LEVEL, byte_level
+from tests.unit.own_engines import until
+from tests.unit.router_stack import events
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.conftest import RedisServer
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
+BIN = Path(sys.executable).parent
+
+
+@dataclass(slots=True)
+class Pod:
+    """A router's pod as processes of this machine.
+
+    Attributes:
+        prestop: Its preStop command.
+    """
+
+    url: str
+    process: asyncio.subprocess.Process
+    prestop: list[str]
+    client: httpx.AsyncClient
+    engines: dict[str, Behaviour]
+
+    async def ready(self) -> bool:
+        """Ask what the readiness probe asks."""
+        assert self.process.returncode is None
+        try:
+            return (await self.client.get(f"{self.url}/readyz")).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    async def ask(self) -> httpx.Response:
+        """Ask for a streamed answer of the tier precise."""
+        return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", "tier": "precise"})
+
+
+@asynccontextmanager
+async def pod(tmp_path: Path, sample: str, redis: RedisServer) -> AsyncIterator[Pod]:
+    """Run a sample's router, after its init containers."""
+    made = release(sample, {"router": {"preStopSeconds": 1}})
+    spec = made.pods["qarr-router"]
+    tiers = [name.removeprefix("qarr-") for name in made.pods if name != "qarr-router"]
+    lengths = {t: int(argument(made.pods[f"qarr-{t}"]["containers"][0], "--max-model-len")) for t in tiers}
+    engines = {tier: Behaviour(max_model_len=length) for tier, length in lengths.items()}
+    port, nobody = reserved_ports(2)
+    async with serving_all(*(FakeEngine(b).app for b in engines.values())) as urls:
+        named = zip(tiers, urls, strict=True)
+        changes = (
+            *((f"http://qarr-{tier}.{NAMESPACE}.svc:8000", url) for tier, url in named),
+            ("0.0.0.0", "127.0.0.1"),
+            ("port = 8080", f"port = {port}"),
+            ("http://otel-collector.monitoring:4317", f"http://127.0.0.1:{nobody}"),
+        )
+        mapped = Mapped(tmp_path, changes, {"api-key": "an-engine-key", "url": redis.url})
+        mapped.mount(spec, made.settings)
+        headers = {}
+        if (tmp_path / "etc/qarr/keys").is_dir():
+            headers["authorization"] = f"Bearer {add_key(tmp_path / 'etc/qarr/keys/keys.json', 'me')[0]}"
+        (tmp_path / "models/precise").mkdir()
+        byte_level(BYTE_LEVEL).save(str(tmp_path / "models/precise/tokenizer.json"))
+        for container in spec.get("initContainers", ()):
+            first = await asyncio.create_subprocess_exec(*mapped.command(container))
+            assert await asyncio.wait_for(first.wait(), 30) == 0
+        (container,) = spec["containers"]
+        environment = mapped.environment(container, "Containerfile.router")
+        environment["PATH"] = f"{BIN}:{environment['PATH']}"
+        argv = mapped.command(container)
+        with (tmp_path / "router.out").open("wb") as out:
+            process = await asyncio.create_subprocess_exec(
+                str(BIN / argv[0]), *argv[1:], env=environment, stdout=out, stderr=out
+            )
+        try:
+            async with httpx.AsyncClient(timeout=60, trust_env=False, headers=headers) as client:
+                prestop = container["lifecycle"]["preStop"]["exec"]["command"]
+                yield Pod(f"http://127.0.0.1:{port}", process, prestop, client, engines)
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+@pytest.mark.parametrize("sample", ["laptop", "one-node", "cluster"])
+async def test_the_router_serves(tmp_path: Path, sample: str, redis_server: RedisServer) -> None:
+    """It finds the engines of every tier by name, has their key, is ready, and answers; the startup probe is answered."""
+    async with pod(tmp_path, sample, redis_server) as found:
+        await eventually(found.ready)
+        assert (await found.client.get(f"{found.url}/healthz")).status_code == 200
+
+        async def all_ready() -> bool:
+            tiers = (await found.client.get(f"{found.url}/readyz")).json()["tiers"]
+            return all(tiers[tier] == "ready" for tier in found.engines)
+
+        await eventually(all_ready)
+        answer = await found.ask()
+        assert (answer.status_code, answer.headers["x-qarr-precision"]) == (200, "bf16 (stated)")
+        for behaviour in found.engines.values():
+            assert all(sent["authorization"] == "Bearer an-engine-key" for sent in behaviour.headers)
+        async with httpx.AsyncClient(trust_env=False) as keyless:
+            refused = await keyless.post(f"{found.url}/generate", json={"prompt": "hi"})
+        assert refused.status_code == (200 if sample == "laptop" else 401)
+
+
+async def test_a_leaving_router_finishes_its_answers(tmp_path: Path, redis_server: RedisServer) -> None:
+    """While the preStop command runs it serves as before; after SIGTERM open answers end well, and it exits with 0."""
+    async with pod(tmp_path, "one-node", redis_server) as found:
+        await eventually(found.ready)
+        found.engines["precise"].delay_s = 0.5
+        leaving = await asyncio.create_subprocess_exec(*found.prestop)
+        assert await found.ready()
+        stream = asyncio.create_task(found.ask())
+        await until(lambda: found.engines["precise"].running)
+        assert await asyncio.wait_for(leaving.wait(), 30) == 0
+        found.process.send_signal(signal.SIGTERM)
+        answer = await stream
+        assert events(answer.text)[-1][0] == "done"
+        assert await asyncio.wait_for(found.process.wait(), 45) == 0

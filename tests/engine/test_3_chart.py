@@ -1,0 +1,144 @@
+"""The chart's engines: vLLM takes their arguments, and one runs for real behind the chart's router."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from router.settings import load_settings
+from tests.deploy.charts import NAMESPACE, Mapped, release
+from tests.deploy.services import ROOT
+from tests.ports import reserved_ports
+from tiers.lifecycle.engine_args import ARGS_MAIN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+BIN = Path(sys.executable).parent
+PYTHON = load_settings().engine.python
+STARTS_S = 300
+QUICK = {"router": {"discoverySeconds": 1, "preStopSeconds": 1}, "engines": {"cpuThreads": 1, "drainSeconds": 60}}
+STORY = {"prompt": "Tell me a long story about a lighthouse.", "max_tokens": 100, "min_tokens": 100}
+
+
+def test_vllm_takes_the_arguments_of_every_sample() -> None:
+    """Its own parser and checks, for each tier of each sample; a wrong argument is refused."""
+    asked = [
+        pod["containers"][0]["args"]
+        for sample in ("laptop", "one-node", "cluster")
+        for name, pod in release(sample).pods.items()
+        if name != "qarr-router"
+    ]
+    done = subprocess.run(
+        [PYTHON, ARGS_MAIN], input=json.dumps([*asked, ["--no-such"]]), capture_output=True, text=True, check=True
+    )
+    *answers, wrong = json.loads(done.stdout.splitlines()[-1])
+    assert answers == [None] * 7
+    assert wrong
+
+
+@contextmanager
+def running(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a container's process until the context ends."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(argv, env=dict(environment), stdout=out, stderr=out, start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def until_ok(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Ask what a probe asks until it is answered with 200."""
+    deadline = time.monotonic() + STARTS_S
+    while True:
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        try:
+            if httpx.get(url, trust_env=False).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+
+
+def test_an_engine_of_the_chart_serves_and_leaves(tmp_path: Path) -> None:
+    """Checkpoints are named, engine and router start, it answers; told to end it finishes its answer and exits with 0."""
+    engine_port, router_port = reserved_ports(2)
+    made = release("laptop", QUICK)
+    engine_pod, router_pod = made.pods["qarr-precise"], made.pods["qarr-router"]
+    changes = (
+        (f"http://qarr-precise.{NAMESPACE}.svc:8000", f"http://127.0.0.1:{engine_port}"),
+        ("0.0.0.0", "127.0.0.1"),
+        ("--port=8000", f"--port={engine_port}"),
+        ("port = 8080", f"port = {router_port}"),
+        ("/opt/engine/engine_main.py", str(ROOT / "tiers/lifecycle/engine_main.py")),
+        ("/models/store", str(load_settings().model.store)),
+    )
+    mapped = Mapped(tmp_path, changes, {"api-key": "an-engine-key"})
+    mapped.mount(engine_pod)
+    mapped.mount(router_pod, made.settings)
+    prepare(mapped, engine_pod["initContainers"][0])
+    engine, router = engine_pod["containers"][0], router_pod["containers"][0]
+    waits = mapped.command(router_pod["initContainers"][0])
+    subprocess.run(waits, check=True, timeout=30)  # the tokenizer is there
+    init, _, _, *argv = mapped.command(engine)
+    assert init == "tini"  # it passes signals on, and is not installed here
+    engine_environment = mapped.environment(engine, "Containerfile.engine")
+    router_environment = mapped.environment(router, "Containerfile.router")
+    engine_log, router_log = tmp_path / "engine.out", tmp_path / "router.out"
+    url = f"http://127.0.0.1:{router_port}"
+    qarr, *serve = mapped.command(router)
+    with (
+        running([str(PYTHON), *argv], engine_environment, engine_log) as engine_process,
+        running([str(BIN / qarr), *serve], router_environment, router_log) as router_process,
+    ):
+        until_ok(f"http://127.0.0.1:{engine_port}/health", engine_process, engine_log)
+        until_ok(f"{url}/readyz", router_process, router_log)
+        answer = httpx.post(f"{url}/generate", json={**QUESTION, "stream": False}, timeout=120, trust_env=False)
+        assert "Paris" in answer.json()["text"]
+        leaves(engine, engine_process, engine_port)
+
+
+QUESTION: dict[str, Any] = {"prompt": "What is the capital of France?", "max_tokens": 16, "temperature": 0}
+
+
+def prepare(mapped: Mapped, container: dict[str, Any]) -> None:
+    """Run the init container: checkpoints that exist already get their names."""
+    environment = mapped.environment(container, "Containerfile.prepare")
+    environment["PATH"] = f"{BIN}:{environment['PATH']}"
+    environment["QARR_QUANTIZER__PYTHON"] = str(load_settings().quantizer.python)
+    subprocess.run(mapped.command(container), env=environment, check=True, timeout=120)
+    for tier in ("fast", "balanced", "precise"):
+        assert (mapped.folder / "models" / tier / "config.json").is_file()
+
+
+def leaves(engine: dict[str, Any], process: subprocess.Popen[bytes], port: int) -> None:
+    """Check that the engine serves during its preStop command, and that an answer that is open at SIGTERM is finished."""
+    subprocess.run(engine["lifecycle"]["preStop"]["exec"]["command"], check=True, timeout=60)
+    body = {"model": "smollm2-135m-instruct", "stream": True, **STORY}
+    headers = {"authorization": "Bearer an-engine-key"}
+    asked = {"json": body, "headers": headers, "timeout": 120}
+    with (
+        httpx.Client(trust_env=False) as client,
+        client.stream("POST", f"http://127.0.0.1:{port}/v1/completions", **asked) as answer,
+    ):
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        threading.Timer(0, process.send_signal, [signal.SIGTERM]).start()
+        text = "\n".join(lines)
+    assert '"finish_reason":"length"' in text
+    assert text.rstrip().endswith("data: [DONE]")
+    assert process.wait(60) == 0
