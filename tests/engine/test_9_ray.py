@@ -92,9 +92,9 @@ def on_ray(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[U
     arguments = ("--on", "ray", "--ray-address", nodes.address)
     with started(own, tmp_path_factory, Collector(), arguments) as running:
         yield running
-        engines = [_process_of(each["url"]) for each in running.tiers()["precise"]["replicas"]]
-    assert len(engines) == 2
-    assert not [each for each in engines if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        engines = [each for url in _ready(running) for each in _all_processes_of(url)]
+    assert len(engines) > 2
+    _until(lambda: not _running(engines))
 
 
 @dataclass(slots=True)
@@ -166,12 +166,15 @@ def test_streams_outlive_a_node_and_its_replica_comes_back(nodes: Nodes, on_ray:
     _until(lambda: all(each.texts for each in streams))
     assert all(each["in_flight"] for each in on_ray.tiers()["precise"]["replicas"])
     assert not any(each.end.get("finish_reason") for each in streams)
+    engines = {url: _all_processes_of(url) for url in before}
     nodes.do("kill one")
     for thread in reading:
         thread.join(300)
     assert [each.last for each in streams] == ["done"] * STREAMS
     assert {each.end["finish_reason"] for each in streams} <= {"stop", "length"}
     _until(lambda: len(_ready(on_ray)) == 2 and _ready(on_ray) != before, 600)
+    (lost,) = before - _ready(on_ray)
+    _until(lambda: not _running(engines[lost]))
     assert any("lost: its actor on node 127.0.0.1 is gone" in line for line in on_ray.output)
     assert on_ray.generate().status_code == 200
 
@@ -193,6 +196,16 @@ def _process_of(url: str) -> psutil.Process:
     port = httpx.URL(url).port
     listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
     return psutil.Process(next(each.pid for each in listening if each.laddr.port == port))
+
+
+def _all_processes_of(url: str) -> list[psutil.Process]:
+    """Return an engine's server, and the processes below it that compute."""
+    server = _process_of(url)
+    return [server, *server.children(recursive=True)]
+
+
+def _running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
 def _until(true: Any, limit_s: float = 120) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import http.client
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -30,6 +31,8 @@ POLL_S = 0.2
 HEALTH_S = 2.0  # between two health checks
 LAST_LINES = 15
 LAST_PORT = 65535
+# Before the guard's program: Ray kills the children of an actor that it ends, and a guard that is killed kills nobody.
+DETACH = "import os\nif os.fork(): os._exit(0)\nprint(os.getpid(), flush=True)\n"
 
 
 def hold_port(host: str, first: int) -> socket.socket:
@@ -85,7 +88,8 @@ class EngineActor:
         self._replica, self._job, self._programs, self._key = replica, job, programs, api_key
         self._host, self._cluster = str(ray.util.get_node_ip_address()), str(ray.get_runtime_context().gcs_address)
         self._log = Path(job.log_dir) / f"{replica.id}.log"
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None  # its pipes; the guard itself is no child of the actor
+        self._guard_fd = -1
         self._engine = self._port = 0
 
     async def node(self) -> str:
@@ -136,7 +140,7 @@ class EngineActor:
             *self._replica.args,
         ]
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", guard, str(self._log), *engine],
+            [sys.executable, "-I", "-S", "-c", DETACH + guard, str(self._log), *engine],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -144,15 +148,22 @@ class EngineActor:
             start_new_session=True,
         )
         assert self._guard.stdout is not None
-        said = self._guard.stdout.readline().decode(errors="replace").strip()
+        pid, said = (self._guard.stdout.readline().decode(errors="replace").strip() for _ in range(2))
+        self._guard.wait()
         if not said.isdigit():
             raise RuntimeError(f"the engine could not be started on node {self._host}: {said}")
         self._engine = int(said)
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            self._guard_fd = os.pidfd_open(int(pid))
+
+    def _over(self, timeout_s: float = 0.0) -> bool:
+        """Wait until the engine and all below it have ended; return whether they have."""
+        return self._guard_fd < 0 or bool(select.select([self._guard_fd], [], [], timeout_s)[0])
 
     async def _until_alive(self) -> None:
         deadline = time.monotonic() + self._job.start_timeout_s
         while not await asyncio.to_thread(is_healthy, self._host, self._port):
-            if self._guard is None or self._guard.poll() is not None:
+            if self._over():
                 raise RuntimeError(self._why())
             if time.monotonic() > deadline:
                 raise RuntimeError(
@@ -163,7 +174,7 @@ class EngineActor:
     async def ended(self) -> str:
         """Wait until the engine has ended, or has answered no health check for too long; return why, for people."""
         heard = asked = time.monotonic()
-        while self._guard is not None and self._guard.poll() is None:
+        while not self._over():
             await asyncio.sleep(POLL_S)
             if time.monotonic() - asked < HEALTH_S:
                 continue
@@ -175,21 +186,20 @@ class EngineActor:
         return self._why()
 
     def _why(self) -> str:
-        status = None if self._guard is None else self._guard.returncode
         lines = ""
         with contextlib.suppress(OSError), self._log.open(encoding="utf-8", errors="replace") as log:
             lines = "".join(deque(log, maxlen=LAST_LINES)).rstrip()
-        return f"the engine exited with status {status}. Last lines of {self._log} on node {self._host}:\n{lines}"
+        return f"the engine exited. Last lines of {self._log} on node {self._host}:\n{lines}"
 
     async def stop(self) -> None:
         """Send SIGTERM, wait for the grace time, then kill what is left."""
         guard = self._guard
-        if guard is None or guard.poll() is not None:
+        if guard is None or self._over():
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._engine, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(guard.wait, self._job.stop_grace_s)
+        await asyncio.to_thread(self._over, self._job.stop_grace_s)
         assert guard.stdin is not None
         guard.stdin.close()  # the guard kills what is left
-        await asyncio.to_thread(guard.wait)
+        while not await asyncio.to_thread(self._over, POLL_S):
+            pass
