@@ -5,8 +5,8 @@ usage: python benchmarks/big_fleet.py [--replicas 100] [--seconds 5] [--deaths 5
 Engines are stubs that answer at once, many of them in one process; ``discovery.file`` names them, and the tiers get them in
 turn. One more, the victim, has a process of its own, which is killed, or stopped so that its connections stay open.
 CPU time of a request is without what the router takes while idle. ``noticed`` is the time until ``GET /tiers`` no longer
-shows it as ready, without a request that would have found it out. The last row kills it while requests are served, and
-counts those that fail. The router has core 0 to itself.
+shows it as ready, without a request that would have found it out.
+The last row kills it while requests are served, and counts those that fail. The router has core 0 to itself.
 """
 
 from __future__ import annotations
