@@ -234,7 +234,7 @@ def judge_profiling(profiling: dict[str, Any]) -> Finding:
 
 
 def _without_engine(tier: dict[str, Any], check: str) -> Finding:
-    if tier["state"] == "waiting":
+    if tier.get("state") == "waiting":
         return warning("none of its engines is known yet", "name them: discovery.file, or the tier's DNS name", check)
     if not tier.get("preparing"):
         return ok("has no engine: left out", check)
