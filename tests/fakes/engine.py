@@ -23,6 +23,9 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+if not __package__:  # started as a program, from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from tests.fakes.named_events import ERROR as NAMED_ERROR
 from tests.fakes.named_events import SCRIPTS
 from tests.fakes.named_events import event as named_event
