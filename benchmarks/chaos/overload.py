@@ -34,7 +34,7 @@ from measure import free_port, wait_for  # noqa: E402
 from tests.fakes.engine import FakeEngine  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     from starlette.requests import Request
     from starlette.responses import Response
@@ -63,9 +63,9 @@ class SlottedEngine(FakeEngine):
                 return await super()._generate(request)
         return await super()._generate(request)
 
-    async def _stream(self, body: dict[str, Any], *, chat: bool) -> AsyncIterator[bytes]:
+    async def _stream(self, answer: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
         async with self._slots:
-            async for event in super()._stream(body, chat=chat):
+            async for event in super()._stream(answer):
                 yield event
 
 

@@ -41,7 +41,7 @@ from router.auth.api_keys import add_key  # noqa: E402
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 
     from starlette.responses import Response
 
@@ -78,9 +78,9 @@ class CountingEngine(FakeEngine):
         with self._one():
             return await super()._whole(body, chat=chat)
 
-    async def _stream(self, body: dict[str, Any], *, chat: bool) -> AsyncIterator[bytes]:
+    async def _stream(self, answer: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
         with self._one() as done:
-            async for event in super()._stream(body, chat=chat):
+            async for event in super()._stream(answer):
                 if b"[DONE]" in event:
                     done()
                 yield event
