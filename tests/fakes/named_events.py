@@ -57,10 +57,9 @@ class MessageScript:
         """Return the events after the last text."""
         del text
         delta = {"stop_reason": "max_tokens" if cut else "end_turn", "stop_sequence": None}
-        counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
         return [
             event({"type": "content_block_stop", "index": 0}),
-            event({"type": "message_delta", "delta": delta, "usage": counts}),
+            event({"type": "message_delta", "delta": delta, "usage": self._counts(usage)}),
             event({"type": "message_stop"}),
         ]
 
@@ -69,8 +68,14 @@ class MessageScript:
         return {
             "id": "x", "type": "message", "role": "assistant", "content": [{"type": "text", "text": text}],
             "model": self._model, "stop_reason": "max_tokens" if cut else "end_turn",
-            "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]},
+            "usage": self._counts(usage),
         }  # fmt: skip
+
+    @staticmethod
+    def _counts(usage: dict[str, int]) -> dict[str, int]:
+        """Return token counts; engines started by QARR tell what of the prompt their cache held."""
+        cached = {"cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
+        return {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"], **cached}
 
 
 class ResponseScript:
