@@ -32,7 +32,11 @@ HEALTH_S = 2.0  # between two health checks
 LAST_LINES = 15
 LAST_PORT = 65535
 # Before the guard's program: Ray kills the children of an actor that it ends, and a guard that is killed kills nobody.
-DETACH = "import os\nif os.fork(): os._exit(0)\nprint(os.getpid(), flush=True)\n"
+DETACHED = """import os
+if os.fork(): os._exit(0)
+print(os.getpid(), flush=True)
+exec(compile({program!r}, "guard.py", "exec"))
+"""
 
 
 def hold_port(host: str, first: int) -> socket.socket:
@@ -140,7 +144,7 @@ class EngineActor:
             *self._replica.args,
         ]
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", DETACH + guard, str(self._log), *engine],
+            [sys.executable, "-I", "-S", "-c", DETACHED.format(program=guard), str(self._log), *engine],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
