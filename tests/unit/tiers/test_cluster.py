@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import select
 import socket
 import stat
+import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from tests.ports import reserved_range
-from tiers.cluster.actor import hold_port, is_healthy, node_environment
+from tiers.cluster.actor import DETACHED, hold_port, is_healthy, node_environment
 from tiers.cluster.job import (
     Job,
     PlacedReplica,
@@ -209,3 +214,24 @@ async def test_a_placement_that_cannot_be_started_is_told(tmp_path: Path) -> Non
     with pytest.raises(EngineError, match=r"could not be started: .*nothing"):
         await RayEngines(options, lambda _line: None).run()
     assert not (tmp_path / "own").exists()
+
+
+def test_a_detached_guard_outlives_who_started_it_and_ends_all_below(tmp_path: Path) -> None:
+    """It is no child of its starter, which Ray would kill; when the pipe from there closes, no process is left."""
+    guard = (ROOT / "tiers/lifecycle/guard.py").read_text("utf-8")
+    program = [sys.executable, "-I", "-S", "-c", DETACHED.format(program=guard), str(tmp_path / "log")]
+    with subprocess.Popen(
+        [*program, "sh", "-c", "sleep 300 & sleep 300 & wait"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as starter:
+        assert starter.stdout is not None
+        assert starter.stdin is not None
+        found, engine = (psutil.Process(int(starter.stdout.readline())) for _ in range(2))
+        starter.wait()
+        assert found.ppid() != os.getpid()
+        while len(below := engine.children()) < 2:
+            time.sleep(0.01)
+        ended = os.pidfd_open(found.pid)
+        starter.stdin.close()
+        select.select([ended], [], [])
+        os.close(ended)
+    assert not [each for each in (engine, *below) if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
