@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import to_json
 from starlette.responses import Response
 
+from router.api.provider_body import ProviderBody, not_here, provider_allowed
 from router.pipeline.request import NO_BOUNDS, RoutingOptions
 from router.policy.decision import Priority, Sla
 from router.settings import AdapterName, EngineAddress, LimitSettings
@@ -119,6 +120,7 @@ class GenerateBody(RoutingFields):
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     stream: bool = True
     resumable: bool = False
+    provider: ProviderBody | None = None
 
     @field_validator("resumable")
     @classmethod
@@ -159,7 +161,7 @@ def parse_generate(body: bytes, rules: Rules) -> GenerateBody:
         return GenerateBody.model_validate_json(body, context=rules)
     except ValidationError as error:
         allowed = allowed_values(rules)
-        problems = [_problem(e, allowed) for e in error.errors(include_url=False, include_input=False)]
+        problems = [problem_of(e, allowed) for e in error.errors(include_url=False, include_input=False)]
         raise InvalidBody(tuple(problems)) from None  # pydantic's own text quotes the input
 
 
@@ -201,7 +203,7 @@ def parse_adapter(body: bytes, rules: Rules) -> AdapterBody:
         return AdapterBody.model_validate_json(body, context=rules)
     except ValidationError as error:
         allowed = adapter_allowed(rules)
-        found = [_problem(e, allowed) for e in error.errors(include_url=False, include_input=False)]
+        found = [problem_of(e, allowed) for e in error.errors(include_url=False, include_input=False)]
         problems = [replace(p, allowed=allowed.get(p.field.split(".")[0], p.allowed)) for p in found]
         raise InvalidBody(tuple(problems)) from None
 
@@ -256,7 +258,7 @@ def _parsed(kind: type[B], body: bytes, allowed: Mapping[str, str]) -> B:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        problems = [_problem(e, allowed) for e in error.errors(include_url=False, include_input=False)]
+        problems = [problem_of(e, allowed) for e in error.errors(include_url=False, include_input=False)]
         raise InvalidBody(tuple(problems)) from None
 
 
@@ -287,21 +289,25 @@ def allowed_values(rules: Rules) -> dict[str, str]:
         "adapter": "null or the name of a LoRA adapter that some tier offers; GET /v1/models lists them",
         "stream": "true or false",
         "resumable": "true or false; true with stream only",
+        **provider_allowed(rules.tiers),
         **routing_allowed(rules),
     }
 
 
-def _problem(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem:
+def problem_of(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem:
+    """Return an error that pydantic found, with what is allowed."""
     field = ".".join(str(part) for part in error["loc"])
     if not field:
         text = error["msg"].removeprefix("Invalid JSON: ")
         return FieldProblem("body", text, "a JSON object in UTF-8")
     if error["type"] == "extra_forbidden":
         prefix = field.rpartition(".")[0]
+        problem = "is not supported here" if not_here(error["loc"]) else "there is no such field"
         names = [n.rpartition(".")[2] for n in allowed if n.rpartition(".")[0] == prefix]
-        return FieldProblem(field, "there is no such field", ", ".join(names))
+        return FieldProblem(field, problem, ", ".join(names))
     message = error["msg"].removeprefix("Value error, ")
-    return FieldProblem(field, message[:1].lower() + message[1:], allowed.get(field, ""))
+    named = ".".join(part for part in error["loc"] if isinstance(part, str))  # without the places in lists
+    return FieldProblem(field, message[:1].lower() + message[1:], allowed.get(named, ""))
 
 
 def render_fleet(

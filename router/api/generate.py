@@ -18,6 +18,7 @@ from router.api.bodies import FieldProblem, InvalidBody, Rules, parse_generate
 from router.api.models import adapter_names
 from router.api.paths import ErrorForm
 from router.api.problems import describe
+from router.api.provider import with_provider
 from router.api.resumable import ResumableStream, ResumableStreams, ResumedElsewhere, StreamGone
 from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, send_whole, serve_stream
 from router.pipeline.pipeline import engine_request_id
@@ -87,7 +88,7 @@ def read_request(
 
     Raises:
         BeyondKey: The priority is beyond the caller's key.
-        InvalidBody: No tier offers its adapter.
+        InvalidBody: No tier offers its adapter, or a precision that it allows.
     """
     if body.adapter is not None and body.adapter not in (offered := adapter_names(fleet)):
         known = f"one of {', '.join(offered)}" if offered else "none: no tier offers an adapter"
@@ -103,7 +104,9 @@ def read_request(
     return GenerateRequest(
         context=context,
         prompt=prompt,
-        options=body.options(class_priority(context.caller, asked, "priority"), "tier"),
+        options=with_provider(
+            body.options(class_priority(context.caller, asked, "priority"), "tier"), body.provider, fleet.specs
+        ),
         max_tokens=body.max_tokens or limits.default_max_tokens,
         temperature=limits.default_temperature if body.temperature is None else body.temperature,
         messages=tuple(messages),

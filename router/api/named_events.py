@@ -16,6 +16,7 @@ from router.api.openai import priority_to_send, routing_fields, undraftable_of
 from router.api.openai_events import with_member
 from router.api.paths import MESSAGES, RESPONSES, error_form
 from router.api.problems import NotStored, describe
+from router.api.provider import provider_of, with_provider
 from router.api.relayed import RelayEndpoint
 from router.pipeline.pipeline import engine_request_id
 from router.pipeline.request import MAX_COUNT, session_of
@@ -150,7 +151,7 @@ class NamedEvents(RelayEndpoint[PassedCall]):
         settings, api = self.settings, APIS[self.path]
         choice = resolve(document, settings.openai, self.pipeline.fleet)
         fields, hint_field = routing_fields(document, context, choice.tier, self.rules)
-        conversation = api.read(document)
+        provider, conversation = provider_of(document, self.rules), api.read(document)
         limit = as_integer(document.get(api.limit)) or settings.limits.default_max_tokens
         priority = priority_to_send(document, fields, context)
         return PassedCall(
@@ -159,7 +160,7 @@ class NamedEvents(RelayEndpoint[PassedCall]):
             document=document,
             answers=api.answers,
             prompt=conversation.prompt(self.pipeline.counter),
-            options=fields.options(priority or 0, hint_field),
+            options=with_provider(fields.options(priority or 0, hint_field), provider, self.pipeline.fleet.specs),
             max_tokens=min(max(limit, 1), MAX_COUNT),
             streamed=as_boolean(document.get("stream")),
             priority=priority,

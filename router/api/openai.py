@@ -13,6 +13,7 @@ from router.api.models import resolve
 from router.api.openai_events import RelayedEvents
 from router.api.openai_prompt import read_chat, read_completion
 from router.api.paths import CHAT
+from router.api.provider import provider_of, with_provider
 from router.api.relayed import RelayEndpoint
 from router.pipeline.pipeline import engine_request_id
 from router.pipeline.request import MAX_COUNT, class_priority, priority_within, session_of
@@ -143,6 +144,7 @@ class Completions(RelayEndpoint[CompletionRequest]):
         settings, counter = self.settings, self.pipeline.counter
         chat, choice = self.path == CHAT, resolve(document, settings.openai, self.pipeline.fleet)
         fields, hint_field = routing_fields(document, context, choice.tier, self.rules)
+        provider = provider_of(document, self.rules)
         prompt = (read_chat if chat else read_completion)(document, counter)
         limit = as_integer(document.get("max_completion_tokens")) if chat else None
         limit = limit or as_integer(document.get("max_tokens")) or settings.limits.default_max_tokens
@@ -153,7 +155,7 @@ class Completions(RelayEndpoint[CompletionRequest]):
             path=self.path,
             document=document,
             prompt=prompt,
-            options=fields.options(priority or 0, hint_field),
+            options=with_provider(fields.options(priority or 0, hint_field), provider, self.pipeline.fleet.specs),
             max_tokens=min(max(limit, 1), MAX_COUNT),
             sequences=sequences,
             streamed=as_boolean(document.get("stream")),

@@ -189,6 +189,7 @@ _REFUSALS: dict[Refusal, tuple[HTTPStatus, str]] = {
     Refusal.SLA_UNMET: (HTTPStatus.SERVICE_UNAVAILABLE, "No tier can meet the required SLA now"),
     Refusal.UNSUPPORTED: (HTTPStatus.UNPROCESSABLE_ENTITY, "No tier that could serve this takes one of its parameters"),
     Refusal.NO_ADAPTER: (HTTPStatus.UNPROCESSABLE_ENTITY, "No tier that could serve this offers the adapter"),
+    Refusal.EXCLUDED: (HTTPStatus.BAD_REQUEST, "The request excludes every tier that could serve it"),
     Refusal.NOT_ALLOWED: (HTTPStatus.FORBIDDEN, "The key does not allow a tier that could serve this"),
 }
 

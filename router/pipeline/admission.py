@@ -194,6 +194,7 @@ class Admission:
             spec
             for spec in self._fleet.specs
             if query.allows(spec.name)
+            and query.takes(spec)
             and only in {None, spec.name}
             and query.prompt_tokens + query.max_tokens <= spec.max_model_len
         ]
@@ -301,7 +302,7 @@ class Admission:
             prompt_tokens=query.tokens_to_read,
             max_tokens=query.max_tokens,
             sequences=query.sequences,
-            exclude=reserved,
+            exclude=[*reserved, *query.barred(self._fleet.replicas)] if query.precisions is not None else reserved,
             prefix=query.prefix,
         )
         if lease is None:

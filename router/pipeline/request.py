@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from classifier import PromptFeatures, TokenCounter
-    from router.policy.decision import Decision, Priority
+    from router.policy.decision import Decision, Priority, Sort
     from router.upstream.engine_stream import EngineRequest
     from tiers.snapshot import TemplateTokens
     from tiers.spec import TierName
@@ -124,6 +124,9 @@ class RoutingOptions:
         hint_field: The field that names it, for errors.
         require: Hint and SLA are conditions, not preferences.
         priority: In vLLM's numbers, lower first; within what the caller's key allows.
+        precisions: That may serve it, by OpenRouter's names; None: any.
+        only: The tiers that may serve it; None: all.
+        sort: What the choice is to be made by; None: by the policy.
     """
 
     hint: TierName | None = None
@@ -131,6 +134,9 @@ class RoutingOptions:
     require: bool = False
     sla: Sla = NO_BOUNDS
     priority: int = PRIORITIES["standard"]
+    precisions: frozenset[str] | None = None
+    only: frozenset[TierName] | None = None
+    sort: Sort | None = None
 
 
 class ParsedRequest(Protocol):
@@ -195,6 +201,9 @@ def query_of(
         all_prompt_tokens=min(request.prompt.all_tokens, MAX_COUNT),
         undraftable=request.undraftable,
         adapter=request.adapter,
+        precisions=options.precisions,
+        only=options.only,
+        sort=options.sort,
         prefix=prefix,
     )
 

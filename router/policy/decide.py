@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from classifier import PromptClass
-    from router.policy.decision import Degraded, ExpectedLoss, PolicyParameters, Query
+    from router.policy.decision import Degraded, ExpectedLoss, PolicyParameters, Query, Sort
     from tiers.snapshot import Expectation, FleetSnapshot, TierSnapshot
     from tiers.spec import TierSpec
     from tiers.speed import SpeedModel
@@ -38,6 +38,7 @@ LIKELIEST_TO_PASS = (
     Refusal.UNSUPPORTED,
     Refusal.NO_ADAPTER,
     Refusal.NOT_ALLOWED,
+    Refusal.EXCLUDED,
 )
 _NORMAL = NormalDist()
 _DEGRADED: tuple[tuple[Degraded, Basis], ...] = (
@@ -265,6 +266,8 @@ class _Case:
             hinted = next(o for o in self.estimates if o.name is query.hint)
             against = "not chosen" if hinted.meets else self._against(hinted)
             reason = f"hint {query.hint} not taken: {against}; {reason}"
+        if query.precisions is not None:
+            reason += f"; the request allows {', '.join(sorted(query.precisions))} only"
         if query.sla.max_quality_loss is not None and self.within and not self.table.losses:
             reason += "; loss is not measured yet, so only the reference precision is sure to keep max_quality_loss"
         return reason
@@ -277,13 +280,19 @@ class _Case:
             return f"no tier is {known}, {chosen.name} taken"
         if self.basis is Basis.HINT:
             return f"hint {chosen.name}"
-        if self.basis is Basis.BUDGET:
-            return f"{self.need.who}: {self._priced_text(chosen)}"
-        if self.basis is Basis.MEASURED:
-            return f"{self.need.who}: {_cheapest_text(self.fit, chosen)}"
-        if self.basis is Basis.TABLE:
-            return f"{self.need.who}: {_lowest_text(self.fit[0], chosen, self.table)}"
+        if (compared := self._compared_text(chosen)) is not None:
+            return f"{self.need.who}: {compared}"
         return f"degraded to {chosen.name}: {self._unfit(chosen)}, {_no_better(self.asked)}"
+
+    def _compared_text(self, chosen: _TierEstimate) -> str | None:
+        """Return what a choice among tiers that meet the class's needs rests on; None: there was none."""
+        if self.basis is Basis.SORT and self.query.sort is not None:
+            return _sorted_text(chosen, self.query.sort)
+        if self.basis is Basis.BUDGET:
+            return self._priced_text(chosen)
+        if self.basis is Basis.MEASURED:
+            return _cheapest_text(self.fit, chosen)
+        return _lowest_text(self.fit[0], chosen, self.table) if self.basis is Basis.TABLE else None
 
     def _priced_text(self, chosen: _TierEstimate) -> str:
         """Return what the choice by the price of loss rests on: the next best tier, and what it would cost and lose."""
@@ -388,21 +397,32 @@ def _obstacle(tier: TierSnapshot, query: Query, *, free: bool) -> Refusal | None
     spec = tier.spec
     if not query.allows(spec.name):
         return Refusal.NOT_ALLOWED
+    if (unable := _unable(spec, query)) is not None:
+        return unable
+    if free:
+        return None
+    return Refusal.AT_CAPACITY if tier.is_ready else Refusal.NOT_READY
+
+
+def _unable(spec: TierSpec, query: Query) -> Refusal | None:
+    """Return why a tier can never serve the request, or None."""
+    if not query.takes(spec):
+        return Refusal.EXCLUDED
     if query.adapter is not None and query.adapter not in spec.adapters:
         return Refusal.NO_ADAPTER
     if query.undraftable and spec.draft is not None:
         return Refusal.UNSUPPORTED
     if query.prompt_tokens + query.max_tokens > spec.max_model_len:
         return Refusal.TOO_LONG
-    if free:
-        return None
-    return Refusal.AT_CAPACITY if tier.is_ready else Refusal.NOT_READY
+    return None
 
 
 def _obstacle_text(estimate: _TierEstimate, query: Query) -> str:
     """Return why a tier cannot serve the request now."""
     if estimate.obstacle is Refusal.NOT_ALLOWED:
         return "is not allowed for this key"
+    if estimate.obstacle is Refusal.EXCLUDED:
+        return _excluded_text(estimate.spec, query)
     if estimate.obstacle is Refusal.NO_ADAPTER:
         return f"does not offer the adapter {query.adapter}"
     if estimate.obstacle is Refusal.UNSUPPORTED:
@@ -410,9 +430,15 @@ def _obstacle_text(estimate: _TierEstimate, query: Query) -> str:
     if estimate.obstacle is Refusal.TOO_LONG:
         tokens = f"{query.prompt_tokens} prompt + {query.max_tokens} output tokens"
         return f"{tokens} exceed its context of {estimate.spec.max_model_len}"
-    if estimate.obstacle is Refusal.NOT_READY:
-        return _not_ready(estimate.tier)
-    return _full(estimate.tier, query.sequences)
+    not_ready = estimate.obstacle is Refusal.NOT_READY
+    return _not_ready(estimate.tier) if not_ready else _full(estimate.tier, query.sequences)
+
+
+def _excluded_text(spec: TierSpec, query: Query) -> str:
+    """Return why the request itself excludes a tier."""
+    if query.only is not None and spec.name not in query.only:
+        return "is not among the tiers that the request allows"
+    return f"serves {spec.precision}, and the request allows {', '.join(sorted(query.precisions or ()))} only"
 
 
 def _not_ready(tier: TierSnapshot) -> str:
@@ -509,6 +535,9 @@ def _choose(query: Query, within: Sequence[_TierEstimate], case: _Case) -> tuple
     case.fit = fit = [o for o in within if not o.unfit]
     if not fit:
         return within[-1], Basis.DEGRADED_QUALITY
+    if query.sort is not None:
+        sort = query.sort
+        return min(fit, key=lambda estimate: _sorted_by(estimate, sort)), Basis.SORT
     for estimate in fit:
         if not estimate.under_load:
             return _lowest(fit, case.table.max_slowdown), Basis.TABLE
@@ -524,9 +553,29 @@ def _no_better(asked: Sequence[_TierEstimate]) -> str:
     better = [o for o in asked if not o.unfit]
     if all(o.obstacle is Refusal.NOT_ALLOWED for o in better):
         return "none of which this key allows"
+    if all(o.obstacle in {Refusal.NOT_ALLOWED, Refusal.EXCLUDED} for o in better):
+        return "none of which the request allows"
     if any(o.obstacle is None for o in better):
         return "none of which is expected to meet the SLA"
     return "none of which can serve now"
+
+
+def _sorted_by(estimate: _TierEstimate, sort: Sort) -> float:
+    """Return what a request that says by what tiers are chosen orders them by, least first; not known: last."""
+    if sort == "price":
+        return _cost(estimate)
+    if estimate.times is None:
+        return math.inf
+    return estimate.times.ttft_ms if sort == "latency" else estimate.times.tpot_ms
+
+
+def _sorted_text(chosen: _TierEstimate, sort: Sort) -> str:
+    """Return what the choice by a request's own order rests on."""
+    value = _sorted_by(chosen, sort)
+    if value == math.inf:
+        return f"sort {sort}: speed is not measured, so lowest precision that serves is {chosen.name}"
+    what = {"price": "engine-seconds", "latency": "ms to the first token", "throughput": "ms a token"}[sort]
+    return f"sort {sort}: {chosen.name} has the least, {value:.2g} {what} expected"
 
 
 def _cost(estimate: _TierEstimate) -> float:

@@ -13,12 +13,18 @@ from pydantic import Field
 
 from classifier import PromptClass, PromptFeatures  # noqa: TC001  pydantic reads these for the decision log
 from tiers.prefix_memory import Prefix  # noqa: TC001
+from tiers.quantization import quantizations_of
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from router.policy.profiles import Observation
+    from tiers.replica import Replica
+    from tiers.spec import TierSpec
 
 Bound = Literal["quality", "latency"]
+Sort = Literal["price", "throughput", "latency"]
 Degraded = Literal["quality", "latency", "unmeasured"]  # the last: nobody knows whether a bound is kept
 CHOSEN = "chosen"
 _INTERVAL_Z = NormalDist().inv_cdf(0.975)  # half the width of a 95 % interval, in standard deviations
@@ -200,6 +206,9 @@ class Query:
         all_prompt_tokens: Of all prompts together; 0: there is one prompt.
         undraftable: Parameters that engines with a draft refuse, for people; empty: it has none.
         adapter: The LoRA adapter that it names; None: none.
+        precisions: That may serve it, by OpenRouter's names; None: any.
+        only: The tiers that may serve it, as the request says; None: all.
+        sort: What the choice is to be made by, among tiers that meet the class's needs; None: by the price of loss.
         prefix: Of its prompt, for prefix caches; None: not known. No part of what is decided from, nor of the log: what
             replicas hold of it is in the snapshot.
     """
@@ -215,11 +224,23 @@ class Query:
     all_prompt_tokens: int = 0
     undraftable: str = ""
     adapter: str | None = None
+    precisions: frozenset[str] | None = None
+    only: frozenset[TierName] | None = None
+    sort: Sort | None = None
     prefix: Annotated[Prefix | None, Field(exclude=True)] = field(default=None, compare=False, repr=False)
 
     def allows(self, tier: TierName) -> bool:
         """Tell whether the caller's key may use a tier."""
         return self.allowed is None or tier in self.allowed
+
+    def takes(self, spec: TierSpec) -> bool:
+        """Tell whether the request itself allows a tier, or a replica, by its precision and its name."""
+        known = self.precisions is None or quantizations_of(spec.precision) <= self.precisions
+        return known and (self.only is None or spec.name in self.only)
+
+    def barred(self, replicas: Iterable[Replica]) -> list[str]:
+        """Return the replicas that have a precision which the request does not allow, whatever their tier has."""
+        return [] if self.precisions is None else [r.id for r in replicas if not self.takes(r.spec)]
 
     @property
     def tokens_to_read(self) -> int:
@@ -236,6 +257,7 @@ class Basis(StrEnum):
     """What a decision rests on, in one word; the reason has it in full."""
 
     HINT = "hint"
+    SORT = "sort"
     BUDGET = "budget"
     MEASURED = "measured"
     TABLE = "table"
@@ -243,6 +265,9 @@ class Basis(StrEnum):
     DEGRADED_LATENCY = "degraded_latency"
     DEGRADED_UNMEASURED = "degraded_unmeasured"
     REFUSED = "refused"
+
+
+BY_CALLER = {Basis.HINT, Basis.SORT}  # the caller chose, not the loss budget
 
 
 class Refusal(Enum):
@@ -255,6 +280,7 @@ class Refusal(Enum):
     NOT_ALLOWED = "not_allowed"
     UNSUPPORTED = "unsupported"
     NO_ADAPTER = "no_adapter"
+    EXCLUDED = "excluded"
 
 
 @dataclass(frozen=True, slots=True)

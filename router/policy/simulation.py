@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from router.policy.budget import Answer, BudgetState
 from router.policy.decide import decide, successors
-from router.policy.decision import Basis, Refusal
+from router.policy.decision import BY_CALLER, Refusal
 from router.policy.profiles import ProfileError
 from router.policy.replay import NOT_SERVED, Result, is_met, mean_loss
 from tiers.choice import Ask
@@ -347,7 +347,7 @@ class _Router:
         fleet, full = self._snapshot(), set[object]()
         for request in sorted(self._queue, key=_order):
             query = request.query
-            alike = query.hint, query.require, query.sla, query.allowed
+            alike = query.hint, query.require, query.sla, query.allowed, query.precisions, query.only
             if alike in full:
                 continue  # none of the tiers that it may take has a slot
             table, price = self._policy(request.record)
@@ -368,7 +368,7 @@ class _Router:
         request.loss = mean_loss(table, tier, request.query)
         allowed = table.allowed(request.query.features)
         self._give(request, tier)
-        if request.loss is not None and allowed is not None and decision.basis is not Basis.HINT:
+        if request.loss is not None and allowed is not None and decision.basis not in BY_CALLER:
             tokens = round(request.output_tokens * request.query.sequences)
             answer = Answer(tokens, request.loss, allowed, decision.priced)
             self._budget = self._budget.after(answer, self._now / 1000, self._options.half_life_s)

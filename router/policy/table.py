@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from router.policy.budget import Answer
 from router.policy.budget_store import FileState, LossBudget, RedisState
 from router.policy.decide import successors
-from router.policy.decision import Basis, ExpectedLoss, PolicyParameters
+from router.policy.decision import BY_CALLER, ExpectedLoss, PolicyParameters
 from router.policy.loss_regression import in_use, regressions
 from router.policy.profiles import (
     ProfileError,
@@ -132,7 +132,7 @@ class PolicyStore:
             decision: That admitted the request.
         """
         tier, query = decision.tier, decision.query
-        if tier is None or decision.basis is Basis.HINT:
+        if tier is None or decision.basis in BY_CALLER:
             return None
         tokens = max(round(self._fleet.output_share * query.max_tokens * query.sequences), 1)
         answer = self._answer(decision, tier, tokens)
@@ -147,7 +147,7 @@ class PolicyStore:
             tokens: Of the answer.
             expected: What ``admitted`` returned.
         """
-        chosen_by_caller = decision.basis is Basis.HINT and tier is decision.tier
+        chosen_by_caller = decision.basis in BY_CALLER and tier is decision.tier
         answer = None if tier is None or chosen_by_caller else self._answer(decision, tier, tokens)
         if answer is not None:
             self.budget.add(answer, expected)

@@ -185,7 +185,7 @@ class Upstream:
             prompt_tokens=query.tokens_to_read,
             max_tokens=query.max_tokens,
             sequences=query.sequences,
-            exclude=exclude,
+            exclude=[*exclude, *query.barred(self._fleet.replicas)] if query.precisions is not None else exclude,
             over_limit=over_limit,
             prefix=query.prefix,
         )

@@ -167,7 +167,7 @@ class RelayRequest:
 
     def body(self, replica: Replica) -> bytes:
         """Return the caller's body with the replica's name for the model; all other values are the caller's bytes."""
-        changes: dict[str, Any] = {"model": replica.serving(self.adapter), "qarr": None}
+        changes: dict[str, Any] = {"model": replica.serving(self.adapter), "qarr": None, "provider": None}
         if not replica.takes_priority:
             changes["priority"] = None
         elif self.priority is not None:
@@ -228,7 +228,7 @@ class PassedRequest:
 
     def body(self, replica: Replica) -> bytes:
         """Return the caller's body with the replica's name for the model; all other values are the caller's bytes."""
-        changes: dict[str, Any] = {"model": replica.serving(self.adapter), "qarr": None}
+        changes: dict[str, Any] = {"model": replica.serving(self.adapter), "qarr": None, "provider": None}
         if not replica.takes_priority:
             changes["priority"] = None
         elif self.priority is not None:

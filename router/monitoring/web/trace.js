@@ -49,7 +49,7 @@ function facts(r) {
 }
 
 const BASES = {
-  hint: "the caller's hint", budget: "engine time and loss, by the price of loss", measured: "measured speed", table: "the table: not measured yet",
+  hint: "the caller's hint", sort: "what the caller sorts tiers by", budget: "engine time and loss, by the price of loss", measured: "measured speed", table: "the table: not measured yet",
   degraded_quality: "what was possible: quality gave way", degraded_latency: "what was possible: latency gave way",
   degraded_unmeasured: "what was possible: a bound is not known to be kept", refused: "refusal",
 };

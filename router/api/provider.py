@@ -1,0 +1,99 @@
+"""What a body's ``provider`` object makes of a request's routing options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from router.api.bodies import FieldProblem, InvalidBody, problem_of
+from router.api.provider_body import ProviderBody, provider_allowed
+from tiers.quantization import quantizations_of
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from router.api.bodies import Rules
+    from router.pipeline.request import RoutingOptions
+    from router.upstream.json_object import JsonObject
+    from tiers.spec import TierSpec
+
+
+def provider_of(document: JsonObject, rules: Rules) -> ProviderBody | None:
+    """Return the ``provider`` object of a body that is passed on.
+
+    Raises:
+        InvalidBody: It is not valid, or asks for what cannot be honoured here.
+    """
+    given = document.get("provider")
+    if given is None:
+        return None
+    try:
+        return ProviderBody.model_validate(given, context=rules)
+    except ValidationError as error:
+        allowed = provider_allowed(rules.tiers)
+        errors = error.errors(include_url=False, include_input=False)
+        problems = [problem_of({**e, "loc": ("provider", *e["loc"])}, allowed) for e in errors]
+        raise InvalidBody(tuple(problems)) from None
+
+
+def with_provider(options: RoutingOptions, provider: ProviderBody | None, specs: Sequence[TierSpec]) -> RoutingOptions:
+    """Return routing options with those of a ``provider`` object.
+
+    Raises:
+        InvalidBody: No tier has a precision that it allows, or it contradicts the other options.
+    """
+    if provider is None:
+        return options
+    hint, field = options.hint, options.hint_field
+    if provider.order is not None:
+        first = TierName(provider.order[0])
+        if hint not in {None, first}:
+            raise _invalid("order", f"names {first}, and {field} names {hint}", "the same tier in both")
+        hint, field = first, "provider.order"
+    found = replace(
+        options,
+        hint=hint,
+        hint_field=field,
+        require=options.require or provider.allow_fallbacks is False,
+        precisions=None if provider.quantizations is None else frozenset(provider.quantizations),
+        only=_only(provider, specs),
+        sort=provider.sort,
+    )
+    _check(found, [spec for spec in specs if not spec.absent])
+    return found
+
+
+def _only(provider: ProviderBody, specs: Sequence[TierSpec]) -> frozenset[TierName] | None:
+    """Return the tiers that ``only`` and ``ignore`` leave; None: all.
+
+    Raises:
+        InvalidBody: They leave none.
+    """
+    if provider.only is None and not provider.ignore:
+        return None
+    named = [spec.name for spec in specs] if provider.only is None else provider.only
+    left = frozenset(TierName(name) for name in named if name not in (provider.ignore or ()))
+    if not left:
+        raise _invalid("ignore", "leaves no tier", f"fewer of {', '.join(named)}")
+    return left
+
+
+def _check(options: RoutingOptions, specs: Sequence[TierSpec]) -> None:
+    """Raise ``InvalidBody`` if no tier has a precision that is allowed, or the one that is mandatory has not."""
+    allowed, hint = options.precisions, options.hint
+    if allowed is None:
+        return
+    asked = [s for s in specs if options.only is None or s.name in options.only]
+    if options.require and hint is not None:
+        asked = [spec for spec in asked if spec.name is hint]
+    if asked and not any(quantizations_of(spec.precision) <= allowed for spec in asked):
+        there = "; ".join(f"{spec.name} has {' and '.join(sorted(quantizations_of(spec.precision)))}" for spec in asked)
+        wrong = f"allows {', '.join(sorted(allowed))}, which no tier that may serve this has"
+        raise _invalid("quantizations", wrong, there)
+
+
+def _invalid(field: str, problem: str, allowed: str) -> InvalidBody:
+    return InvalidBody((FieldProblem(f"provider.{field}", problem, allowed),))

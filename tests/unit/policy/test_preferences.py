@@ -1,0 +1,100 @@
+"""What a request says about precisions, tiers and what they are sorted by: what it excludes never serves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from classifier import PromptClass
+from router.policy.decide import decide, successors
+from router.policy.decision import Basis, Refusal, Sla
+from tests.unit.policy.test_decide import BALANCED, FAST, PRECISE, TABLE, fleet, query
+from tiers.quantization import quantizations_of, shown_quantization
+from tiers.speed import SpeedModel
+
+if TYPE_CHECKING:
+    from tiers.snapshot import FleetSnapshot
+
+SERVED = {FAST: "awq-int4", BALANCED: "fp8 (stated)", PRECISE: "bf16"}
+
+
+def known(given: FleetSnapshot, **changed: str) -> FleetSnapshot:
+    """Return a fleet whose tiers have the usual precisions, but for some."""
+    precisions = {**SERVED, **changed}
+    tiers = [replace(t, spec=replace(t.spec, precision=precisions[t.spec.name])) for t in given.tiers]
+    return replace(given, tiers=tuple(tiers))
+
+
+@pytest.mark.parametrize(
+    ("precision", "names"),
+    [
+        ("awq-int4", "int4"), ("gptq-int8", "int8"), ("nvfp4", "fp4"), ("mxfp8", "fp8"), ("bf16", "bf16"),
+        ("fp16", "fp16"), ("fp8 (stated)", "fp8"), ("fp8 (stated; its checkpoint is bf16)", "fp8"), ("int3", "unknown"),
+        ("unknown", "unknown"), ("fp8, bf16", "bf16 fp8"), ("fp80", "unknown"),
+    ],
+)  # fmt: skip
+def test_precisions_have_openrouters_names(precision: str, names: str) -> None:
+    """Each has one; of replicas that differ all count, and none is shown for the tier."""
+    assert sorted(quantizations_of(precision)) == names.split()
+    assert shown_quantization(precision) == (names if " " not in names else "unknown")
+
+
+def test_only_allowed_precisions_serve_and_take_over() -> None:
+    """Neither the choice nor a fallback nor a successor has another one, and the verdicts and the reason say so."""
+    asked = query(precisions=frozenset({"fp8", "bf16"}))
+    decision = decide(asked, known(fleet()), TABLE)
+    assert (decision.tier, decision.fallbacks) == (BALANCED, (PRECISE,))
+    assert decision.verdicts[0].verdict == "serves awq-int4, and the request allows bf16, fp8 only"
+    assert "the request allows bf16, fp8 only" in decision.reason
+    assert successors(PRECISE, asked, known(fleet()), TABLE) == (BALANCED,)
+    assert decide(query(PromptClass.CODE, precisions=frozenset({"int4"})), known(fleet()), TABLE).degraded == (
+        "quality",
+    )
+
+
+def test_a_tier_of_several_precisions_needs_all_of_them_allowed() -> None:
+    """For one of its replicas may serve."""
+    mixed = known(fleet(), fast="awq-int4, fp8")
+    assert decide(query(precisions=frozenset({"int4"})), mixed, TABLE).refusal is Refusal.EXCLUDED
+    assert decide(query(precisions=frozenset({"int4", "fp8"})), mixed, TABLE).tier is FAST
+
+
+def test_a_hint_beyond_the_allowed_is_not_taken() -> None:
+    """A required one is refused, as excluded by the request itself; a key's refusal is told first."""
+    asked = query(precisions=frozenset({"bf16"}), hint=FAST)
+    assert decide(asked, known(fleet()), TABLE).tier is PRECISE
+    assert decide(replace(asked, require=True), known(fleet()), TABLE).refusal is Refusal.EXCLUDED
+    assert decide(replace(asked, allowed=frozenset({FAST})), known(fleet()), TABLE).refusal is Refusal.NOT_ALLOWED
+
+
+def test_only_named_tiers_serve() -> None:
+    """With the others neither chosen nor fallbacks."""
+    decision = decide(query(only=frozenset({FAST, PRECISE})), known(fleet()), TABLE)
+    assert (decision.tier, decision.fallbacks) == (FAST, (PRECISE,))
+    assert decision.verdicts[1].verdict == "is not among the tiers that the request allows"
+
+
+SPEEDS = {
+    FAST: SpeedModel(300.0, 0.1, 4.0, 1.0),
+    BALANCED: SpeedModel(40.0, 0.1, 30.0, 1.0),
+    PRECISE: SpeedModel(80.0, 0.1, 2.0, 1.0),
+}
+
+
+@pytest.mark.parametrize(("sort", "tier"), [("latency", BALANCED), ("throughput", PRECISE), ("price", PRECISE)])
+def test_sorted_by_what_the_request_says(sort: str, tier: object) -> None:
+    """The least predicted TTFT, TPOT or engine time serves; the reason says which."""
+    decision = decide(query(sort=sort), fleet(speeds=SPEEDS), TABLE)
+    assert (decision.tier, decision.basis) == (tier, Basis.SORT)
+    assert f"sort {sort}: {tier} has the least" in decision.reason
+
+
+def test_sorting_stays_within_the_bounds() -> None:
+    """Quality comes first: of the tiers that a class may have, and within the request's SLA."""
+    assert decide(query(PromptClass.CODE, sort="latency"), fleet(speeds=SPEEDS), TABLE).tier is not FAST
+    assert decide(query(sort="latency", sla=Sla(tpot_ms=15)), fleet(speeds=SPEEDS), TABLE).tier is PRECISE
+    assert decide(query(sort="latency", hint=FAST), fleet(speeds=SPEEDS), TABLE).basis is Basis.HINT
+    unmeasured = decide(query(sort="throughput"), fleet(), TABLE)
+    assert (unmeasured.tier, "speed is not measured" in unmeasured.reason) == (FAST, True)
