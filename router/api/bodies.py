@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import to_json
 from starlette.responses import Response
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from tiers.preparing import Preparing
     from tiers.snapshot import FleetSnapshot, ReplicaSnapshot
 
+MAX_MESSAGES = 1000
+MAX_STOPS, MAX_STOP_CHARS = 16, 200  # the engine holds as many characters back as the longest has
+MAX_SEED = (1 << 63) - 1  # vLLM's bound
 BROKEN = {ReplicaState.FAILED, ReplicaState.UNREACHABLE, ReplicaState.QUARANTINED}
 
 
@@ -110,14 +113,54 @@ class RoutingFields(BaseModel):
         return RoutingOptions(hint, hint_field, self.tier_policy == "require", sla, priority)
 
 
+class MessageBody(BaseModel):
+    """One message of a chat."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, cache_strings="keys")
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+    @field_validator("content")
+    @classmethod
+    def _within_text_limits(cls, text: str, info: ValidationInfo) -> str:
+        return check_text(text, info)
+
+
+def check_text(text: str, info: ValidationInfo) -> str:
+    """Return a text that is within the limits; ``Rules`` are the validation context."""
+    limits = (info.context or STANDARD_RULES).limits
+    if len(text) > limits.max_prompt_chars:
+        raise ValueError(f"has {len(text)} characters")
+    # A word needs a separator: a text of at most twice the limit in characters has no more words than that.
+    if len(text) > 2 * limits.max_prompt_words and (words := len(text.split())) > limits.max_prompt_words:
+        raise ValueError(f"has {words} words")
+    return text
+
+
+def _as_list(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
 class GenerateBody(RoutingFields):
     """The body of ``POST /generate`` and ``POST /route``. ``Rules`` are the validation context."""
 
-    prompt: str = Field(min_length=1)
+    messages: list[MessageBody] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    prompt: str | None = Field(None, min_length=1, validate_default=True)
     adapter: str | None = Field(None, min_length=1)
     system_prompt: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, gt=0, le=2, allow_inf_nan=False)
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    stop: (
+        Annotated[list[StopString], BeforeValidator(_as_list, json_schema_input_type=StopString | list[StopString])]
+        | None
+    ) = Field(None, max_length=MAX_STOPS)
     stream: bool = True
     resumable: bool = False
     provider: ProviderBody | None = None
@@ -129,18 +172,32 @@ class GenerateBody(RoutingFields):
             raise ValueError("is true, and stream is false")
         return resumable
 
+    @field_validator("messages")
+    @classmethod
+    def _in_turns(cls, messages: list[MessageBody] | None) -> list[MessageBody] | None:
+        if messages is None:
+            return None
+        if any(message.role == "system" for message in messages[1:]):
+            raise ValueError("has a system message that is not the first")
+        if messages[-1].role != "user" or not messages[-1].content:
+            raise ValueError("does not end with a message of the user that has a text")
+        return messages
+
+    @field_validator("prompt")
+    @classmethod
+    def _one_of_both(cls, prompt: str | None, info: ValidationInfo) -> str | None:
+        if "messages" not in info.data:  # they are wrong by themselves
+            return prompt
+        if (prompt is None) == (info.data["messages"] is None):
+            raise ValueError("is missing, and so is messages" if prompt is None else "is given, and so is messages")
+        return prompt
+
     @field_validator("prompt", "system_prompt")
     @classmethod
     def _within_text_limits(cls, text: str | None, info: ValidationInfo) -> str | None:
-        if text is None:
-            return text
-        limits = (info.context or STANDARD_RULES).limits
-        if len(text) > limits.max_prompt_chars:
-            raise ValueError(f"has {len(text)} characters")
-        # A word needs a separator: a text of at most twice the limit in characters has no more words than that.
-        if len(text) > 2 * limits.max_prompt_words and (words := len(text.split())) > limits.max_prompt_words:
-            raise ValueError(f"has {words} words")
-        return text
+        if text is not None and info.field_name == "system_prompt" and info.data.get("messages") is not None:
+            raise ValueError("is given, and so is messages, whose first may be the system's")
+        return None if text is None else check_text(text, info)
 
     @field_validator("max_tokens")
     @classmethod
@@ -282,10 +339,18 @@ def allowed_values(rules: Rules) -> dict[str, str]:
     limits = rules.limits
     text = f"{limits.max_prompt_chars} characters and at most {limits.max_prompt_words} words"
     return {
-        "prompt": f"a string of 1 to {text}",
+        "prompt": f"a string of 1 to {text}; exactly one of prompt and messages",
+        "messages": f"null or a list of 1 to {MAX_MESSAGES} objects with role and content, the user's last; exactly one "
+        "of prompt and messages",
+        "messages.role": "system (the first only), user or assistant",
+        "messages.content": f"a string of at most {text}",
         "system_prompt": f"null or a string of at most {text}",
         "max_tokens": f"an integer from 1 to {limits.max_tokens}",
         "temperature": "a number from 0 to 2",
+        "top_p": "null or a number above 0, at most 1",
+        "repetition_penalty": "null or a number above 0, at most 2",
+        "seed": f"null or an integer from 0 to {MAX_SEED}",
+        "stop": f"null, a string of 1 to {MAX_STOP_CHARS} characters, or a list of at most {MAX_STOPS} such strings",
         "adapter": "null or the name of a LoRA adapter that some tier offers; GET /v1/models lists them",
         "stream": "true or false",
         "resumable": "true or false; true with stream only",
@@ -297,16 +362,16 @@ def allowed_values(rules: Rules) -> dict[str, str]:
 def problem_of(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem:
     """Return an error that pydantic found, with what is allowed."""
     field = ".".join(str(part) for part in error["loc"])
+    named = ".".join(part for part in error["loc"] if isinstance(part, str))  # without the places in lists
     if not field:
         text = error["msg"].removeprefix("Invalid JSON: ")
         return FieldProblem("body", text, "a JSON object in UTF-8")
     if error["type"] == "extra_forbidden":
-        prefix = field.rpartition(".")[0]
+        prefix = named.rpartition(".")[0]
         problem = "is not supported here" if not_here(error["loc"]) else "there is no such field"
         names = [n.rpartition(".")[2] for n in allowed if n.rpartition(".")[0] == prefix]
         return FieldProblem(field, problem, ", ".join(names))
     message = error["msg"].removeprefix("Value error, ")
-    named = ".".join(part for part in error["loc"] if isinstance(part, str))  # without the places in lists
     return FieldProblem(field, message[:1].lower() + message[1:], allowed.get(named, ""))
 
 

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from router.api.asgi import body_message, cancel_on_disconnect, context_of, read_body, start_message, tracker_of
 from router.api.bodies import FieldProblem, InvalidBody, Rules, parse_generate
+from router.api.generate_prompt import messages_of, read_messages
 from router.api.models import adapter_names
 from router.api.paths import ErrorForm
 from router.api.problems import describe
@@ -22,7 +23,7 @@ from router.api.provider import with_provider
 from router.api.resumable import ResumableStream, ResumableStreams, ResumedElsewhere, StreamGone
 from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, send_whole, serve_stream
 from router.pipeline.pipeline import engine_request_id
-from router.pipeline.request import PromptText, RoutingOptions, chat_part, class_priority, session_of
+from router.pipeline.request import PromptText, RoutingOptions, class_priority, session_of
 from router.policy.render import render_decision
 from router.upstream.engine_request import ChatRequest
 from router.upstream.engine_stream import EngineStream, continued_on
@@ -56,7 +57,7 @@ class GenerateRequest:
     prompt: PromptText
     options: RoutingOptions
     max_tokens: int
-    temperature: float
+    sampling: Mapping[str, Any]
     messages: tuple[Mapping[str, str], ...]
     checkable: bool
     sequences: int = 1
@@ -73,7 +74,7 @@ class GenerateRequest:
         return ChatRequest(
             messages=self.messages,
             max_tokens=decision.query.max_tokens,
-            temperature=self.temperature,
+            sampling=self.sampling,
             priority=self.options.priority,
             request_id=engine_request_id(self.context),
             wants_logprobs=wants_logprobs,
@@ -93,26 +94,27 @@ def read_request(
     if body.adapter is not None and body.adapter not in (offered := adapter_names(fleet)):
         known = f"one of {', '.join(offered)}" if offered else "none: no tier offers an adapter"
         raise InvalidBody((FieldProblem("adapter", f"{body.adapter[:100]!r} is offered by no tier", known),))
-    user, own = {"role": "user", "content": body.prompt}, chat_part("user", body.prompt, -1)
-    prompt, messages = PromptText(body.prompt, messages=1, parts=(own,)), [user]
-    if body.system_prompt is not None:
-        tokens = counter.count(body.system_prompt)
-        parts = chat_part("system", body.system_prompt, tokens), own
-        prompt = PromptText(body.prompt, system_tokens=tokens, messages=2, system=True, parts=parts)
-        messages = [{"role": "system", "content": body.system_prompt}, user]
+    messages = messages_of(body)
     asked = body.priority if "priority" in body.model_fields_set else None
     return GenerateRequest(
         context=context,
-        prompt=prompt,
+        prompt=read_messages(messages, counter),
         options=with_provider(
             body.options(class_priority(context.caller, asked, "priority"), "tier"), body.provider, fleet.specs
         ),
         max_tokens=body.max_tokens or limits.default_max_tokens,
-        temperature=limits.default_temperature if body.temperature is None else body.temperature,
+        sampling=_sampling(body, limits),
         messages=tuple(messages),
         checkable=body.stream and body.adapter is None,  # thresholds are the model's, not an adapter's
         adapter=body.adapter,
     )
+
+
+def _sampling(body: GenerateBody, limits: LimitSettings) -> dict[str, Any]:
+    """Return how tokens are chosen, in the engine's fields."""
+    temperature = limits.default_temperature if body.temperature is None else body.temperature
+    given = {name: getattr(body, name) for name in ("top_p", "repetition_penalty", "seed", "stop")}
+    return {"temperature": temperature, **{name: value for name, value in given.items() if value is not None}}
 
 
 @dataclass(frozen=True, slots=True)

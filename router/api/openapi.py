@@ -197,11 +197,12 @@ def _completion(summary: str, field: str, form: ErrorForm = ErrorForm.OPENAI) ->
         "model": _MODEL,
         "stream": {"type": ["boolean", "null"]},
         "qarr": _ref("RoutingFields"),
+        "provider": {"anyOf": [_ref("ProviderBody"), {"type": "null"}]},
         field: {"description": "As in vLLM"},
     }
     operation = _passed(summary, fields, form)
     operation["requestBody"]["content"][JSON]["schema"]["description"] = (
-        "Whatever vLLM accepts; everything but model and qarr is passed on unchanged"
+        "Whatever vLLM accepts; everything but model, qarr and provider is passed on unchanged"
     )
     operation["parameters"] = [
         {
@@ -382,6 +383,7 @@ def _schemas(rules: Rules) -> Schema:
     for field in ("prompt", "system_prompt"):
         _unless_null(body["properties"][field])["maxLength"] = limits.max_prompt_chars
     _unless_null(body["properties"]["max_tokens"])["maximum"] = limits.max_tokens
+    body["oneOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]
     adapter = deepcopy(_models()["AdapterBody"])
     for field, allowed in adapter_allowed(rules).items():
         adapter["properties"][field]["description"] = allowed

@@ -82,11 +82,15 @@ _NOT_RESUMABLE = (
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A chat, made from a prompt and perhaps a system prompt."""
+    """A chat, made from a prompt and perhaps a system prompt, or from messages.
+
+    Attributes:
+        sampling: How tokens are chosen, in the engine's fields; holds for a continuation as well.
+    """
 
     messages: tuple[Mapping[str, str], ...]
     max_tokens: int
-    temperature: float
+    sampling: Mapping[str, Any]
     priority: int
     request_id: str
     wants_logprobs: bool = False  # of the cheaper tiers
@@ -105,12 +109,12 @@ class ChatRequest:
     @property
     def resumption(self) -> Resumption:
         """Return what another engine needs to go on with a broken answer."""
-        return Resumption(self.max_tokens, {"temperature": self.temperature}, self.priority)
+        return Resumption(self.max_tokens, self.sampling, self.priority)
 
     @property
     def parameters(self) -> Mapping[str, float]:
         """Return what is told of the request in traces."""
-        return {"gen_ai.request.max_tokens": self.max_tokens, "gen_ai.request.temperature": self.temperature}
+        return _numbers_of({"max_tokens": self.max_tokens, **self.sampling})
 
     def body(self, replica: Replica) -> bytes:
         """Return the request's body for one replica."""
@@ -119,7 +123,7 @@ class ChatRequest:
                 "model": replica.serving(self.adapter),
                 "messages": self.messages,
                 "max_tokens": self.max_tokens,
-                "temperature": self.temperature,
+                **self.sampling,
                 "priority": self.priority if replica.takes_priority else 0,
                 "stream": True,
                 "stream_options": {"include_usage": True},
@@ -236,7 +240,7 @@ class PassedRequest:
         return self.document.edited(changes)
 
 
-def _numbers_of(document: JsonObject) -> dict[str, float]:
+def _numbers_of(document: JsonObject | Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a body that traces show, by semantic conventions' names."""
     values = ((name, document.get(field)) for field, name in _NUMBERS.items())
     return {name: value for name, value in values if isinstance(value, int | float) and abs(value) < 1 << 63}

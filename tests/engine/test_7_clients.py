@@ -308,7 +308,7 @@ def test_vllms_own_load_generator(up: Up) -> None:
 
 @pytest.mark.parametrize(
     ("document", "number"),
-    [*(("docs/openai.md", number) for number in range(4)), *(("docs/anthropic.md", number) for number in range(3))],
+    [*(("docs/openai.md", number) for number in range(5)), *(("docs/anthropic.md", number) for number in range(3))],
 )
 def test_the_documents_python(up: Up, document: str, number: int) -> None:
     """The Python in the documents runs as it stands."""

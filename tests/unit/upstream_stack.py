@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 LIMIT = 4  # slots of each replica
 QUERY = Query(PromptFeatures(2, 1, 1, True, False, False, None, PromptClass.CHAT, 0.9, ()), 20, 100)
-HI = ChatRequest(({"role": "user", "content": "hi"},), 100, 0.0, 0, "r1")
+HI = ChatRequest(({"role": "user", "content": "hi"},), 100, {"temperature": 0.0}, 0, "r1")
 
 
 @dataclass(slots=True)

@@ -289,3 +289,27 @@ async def test_no_one_is_sent_elsewhere(tmp_path: Path, path: str, method: str) 
         assert answer.status_code == 404
         assert "location" not in answer.headers
         assert "gateway" not in answer.text
+
+
+async def test_a_chat_in_the_place_of_a_prompt(tmp_path: Path) -> None:
+    """The engine gets the messages as they are; routing reads the last turn, and counts all of them."""
+    said = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Write a haiku about autumn leaves."},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "Again, please."},
+    ]
+    async with router_stack(tmp_path) as stack:
+        answer = await stack.client.post(
+            f"{stack.url}/generate", json={"messages": said, "stream": False, "tier": "fast"}
+        )
+        assert (answer.status_code, answer.json()["text"]) == (200, FULL)
+        assert stack.engines[TierName.FAST].requests[-1]["messages"] == said
+        counted = []
+        for messages in (said, said[-1:]):
+            route = await stack.client.post(f"{stack.url}/route", json={"messages": messages})
+            counted.append(route.json()["prompt_tokens"])
+        assert counted[0] > counted[1]
+        alone = await stack.client.post(f"{stack.url}/route", json={"prompt": said[-1]["content"]})
+        assert alone.json()["prompt_tokens"] == counted[1]
+        assert "Again" not in answer.headers["x-qarr-reason"]

@@ -420,6 +420,20 @@ async def test_a_stop_string_over_two_breaks_is_seen(tmp_path: Path) -> None:
         assert [len(engine.requests) for engine in stack.engines.values()] == [1, 1, 1]
 
 
+async def test_generate_keeps_its_parameters_and_its_stop_strings_when_it_is_continued(tmp_path: Path) -> None:
+    """A stop string that begins at one engine and ends at the next ends the answer; seed and the like go along."""
+    answer = {"answer": ("baa", " ", "a", "b", "a", " aa", "c ", "bba", "  ", "aa")}
+    async with faulty_stack(tmp_path, {"fast": {**answer, "break_after": 6}, "balanced": answer}) as stack:
+        kept = {"stop": " aac ", "seed": 7, "top_p": 0.5, "repetition_penalty": 1.1, "temperature": 0.2}
+        found = events((await stack.generate(**kept)).text)
+        assert "".join(data.get("text", "") for _, data in found) == "baa aba"
+        assert (found[-1][0], found[-1][1]["finish_reason"]) == ("done", "stop")
+        assert found[-1][1]["continued_on"] == ["balanced"]
+        first, then = (stack.engines[TierName(name)].requests[-1] for name in ("fast", "balanced"))
+        for asked in (first, then):
+            assert {name: asked[name] for name in kept} == {**kept, "stop": [" aac "]}
+
+
 async def test_tokens_that_may_not_stop_yet_are_not_continued(tmp_path: Path) -> None:
     """Which of the next engine's characters may complete a stop string is not known before ``min_tokens``."""
     async with faulty_stack(tmp_path, {"fast": {"break_after": 3}}) as stack:

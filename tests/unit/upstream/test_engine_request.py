@@ -113,7 +113,7 @@ def test_what_continues_an_answer_is_how_its_tokens_were_chosen() -> None:
 
 def test_a_prompt_is_always_streamed_from_its_engine() -> None:
     """So a stalled engine is noticed, and the answer can go on elsewhere."""
-    asked = ChatRequest(({"role": "user", "content": "hi"},), 9, 0.5, -1, "r")
+    asked = ChatRequest(({"role": "user", "content": "hi"},), 9, {"temperature": 0.5}, -1, "r")
     sent = json.loads(asked.body(replica(takes_priority=False)))
     assert (sent["stream"], sent["return_token_ids"], sent["stream_options"]) == (True, True, {"include_usage": True})
     assert sent["priority"] == 0, "what an engine without priorities takes"
