@@ -20,6 +20,7 @@ from router.api.admin import Admin
 from router.api.asgi import ClientGone, context_of
 from router.api.bodies import Rules, health_of, render_fleet, render_preparing
 from router.api.generate import Generate, Route
+from router.api.model_endpoints import ModelEndpoints
 from router.api.models import Models
 from router.api.named_events import NamedEvents, stored_response
 from router.api.openai import Completions
@@ -317,6 +318,9 @@ def _routes(wired: _Wired, settings: Settings, status: Status) -> list[Endpoint]
         Endpoint("/route", Route(pipeline, settings, Rules.of(settings)), methods=["POST"]),
         Endpoint(EMBEDDINGS, Embeddings(small), methods=["POST"]),
         Endpoint("/v1/models", models, methods=["GET"]),
+        Endpoint(
+            "/v1/models/{id:path}/endpoints", ModelEndpoints(models, pipeline.admission.waiting_for), methods=["GET"]
+        ),
         Endpoint("/v1/models/{id:path}", models, methods=["GET"]),
         Endpoint(f"{RESPONSES}/{{id}}", stored_response, methods=["GET", "DELETE"]),
         Endpoint(f"{RESPONSES}/{{id}}/cancel", stored_response, methods=["POST"]),

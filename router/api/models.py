@@ -9,14 +9,19 @@ from router.api.asgi import context_of
 from router.api.bodies import FieldProblem, InvalidBody, json_response
 from router.api.problems import UnknownModel
 from router.upstream.json_object import JsonObject, NotJson
+from tiers.quantization import shown_quantization
 from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from starlette.types import Receive, Scope, Send
 
     from router.settings import OpenAISettings
     from router.telemetry.tracing import Telemetry
     from tiers.fleet import Fleet
+    from tiers.snapshot import TierSnapshot
+    from tiers.spec import TierName
 
 ANY_TIER = {"auto": "auto", "qarr": "auto"}
 
@@ -50,25 +55,36 @@ class Models:
         """Answer with the list, or with one model."""
         wanted = scope["path_params"].get("id")
         self.telemetry.name_server_span(scope, "/v1/models/{id}" if wanted else "/v1/models")
-        choices, adapters = model_names(self.settings, self.fleet), adapter_names(self.fleet)
-        if wanted is not None and wanted not in choices and wanted not in adapters:
-            raise UnknownModel(wanted, (*choices, *adapters))
-        cards = [self._card(name, choice) for name, choice in choices.items() if wanted in {None, name}]
-        cards += [self._adapter_card(name) for name in adapters if wanted in {None, name}]
-        body = cards[0] if wanted is not None else {"object": "list", "data": cards}
+        body = {"object": "list", "data": self._cards(None)} if wanted is None else self.card(wanted)
         await json_response(body, headers=context_of(scope).headers)(scope, receive, send)
 
+    def card(self, wanted: str) -> dict[str, Any]:
+        """Return what is told of one model.
+
+        Raises:
+            UnknownModel: There is none of the name.
+        """
+        for card in self._cards(wanted):
+            return card
+        raise UnknownModel(wanted, (*model_names(self.settings, self.fleet), *adapter_names(self.fleet)))
+
+    def _cards(self, wanted: str | None) -> list[dict[str, Any]]:
+        """Return what is told of a model, or of all."""
+        choices, adapters = model_names(self.settings, self.fleet), adapter_names(self.fleet)
+        cards = [self._card(name, choice) for name, choice in choices.items() if wanted in {None, name}]
+        return cards + [self._adapter_card(name) for name in adapters if wanted in {None, name} and name not in choices]
+
     def _card(self, name: str, choice: str) -> dict[str, Any]:
-        lengths = [spec.max_model_len for spec in self.fleet.specs if choice in {"auto", spec.name}]
-        return self._listed(name, None if name == choice else choice, max(lengths, default=0))
+        tiers = [spec.name for spec in self.fleet.specs if choice in {"auto", spec.name}]
+        return self._listed(name, None if name == choice else choice, tiers)
 
     def _adapter_card(self, name: str) -> dict[str, Any]:
-        """Return what is told of an adapter: its parent is the model itself, and which tiers have it."""
-        having = [spec for spec in self.fleet.specs if name in spec.adapters]
-        card = self._listed(name, "auto", max(spec.max_model_len for spec in having))
-        return {**card, "tiers": [spec.name for spec in having]}
+        """Return what is told of an adapter: its parent is the model itself, behind it are the tiers that have it."""
+        return self._listed(name, "auto", [spec.name for spec in self.fleet.specs if name in spec.adapters])
 
-    def _listed(self, name: str, parent: str | None, max_model_len: int) -> dict[str, Any]:
+    def _listed(self, name: str, parent: str | None, tiers: Sequence[TierName]) -> dict[str, Any]:
+        found = [behind(tier) for tier in self.fleet.snapshot().tiers if tier.spec.name in tiers]
+        max_model_len = max((tier["context_length"] for tier in found), default=0)
         return {
             "id": name,
             "object": "model",
@@ -77,7 +93,23 @@ class Models:
             "root": self.model,
             "parent": parent,
             "max_model_len": max_model_len,
+            "context_length": max_model_len,
+            "tiers": tiers,
+            "served_by": found,
         }
+
+
+def behind(tier: TierSnapshot) -> dict[str, Any]:
+    """Return one tier behind a model's name, in short."""
+    spec = tier.spec
+    return {
+        "tier": spec.name,
+        "precision": spec.precision,
+        "quantization": shown_quantization(spec.precision),
+        "context_length": spec.max_model_len,
+        "adapters": list(spec.adapters),
+        "state": tier.state.value,
+    }
 
 
 def read_document(body: bytes) -> JsonObject:

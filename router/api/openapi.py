@@ -119,6 +119,11 @@ def document(version: str, rules: Rules) -> Schema:
             },
             "/v1/models": {"get": _get("Every known model name", _ref("ModelList"), form=ErrorForm.OPENAI)},
             "/v1/models/{id}": {"get": _get("One model name", _ref("Model"), 404, form=ErrorForm.OPENAI, of="id")},
+            "/v1/models/{id}/endpoints": {
+                "get": _get(
+                    "The tiers behind a model name", _ref("ModelEndpoints"), 404, form=ErrorForm.OPENAI, of="id"
+                )
+            },
             "/tokenize": {"post": _passed("Tokens of a text or a chat", tokenize)},
             "/detokenize": {"post": _passed("Text of tokens", {"model": _MODEL, "tokens": {}})},
             **_admin(),

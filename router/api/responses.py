@@ -12,6 +12,7 @@ from router.profiling.auto_profile import State, What
 from router.telemetry.record import Outcome
 from router.telemetry.trace_store import KeptFor
 from tiers.lifecycle.operations import Kind
+from tiers.quantization import Quantization
 from tiers.spec import ReplicaState, TierName
 
 
@@ -183,7 +184,53 @@ AdapterResult = _model("AdapterResult", replica=str, done=bool, detail=str)
 AdapterResults = _model(
     "AdapterResults", "What became of an adapter at each replica", adapter=str, replicas="list[AdapterResult]"
 )
-Model = _model("Model", id=str, object=Literal["model"], owned_by=str, max_model_len=int)
+ServedBy = _model(
+    "ServedBy",
+    "A tier behind a model's name",
+    tier=TierName,
+    precision=Shown,
+    quantization=Annotated[Quantization, Field(description="The same by OpenRouter's names")],
+    context_length=int,
+    adapters=list[str],
+    state=ReplicaState,
+)
+Model = _model(
+    "Model",
+    id=str,
+    object=Literal["model"],
+    owned_by=str,
+    max_model_len=int,
+    context_length=int,
+    tiers=list[TierName],
+    served_by="list[ServedBy]",
+)
+ModelEndpoint = _model(
+    "ModelEndpoint",
+    "A tier as OpenRouter shows an endpoint, and its load; null: not known here",
+    name=str,
+    model_name=str,
+    provider_name=str,
+    tag=str,
+    tier=TierName,
+    precision=Shown,
+    quantization=Quantization,
+    context_length=int,
+    max_completion_tokens=int | None,
+    max_prompt_tokens=int | None,
+    pricing=dict[str, str] | None,
+    supported_parameters=list[str],
+    status=Annotated[int, Field(description="0: it serves; below: it does not")],
+    uptime_last_30m=float | None,
+    adapters=list[str],
+    state=ReplicaState,
+    replicas=int,
+    replicas_ready=int,
+    in_flight=Annotated[int, Field(description="Requests that its engines compute")],
+    max_in_flight=int,
+    queue=Annotated[int, Field(description="Requests that wait in the router and may go to it")],
+)
+NamedEndpoints = _model("NamedEndpoints", id=str, name=str, created=int, endpoints="list[ModelEndpoint]")
+ModelEndpoints = _model("ModelEndpoints", data="NamedEndpoints")
 ModelList = _model("ModelList", object=Literal["list"], data="list[Model]")
 Problem = _model(
     "Problem",

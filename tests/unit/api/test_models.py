@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import openai
 import pytest
 
 from router.api.bodies import InvalidBody
@@ -14,7 +17,7 @@ from router.settings import OpenAISettings
 from router.upstream.json_object import JsonObject
 from tests.unit.router_stack import router_stack
 from tiers.fleet import Fleet
-from tiers.spec import STANDARD_TIERS, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, Draft, ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,3 +101,77 @@ async def test_each_name_has_a_card(tmp_path: Path) -> None:
         assert one.headers["x-request-id"]
         lost = await stack.client.get(f"{stack.url}/v1/models/org")
         assert (lost.status_code, lost.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.anyio
+async def test_each_name_says_what_is_behind_it(tmp_path: Path) -> None:
+    """Tiers with precision, context and adapters; of an alias with slashes too, and where engines are is told nowhere."""
+    aliases = {"org/model": "balanced"}
+    async with router_stack(tmp_path, {"openai": {"aliases": aliases}}) as stack:
+        card = (await stack.client.get(f"{stack.url}/v1/models/org/model")).json()
+        assert (card["tiers"], card["context_length"]) == (["balanced"], card["max_model_len"])
+        assert card["served_by"] == [
+            {
+                "tier": "balanced", "precision": "fp8", "quantization": "fp8", "context_length": card["max_model_len"],
+                "adapters": [], "state": "ready",
+            }
+        ]  # fmt: skip
+        answer = await stack.client.get(f"{stack.url}/v1/models/org/model/endpoints")
+        (endpoint,) = answer.json()["data"]["endpoints"]
+        assert (answer.json()["data"]["id"], endpoint["tag"], endpoint["quantization"]) == (
+            "org/model",
+            "balanced",
+            "fp8",
+        )
+        assert (endpoint["status"], endpoint["replicas_ready"], endpoint["in_flight"], endpoint["queue"]) == (
+            0,
+            1,
+            0,
+            0,
+        )
+        assert "127.0.0.1" not in answer.text
+        every = (await stack.client.get(f"{stack.url}/v1/models/auto/endpoints")).json()["data"]["endpoints"]
+        assert [e["quantization"] for e in every] == ["int4", "fp8", "bf16"]
+        lost = await stack.client.get(f"{stack.url}/v1/models/org/endpoints")
+        assert (lost.status_code, lost.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.anyio
+async def test_endpoints_tell_their_load(tmp_path: Path) -> None:
+    """Requests on engines and in the queue; a tier that does not serve says so; a draft takes some parameters away."""
+    settings = {"tiers": {"fast": {"max_in_flight": 1}}, "admission": {"max_waiting": 8}}
+    async with router_stack(tmp_path, settings) as stack:
+        stack.engines[TierName.FAST].delay_s = 3600
+        body = {"prompt": "hi", "tier": "fast", "tier_policy": "require", "stream": False}
+        asked = [asyncio.create_task(stack.generate(**body)) for _ in range(2)]
+        url = f"{stack.url}/v1/models/fast/endpoints"
+        async with asyncio.timeout(30):
+            while True:
+                (fast,) = (await stack.client.get(url)).json()["data"]["endpoints"]
+                if fast["in_flight"] == 1 and fast["queue"] == 1:
+                    break
+                await asyncio.sleep(0.01)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        for replica in stack.fleet.replicas:
+            if replica.spec.name is TierName.PRECISE:
+                replica.state = ReplicaState.STOPPED
+        (precise,) = (await stack.client.get(url.replace("fast", "precise"))).json()["data"]["endpoints"]
+        assert (precise["status"], precise["state"], precise["replicas_ready"]) == (-10, "stopped", 0)
+        stack.fleet.specs = tuple(replace(s, draft=Draft("ngram", 4)) for s in stack.fleet.specs)
+        (drafting,) = (await stack.client.get(url)).json()["data"]["endpoints"]
+        assert "seed" in drafting["supported_parameters"]
+        assert "min_p" not in drafting["supported_parameters"]
+
+
+@pytest.mark.anyio
+async def test_the_openai_client_lists_models(tmp_path: Path) -> None:
+    """What is there besides OpenAI's fields is in the client's objects too."""
+    async with (
+        router_stack(tmp_path) as stack,
+        openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="unused") as client,
+    ):
+        listed = {model.id: model async for model in await client.models.list()}
+        assert set(listed) == {"auto", "qarr", *STANDARD_TIERS}
+        assert (await client.models.retrieve("fast")).model_dump()["tiers"] == ["fast"]
