@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from router.api.provider_body import ProviderBody, not_here, provider_allowed
-from router.pipeline.request import NO_BOUNDS, RoutingOptions
+from router.pipeline.request import NO_BOUNDS, RoutingOptions, Truncate
 from router.policy.decision import Priority, Sla
 from router.settings import AdapterName, EngineAddress, LimitSettings
 from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
@@ -90,6 +90,7 @@ class RoutingFields(BaseModel):
     tier_policy: Literal["prefer", "require"] = "prefer"
     sla: SlaBody = SlaBody()
     priority: Priority = "standard"
+    truncate: Truncate | None = None
 
     @field_validator("tier")
     @classmethod
@@ -110,7 +111,7 @@ class RoutingFields(BaseModel):
         sla, hint = NO_BOUNDS, None if self.tier == "auto" else TierName(self.tier)
         if self.sla.model_fields_set:
             sla = Sla(self.sla.ttft_ms, self.sla.tpot_ms, self.sla.max_quality_loss, self.sla.confidence)
-        return RoutingOptions(hint, hint_field, self.tier_policy == "require", sla, priority)
+        return RoutingOptions(hint, hint_field, self.tier_policy == "require", sla, priority, truncate=self.truncate)
 
 
 class MessageBody(BaseModel):
@@ -331,6 +332,7 @@ def routing_allowed(rules: Rules) -> dict[str, str]:
         "sla.max_quality_loss": "a number from 0 to 1",
         "sla.confidence": "a number from 0.5 to below 1",
         "priority": "interactive, standard or batch",
+        "truncate": "oldest or middle",
     }
 
 

@@ -6,7 +6,7 @@ that its caller may lose the connection and go on with the header ``Last-Event-I
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from router.api.problems import describe
 from router.api.provider import with_provider
 from router.api.resumable import ResumableStream, ResumableStreams, ResumedElsewhere, StreamGone
 from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, send_whole, serve_stream
+from router.api.truncation import cutter_for
 from router.pipeline.pipeline import engine_request_id
 from router.pipeline.request import PromptText, RoutingOptions, class_priority, session_of
 from router.policy.render import render_decision
@@ -63,6 +64,7 @@ class GenerateRequest:
     sequences: int = 1
     undraftable: str = ""
     adapter: str | None = None
+    truncated: str = ""
 
     @property
     def session(self) -> str:
@@ -110,6 +112,25 @@ def read_request(
     )
 
 
+def fitted(request: GenerateRequest, pipeline: Pipeline, *, chat: bool) -> GenerateRequest:
+    """Return a request that fits the longest context, cut where its caller has asked for it and it can be cut so far.
+
+    Args:
+        request: The request.
+        pipeline: Knows tiers and tokens.
+        chat: It came as messages, not as one prompt.
+    """
+    cutter = cutter_for(request, pipeline)
+    if cutter is None:
+        return request
+    made = cutter.chat([dict(m) for m in request.messages], 0) if chat else cutter.prompt(request.messages)
+    if made is None:
+        return request
+    prompt = read_messages(made, pipeline.counter)
+    told = cutter.disclosed(prompt, len(request.messages) - len(made))
+    return replace(request, messages=tuple(made), prompt=prompt, truncated=told)
+
+
 def _sampling(body: GenerateBody, limits: LimitSettings) -> dict[str, Any]:
     """Return how tokens are chosen, in the engine's fields."""
     temperature = limits.default_temperature if body.temperature is None else body.temperature
@@ -139,6 +160,7 @@ class Generate:
         body = parse_generate(content, self.rules)
         del content  # not to be held for as long as the answer takes
         request = read_request(body, context, settings.limits, pipeline.counter, pipeline.fleet)
+        request = fitted(request, pipeline, chat=body.messages is not None)
         decision = pipeline.decide(request)
         if body.resumable:
             make = partial(self._make, request, decision)
@@ -221,6 +243,7 @@ class Route:
         counted: int | None = None
         try:
             request = read_request(body, context, limits, pipeline.counter, pipeline.fleet)
+            request = fitted(request, pipeline, chat=body.messages is not None)
             rendered = render_decision(pipeline.decide(request, serve=False))
             counted = 0
         finally:

@@ -88,6 +88,7 @@ class PassedCall:
     adapter: str | None
     session: str
     sequences: int = 1
+    truncated: str = ""  # nothing is cut here
     checkable: bool = False  # these endpoints give no log-probabilities that the cascade could look at
 
     @property
@@ -151,6 +152,9 @@ class NamedEvents(RelayEndpoint[PassedCall]):
         settings, api = self.settings, APIS[self.path]
         choice = resolve(document, settings.openai, self.pipeline.fleet)
         fields, hint_field = routing_fields(document, context, choice.tier, self.rules)
+        if fields.truncate is not None:
+            wrong = f"is not supported at {self.path}", "at /generate, /v1/chat/completions and /v1/completions"
+            raise InvalidBody((FieldProblem("truncate", *wrong),))
         provider, conversation = provider_of(document, self.rules), api.read(document)
         limit = as_integer(document.get(api.limit)) or settings.limits.default_max_tokens
         priority = priority_to_send(document, fields, context)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -11,20 +12,24 @@ from pydantic import ValidationError
 from router.api.bodies import FieldProblem, InvalidBody, RoutingFields, Rules, routing_allowed
 from router.api.models import resolve
 from router.api.openai_events import RelayedEvents
-from router.api.openai_prompt import read_chat, read_completion
+from router.api.openai_prompt import beside, count, read_chat, read_completion
 from router.api.paths import CHAT
 from router.api.provider import provider_of, with_provider
 from router.api.relayed import RelayEndpoint
+from router.api.truncation import cut_prompts, cutter_for
 from router.pipeline.pipeline import engine_request_id
 from router.pipeline.request import MAX_COUNT, class_priority, priority_within, session_of
 from router.upstream.engine_request import RelayRequest, resumption_of
-from router.upstream.json_object import as_boolean, as_integer
+from router.upstream.json_object import JsonObject, as_boolean, as_integer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from classifier import TokenCounter
+    from router.pipeline.pipeline import Pipeline
     from router.pipeline.request import PromptText, RequestContext, RoutingOptions
     from router.policy.decision import Decision
     from router.upstream.engine_stream import EngineStream
-    from router.upstream.json_object import JsonObject
 
 # Header → member of the ``qarr`` object; numbers are written as such.
 HEADERS: dict[bytes, tuple[str, ...]] = {
@@ -35,6 +40,7 @@ HEADERS: dict[bytes, tuple[str, ...]] = {
     b"x-qarr-sla-tpot-ms": ("sla", "tpot_ms"),
     b"x-qarr-sla-max-quality-loss": ("sla", "max_quality_loss"),
     b"x-qarr-sla-confidence": ("sla", "confidence"),
+    b"x-qarr-truncate": ("truncate",),
 }
 UNDRAFTABLE = ("min_p", "logit_bias")  # vLLM 0.32, SamplingParams
 
@@ -56,7 +62,7 @@ def _allowed(rules: Rules) -> dict[str, str]:
     return {
         **routing_allowed(rules),
         "report": "true or false",
-        "": "an object with any of tier, tier_policy, sla, priority, report",
+        "": "an object with any of tier, tier_policy, sla, priority, truncate, report",
     }
 
 
@@ -82,6 +88,7 @@ class CompletionRequest:
     priority: int | None
     report: bool
     adapter: str | None = None
+    truncated: str = ""
 
     @property
     def wants_usage(self) -> bool:
@@ -145,12 +152,13 @@ class Completions(RelayEndpoint[CompletionRequest]):
         chat, choice = self.path == CHAT, resolve(document, settings.openai, self.pipeline.fleet)
         fields, hint_field = routing_fields(document, context, choice.tier, self.rules)
         provider = provider_of(document, self.rules)
-        prompt = (read_chat if chat else read_completion)(document, counter)
+        read_prompt = read_chat if chat else read_completion
+        prompt = read_prompt(document, counter)
         limit = as_integer(document.get("max_completion_tokens")) if chat else None
         limit = limit or as_integer(document.get("max_tokens")) or settings.limits.default_max_tokens
         sequences = _sequences(document, prompt, settings.limits.max_sequences, chat=chat)
         priority = priority_to_send(document, fields, context)
-        return CompletionRequest(
+        request = CompletionRequest(
             context=context,
             path=self.path,
             document=document,
@@ -163,6 +171,34 @@ class Completions(RelayEndpoint[CompletionRequest]):
             report=fields.report,
             adapter=choice.adapter,
         )
+        return fitted(request, self.pipeline, read_prompt)
+
+
+def fitted(
+    request: CompletionRequest, pipeline: Pipeline, read: Callable[[JsonObject, TokenCounter], PromptText]
+) -> CompletionRequest:
+    """Return a request that fits the longest context, cut where its caller has asked for it and it can be cut so far.
+
+    Args:
+        request: The request.
+        pipeline: Knows tiers and tokens.
+        read: What its prompt is read by.
+    """
+    cutter = cutter_for(request, pipeline)
+    if cutter is None:
+        return request
+    name, counter = "messages" if request.prompt.messages else "prompt", pipeline.counter
+    given, made, dropped = request.document.get(name), None, 0
+    if name == "prompt":
+        made = cut_prompts(given, cutter)
+    elif all(isinstance(message, dict) for message in given):  # else the engine says best what is wrong with it
+        made = cutter.chat(given, sum(count(counter, text) for text in beside(request.document)))
+        dropped = len(given) - len(made or ())
+    if made is None:
+        return request
+    document = JsonObject.parse(request.document.edited({name: json.dumps(made).encode()}))
+    prompt = read(document, counter)
+    return replace(request, document=document, prompt=prompt, truncated=cutter.disclosed(prompt, dropped))
 
 
 def undraftable_of(document: JsonObject) -> str:

@@ -33,7 +33,7 @@ def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
     messages = [m for m in given if isinstance(m, dict)] if isinstance(given, list) else []
     texts = [text_of(m.get("content")) for m in messages]
     others = [kind for m in messages for kind in other_parts(m.get("content"))]
-    extras = [document.text_of(key) for key in ("tools", "functions", "documents") if document.get(key)]
+    extras = beside(document)
     calls = ["".join([str(m[key]) for key in ("tool_calls", "function_call") if m.get(key)]) for m in messages]
     parts = [
         Part(text, count(counter, text)) for text in extras
@@ -53,12 +53,17 @@ def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
     )
 
 
+def beside(document: JsonObject) -> list[str]:
+    """Return what the model reads of a chat besides messages."""
+    return [document.text_of(key) for key in ("tools", "functions", "documents") if document.get(key)]
+
+
 def read_completion(document: JsonObject, counter: TokenCounter) -> PromptText:
     """Read the body of a completion: text, texts, token ids, or several lists of them."""
     prompt = document.get("prompt")
-    several = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
+    several = prompt if isinstance(prompt, list) and not is_ids(prompt) else [prompt]
     texts = [item for item in several if isinstance(item, str)]
-    lists = [item for item in several if _is_ids(item)]
+    lists = [item for item in several if is_ids(item)]
     counts = [count(counter, text) for text in texts] + [len(item) for item in lists]
     ids = () if texts or not counts else ("token ids",)
     read = texts or [" ".join(map(str, item)) for item in lists[:1]]
@@ -110,5 +115,6 @@ def other_parts(content: Any) -> list[str]:
     return [kind if kind in KINDS else "other" for kind in kinds if kind != "text"]
 
 
-def _is_ids(item: Any) -> bool:
+def is_ids(item: Any) -> bool:
+    """Tell whether a prompt is a list of token ids."""
     return isinstance(item, list) and bool(item) and all(isinstance(number, int) for number in item)

@@ -369,6 +369,7 @@ def _answer_headers() -> Schema:
         "x-qarr-precision": "Of the engine that answers, by its checkpoint: fp8; or fp8 (stated), or unknown",
         "x-qarr-reason": "Why this tier",
         "x-qarr-degraded": "What is not expected to be met: quality, latency, or unmeasured (not known); absent if nothing",
+        "x-qarr-truncated": "What was cut of the prompt, where the request asks for it; absent if nothing",
         "x-qarr-checkpoint": "Digest of the weights, if known",
         "x-qarr-trace-id": "The request's trace",
         "x-request-id": "The caller's, or a new one",

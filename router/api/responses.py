@@ -26,6 +26,8 @@ SCOPE = "all: everything; own: the key's own requests, figures of all, and nothi
 Scope = Annotated[Literal["all", "own"], Field(description=SCOPE)]
 ForOperators = Annotated[str | None, Field(description="For operators; null to other keys")]
 
+Cut = Annotated[str | None, Field(description="What was cut of the prompt, as in x-qarr-truncated; null: nothing")]
+
 Usage = create_model("Usage", prompt_tokens=(int, 0), completion_tokens=(int, 0), total_tokens=(int, 0))
 Answer = _model("Answer", text=str, usage="Usage", finish_reason=str | None, tier=TierName, continued_on=list[TierName])
 Verdict = _model(
@@ -48,6 +50,7 @@ Decision = _model(
     confidence=float,
     prompt_tokens=int,
     degraded=list[Degraded],
+    truncated=Cut,
     retry_after_s=float | None,
     tiers="list[Verdict]",
     **{"class": PromptClass},
@@ -63,6 +66,7 @@ RequestRecord = _model(
     served_by=TierName | None,
     reason=str,
     basis=Basis,
+    truncated=Cut,
     outcome=Outcome,
     error=str | None,
     prompt_tokens=int,

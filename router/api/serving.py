@@ -130,6 +130,8 @@ def answer_headers(active: ActiveRequest, settings: TelemetrySettings) -> dict[s
         headers["x-qarr-degraded"] = ", ".join(decision.degraded)
     if address := settings.trace_address(context.trace_id):
         headers["x-qarr-trace-url"] = address
+    if decision.query.truncated:
+        headers["x-qarr-truncated"] = decision.query.truncated
     if spec.checkpoint_id:
         headers["x-qarr-checkpoint"] = spec.checkpoint_id
     return headers

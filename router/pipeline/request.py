@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from classifier import PromptClass, extract
 from router.auth.api_keys import ANONYMOUS, BeyondKey, Caller
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tiers.spec import TierName
 
 NO_BOUNDS = Sla()
+Truncate = Literal["oldest", "middle"]
 SESSION_HEADER = b"x-session-id"
 LONGEST_SESSION = 256  # characters; what follows is ignored
 MAX_COUNT = 1 << 40  # bound of token counts: far above any context or quota, and safe in every counter
@@ -127,6 +128,7 @@ class RoutingOptions:
         precisions: That may serve it, by OpenRouter's names; None: any.
         only: The tiers that may serve it; None: all.
         sort: What the choice is to be made by; None: by the policy.
+        truncate: What is to be cut of a prompt that fits no context; None: nothing.
     """
 
     hint: TierName | None = None
@@ -137,6 +139,7 @@ class RoutingOptions:
     precisions: frozenset[str] | None = None
     only: frozenset[TierName] | None = None
     sort: Sort | None = None
+    truncate: Truncate | None = None
 
 
 class ParsedRequest(Protocol):
@@ -169,6 +172,10 @@ class ParsedRequest(Protocol):
     @property
     def adapter(self) -> str | None:
         """Return the LoRA adapter that it names; None: none."""
+
+    @property
+    def truncated(self) -> str:
+        """Return what was cut of its prompt, for people; empty: nothing."""
 
     @property
     def session(self) -> str:
@@ -204,6 +211,7 @@ def query_of(
         precisions=options.precisions,
         only=options.only,
         sort=options.sort,
+        truncated=request.truncated,
         prefix=prefix,
     )
 

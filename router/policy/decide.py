@@ -8,7 +8,7 @@ serves (``router.policy.budget``). The reason names what was given up.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
@@ -432,6 +432,25 @@ def _obstacle_text(estimate: _TierEstimate, query: Query) -> str:
         return f"{tokens} exceed its context of {estimate.spec.max_model_len}"
     not_ready = estimate.obstacle is Refusal.NOT_READY
     return _not_ready(estimate.tier) if not_ready else _full(estimate.tier, query.sequences)
+
+
+def longest_context(query: Query, fleet: FleetSnapshot) -> int:
+    """Return the longest context of the tiers that may serve a request of any length; of those that are ready, if any is.
+
+    Neither load nor bounds count. 0: no tier may.
+    """
+    short = replace(query, prompt_tokens=0, max_tokens=0)
+    only = query.hint if query.require else None
+    able = [
+        tier
+        for tier in fleet.tiers
+        if query.allows(tier.spec.name)
+        and only in {None, tier.spec.name}
+        and not tier.spec.absent
+        and _unable(tier.spec, short) is None
+    ]
+    ready = [tier for tier in able if tier.is_ready]
+    return max((tier.spec.max_model_len for tier in ready or able), default=0)
 
 
 def _excluded_text(spec: TierSpec, query: Query) -> str:

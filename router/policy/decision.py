@@ -209,6 +209,7 @@ class Query:
         precisions: That may serve it, by OpenRouter's names; None: any.
         only: The tiers that may serve it, as the request says; None: all.
         sort: What the choice is to be made by, among tiers that meet the class's needs; None: by the price of loss.
+        truncated: What was cut of its prompt, for people; empty: nothing.
         prefix: Of its prompt, for prefix caches; None: not known. No part of what is decided from, nor of the log: what
             replicas hold of it is in the snapshot.
     """
@@ -227,6 +228,7 @@ class Query:
     precisions: frozenset[str] | None = None
     only: frozenset[TierName] | None = None
     sort: Sort | None = None
+    truncated: str = ""
     prefix: Annotated[Prefix | None, Field(exclude=True)] = field(default=None, compare=False, repr=False)
 
     def allows(self, tier: TierName) -> bool:

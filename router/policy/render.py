@@ -53,6 +53,7 @@ def render_decision(decision: Decision) -> dict[str, Any]:
         "class": query.features.prompt_class.value,
         "prompt_tokens": query.prompt_tokens,
         "max_tokens": query.max_tokens,
+        "truncated": query.truncated or None,
         "features": render_features(query.features),
         "fallbacks": list(decision.fallbacks),
         "degraded": list(decision.degraded),

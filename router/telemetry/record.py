@@ -110,6 +110,7 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
         "reason": decision.reason,
         "basis": decision.basis._value_,
         "degraded": list(decision.degraded),
+        "truncated": decision.query.truncated or None,
         "outcome": record.outcome._value_,
         "error": record.error,
         "prompt_tokens": record.prompt_tokens,

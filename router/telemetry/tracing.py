@@ -523,6 +523,7 @@ def _decision_attributes(decision: Decision, price: float | None) -> dict[str, A
         "qarr.sla.ttft_ms": query.sla.ttft_ms,
         "qarr.sla.tpot_ms": query.sla.tpot_ms,
         "qarr.sla.max_quality_loss": query.sla.max_quality_loss,
+        "qarr.truncated": query.truncated or None,
         "qarr.loss.price": price,
         "qarr.loss.expected": loss.mean if loss is not None else None,
         "qarr.cost": chosen.cost if chosen is not None else None,

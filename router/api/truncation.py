@@ -1,0 +1,187 @@
+"""Cuts a prompt that fits no context, where its caller has asked for it: oldest messages, or the middle of a text.
+
+Counts are the model's own, as those that routing decides from. What cannot be cut enough stays whole, and is refused as
+too long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, count, is_ids, other_parts, text_of
+from router.pipeline.request import query_of
+from router.policy.decide import longest_context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from classifier import TokenCounter
+    from router.pipeline.pipeline import Pipeline
+    from router.pipeline.request import ParsedRequest, PromptText, Truncate
+    from tiers.snapshot import TemplateTokens
+
+CLOSE = 4  # tokens that a cut text may be shorter than it could be: nearer takes many more counts
+
+
+@dataclass(frozen=True, slots=True)
+class Cutter:
+    """What cuts one request.
+
+    Attributes:
+        before: Tokens of its longest prompt as it came.
+        room: Tokens that its prompt may have.
+    """
+
+    how: Truncate
+    before: int
+    room: int
+    counter: TokenCounter
+    template: TemplateTokens
+
+    def text(self, text: str, most: int) -> str:
+        """Return a text of at most so many tokens: its end, or its beginning and its end."""
+
+        def piece(chars: int) -> str:
+            if self.how == "oldest":
+                return text[len(text) - chars :]
+            return text[: chars - chars // 2] + text[len(text) - chars // 2 :]
+
+        return piece(_largest(lambda chars: count(self.counter, piece(chars)), len(text), most, self._tokens(text)))
+
+    def chat(self, messages: Sequence[dict[str, Any]], others: int) -> list[dict[str, Any]] | None:
+        """Return a chat that fits; None: it cannot be cut so far.
+
+        Args:
+            messages: Of the chat.
+            others: Tokens that are sent besides messages: tools.
+        """
+        sizes = [self._size(message) for message in messages]
+        cut = self._without_oldest if self.how == "oldest" else self._shorter
+        return cut(messages, sizes, others)
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+        """Return one prompt, and perhaps a system prompt before it, that fit; None: it cannot be cut so far."""
+        *before, last = map(dict, messages)
+        beside = sum(self._tokens(message["content"]) for message in before)
+        text = self.text(last["content"], self.room - beside - self._added([*before, last]))
+        return [*before, {**last, "content": text}] if text else None
+
+    def _without_oldest(
+        self, messages: Sequence[dict[str, Any]], sizes: Sequence[int], others: int
+    ) -> list[dict[str, Any]] | None:
+        kept = set(range(len(messages)))
+        for unit in (None, *_droppable(messages)):
+            kept.difference_update(unit or ())
+            left = [messages[number] for number in sorted(kept)]
+            if self._fits(left, sum(sizes[number] for number in kept) + others):
+                return left
+        return None
+
+    def _shorter(
+        self, messages: Sequence[dict[str, Any]], sizes: Sequence[int], others: int
+    ) -> list[dict[str, Any]] | None:
+        """Cut the longest text that is no system prompt's."""
+        texts = [(self._tokens(m["content"]), n) for n, m in enumerate(messages) if _is_cuttable(m)]
+        if not texts:
+            return None
+        tokens, number = max(texts)
+        excess = sum(sizes) + others + self._added(messages) - self.room
+        if excess >= tokens:
+            return None
+        made = list(messages)
+        made[number] = {**made[number], "content": self.text(made[number]["content"], tokens - max(excess, 0))}
+        return made
+
+    def _fits(self, messages: Sequence[dict[str, Any]], tokens: int) -> bool:
+        return tokens + self._added(messages) <= self.room
+
+    def _added(self, messages: Sequence[dict[str, Any]]) -> int:
+        return self.template.conversation(len(messages), system=messages[0].get("role") in SYSTEM_ROLES)
+
+    def _size(self, message: dict[str, Any]) -> int:
+        """Return a message's tokens, as ``openai_prompt.read_chat`` counts them."""
+        calls = "".join([str(message[key]) for key in ("tool_calls", "function_call") if message.get(key)])
+        content = message.get("content")
+        return self._tokens(text_of(content)) + self._tokens(calls) + PART_TOKENS * len(other_parts(content))
+
+    def _tokens(self, text: str) -> int:
+        return count(self.counter, text)
+
+    def disclosed(self, prompt: PromptText, messages: int) -> str:
+        """Return what is told of the cut.
+
+        Args:
+            prompt: That is left.
+            messages: That were dropped.
+        """
+        left = prompt.tokens(prompt.classify(self.counter), self.template)
+        return f"{self.how}; dropped_tokens={self.before - left}; dropped_messages={messages}"
+
+
+def cutter_for(request: ParsedRequest, pipeline: Pipeline) -> Cutter | None:
+    """Return what cuts a request; None: nothing is to be cut, since a tier that may serve it holds it, or nobody asked."""
+    how = request.options.truncate
+    if how is None:
+        return None
+    template = pipeline.fleet.template
+    query = query_of(request, request.prompt.classify(pipeline.counter), template)
+    room = longest_context(query, pipeline.fleet.snapshot()) - query.max_tokens
+    if room <= 0 or query.prompt_tokens <= room:
+        return None
+    return Cutter(how, query.prompt_tokens, room, pipeline.counter, template)
+
+
+def cut_prompts(given: Any, cutter: Cutter) -> Any:
+    """Return a completion's prompt, or several, cut; ids are cut as they are."""
+    if isinstance(given, str):
+        return cutter.text(given, cutter.room) if count(cutter.counter, given) > cutter.room else given
+    if is_ids(given):
+        if len(given) <= cutter.room:
+            return given
+        end = cutter.room if cutter.how == "oldest" else cutter.room // 2
+        return [*given[: cutter.room - end], *(given[-end:] if end else ())]
+    return [cut_prompts(one, cutter) for one in given] if isinstance(given, list) else given
+
+
+def _largest(tokens: Callable[[int], int], chars: int, most: int, all_tokens: int) -> int:
+    """Return the most characters, nearly, that have at most so many tokens.
+
+    Args:
+        tokens: Of so many characters.
+        chars: Of the whole text.
+        most: Tokens.
+        all_tokens: Of the whole text.
+    """
+    low, high = 0, chars
+    probe = chars * max(most, 0) // max(all_tokens, 1)
+    while most > 0 and high > low:
+        probe = min(max(probe, low + 1), high)
+        found = tokens(probe)
+        if found <= most:
+            low = probe
+            if most - found <= CLOSE:
+                break
+        else:
+            high = probe - 1
+        probe = (low + high + 1) // 2
+    return low
+
+
+def _droppable(messages: Sequence[dict[str, Any]]) -> list[range]:
+    """Return the messages that may be dropped, oldest first, in units that are dropped whole.
+
+    Before the last message of the user these are turns: a message of the user with all that answers it, so that the chat
+    still begins with the user. After it they are calls of tools with their results; the last of those stays.
+    """
+    roles = [message.get("role") for message in messages]
+    head = next((n for n, role in enumerate(roles) if role not in SYSTEM_ROLES), len(roles))
+    last = max((n for n, role in enumerate(roles) if role == "user"), default=head - 1)
+    turns = [n for n in range(head, last) if n == head or roles[n] == "user"]
+    steps = [n for n in range(last + 1, len(roles)) if n == last + 1 or roles[n] not in {"tool", "function"}]
+    return [range(start, end) for bounds in ([*turns, last], steps) for start, end in pairwise(bounds)]
+
+
+def _is_cuttable(message: dict[str, Any]) -> bool:
+    return isinstance(message.get("content"), str) and message.get("role") not in SYSTEM_ROLES
