@@ -334,6 +334,70 @@ def test_prompt_tokens_are_counted_as_the_engine_counts(router: Side, messages: 
     assert f"{used} prompt" in over.json()["error"]["message"]
 
 
+def generate(router: Side, **body: Any) -> httpx.Response:
+    """Ask /generate for a whole answer of one tier."""
+    fixed = {"tier": TIER, "tier_policy": "require", "max_tokens": 24, "stream": False}
+    return router.client.post("/generate", json={**fixed, **body})
+
+
+def test_generates_parameters_on_real_engines(router: Side) -> None:
+    """The same seed gives the same text, a stop string ends the answer, and a penalty reaches the sampler."""
+    sampled = {"prompt": "Tell me a story.", "temperature": 1.0, "top_p": 0.95, "seed": 11}
+    generate(router, **sampled)  # a prompt in the engine's cache is computed with other rounding than a new one
+    first, again = generate(router, **sampled).json()["text"], generate(router, **sampled).json()["text"]
+    assert first == again != ""
+    greedy = {"prompt": "What is the capital of France?", "temperature": 0, "repetition_penalty": 1.0}
+    text = generate(router, **greedy).json()["text"]
+    stop = text[len(text) // 2 :].split()[0]
+    ended = generate(router, **greedy, stop=[stop, "never"]).json()
+    assert (ended["text"], ended["finish_reason"]) == (text[: text.index(stop)], "stop")
+    assert generate(router, **{**greedy, "repetition_penalty": 2.0}).json()["text"] != text
+
+
+def test_precisions_and_truncation_on_real_engines(engine: Side, router: Side) -> None:
+    """Checkpoints' own precisions decide; tokens that are left and tokens that were dropped are what vLLM counts."""
+    served = ask(router, provider={"quantizations": ["bf16"]}, model="auto")
+    assert served.headers["x-qarr-precision"] == "bf16"
+    assert "int4" in ask(router, provider={"quantizations": ["int8"]}, model="auto").json()["error"]["message"]
+    turns = [
+        {"role": role, "content": f"{role} {n} says: " + f"word number {n}, " * 60}
+        for n in range(8)
+        for role in ("user", "assistant")
+    ]
+    talk = [
+        {"role": "system", "content": "Be short."},
+        *turns,
+        {"role": "user", "content": "What is the capital of France?"},
+    ]
+    whole = engine.post("/tokenize", messages=talk).json()["count"]
+    for body in ({"messages": talk}, {"prompt": "What is the capital of France? " * 500}):
+        for how in ("oldest", "middle") if "prompt" in body else ("oldest",):
+            assert generate(router, **body).status_code == 422
+            cut = generate(router, **body, truncate=how, max_tokens=8)
+            dropped = int(re.findall(r"dropped_tokens=(\d+)", cut.headers["x-qarr-truncated"])[0])
+            used = cut.json()["usage"]["prompt_tokens"]
+            given = [{"role": "user", "content": body["prompt"]}] if "prompt" in body else talk
+            assert used + dropped == engine.post("/tokenize", messages=given).json()["count"]
+            assert used <= 2048 - 8
+            assert "prompt" not in body or used > 2048 - 8 - 8
+    chat = router.client.post(
+        CHAT,
+        json={
+            "model": TIER,
+            "messages": talk,
+            "max_tokens": 8,
+            "qarr": {"truncate": "oldest", "tier_policy": "require"},
+        },
+    )
+    told = chat.headers["x-qarr-truncated"]
+    assert chat.json()["usage"]["prompt_tokens"] + int(re.findall(r"dropped_tokens=(\d+)", told)[0]) == whole
+    assert int(told.rpartition("=")[2]) % 2 == 0  # turns of two messages
+    longer = router.client.post(
+        CHAT, json={"model": "auto", "messages": talk, "max_tokens": 8}, headers={"x-qarr-truncate": "oldest"}
+    )
+    assert ("x-qarr-truncated" in longer.headers, longer.headers["x-qarr-tier"] != TIER) == (False, True)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_the_engine(up: Up, stream: bool) -> None:  # noqa: FBT001
     """A request whose client disconnects leaves vLLM's running count within a second, streamed or not."""

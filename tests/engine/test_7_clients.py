@@ -308,14 +308,14 @@ def test_vllms_own_load_generator(up: Up) -> None:
 
 @pytest.mark.parametrize(
     ("document", "number"),
-    [*(("docs/openai.md", number) for number in range(5)), *(("docs/anthropic.md", number) for number in range(3))],
+    [*(("docs/openai.md", number) for number in range(6)), *(("docs/anthropic.md", number) for number in range(3))],
 )
 def test_the_documents_python(up: Up, document: str, number: int) -> None:
     """The Python in the documents runs as it stands."""
     code = _blocks("python", document)[number].replace("http://localhost:8080", up.url)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout
+    assert re.search(r"Paris|auto \[\('int4', 2048, 'ready'\)", done.stdout)
 
 
 def test_the_documents_javascript(up: Up) -> None:
@@ -329,8 +329,8 @@ def test_the_documents_javascript(up: Up) -> None:
 
 
 def test_the_documents_commands(up: Up, tmp_path: Path) -> None:
-    """The curl commands in the documents, and the key commands in docs/openai.md, run as they stand."""
-    for document in ("docs/openai.md", "docs/anthropic.md"):
+    """The curl commands in the documents and the key commands in docs/openai.md, run as they stand."""
+    for document in ("docs/openai.md", "docs/anthropic.md", "docs/generate.md"):
         (curl,) = (block for block in _blocks("bash", document) if "curl" in block)
         assert "Paris" in _shell(curl.replace("localhost:8080", up.url.removeprefix("http://")), {})
     keys = _shell(_blocks("bash")[_index("bash", "keys add")], {"QARR_AUTH__KEYS_FILE": str(tmp_path / "keys.json")})
