@@ -102,7 +102,7 @@ def read_request(
         context=context,
         prompt=read_messages(messages, counter),
         options=with_provider(
-            body.options(class_priority(context.caller, asked, "priority"), "tier"), body.provider, fleet.specs
+            body.options(class_priority(context.caller, asked, "priority"), "tier"), body.provider, fleet
         ),
         max_tokens=body.max_tokens or limits.default_max_tokens,
         sampling=_sampling(body, limits),

@@ -164,7 +164,7 @@ class NamedEvents(RelayEndpoint[PassedCall]):
             document=document,
             answers=api.answers,
             prompt=conversation.prompt(self.pipeline.counter),
-            options=with_provider(fields.options(priority or 0, hint_field), provider, self.pipeline.fleet.specs),
+            options=with_provider(fields.options(priority or 0, hint_field), provider, self.pipeline.fleet),
             max_tokens=min(max(limit, 1), MAX_COUNT),
             streamed=as_boolean(document.get("stream")),
             priority=priority,

@@ -163,7 +163,7 @@ class Completions(RelayEndpoint[CompletionRequest]):
             path=self.path,
             document=document,
             prompt=prompt,
-            options=with_provider(fields.options(priority or 0, hint_field), provider, self.pipeline.fleet.specs),
+            options=with_provider(fields.options(priority or 0, hint_field), provider, self.pipeline.fleet),
             max_tokens=min(max(limit, 1), MAX_COUNT),
             sequences=sequences,
             streamed=as_boolean(document.get("stream")),

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from router.api.bodies import FieldProblem, InvalidBody, problem_of
 from router.api.provider_body import ProviderBody, provider_allowed
 from tiers.quantization import quantizations_of
-from tiers.spec import TierName
+from tiers.spec import UNKNOWN, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from router.api.bodies import Rules
     from router.pipeline.request import RoutingOptions
     from router.upstream.json_object import JsonObject
+    from tiers.fleet import Fleet
     from tiers.spec import TierSpec
 
 
@@ -39,7 +40,7 @@ def provider_of(document: JsonObject, rules: Rules) -> ProviderBody | None:
         raise InvalidBody(tuple(problems)) from None
 
 
-def with_provider(options: RoutingOptions, provider: ProviderBody | None, specs: Sequence[TierSpec]) -> RoutingOptions:
+def with_provider(options: RoutingOptions, provider: ProviderBody | None, fleet: Fleet) -> RoutingOptions:
     """Return routing options with those of a ``provider`` object.
 
     Raises:
@@ -59,10 +60,10 @@ def with_provider(options: RoutingOptions, provider: ProviderBody | None, specs:
         hint_field=field,
         require=options.require or provider.allow_fallbacks is False,
         precisions=None if provider.quantizations is None else frozenset(provider.quantizations),
-        only=_only(provider, specs),
+        only=_only(provider, fleet.specs),
         sort=provider.sort,
     )
-    _check(found, [spec for spec in specs if not spec.absent])
+    _check(found, fleet)
     return found
 
 
@@ -81,14 +82,20 @@ def _only(provider: ProviderBody, specs: Sequence[TierSpec]) -> frozenset[TierNa
     return left
 
 
-def _check(options: RoutingOptions, specs: Sequence[TierSpec]) -> None:
-    """Raise ``InvalidBody`` if no tier has a precision that is allowed, or the one that is mandatory has not."""
+def _check(options: RoutingOptions, fleet: Fleet) -> None:
+    """Raise ``InvalidBody`` if no tier has a precision that is allowed, or the one that is mandatory has not.
+
+    A tier that is not ready and whose precision is not known may turn out to have one.
+    """
     allowed, hint = options.precisions, options.hint
     if allowed is None:
         return
+    specs = [spec for spec in fleet.specs if not spec.absent]
     asked = [s for s in specs if options.only is None or s.name in options.only]
     if options.require and hint is not None:
         asked = [spec for spec in asked if spec.name is hint]
+    if any(spec.precision == UNKNOWN and not fleet.is_ready(spec.name) for spec in asked):
+        return
     if asked and not any(quantizations_of(spec.precision) <= allowed for spec in asked):
         there = "; ".join(f"{spec.name} has {' and '.join(sorted(quantizations_of(spec.precision)))}" for spec in asked)
         wrong = f"allows {', '.join(sorted(allowed))}, which no tier that may serve this has"

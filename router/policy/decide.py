@@ -17,7 +17,7 @@ from router.policy.decision import CHOSEN, Basis, Decision, Priced, Refusal, Tie
 from tiers.choice import uncached
 from tiers.preparing import about
 from tiers.snapshot import has_slots
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import UNKNOWN, ReplicaState, TierName
 from tiers.speed import HALF_LIFE_S, IDLE
 
 if TYPE_CHECKING:
@@ -398,10 +398,16 @@ def _obstacle(tier: TierSnapshot, query: Query, *, free: bool) -> Refusal | None
     if not query.allows(spec.name):
         return Refusal.NOT_ALLOWED
     if (unable := _unable(spec, query)) is not None:
-        return unable
+        return Refusal.NOT_READY if unable is Refusal.EXCLUDED and _may_turn_out(tier, query) else unable
     if free:
         return None
     return Refusal.AT_CAPACITY if tier.is_ready else Refusal.NOT_READY
+
+
+def _may_turn_out(tier: TierSnapshot, query: Query) -> bool:
+    """Tell whether a tier's precision, not known before it is ready, may turn out to be one that the request allows."""
+    known = tier.is_ready or tier.spec.precision != UNKNOWN
+    return not known and (query.only is None or tier.spec.name in query.only)
 
 
 def _unable(spec: TierSpec, query: Query) -> Refusal | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -116,13 +117,19 @@ async def test_a_failed_engine_is_not_replaced_by_an_excluded_precision(tmp_path
 
 
 async def test_a_replica_of_another_precision_is_not_leased(tmp_path: Path) -> None:
-    """Even if the tier's precision was found to be another only after the decision: its replica's own counts."""
-    async with router_stack(tmp_path, PRECISIONS) as stack:
+    """Its own precision counts when a slot is taken, whatever its tier shows: the tier's may be found out in between."""
+    patience = {"admission": {"max_wait_s": {"standard": 0.05}}}
+    async with router_stack(tmp_path, {**PRECISIONS, **patience}) as stack:
         fast = next(r for r in stack.fleet.replicas if r.spec.name is TierName.FAST)
-        found = await ask(stack, "/v1/chat/completions", {"quantizations": ["int4"]})
-        assert found.headers["x-qarr-tier"] == "fast"
+        asked = "/v1/chat/completions", {"quantizations": ["int4"]}
+        assert (await ask(stack, *asked)).headers["x-qarr-tier"] == "fast"
+        fast.spec = replace(fast.spec, precision="bf16")
+        before = len(stack.engines[TierName.FAST].requests)
+        assert (await ask(stack, *asked)).status_code == 503
+        assert len(stack.engines[TierName.FAST].requests) == before
         stack.fleet.note_precision(fast, "bf16")
-        assert (await ask(stack, "/v1/chat/completions", {"quantizations": ["int4"]})).status_code == 400
+        assert (await ask(stack, *asked)).status_code == 400
+        assert stack.leases() == 0
 
 
 async def test_the_openai_client_asks_for_precisions(tmp_path: Path) -> None:
