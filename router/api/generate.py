@@ -14,7 +14,8 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from router.api.asgi import body_message, cancel_on_disconnect, context_of, read_body, start_message, tracker_of
-from router.api.bodies import FieldProblem, InvalidBody, Rules, parse_generate
+from router.api.bodies import FieldProblem, InvalidBody, Rules
+from router.api.generate_body import parse_generate
 from router.api.generate_prompt import messages_of, read_messages
 from router.api.models import adapter_names
 from router.api.paths import ErrorForm
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from classifier import TokenCounter
-    from router.api.bodies import GenerateBody
+    from router.api.generate_body import GenerateBody
     from router.api.serving import Encoder, Sink
     from router.lifecycle import ResponseTracker
     from router.pipeline.pipeline import Pipeline

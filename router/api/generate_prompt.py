@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from classifier import TokenCounter
-    from router.api.bodies import GenerateBody
+    from router.api.generate_body import GenerateBody
 
     Messages = Sequence[dict[str, str]]
 

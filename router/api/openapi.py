@@ -11,14 +11,13 @@ from pydantic.json_schema import models_json_schema
 from router.api.admin import ADAPTERS, ALL_REPLICAS, OPERATIONS, REPLICAS
 from router.api.bodies import (
     AdapterBody,
-    GenerateBody,
     RemoveBody,
     ReplicaBody,
     Rules,
     adapter_allowed,
-    allowed_values,
 )
 from router.api.generate import STREAM_ID
+from router.api.generate_body import GenerateBody, allowed_values
 from router.api.openai import HEADERS, OpenAIFields
 from router.api.paths import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, MOST_LISTED, RESPONSES, ErrorForm
 from router.api.problems import MEDIA_TYPE

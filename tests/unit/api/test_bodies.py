@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from router.api.bodies import STANDARD_RULES, InvalidBody, Rules, parse_generate, render_fleet
+from router.api.bodies import STANDARD_RULES, InvalidBody, Rules, render_fleet
+from router.api.generate_body import parse_generate
 from router.pipeline.request import RoutingOptions
 from router.policy.decision import Sla
 from router.settings import LimitSettings

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from router.api.bodies import STANDARD_RULES, parse_generate
+from router.api.bodies import STANDARD_RULES
+from router.api.generate_body import parse_generate
 from router.settings import PROJECT
 from router.upstream.sse import parse_event
 from tests.fakes.engine import Behaviour
