@@ -44,6 +44,7 @@ class Asked:
     sequences: int = 1
     checkable: bool = False
     undraftable: str = ""
+    truncated: str = ""
     adapter: str | None = None
     session: str = ""
 
