@@ -10,9 +10,10 @@ import os
 import re
 import tomllib
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -29,6 +30,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import to_jsonable_python
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from redis.asyncio.connection import parse_url
 
@@ -78,13 +80,38 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """A part of the settings: unknown keys are errors, values do not change after start."""
+    """A part of the settings: unknown keys are errors, values do not change.
+
+    Attributes:
+        reloads: Settings that a running router takes over when it reads its settings again; others need a restart.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    reloads: ClassVar[frozenset[str]] = frozenset()
 
 
 class ServerSettings(Section):
     """Where the router listens."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset(
+        {
+            "worker_timeout_s",
+            "page",
+            "allowed_hosts",
+            "max_body_bytes",
+            "max_header_bytes",
+            "max_headers",
+            "max_connections",
+            "header_timeout_s",
+            "keep_alive_s",
+            "body_timeout_s",
+            "write_timeout_s",
+            "resume_s",
+            "resume_streams",
+            "resume_bytes",
+            "drain_s",
+        }
+    )
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
@@ -132,6 +159,17 @@ class ServerSettings(Section):
 
 class LimitSettings(Section):
     """What one request may ask."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset(
+        {
+            "max_prompt_chars",
+            "max_prompt_words",
+            "max_tokens",
+            "default_max_tokens",
+            "default_temperature",
+            "max_sequences",
+        }
+    )
 
     max_prompt_chars: int = Field(16_000, ge=1, description="Most characters in a prompt, and in a system prompt.")
     max_prompt_words: int = Field(5_000, ge=1, description="Most words in a prompt, and in a system prompt.")
@@ -245,6 +283,8 @@ RayResources = Annotated[dict[Annotated[str, Field(min_length=1)], NonNegativeFl
 
 class TierSettings(Section):
     """One tier."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset({"urls"})
 
     max_model_len: int = Field(4096, ge=16, description="Context: prompt plus output, in tokens.")
     max_num_seqs: int = Field(16, ge=1, description="Sequences the engine runs at once.")
@@ -584,6 +624,22 @@ class LikeTier(Section):
 class PolicySettings(Section):
     """How a tier is chosen."""
 
+    reloads: ClassVar[frozenset[str]] = frozenset(
+        {
+            "class_floor",
+            "loss_budget",
+            "max_loss",
+            "sla_confidence",
+            "give_up",
+            "prices",
+            "min_confidence",
+            "max_slowdown",
+            "check_share",
+            "check_wait_s",
+            "live_check_share",
+        }
+    )
+
     class_floor: dict[PromptClass, TierName] = Field(
         CLASS_FLOOR,
         description="Lowest tier for each class of prompt while its loss is not measured.",
@@ -679,6 +735,8 @@ class ProfileSettings(Section):
 class WaitSettings(Section):
     """Longest waits in the queue, by priority."""
 
+    reloads: ClassVar[frozenset[str]] = frozenset({"interactive", "standard", "batch"})
+
     interactive: NonNegativeFloat = Field(10, description="Longest wait for a slot, in seconds.")
     standard: NonNegativeFloat = Field(30, description="Longest wait for a slot, in seconds.")
     batch: NonNegativeFloat = Field(120, description="Longest wait for a slot, in seconds.")
@@ -686,6 +744,10 @@ class WaitSettings(Section):
 
 class AdmissionSettings(Section):
     """Who gets the next free slot."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset(
+        {"max_waiting", "oldest_every", "adaptive_limit", "affinity", "kv_open", "kv_close", "long_prompt_tokens"}
+    )
 
     max_waiting: NonNegativeInt = Field(
         256, description="Most requests that wait for a slot; beyond, the least urgent is refused. 0: none waits."
@@ -711,6 +773,23 @@ class AdmissionSettings(Section):
 
 class UpstreamSettings(Section):
     """How the router talks to engines."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset(
+        {
+            "connect_timeout_s",
+            "first_token_timeout_s",
+            "token_timeout_s",
+            "answer_timeout_s",
+            "attempts",
+            "retry_share",
+            "retry_reserve",
+            "hedge",
+            "breaker_failures",
+            "breaker_failure_share",
+            "breaker_pause_s",
+            "breaker_longest_pause_s",
+        }
+    )
 
     connect_timeout_s: PositiveFloat = Field(5, description="Time to open a connection.")
     first_token_timeout_s: PositiveFloat = Field(120, description="From sending a request to its first token.")
@@ -766,6 +845,8 @@ class LoraSettings(Section):
 class OpenAISettings(Section):
     """OpenAI's API."""
 
+    reloads: ClassVar[frozenset[str]] = frozenset({"aliases", "embeddings_urls"})
+
     aliases: dict[str, Literal["auto"] | TierName] = Field({}, description='More model names, as in `gpt-4o = "auto"`.')
     embeddings_urls: Annotated[tuple[BaseAddress, ...], AfterValidator(_once)] = Field(
         (), description="Engines that serve `/v1/embeddings`; the first one that answers is used."
@@ -774,6 +855,8 @@ class OpenAISettings(Section):
 
 class AuthSettings(Section):
     """Who may use the router."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset({"keys_file", "allow_keyless"})
 
     keys_file: Path = Field(
         default_factory=lambda: config_dir() / "keys.json",
@@ -820,6 +903,8 @@ def _viewer_address(url: str) -> str:
 
 class TelemetrySettings(Section):
     """What goes into logs and traces. Exporters are set by the standard `OTEL_*` variables."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset({"record_prompts", "log_level"})
 
     record_prompts: bool = Field(False, description="Put prompts on spans.")
     recent_requests: NonNegativeInt = Field(
@@ -1023,18 +1108,59 @@ def schema() -> dict[str, Any]:
 def table() -> str:
     """Return every setting with its default and meaning, as a Markdown table."""
     rows = [
-        f"| `{'.'.join(key)}` | {_shown_default(key, field)} | {field.description} |"
-        for key, field in _leaves(Settings)
+        f"| `{'.'.join(key)}` | {_shown_default(key, field)} | {'yes' if reloads else 'no'} | {field.description} |"
+        for key, field, reloads in _leaves(Settings)
     ]
-    return "\n".join(("| setting | default | meaning |", "| --- | --- | --- |", *rows))
+    return "\n".join(("| setting | default | reloads | meaning |", "| --- | --- | --- | --- |", *rows))
 
 
-def _leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+def _leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo, bool]]:
     for name, field in model.model_fields.items():
         if inner := _section(field):
             yield from _leaves(inner, (*path, name))
         else:
-            yield (*path, name), field
+            yield (*path, name), field, issubclass(model, Section) and name in model.reloads
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting with another value; values are shown as text, without what is secret.
+
+    Attributes:
+        reloads: Whether a running router takes it over.
+    """
+
+    key: str
+    before: str
+    after: str
+    reloads: bool
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} -> {self.after}"
+
+
+def changes(before: BaseModel, after: BaseModel, path: str = "") -> tuple[Change, ...]:
+    """Return the settings that differ. A tier that is only in one of both is one change, which needs a restart."""
+    found: list[Change] = []
+    names = [*type(before).model_fields, *(before.model_extra or {}), *(after.model_extra or {})]
+    for name in dict.fromkeys(names):
+        key, old, new = f"{path}{name}", getattr(before, name, None), getattr(after, name, None)
+        if old == new:
+            continue
+        if isinstance(old, Section) and isinstance(new, type(old)) and not isinstance(old, LikeTier):
+            found.extend(changes(old, new, f"{key}."))
+        else:
+            reloads = isinstance(before, Section) and name in before.reloads
+            found.append(Change(key, _shown_value(key, old), _shown_value(key, new), reloads))
+    return tuple(found)
+
+
+def _shown_value(key: str, value: object) -> str:
+    """Return a value for the log."""
+    if value is not None and _SECRET.fullmatch(key):
+        return "***"
+    shown = to_jsonable_python(value, fallback=str)
+    return _PASSWORD.sub("//***@", json.dumps(shown, ensure_ascii=False))
 
 
 def _shown_default(key: tuple[str, ...], field: FieldInfo) -> str:

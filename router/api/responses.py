@@ -183,6 +183,8 @@ AdapterResult = _model("AdapterResult", replica=str, done=bool, detail=str)
 AdapterResults = _model(
     "AdapterResults", "What became of an adapter at each replica", adapter=str, replicas="list[AdapterResult]"
 )
+ChangedSetting = _model("ChangedSetting", setting=str, before=str, after=str)
+ReloadAnswer = _model("ReloadAnswer", "What a reload has changed; secrets are masked", changed="list[ChangedSetting]")
 Model = _model("Model", id=str, object=Literal["model"], owned_by=str, max_model_len=int)
 ModelList = _model("ModelList", object=Literal["list"], data="list[Model]")
 Problem = _model(

@@ -57,8 +57,12 @@ class Gate:
         direct: Mapping[str, ASGIApp],
         local_names: Collection[str] | None = None,
     ) -> None:
-        self._app, self._keys, self._telemetry, self._server_state = app, keys, telemetry, server_state
-        self._answered, self._direct = answered, direct
+        self._keys, self._telemetry, self._server_state, self._answered = keys, telemetry, server_state, answered
+        self.take(app, direct, local_names)
+
+    def take(self, app: ASGIApp, direct: Mapping[str, ASGIApp], local_names: Collection[str] | None) -> None:
+        """Pass further requests to another application; those that are being answered stay with theirs."""
+        self._app, self._direct = app, direct
         self._names = None if local_names is None else frozenset({"localhost", *(n.lower() for n in local_names)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from contextlib import contextmanager
@@ -11,17 +12,27 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from router.lifecycle import ServerPhase, ServerState
+from router.server.http_protocol import allow_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable, Iterator
 
     from starlette.types import ASGIApp
 
-    from router.settings import ServerSettings
+    from router.settings import ServerSettings, Settings
 
 POLL_S = 0.05
 IDLE_S = 5  # after a handover, for which idle connections may still send a request
 CUT_S = 2  # after the deadline, for sending the error that ends unfinished answers
+
+
+def _has_terminal() -> bool:
+    """Tell whether this process has a controlling terminal."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
 
 
 class Server(uvicorn.Server):
@@ -54,11 +65,37 @@ class Server(uvicorn.Server):
         self._server_state, self._drain_s = server_state, settings.drain_s
         self._leaving: asyncio.Task[None] | None = None
 
-    def end_on_signals(self) -> None:
-        """Drain on the first SIGINT, SIGTERM or SIGHUP; stop at once on the second."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    async def prepare(self, settings: Settings) -> Callable[[], Awaitable[None]]:
+        """Return what makes the server take new settings; see ``Reloads.add``."""
+
+        async def commit() -> None:
+            self.take(settings.server)
+
+        return commit
+
+    def take(self, settings: ServerSettings) -> None:
+        """Take new settings: open connections get the new bounds with their next step."""
+        self._drain_s = settings.drain_s
+        self.config.timeout_keep_alive = settings.keep_alive_s
+        self.config.http.bounds = settings  # type: ignore[union-attr]
+        allow_files(settings.max_connections)
+
+    def end_on_signals(self, on_reload: Callable[[], None]) -> None:
+        """Drain on the first SIGINT or SIGTERM, stop at once on the second; reload on SIGHUP.
+
+        The kernel sends SIGHUP too when the terminal goes away: that ends the router like SIGTERM.
+        """
+        loop, had_terminal = asyncio.get_running_loop(), _has_terminal()
+        for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
+
+        def hung_up() -> None:
+            if had_terminal and not _has_terminal():
+                self._signalled()
+            else:
+                on_reload()
+
+        loop.add_signal_handler(signal.SIGHUP, hung_up)
 
     async def accepting(self, serving: asyncio.Task[None]) -> None:
         """Wait until the server accepts connections, or ``serving`` has ended."""
