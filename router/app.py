@@ -132,10 +132,19 @@ def create_app(
     keys: KeyStore,
     server_state: ServerState | None = None,
     operations: Operations | None = None,
+    reloads: Reloads | None = None,
 ) -> ASGIApp:
     """Wire the router that one process is. See ``wire_router``."""
     return wire_router(
-        settings, fleet, counter, telemetry, model, keys=keys, server_state=server_state, operations=operations
+        settings,
+        fleet,
+        counter,
+        telemetry,
+        model,
+        keys=keys,
+        server_state=server_state,
+        operations=operations,
+        reloads=reloads,
     ).app
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from router.auth.api_keys import KeysError
 from router.deployment.listening import ListenError, open_keys
 from router.deployment.options import fleet_options
-from router.reload import ReloadError
+from router.reload import ReloadError, Reloads
 from router.settings import SettingsError, changes
 from tiers.lifecycle.roster import Source
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
     from router.app import Router
@@ -25,31 +27,29 @@ if TYPE_CHECKING:
     from tiers.spec import TierName
 
 
-def reading(load: Callable[[], Settings], host: str) -> Callable[[], Settings]:
-    """Return what reads the settings again, and checks that an address may still be served.
-
-    Args:
-        load: Reads the settings as the command did at its start.
-        host: That the router listens on.
-    """
-
-    def read() -> Settings:
-        try:
-            settings = load()
-            open_keys(settings, host)
-        except (SettingsError, KeysError, ListenError) as error:
-            raise ReloadError(str(error)) from None
-        return settings
-
-    return read
-
-
 @dataclass(frozen=True, slots=True)
 class Asked:
     """The settings as the command read them at its start, and what reads them again."""
 
     settings: Settings
     load: Callable[[], Settings]
+
+    def reloads(self, listening: socket.socket) -> Reloads:
+        """Return what reloads these settings."""
+        return Reloads(self.settings, partial(self._read, listening.getsockname()[0]))
+
+    def _read(self, host: str) -> Settings:
+        """Read the settings again, and check that the address may be served by them.
+
+        Raises:
+            ReloadError: They are not valid.
+        """
+        try:
+            settings = self.load()
+            open_keys(settings, host)
+        except (SettingsError, KeysError, ListenError) as error:
+            raise ReloadError(str(error)) from None
+        return settings
 
 
 class Parts:

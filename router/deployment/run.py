@@ -14,11 +14,10 @@ from router.deployment.first_start import FirstStart
 from router.deployment.layout import elsewhere, speed_machine
 from router.deployment.on_ray import OnRay
 from router.deployment.options import fleet_options, supervisor_options
-from router.deployment.reloading import Parts, reading
+from router.deployment.reloading import Parts
 from router.deployment.shared import Shared
 from router.lifecycle import ServerState
 from router.line_file import LineFile
-from router.reload import Reloads
 from router.server.handover import TakenError, TakeoverError, control_path, handing_over
 from router.server.http_protocol import protocol_for
 from router.server.memory import set_aside
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
+    from router.app import Router
     from router.auth.api_keys import KeyStore
     from router.deployment.layout import Deployment
     from router.deployment.reloading import Asked
@@ -124,26 +124,18 @@ async def run(
     )  # fmt: skip
     changed = shared.telling(observer.changed) if shared is not None else observer.changed
     supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), changed, EngineTransport())
-    state, reloads = ServerState(), Reloads(asked.settings, reading(asked.load, sock.getsockname()[0]))
+    state, reloads = ServerState(), asked.reloads(sock)
     router = wire_router(
-        settings,
-        fleet,
-        deployment.counter,
-        telemetry,
-        deployment.model,
+        settings, fleet, deployment.counter, telemetry, deployment.model,
         keys=keys,
         server_state=state,
         operations=supervisor.operations,
         links=shared.links if shared is not None else None,
         reloads=reloads,
-    )
-    if shared is not None:
-        server: Server = shared.pool(router, state)
-    else:
-        server = Server(router.app, state, settings.server, protocol_for(settings.server))
-    reloads.add(
-        Parts(deployment, asked.settings, router, server, fleet=fleet, roster=supervisor.operations.roster).prepare
-    )
+    )  # fmt: skip
+    server = _server(settings, router, state, shared)
+    roster = supervisor.operations.roster
+    reloads.add(Parts(deployment, asked.settings, router, server, fleet=fleet, roster=roster).prepare)
     server.end_on_signals(reloads.request)
     starting: asyncio.Task[None] | None = None
     on_ray = OnRay(deployment.ray, fleet, observer.step)
@@ -159,6 +151,13 @@ async def run(
             await asyncio.gather(starting, return_exceptions=True)
         await asyncio.gather(supervisor.stop(), on_ray.stop())
         telemetry.shutdown()
+
+
+def _server(settings: Settings, router: Router, state: ServerState, shared: Shared | None) -> Server:
+    """Return what answers on the port: this process, or its workers."""
+    if shared is not None:
+        return shared.pool(router, state)
+    return Server(router.app, state, settings.server, protocol_for(settings.server))
 
 
 async def _serve(
