@@ -52,6 +52,7 @@ from router.profiling.shadow_evaluation import ShadowEvaluation
 from router.reload import ReloadError
 from router.server.gate import Gate
 from router.server.memory import keep_handing_back
+from router.server.tls import TlsError, load_pair
 from router.telemetry.logs import Logging, log_request
 from router.telemetry.record import log_outcome
 from router.upstream.client import Upstream
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from router.monitoring.live import TracesElsewhere
     from router.pipeline.pipeline import AnswerObserver
     from router.reload import Reloads
+    from router.server.tls import Tls
     from router.settings import Settings
     from router.telemetry.record import RequestRecord
     from router.telemetry.tracing import Telemetry
@@ -160,6 +162,7 @@ def wire_router(
     operations: Operations | None = None,
     links: Links | None = None,
     reloads: Reloads | None = None,
+    tls: Tls | None = None,
 ) -> Router:
     """Wire the router.
 
@@ -174,6 +177,7 @@ def wire_router(
         operations: What operators may do; None: nothing.
         links: To the other processes of the router; None: this one is all of it.
         reloads: What operators reload the settings with; None: they cannot.
+        tls: What the server shows; None: it serves plain HTTP.
     """
     server_state = server_state or ServerState()
     wired = _wire(settings, fleet, counter, telemetry, model, state=server_state, links=links)
@@ -181,6 +185,8 @@ def wire_router(
     live = Live(pipeline, wired.profiling, server_state, keys, about, loss_budget=wired.loss_budget)
     half_life_s = settings.policy.budget_half_life_s
     metrics = Metrics(pipeline, wired.evaluation, wired.upstream.retries, about, half_life_s)
+    if tls is not None:
+        metrics.show_expiry(lambda: tls.expires)
     streams = ResumableStreams(settings.server, links.stream_name if links is not None else "")
     traces = links.traces if links is not None else None
     routes = [
@@ -189,7 +195,9 @@ def wire_router(
     ]
     if reloads is not None:
         routes.append(ReloadEndpoint(reloads, keys).route())
-    parts = _Parts(wired, server_state, keys, streams, operations, routes, _lifespan(wired, streams, live, links))
+    parts = _Parts(
+        wired, server_state, keys, streams, operations, routes, _lifespan(wired, streams, live, links, tls), tls
+    )
     served = _served(parts, settings)
     gate = Gate(
         served.app, keys, telemetry, server_state,
@@ -207,6 +215,7 @@ class _Parts:
     Attributes:
         routes: Those that no setting changes.
         lifespan: What runs while the router serves.
+        tls: None: plain HTTP is served.
     """
 
     wired: _Wired
@@ -216,6 +225,7 @@ class _Parts:
     operations: Operations | None
     routes: list[Endpoint]
     lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]]
+    tls: Tls | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,17 +273,24 @@ def _prepare(parts: _Parts, gate: Gate, links: Links | None, settings: Settings)
     """Check new settings; return what makes the router take them, without disturbing open requests.
 
     Raises:
-        ReloadError: The key file cannot be used.
+        ReloadError: The key file or the certificate cannot be used, or TLS would be switched.
     """
-    wired = parts.wired
+    wired, tls = parts.wired, parts.tls
+    if (tls is None) != (settings.tls.certificate is None):
+        raise ReloadError("tls.certificate: a running router cannot switch between HTTP and HTTPS; restart it")
     try:
         keys = KeyStore(settings.auth.keys_file)
+        pair = load_pair(settings.tls) if tls is not None else None
     except KeysError as error:
         raise ReloadError(f"auth.keys_file: {error}") from None
+    except TlsError as error:
+        raise ReloadError(str(error)) from None
     served = _served(parts, settings)
 
     def take() -> None:
         parts.keys.take(keys)
+        if tls is not None and pair is not None:
+            tls.take(settings.tls, pair)
         gate.take(served.app, served.direct, served.local_names)
         parts.streams.bounds = settings.server
         wired.pipeline.policy.take(settings.policy)
@@ -386,7 +403,7 @@ def _count_loss(policy: PolicyStore, record: RequestRecord) -> None:
 
 
 def _lifespan(
-    wired: _Wired, streams: ResumableStreams, live: Live, links: Links | None
+    wired: _Wired, streams: ResumableStreams, live: Live, links: Links | None, tls: Tls | None
 ) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     """Return what runs while the router serves, and is closed afterwards."""
     pipeline = wired.pipeline
@@ -401,6 +418,8 @@ def _lifespan(
             "the live stream": live.run,
             "returning memory": keep_handing_back,
         }
+        if tls is not None:
+            work["watching the certificate"] = tls.watch
         if links is None or not links.serves:
             work |= {"shadow evaluation": wired.evaluation.run, "measuring": wired.profiling.run}
         tasks = [asyncio.create_task(lasting(each, name), name=name) for name, each in work.items()]

@@ -157,6 +157,33 @@ class ServerSettings(Section):
     )
 
 
+class TlsSettings(Section):
+    """HTTPS. The files are read again when they change."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset({"certificate", "key"})
+
+    certificate: Path | None = Field(
+        None, description="PEM file of the router's certificate and those that sign it; with it, only HTTPS is served."
+    )
+    key: Path | None = Field(None, description="PEM file of its key, without a password.")
+    client_ca: Path | None = Field(
+        None, description="PEM file of authorities: only clients with a certificate of one of them are served."
+    )
+    ca: Path | None = Field(
+        None,
+        description="PEM file of authorities by which commands such as `qarr tiers` trust a router; none: the system's.",
+    )
+
+    @model_validator(mode="after")
+    def _complete_pair(self) -> TlsSettings:
+        """Check that a certificate has its key."""
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key are given together, or neither is")
+        if self.client_ca is not None and self.certificate is None:
+            raise ValueError("client_ca needs certificate and key")
+        return self
+
+
 class LimitSettings(Section):
     """What one request may ask."""
 
@@ -965,6 +992,7 @@ class Settings(BaseSettings):
     )
 
     server: ServerSettings = Field(default_factory=ServerSettings)
+    tls: TlsSettings = TlsSettings()
     limits: LimitSettings = LimitSettings()
     tiers: Annotated[TiersSettings, BeforeValidator(_complete)] = Field(
         default_factory=lambda: TiersSettings.model_validate(DEFAULT_LENGTHS)

@@ -44,6 +44,7 @@ EXPECTED = (
     ("router.deployment.listening", "ListenError"),
     ("router.deployment.run", "StartError"),
     ("router.auth.api_keys", "KeysError"),
+    ("router.server.tls", "TlsError"),
     ("router.policy.profiles", "ProfileError"),
     ("router.server.handover", "TakeoverError"),
 )

@@ -174,7 +174,7 @@ def _run(
 ) -> None:
     host, port = sock.getsockname()[:2]
     request_lines = logging.also_to_file(deployment.settings.engine.log_dir, port)
-    url = http_url(host, port)
+    url = http_url(host, port, "https" if deployment.settings.tls.certificate is not None else "http")
 
     def say(text: str) -> None:
         line = f"{clock(started)} {text}"

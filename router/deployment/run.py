@@ -22,6 +22,7 @@ from router.server.handover import TakenError, TakeoverError, control_path, hand
 from router.server.http_protocol import protocol_for
 from router.server.memory import set_aside
 from router.server.server import Server
+from router.server.tls import make_tls
 from router.settings import SettingsError
 from router.telemetry.tracing import make_telemetry
 from router.upstream.transport import EngineTransport
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from router.deployment.layout import Deployment
     from router.deployment.reloading import Asked
     from router.server.handover import HandoverClient
+    from router.server.tls import Tls
     from router.settings import Settings
     from tiers.plan import Plan
     from tiers.replica import Replica
@@ -116,7 +118,7 @@ async def run(
         StartError: An engine that was started here failed before it was ever ready.
         TierError: An engine could not be started.
     """
-    settings = deployment.settings
+    settings, tls = deployment.settings, make_tls(deployment.settings.tls)
     telemetry = make_telemetry(version("qarr"), settings.telemetry)
     shared = Shared(deployment) if settings.server.workers > 1 else None
     fleet = shared.fleet if shared is not None else Fleet(
@@ -132,8 +134,9 @@ async def run(
         operations=supervisor.operations,
         links=shared.links if shared is not None else None,
         reloads=reloads,
+        tls=tls,
     )  # fmt: skip
-    server = _server(settings, router, state, shared)
+    server = _server(settings, router, state, shared, tls)
     roster = supervisor.operations.roster
     reloads.add(Parts(deployment, asked.settings, router, server, fleet=fleet, roster=roster).prepare)
     server.end_on_signals(reloads.request)
@@ -153,11 +156,11 @@ async def run(
         telemetry.shutdown()
 
 
-def _server(settings: Settings, router: Router, state: ServerState, shared: Shared | None) -> Server:
+def _server(settings: Settings, router: Router, state: ServerState, shared: Shared | None, tls: Tls | None) -> Server:
     """Return what answers on the port: this process, or its workers."""
     if shared is not None:
         return shared.pool(router, state)
-    return Server(router.app, state, settings.server, protocol_for(settings.server))
+    return Server(router.app, state, settings.server, protocol_for(settings.server), tls)
 
 
 async def _serve(

@@ -29,6 +29,7 @@ from router.lifecycle import ServerState
 from router.monitoring.live import LiveEndpoints
 from router.server.http_protocol import protocol_for
 from router.server.memory import set_aside
+from router.server.tls import make_tls
 from router.telemetry.logs import Logging
 from router.telemetry.tracing import make_telemetry
 from router.workers.acceptor import WorkerServer
@@ -138,6 +139,7 @@ class Worker:
 
     def _wire(self) -> WorkerServer:
         setup, settings = self._setup, self._setup.settings
+        tls = make_tls(settings.tls)
         state, keys, streams = ServerState(), KeyStore(settings.auth.keys_file), stream_name(setup.row, os.getpid())
         links = Links(
             serves=True,
@@ -156,9 +158,10 @@ class Worker:
             keys=keys,
             server_state=state,
             links=links,
+            tls=tls,
         )
         app = Elsewhere(router.app, state, self.first, streams, settings.server.max_body_bytes)
-        server = WorkerServer(app, state, settings.server, protocol_for(settings.server))
+        server = WorkerServer(app, state, settings.server, protocol_for(settings.server), tls)
         server.table = self.table
         served = Served(router.app, self.first)
         traces = LiveEndpoints(router.pipeline, router.evaluation, router.live, settings.telemetry)

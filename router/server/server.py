@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -15,14 +15,17 @@ from router.lifecycle import ServerPhase, ServerState
 from router.server.http_protocol import allow_files
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Awaitable, Callable, Iterator
 
     from starlette.types import ASGIApp
 
+    from router.server.tls import Tls
     from router.settings import ServerSettings, Settings
 
 POLL_S = 0.05
 IDLE_S = 5  # after a handover, for which idle connections may still send a request
+SHUTDOWN_S = 5.0  # for which a client may confirm the end of TLS
 CUT_S = 2  # after the deadline, for sending the error that ends unfinished answers
 
 
@@ -39,7 +42,12 @@ class Server(uvicorn.Server):
     """uvicorn without its signal handling, which would raise the signal again before engines are stopped."""
 
     def __init__(
-        self, app: ASGIApp, server_state: ServerState, settings: ServerSettings, protocol: type[asyncio.Protocol]
+        self,
+        app: ASGIApp,
+        server_state: ServerState,
+        settings: ServerSettings,
+        protocol: type[asyncio.Protocol],
+        tls: Tls | None = None,
     ) -> None:
         """Prepare to serve.
 
@@ -48,6 +56,7 @@ class Server(uvicorn.Server):
             server_state: Shared with the application.
             settings: Deadline of open answers, and timeout of idle connections.
             protocol: Class of each connection's protocol.
+            tls: None: plain HTTP is served.
         """
         config = uvicorn.Config(
             app,
@@ -64,6 +73,13 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._server_state, self._drain_s = server_state, settings.drain_s
         self._leaving: asyncio.Task[None] | None = None
+        self.tls_options: dict[str, Any] = {}
+        if tls is not None:
+            self.tls_options = {
+                "ssl": tls.context,
+                "ssl_handshake_timeout": settings.header_timeout_s,
+                "ssl_shutdown_timeout": SHUTDOWN_S,
+            }
 
     async def prepare(self, settings: Settings) -> Callable[[], Awaitable[None]]:
         """Return what makes the server take new settings; see ``Reloads.add``."""
@@ -72,6 +88,28 @@ class Server(uvicorn.Server):
             self.take(settings.server)
 
         return commit
+
+    def make_protocol(self) -> asyncio.Protocol:
+        """Return the protocol of a new connection."""
+        config = self.config
+        protocol: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
+            config=config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn's, which knows no timeouts of TLS."""
+        if not self.tls_options or sockets is None:
+            await super().startup(sockets)
+            return
+        await self.lifespan.startup()
+        loop, backlog = asyncio.get_running_loop(), self.config.backlog
+        self.servers = [
+            await loop.create_server(self.make_protocol, sock=sock, backlog=backlog, **self.tls_options)
+            for sock in sockets
+        ]
+        self.started = not self.lifespan.should_exit
+        self.should_exit = self.should_exit or self.lifespan.should_exit
 
     def take(self, settings: ServerSettings) -> None:
         """Take new settings: open connections get the new bounds with their next step."""
