@@ -31,6 +31,7 @@ from router.api.resumable import ResumableStreams
 from router.auth.api_keys import KeysError, KeyStore
 from router.auth.network import is_loopback
 from router.auth.quota import Quotas
+from router.auth.tokens import Access, open_access
 from router.lifecycle import ServerState
 from router.monitoring.live import Live, LiveEndpoints
 from router.monitoring.metrics import Metrics
@@ -196,7 +197,14 @@ def wire_router(
     if reloads is not None:
         routes.append(ReloadEndpoint(reloads, keys).route())
     parts = _Parts(
-        wired, server_state, keys, streams, operations, routes, _lifespan(wired, streams, live, links, tls), tls
+        wired,
+        server_state,
+        keys,
+        streams,
+        operations,
+        routes,
+        _lifespan(wired, streams, live, links, keys=keys, tls=tls),
+        tls,
     )
     served = _served(parts, settings)
     gate = Gate(
@@ -273,16 +281,16 @@ def _prepare(parts: _Parts, gate: Gate, links: Links | None, settings: Settings)
     """Check new settings; return what makes the router take them, without disturbing open requests.
 
     Raises:
-        ReloadError: The key file or the certificate cannot be used, or TLS would be switched.
+        ReloadError: The key file, the issuer's keys or the certificate cannot be used, or TLS would be switched.
     """
     wired, tls = parts.wired, parts.tls
     if (tls is None) != (settings.tls.certificate is None):
         raise ReloadError("tls.certificate: a running router cannot switch between HTTP and HTTPS; restart it")
     try:
-        keys = KeyStore(settings.auth.keys_file)
+        keys = open_access(settings)
         pair = load_pair(settings.tls) if tls is not None else None
     except KeysError as error:
-        raise ReloadError(f"auth.keys_file: {error}") from None
+        raise ReloadError(str(error)) from None
     except TlsError as error:
         raise ReloadError(str(error)) from None
     served = _served(parts, settings)
@@ -403,7 +411,7 @@ def _count_loss(policy: PolicyStore, record: RequestRecord) -> None:
 
 
 def _lifespan(
-    wired: _Wired, streams: ResumableStreams, live: Live, links: Links | None, tls: Tls | None
+    wired: _Wired, streams: ResumableStreams, live: Live, links: Links | None, *, keys: KeyStore, tls: Tls | None
 ) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     """Return what runs while the router serves, and is closed afterwards."""
     pipeline = wired.pipeline
@@ -420,6 +428,8 @@ def _lifespan(
         }
         if tls is not None:
             work["watching the certificate"] = tls.watch
+        if isinstance(keys, Access):
+            work["the issuer's keys"] = keys.run
         if links is None or not links.serves:
             work |= {"shadow evaluation": wired.evaluation.run, "measuring": wired.profiling.run}
         tasks = [asyncio.create_task(lasting(each, name), name=name) for name, each in work.items()]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -894,6 +895,63 @@ class AuthSettings(Section):
     )
 
 
+Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
+
+
+class ClaimSettings(Section):
+    """Which claims of a JWT say who it is for, and what that caller may do."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset({"name", "rights"})
+
+    name: str = Field("sub", min_length=1, description="Claim of a token that names its caller.")
+    rights: str = Field(
+        "qarr",
+        min_length=1,
+        description="Claim with an object of rights, by the names of a key's fields; it may be absent.",
+    )
+
+
+class JwtSettings(Section):
+    """JWTs of an issuer, which let callers in as keys do."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset(
+        {"issuer", "audience", "jwks", "algorithms", "leeway_s", "refresh_s", "keep_s"}
+    )
+
+    issuer: str = Field(
+        "", description="Issuer of the tokens, as their claim `iss` has it; empty: tokens are not accepted."
+    )
+    audience: str = Field("", description="Of which the claim `aud` must have this.")
+    jwks: str = Field(
+        "", description="The issuer's public keys (JWKS): a file, or an address: https, or http on this machine."
+    )
+    algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)] = Field(
+        ("RS256", "ES256", "EdDSA"), description="Algorithms of signatures that are accepted."
+    )
+    leeway_s: NonNegativeFloat = Field(
+        30, le=600, description="By which the issuer's clock and the router's may differ."
+    )
+    refresh_s: float = Field(300, ge=10, description="Seconds between two fetches of the keys.")
+    keep_s: PositiveFloat = Field(
+        86_400, description="For which the last keys stay in force while the issuer does not answer."
+    )
+    claims: ClaimSettings = ClaimSettings()
+
+    @model_validator(mode="after")
+    def _complete_issuer(self) -> JwtSettings:
+        """Check that an issuer has what its tokens are checked with."""
+        given = {"issuer": self.issuer, "audience": self.audience, "jwks": self.jwks}
+        lacking = [name for name, value in given.items() if not value]
+        if lacking and len(lacking) < len(given):
+            raise ValueError(f"{' and '.join(lacking)}: issuer, audience and jwks are given together, or none is")
+        if "://" in self.jwks:
+            address = urlsplit(self.jwks)
+            local = address.scheme == "http" and address.hostname in {"localhost", "127.0.0.1", "::1"}
+            if not address.hostname or not (address.scheme == "https" or local):
+                raise ValueError("jwks: a file, an address with https://, or with http:// of this machine is allowed")
+        return self
+
+
 def _redis_address(url: SecretStr) -> SecretStr:
     """Check the address of Redis.
 
@@ -1009,6 +1067,7 @@ class Settings(BaseSettings):
     lora: LoraSettings = LoraSettings()
     openai: OpenAISettings = OpenAISettings()
     auth: AuthSettings = Field(default_factory=AuthSettings)
+    jwt: JwtSettings = JwtSettings()
     state: StateSettings = StateSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 

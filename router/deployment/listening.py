@@ -5,11 +5,12 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
-from router.auth.api_keys import KeyStore
 from router.auth.network import is_loopback
+from router.auth.tokens import open_access
 from router.server.http_protocol import allow_files, bound_unsent
 
 if TYPE_CHECKING:
+    from router.auth.api_keys import KeyStore
     from router.settings import Settings
 
 
@@ -28,7 +29,7 @@ def open_keys(settings: Settings, host: str | None = None) -> KeyStore:
         KeysError: The key file cannot be used.
         ListenError: The address is not loopback, and there are no keys.
     """
-    keys = KeyStore(settings.auth.keys_file)
+    keys = open_access(settings)
     host = settings.server.host if host is None else host
     if not keys.required and not settings.auth.allow_keyless and not is_loopback(host):
         raise ListenError(

@@ -22,7 +22,7 @@ import uvloop
 
 from router.aio import end_tasks
 from router.app import Links, wire_router
-from router.auth.api_keys import KeyStore
+from router.auth.tokens import open_access
 from router.deployment.counters import LateCounter, make_counter
 from router.deployment.options import fleet_options
 from router.lifecycle import ServerState
@@ -140,7 +140,7 @@ class Worker:
     def _wire(self) -> WorkerServer:
         setup, settings = self._setup, self._setup.settings
         tls = make_tls(settings.tls)
-        state, keys, streams = ServerState(), KeyStore(settings.auth.keys_file), stream_name(setup.row, os.getpid())
+        state, keys, streams = ServerState(), open_access(settings), stream_name(setup.row, os.getpid())
         links = Links(
             serves=True,
             lines=partial(SharedLines, self.table),

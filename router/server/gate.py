@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from router.api.asgi import CLIENT, ForeignHost, ForeignPage, body_message, context_of, forget, keep, track
 from router.api.paths import PAGE, ErrorForm, error_form
 from router.api.problems import Draining, describe, is_known, response_to
-from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized
+from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized, UnknownSigner
 from router.lifecycle import ResponseTracker, ServerPhase
 from router.pipeline.request import RequestContext
 from router.telemetry.logs import begin_request, log_failure
@@ -103,7 +103,11 @@ class Gate:
         keep(scope, context)
         track(scope, tracker)
         try:
-            context.caller = self._caller(scope["method"], context)
+            try:
+                context.caller = self._caller(scope["method"], context)
+            except UnknownSigner:
+                await self._keys.renew()
+                context.caller = self._caller(scope["method"], context)
         except (Unauthorized, Draining, ForeignHost, ForeignPage) as error:
             response = response_to(error, scope)
             response.headers["connection"] = "close"  # its body stays unread

@@ -53,7 +53,9 @@ def keys(context: CheckContext) -> Iterator[Finding]:
         mode = path.stat().st_mode
         found = [record for record in read_keys(path) if record.revoked is None]
     except FileNotFoundError:
-        if is_loopback(host) or context.settings.auth.allow_keyless:
+        if context.settings.jwt.issuer:
+            yield ok(f"none needed: tokens of {context.settings.jwt.issuer} are accepted")
+        elif is_loopback(host) or context.settings.auth.allow_keyless:
             yield ok(f"none needed: no key file, and server.host is {host}")
         else:
             yield problem(f"none, but server.host is {host}", f"{MAKE_KEY}, or set auth.allow_keyless")
