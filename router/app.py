@@ -182,12 +182,9 @@ def wire_router(
     """
     server_state = server_state or ServerState()
     wired = _wire(settings, fleet, counter, telemetry, model, state=server_state, links=links)
-    pipeline, about = wired.pipeline, wired.about
-    live = Live(pipeline, wired.profiling, server_state, keys, about, loss_budget=wired.loss_budget)
-    half_life_s = settings.policy.budget_half_life_s
-    metrics = Metrics(pipeline, wired.evaluation, wired.upstream.retries, about, half_life_s)
-    if tls is not None:
-        metrics.show_expiry(lambda: tls.expires)
+    pipeline = wired.pipeline
+    live = Live(pipeline, wired.profiling, server_state, keys, wired.about, loss_budget=wired.loss_budget)
+    metrics = _metrics(wired, settings, tls)
     streams = ResumableStreams(settings.server, links.stream_name if links is not None else "")
     traces = links.traces if links is not None else None
     routes = [
@@ -196,16 +193,8 @@ def wire_router(
     ]
     if reloads is not None:
         routes.append(ReloadEndpoint(reloads, keys).route())
-    parts = _Parts(
-        wired,
-        server_state,
-        keys,
-        streams,
-        operations,
-        routes,
-        _lifespan(wired, streams, live, links, keys=keys, tls=tls),
-        tls,
-    )
+    lifespan = _lifespan(wired, streams, live, links, keys=keys, tls=tls)
+    parts = _Parts(wired, server_state, keys, streams, operations, routes, lifespan, tls)
     served = _served(parts, settings)
     gate = Gate(
         served.app, keys, telemetry, server_state,
@@ -214,6 +203,15 @@ def wire_router(
     prepare = partial(_prepare, parts, gate, links)
     app = telemetry.instrument(gate)
     return Router(app, pipeline, wired.evaluation, wired.profiling, live, metrics, prepare)
+
+
+def _metrics(wired: _Wired, settings: Settings, tls: Tls | None) -> Metrics:
+    """Return what is scraped."""
+    half_life_s = settings.policy.budget_half_life_s
+    metrics = Metrics(wired.pipeline, wired.evaluation, wired.upstream.retries, wired.about, half_life_s)
+    if tls is not None:
+        metrics.show_expiry(lambda: tls.expires)
+    return metrics
 
 
 @dataclass(frozen=True, slots=True)

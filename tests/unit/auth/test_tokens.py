@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
+import tomllib
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ from router.auth.api_keys import Caller, KeysError, Quota, Unauthorized, Unknown
 from router.auth.tokens import Access, Tokens, open_access
 from router.settings import JwtSettings, SettingsError, load_settings
 from tests.fakes.engine import serving
+from tests.imports import ROOT
 from tests.unit.own_engines import until
 from tests.unit.own_router import own_router
 from tests.unit.workers.test_workers import connection
@@ -183,6 +186,18 @@ def test_settings_are_checked(tmp_path: Path) -> None:
             load_settings(None, {"jwt": {**whole, **wrong}})
     with pytest.raises(KeysError, match=r"jwt\.jwks: .*No such file"):
         Tokens(settings_of(tmp_path / "none"))
+
+
+async def test_the_documented_settings_and_claims_are_valid(tmp_path: Path) -> None:
+    """The examples in docs/security.md are settings as they may be, and claims that make a caller."""
+    text = (ROOT / "docs/security.md").read_text("utf-8")
+    tls, given = (tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL))
+    (claims,) = (json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL))
+    settings, issuer = load_settings(None, {**tls, **given}), Issuer()
+    tokens = Tokens(settings.jwt.model_copy(update={"jwks": str(published(tmp_path, issuer))}))
+    caller = tokens.find(issuer.sign(**{**claims, "exp": time.time() + 300}))
+    assert (caller.key_id, caller.max_priority, caller.quota) == ("jwt:alice", "standard", Quota(60))
+    assert caller.tiers == {TierName.FAST, TierName.BALANCED}
 
 
 async def test_keys_serve_beside_tokens(tmp_path: Path) -> None:
