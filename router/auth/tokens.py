@@ -27,7 +27,7 @@ from router.auth.api_keys import Caller, KeyRecord, KeysError, KeyStore, Unautho
 from router.policy.profiles import first_fault
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from router.settings import JwtSettings, Settings
 
@@ -70,13 +70,14 @@ class Tokens:
 
     Args:
         settings: With an issuer.
+        now: A monotonic clock.
 
     Raises:
         KeysError: The keys are in a file that cannot be used.
     """
 
-    def __init__(self, settings: JwtSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: JwtSettings, now: Callable[[], float] = time.monotonic) -> None:
+        self.settings, self._now = settings, now
         self._url = settings.jwks if "://" in settings.jwks else None
         self._signers: dict[str | None, Signer] = {}
         self._read_at: float | None = None  # when the keys were last read, by the monotonic clock
@@ -123,7 +124,7 @@ class Tokens:
 
     def look(self) -> None:
         """Read the keys again if that is due."""
-        due = self._read_at is None or time.monotonic() - self._read_at > self.settings.refresh_s
+        due = self._read_at is None or self._now() - self._read_at > self.settings.refresh_s
         if self._url is None or due:
             self._begin()
 
@@ -134,7 +135,7 @@ class Tokens:
             await asyncio.gather(self._fetching, return_exceptions=True)
 
     def _begin(self) -> None:
-        now, least = time.monotonic(), AGAIN_S if self._url is not None else 0.0
+        now, least = self._now(), AGAIN_S if self._url is not None else 0.0
         if self._fetching is None and (self._tried_at is None or now - self._tried_at >= least):
             self._tried_at = now
             self._fetching = asyncio.create_task(self._read(), name="reading the issuer's keys")
@@ -169,7 +170,7 @@ class Tokens:
                 self._changed = (stat.st_mtime_ns, stat.st_size)
         except OSError as error:
             raise IssuerError(f"{path} cannot be read ({error.strerror})") from None
-        self._read_at = time.monotonic()
+        self._read_at = self._now()
 
     def _take(self, document: bytes) -> None:
         """Take the keys; forget what was checked with others."""
@@ -178,12 +179,12 @@ class Tokens:
             self._known.clear()
             self._signers = signers
             log.info("jwt.jwks: %d keys of the issuer are in force", len(signers))
-        self._read_at = time.monotonic()
+        self._read_at = self._now()
 
     def _check_age(self) -> None:
         if self._read_at is None:
             raise UnknownSigner("the issuer's keys are not known yet: try again")
-        if time.monotonic() - self._read_at > self.settings.keep_s:
+        if self._now() - self._read_at > self.settings.keep_s:
             raise UnknownSigner(
                 "the issuer's keys could not be read for too long (jwt.keep_s): tokens are not accepted"
             )
