@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 POLL_S = 0.05
 IDLE_S = 5  # after a handover, for which idle connections may still send a request
 SHUTDOWN_S = 5.0  # for which a client may confirm the end of TLS
+HANDSHAKE_S = 1.0  # after a handover, for connections whose TLS handshake has begun: they are not open yet
 CUT_S = 2  # after the deadline, for sending the error that ends unfinished answers
 
 
@@ -163,7 +164,7 @@ class Server(uvicorn.Server):
         """
         now = time.monotonic()
         deadline, idle_until = now + self._drain_s, now + IDLE_S
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(HANDSHAKE_S if idle_too and self.tls_options else POLL_S)
         while time.monotonic() < deadline and (  # noqa: ASYNC110
             self._server_state.active_requests
             or (idle_too and self.server_state.connections and time.monotonic() < idle_until)

@@ -169,6 +169,9 @@ async def test_hangup_reloads(tmp_path: Path) -> None:
         async with connection(authorization=f"Bearer {key}") as client:
             answer = await client.post(f"{router.url}/generate", json={"prompt": "hi", "max_tokens": 5})
             assert answer.status_code == httpx.codes.OK, answer.text
+            metrics = (await client.get(f"{router.url}/metrics")).text
+        assert "\nqarr_waiting_requests_limit 3.0\n" in metrics
+        assert '\nqarr_loss_bound_ratio{class="code"} 0.01\n' in metrics
         assert router.process.poll() is None
 
 
