@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from router.settings import SettingsError, load_settings
 from tiers.errors import OperationError
 
 URL = "http://127.0.0.1:8080"
@@ -63,8 +62,16 @@ def _said(answer: dict[str, Any]) -> str:
 
 
 def trusted(url: str) -> ssl.SSLContext | bool:
-    """Return by which authorities a router's certificate is trusted: those of ``tls.ca``, else the system's."""
-    ca = load_settings().tls.ca if url.startswith("https:") else None
+    """Return by which authorities a router's certificate is trusted: those of ``tls.ca``, else the system's.
+
+    Raises:
+        SettingsError: The settings are not valid, or the file cannot be used.
+    """
+    if not url.startswith("https:"):
+        return True
+    from router.settings import SettingsError, load_settings  # noqa: PLC0415  takes a while, and few need it
+
+    ca = load_settings().tls.ca
     try:
         return ssl.create_default_context(cafile=ca) if ca is not None else True
     except (OSError, ValueError) as error:
