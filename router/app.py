@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
 from router.aio import end_tasks
-from router.api.admin import Admin
+from router.api.admin import Admin, ReloadEndpoint
 from router.api.asgi import ClientGone, context_of
 from router.api.bodies import Rules, health_of, render_fleet, render_preparing
 from router.api.generate import Generate, Route
@@ -29,8 +29,10 @@ from router.api.passthrough import Embeddings, Passthrough, Tokens
 from router.api.paths import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, PAGE, RESPONSES
 from router.api.problems import PROBLEMS, response_to
 from router.api.resumable import ResumableStreams
+from router.auth.api_keys import KeysError, KeyStore
 from router.auth.network import is_loopback
 from router.auth.quota import Quotas
+from router.auth.tokens import Access, open_access
 from router.lifecycle import ServerState
 from router.monitoring.live import Live, LiveEndpoints
 from router.monitoring.metrics import Metrics
@@ -49,9 +51,11 @@ from router.policy.table import PolicyStore
 from router.profiling.auto_profile import AutoProfile
 from router.profiling.prompt_samples import PromptSamples
 from router.profiling.shadow_evaluation import ShadowEvaluation
+from router.reload import ReloadError
 from router.server.gate import Gate
 from router.server.memory import keep_handing_back
-from router.telemetry.logs import log_request
+from router.server.tls import TlsError, load_pair
+from router.telemetry.logs import Logging, log_request
 from router.telemetry.record import log_outcome
 from router.upstream.client import Upstream
 from router.upstream.transport import EngineTransport
@@ -66,10 +70,11 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from classifier import TokenCounter
-    from router.auth.api_keys import KeyStore
     from router.auth.quota import LocalLedger
     from router.monitoring.live import TracesElsewhere
     from router.pipeline.pipeline import AnswerObserver
+    from router.reload import Reloads
+    from router.server.tls import Tls
     from router.settings import Settings
     from router.telemetry.record import RequestRecord
     from router.telemetry.tracing import Telemetry
@@ -106,7 +111,11 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A wired router: its application, and what the other processes of one router ask of it."""
+    """A wired router: its application, and what the other processes of one router ask of it.
+
+    Attributes:
+        prepare: Checks new settings, and returns what makes the router take them; see ``Reloads.add``.
+    """
 
     app: ASGIApp
     pipeline: Pipeline
@@ -114,6 +123,7 @@ class Router:
     profiling: AutoProfile
     live: Live
     metrics: Metrics
+    prepare: Callable[[Settings], Callable[[], None]]
 
 
 def create_app(
@@ -126,10 +136,19 @@ def create_app(
     keys: KeyStore,
     server_state: ServerState | None = None,
     operations: Operations | None = None,
+    reloads: Reloads | None = None,
 ) -> ASGIApp:
     """Wire the router that one process is. See ``wire_router``."""
     return wire_router(
-        settings, fleet, counter, telemetry, model, keys=keys, server_state=server_state, operations=operations
+        settings,
+        fleet,
+        counter,
+        telemetry,
+        model,
+        keys=keys,
+        server_state=server_state,
+        operations=operations,
+        reloads=reloads,
     ).app
 
 
@@ -144,6 +163,8 @@ def wire_router(
     server_state: ServerState | None = None,
     operations: Operations | None = None,
     links: Links | None = None,
+    reloads: Reloads | None = None,
+    tls: Tls | None = None,
 ) -> Router:
     """Wire the router.
 
@@ -157,17 +178,83 @@ def wire_router(
         server_state: Whether requests are taken; None: always.
         operations: What operators may do; None: nothing.
         links: To the other processes of the router; None: this one is all of it.
+        reloads: What operators reload the settings with; None: they cannot.
+        tls: What the server shows; None: it serves plain HTTP.
     """
     server_state = server_state or ServerState()
     wired = _wire(settings, fleet, counter, telemetry, model, state=server_state, links=links)
-    pipeline, about = wired.pipeline, wired.about
-    live = Live(pipeline, wired.profiling, server_state, keys, about, loss_budget=wired.loss_budget)
-    half_life_s = settings.policy.budget_half_life_s
-    metrics = Metrics(pipeline, wired.evaluation, wired.upstream.retries, about, half_life_s)
-    rules = Rules.of(settings)
-    admin = Admin(operations, keys, rules).routes() if operations is not None else []
-    status = Status(wired, settings, server_state)
+    pipeline = wired.pipeline
+    live = Live(pipeline, wired.profiling, server_state, keys, wired.about, loss_budget=wired.loss_budget)
+    metrics = _metrics(wired, settings, tls)
     streams = ResumableStreams(settings.server, links.stream_name if links is not None else "")
+    traces = links.traces if links is not None else None
+    routes = [
+        *LiveEndpoints(pipeline, wired.evaluation, live, settings.telemetry, traces).routes(),
+        Endpoint("/metrics", metrics.answer),
+    ]
+    if reloads is not None:
+        routes.append(ReloadEndpoint(reloads, keys).route())
+    lifespan = _lifespan(wired, streams, live, links, keys=keys, tls=tls)
+    parts = _Parts(wired, server_state, keys, streams, operations, routes, lifespan, tls)
+    served = _served(parts, settings)
+    gate = Gate(
+        served.app, keys, telemetry, server_state,
+        answered=metrics.answered, direct=served.direct, local_names=served.local_names,
+    )  # fmt: skip
+    prepare = partial(_prepare, parts, gate, links)
+    app = telemetry.instrument(gate)
+    return Router(app, pipeline, wired.evaluation, wired.profiling, live, metrics, prepare)
+
+
+def _metrics(wired: _Wired, settings: Settings, tls: Tls | None) -> Metrics:
+    """Return what is scraped."""
+    half_life_s = settings.policy.budget_half_life_s
+    metrics = Metrics(wired.pipeline, wired.evaluation, wired.upstream.retries, wired.about, half_life_s)
+    if tls is not None:
+        metrics.show_expiry(lambda: tls.expires)
+    return metrics
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a router has for as long as it runs.
+
+    Attributes:
+        routes: Those that no setting changes.
+        lifespan: What runs while the router serves.
+        tls: None: plain HTTP is served.
+    """
+
+    wired: _Wired
+    server_state: ServerState
+    keys: KeyStore
+    streams: ResumableStreams
+    operations: Operations | None
+    routes: list[Endpoint]
+    lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]]
+    tls: Tls | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What answers requests as the settings say; made anew when they change.
+
+    Attributes:
+        direct: Endpoints that requests reach without the application.
+        local_names: See ``Gate``.
+    """
+
+    app: ASGIApp
+    direct: dict[str, ASGIApp]
+    local_names: tuple[str, ...] | None
+
+
+def _served(parts: _Parts, settings: Settings) -> _Served:
+    """Return what answers requests, by these settings."""
+    wired, streams = parts.wired, parts.streams
+    pipeline, rules = _pipeline(wired, settings), Rules.of(settings)
+    admin = Admin(parts.operations, parts.keys, rules).routes() if parts.operations is not None else []
+    status = Status(wired, settings, parts.server_state)
     handlers = dict.fromkeys((*PROBLEMS, ClientGone, Exception), _problem)  # by type; Exception: all others
     direct: dict[str, ASGIApp] = {
         "/generate": Generate(pipeline, settings, streams, rules),
@@ -176,20 +263,52 @@ def wire_router(
         MESSAGES: NamedEvents(pipeline, settings, MESSAGES, rules),
         RESPONSES: NamedEvents(pipeline, settings, RESPONSES, rules),
     }
-    traces = links.traces if links is not None else None
     routes = [
-        Endpoint(PAGE, Page(settings.server, keys).answer),
+        Endpoint(PAGE, Page(settings.server, parts.keys).answer),
         *(Endpoint(path, served, methods=["POST"]) for path, served in direct.items()),
-        *_routes(wired, settings, status),
-        *LiveEndpoints(pipeline, wired.evaluation, live, settings.telemetry, traces).routes(),
-        Endpoint("/metrics", metrics.answer),
+        *_routes(wired, pipeline, settings, status),
+        *parts.routes,
         *admin,
     ]
-    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(wired, streams, live, links))
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=parts.lifespan)
     app.router.redirect_slashes = False  # a redirect would go to the host of the caller's Host header
     local_names = settings.server.allowed_hosts if is_loopback(settings.server.host) else None
-    gate = Gate(app, keys, telemetry, server_state, answered=metrics.answered, direct=direct, local_names=local_names)
-    return Router(telemetry.instrument(gate), pipeline, wired.evaluation, wired.profiling, live, metrics)
+    return _Served(app, direct, local_names)
+
+
+def _prepare(parts: _Parts, gate: Gate, links: Links | None, settings: Settings) -> Callable[[], None]:
+    """Check new settings; return what makes the router take them, without disturbing open requests.
+
+    Raises:
+        ReloadError: The key file, the issuer's keys or the certificate cannot be used, or TLS would be switched.
+    """
+    wired, tls = parts.wired, parts.tls
+    if (tls is None) != (settings.tls.certificate is None):
+        raise ReloadError("tls.certificate: a running router cannot switch between HTTP and HTTPS; restart it")
+    try:
+        keys = open_access(settings)
+        pair = load_pair(settings.tls) if tls is not None else None
+    except KeysError as error:
+        raise ReloadError(str(error)) from None
+    except TlsError as error:
+        raise ReloadError(str(error)) from None
+    served = _served(parts, settings)
+
+    def take() -> None:
+        parts.keys.take(keys)
+        if tls is not None and pair is not None:
+            tls.take(settings.tls, pair)
+        gate.take(served.app, served.direct, served.local_names)
+        parts.streams.bounds = settings.server
+        wired.pipeline.policy.take(settings.policy)
+        wired.pipeline.admission.take(settings.admission)
+        wired.upstream.take(settings.upstream)
+        wired.evaluation.share = _evaluated_share(settings, links)
+        wired.pipeline.telemetry.record_prompts = settings.telemetry.record_prompts
+        if Logging.current is not None:
+            Logging.current.set_level(settings.telemetry)
+
+    return take
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +318,7 @@ class _Wired:
     Attributes:
         about: Version, model and trace viewer, for the page and the metrics.
         loss_budget: Returns it as JSON values.
+        observer: Gets answered prompts while they are evaluated.
     """
 
     pipeline: Pipeline
@@ -209,6 +329,7 @@ class _Wired:
     samples: PromptSamples | None
     about: dict[str, str]
     loss_budget: Callable[[], dict[str, Any]]
+    observer: AnswerObserver
 
 
 def _wire(
@@ -236,38 +357,51 @@ def _wire(
     fleet.on_members = upstream.fit
     served = links.busy if links is not None else lambda: bool(registry.open)
     profiling = AutoProfile(settings, fleet, policy, model, served)
-    share = settings.policy.live_check_share
-    if share and links is not None and not links.serves:
-        share = 1.0  # workers have drawn the sample
-    evaluation = ShadowEvaluation(share, fleet, upstream, policy, telemetry)
+    evaluation = ShadowEvaluation(_evaluated_share(settings, links), fleet, upstream, policy, telemetry)
     admission = Admission(fleet, policy, settings.admission, telemetry, links.lines if links is not None else Lines)
     samples = None
     if kept.sampled_prompts is not None and kept.prompt_share:
         samples = PromptSamples(kept.sampled_prompts, kept.prompt_share)
-    opener = Hedging(upstream, telemetry) if settings.upstream.hedge else Direct(upstream)
-    cascade = Cascade(opener, policy, upstream, telemetry)
-    attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
-    failover = Failover(cascade, fleet, policy, upstream, telemetry, attempts, max_tokens)
-    observer = (links.observer if links is not None else None) or evaluation
+    cascade = Cascade(Direct(upstream), policy, upstream, telemetry)
     pipeline = Pipeline(
         fleet=fleet,
         counter=counter,
         policy=policy,
         quotas=Quotas(redis_url, local=links.ledger if links is not None else None),
         admission=admission,
-        opener=failover,
+        opener=cascade,
         cascade=cascade,
         registry=registry,
         decisions=decisions,
         telemetry=telemetry,
         prompt_observer=samples,
-        answer_observer=observer if settings.policy.live_check_share else None,
+        answer_observer=None,
         on_request=(links.on_request if links is not None else None) or profiling.give_way,
     )
     shared = SharedLoad("" if links is not None and links.serves else redis_url, fleet, admission.waiting_for)
     about = {"version": version("qarr"), "model": model, "trace_url": kept.trace_url}
     loss_budget = partial(render_budget, policy, settings.policy.budget_half_life_s)
-    return _Wired(pipeline, upstream, shared, evaluation, profiling, samples, about, loss_budget)
+    observer = (links.observer if links is not None else None) or evaluation
+    wired = _Wired(pipeline, upstream, shared, evaluation, profiling, samples, about, loss_budget, observer)
+    return replace(wired, pipeline=_pipeline(wired, settings))
+
+
+def _pipeline(wired: _Wired, settings: Settings) -> Pipeline:
+    """Return the pipeline with the strategies that the settings switch on."""
+    base, upstream = wired.pipeline, wired.upstream
+    policy, telemetry = base.policy, base.telemetry
+    opener = Hedging(upstream, telemetry) if settings.upstream.hedge else Direct(upstream)
+    cascade = Cascade(opener, policy, upstream, telemetry)
+    attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
+    failover = Failover(cascade, base.fleet, policy, upstream, telemetry, attempts, max_tokens)
+    observer = wired.observer if settings.policy.live_check_share else None
+    return replace(base, opener=failover, cascade=cascade, answer_observer=observer)
+
+
+def _evaluated_share(settings: Settings, links: Links | None) -> float:
+    """Return the share of the answered prompts offered here that are evaluated."""
+    share = settings.policy.live_check_share
+    return 1.0 if share and links is not None and not links.serves else share  # workers have drawn the sample
 
 
 def _count_loss(policy: PolicyStore, record: RequestRecord) -> None:
@@ -276,7 +410,7 @@ def _count_loss(policy: PolicyStore, record: RequestRecord) -> None:
 
 
 def _lifespan(
-    wired: _Wired, streams: ResumableStreams, live: Live, links: Links | None
+    wired: _Wired, streams: ResumableStreams, live: Live, links: Links | None, *, keys: KeyStore, tls: Tls | None
 ) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     """Return what runs while the router serves, and is closed afterwards."""
     pipeline = wired.pipeline
@@ -291,6 +425,10 @@ def _lifespan(
             "the live stream": live.run,
             "returning memory": keep_handing_back,
         }
+        if tls is not None:
+            work["watching the certificate"] = tls.watch
+        if isinstance(keys, Access):
+            work["the issuer's keys"] = keys.run
         if links is None or not links.serves:
             work |= {"shadow evaluation": wired.evaluation.run, "measuring": wired.profiling.run}
         tasks = [asyncio.create_task(lasting(each, name), name=name) for name, each in work.items()]
@@ -309,9 +447,8 @@ def _lifespan(
     return lifespan
 
 
-def _routes(wired: _Wired, settings: Settings, status: Status) -> list[Endpoint]:
+def _routes(wired: _Wired, pipeline: Pipeline, settings: Settings, status: Status) -> list[Endpoint]:
     """Return the routes of what is asked more seldom."""
-    pipeline = wired.pipeline
     models = Models(pipeline.fleet, settings.openai, pipeline.telemetry, wired.about["model"], int(time.time()))
     small = Passthrough(wired.upstream, pipeline.quotas, pipeline.fleet, pipeline.telemetry, settings)
     return [

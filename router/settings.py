@@ -10,9 +10,11 @@ import os
 import re
 import tomllib
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -29,6 +31,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import to_jsonable_python
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from redis.asyncio.connection import parse_url
 
@@ -78,13 +81,38 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """A part of the settings: unknown keys are errors, values do not change after start."""
+    """A part of the settings: unknown keys are errors, values do not change.
+
+    Attributes:
+        reloads: Settings that a running router takes over when it reads its settings again; others need a restart.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    reloads: ClassVar[frozenset[str]] = frozenset()
 
 
 class ServerSettings(Section):
     """Where the router listens."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset(
+        {
+            "worker_timeout_s",
+            "page",
+            "allowed_hosts",
+            "max_body_bytes",
+            "max_header_bytes",
+            "max_headers",
+            "max_connections",
+            "header_timeout_s",
+            "keep_alive_s",
+            "body_timeout_s",
+            "write_timeout_s",
+            "resume_s",
+            "resume_streams",
+            "resume_bytes",
+            "drain_s",
+        }
+    )
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
@@ -130,8 +158,46 @@ class ServerSettings(Section):
     )
 
 
+class TlsSettings(Section):
+    """HTTPS. The files are read again when they change."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset({"certificate", "key"})
+
+    certificate: Path | None = Field(
+        None, description="PEM file of the router's certificate and those that sign it; with it, only HTTPS is served."
+    )
+    key: Path | None = Field(None, description="PEM file of its key, without a password.")
+    client_ca: Path | None = Field(
+        None, description="PEM file of authorities: only clients with a certificate of one of them are served."
+    )
+    ca: Path | None = Field(
+        None,
+        description="PEM file of authorities by which commands such as `qarr tiers` trust a router; none: the system's.",
+    )
+
+    @model_validator(mode="after")
+    def _complete_pair(self) -> TlsSettings:
+        """Check that a certificate has its key."""
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key are given together, or neither is")
+        if self.client_ca is not None and self.certificate is None:
+            raise ValueError("client_ca needs certificate and key")
+        return self
+
+
 class LimitSettings(Section):
     """What one request may ask."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset(
+        {
+            "max_prompt_chars",
+            "max_prompt_words",
+            "max_tokens",
+            "default_max_tokens",
+            "default_temperature",
+            "max_sequences",
+        }
+    )
 
     max_prompt_chars: int = Field(16_000, ge=1, description="Most characters in a prompt, and in a system prompt.")
     max_prompt_words: int = Field(5_000, ge=1, description="Most words in a prompt, and in a system prompt.")
@@ -245,6 +311,8 @@ RayResources = Annotated[dict[Annotated[str, Field(min_length=1)], NonNegativeFl
 
 class TierSettings(Section):
     """One tier."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset({"urls"})
 
     max_model_len: int = Field(4096, ge=16, description="Context: prompt plus output, in tokens.")
     max_num_seqs: int = Field(16, ge=1, description="Sequences the engine runs at once.")
@@ -584,6 +652,22 @@ class LikeTier(Section):
 class PolicySettings(Section):
     """How a tier is chosen."""
 
+    reloads: ClassVar[frozenset[str]] = frozenset(
+        {
+            "class_floor",
+            "loss_budget",
+            "max_loss",
+            "sla_confidence",
+            "give_up",
+            "prices",
+            "min_confidence",
+            "max_slowdown",
+            "check_share",
+            "check_wait_s",
+            "live_check_share",
+        }
+    )
+
     class_floor: dict[PromptClass, TierName] = Field(
         CLASS_FLOOR,
         description="Lowest tier for each class of prompt while its loss is not measured.",
@@ -679,6 +763,8 @@ class ProfileSettings(Section):
 class WaitSettings(Section):
     """Longest waits in the queue, by priority."""
 
+    reloads: ClassVar[frozenset[str]] = frozenset({"interactive", "standard", "batch"})
+
     interactive: NonNegativeFloat = Field(10, description="Longest wait for a slot, in seconds.")
     standard: NonNegativeFloat = Field(30, description="Longest wait for a slot, in seconds.")
     batch: NonNegativeFloat = Field(120, description="Longest wait for a slot, in seconds.")
@@ -686,6 +772,10 @@ class WaitSettings(Section):
 
 class AdmissionSettings(Section):
     """Who gets the next free slot."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset(
+        {"max_waiting", "oldest_every", "adaptive_limit", "affinity", "kv_open", "kv_close", "long_prompt_tokens"}
+    )
 
     max_waiting: NonNegativeInt = Field(
         256, description="Most requests that wait for a slot; beyond, the least urgent is refused. 0: none waits."
@@ -711,6 +801,23 @@ class AdmissionSettings(Section):
 
 class UpstreamSettings(Section):
     """How the router talks to engines."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset(
+        {
+            "connect_timeout_s",
+            "first_token_timeout_s",
+            "token_timeout_s",
+            "answer_timeout_s",
+            "attempts",
+            "retry_share",
+            "retry_reserve",
+            "hedge",
+            "breaker_failures",
+            "breaker_failure_share",
+            "breaker_pause_s",
+            "breaker_longest_pause_s",
+        }
+    )
 
     connect_timeout_s: PositiveFloat = Field(5, description="Time to open a connection.")
     first_token_timeout_s: PositiveFloat = Field(120, description="From sending a request to its first token.")
@@ -766,6 +873,8 @@ class LoraSettings(Section):
 class OpenAISettings(Section):
     """OpenAI's API."""
 
+    reloads: ClassVar[frozenset[str]] = frozenset({"aliases", "embeddings_urls"})
+
     aliases: dict[str, Literal["auto"] | TierName] = Field({}, description='More model names, as in `gpt-4o = "auto"`.')
     embeddings_urls: Annotated[tuple[BaseAddress, ...], AfterValidator(_once)] = Field(
         (), description="Engines that serve `/v1/embeddings`; the first one that answers is used."
@@ -775,6 +884,8 @@ class OpenAISettings(Section):
 class AuthSettings(Section):
     """Who may use the router."""
 
+    reloads: ClassVar[frozenset[str]] = frozenset({"keys_file", "allow_keyless"})
+
     keys_file: Path = Field(
         default_factory=lambda: config_dir() / "keys.json",
         description="Keys, kept as hashes. Once this file exists, requests need a key.",
@@ -782,6 +893,63 @@ class AuthSettings(Section):
     allow_keyless: bool = Field(
         False, description="Serve without keys to everyone who reaches an address that is not loopback."
     )
+
+
+Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
+
+
+class ClaimSettings(Section):
+    """Which claims of a JWT say who it is for, and what that caller may do."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset({"name", "rights"})
+
+    name: str = Field("sub", min_length=1, description="Claim of a token that names its caller.")
+    rights: str = Field(
+        "qarr",
+        min_length=1,
+        description="Claim with an object of rights, by the names of a key's fields; it may be absent.",
+    )
+
+
+class JwtSettings(Section):
+    """JWTs of an issuer, which let callers in as keys do."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset(
+        {"issuer", "audience", "jwks", "algorithms", "leeway_s", "refresh_s", "keep_s"}
+    )
+
+    issuer: str = Field(
+        "", description="Issuer of the tokens, as their claim `iss` has it; empty: tokens are not accepted."
+    )
+    audience: str = Field("", description="Of which the claim `aud` must have this.")
+    jwks: str = Field(
+        "", description="The issuer's public keys (JWKS): a file, or an address: https, or http on this machine."
+    )
+    algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)] = Field(
+        ("RS256", "ES256", "EdDSA"), description="Algorithms of signatures that are accepted."
+    )
+    leeway_s: NonNegativeFloat = Field(
+        30, le=600, description="By which the issuer's clock and the router's may differ."
+    )
+    refresh_s: float = Field(300, ge=10, description="Seconds between two fetches of the keys.")
+    keep_s: PositiveFloat = Field(
+        86_400, description="For which the last keys stay in force while the issuer does not answer."
+    )
+    claims: ClaimSettings = ClaimSettings()
+
+    @model_validator(mode="after")
+    def _complete_issuer(self) -> JwtSettings:
+        """Check that an issuer has what its tokens are checked with."""
+        given = {"issuer": self.issuer, "audience": self.audience, "jwks": self.jwks}
+        lacking = [name for name, value in given.items() if not value]
+        if lacking and len(lacking) < len(given):
+            raise ValueError(f"{' and '.join(lacking)}: issuer, audience and jwks are given together, or none is")
+        if "://" in self.jwks:
+            address = urlsplit(self.jwks)
+            local = address.scheme == "http" and address.hostname in {"localhost", "127.0.0.1", "::1"}
+            if not address.hostname or not (address.scheme == "https" or local):
+                raise ValueError("jwks: a file, an address with https://, or with http:// of this machine is allowed")
+        return self
 
 
 def _redis_address(url: SecretStr) -> SecretStr:
@@ -820,6 +988,8 @@ def _viewer_address(url: str) -> str:
 
 class TelemetrySettings(Section):
     """What goes into logs and traces. Exporters are set by the standard `OTEL_*` variables."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset({"record_prompts", "log_level"})
 
     record_prompts: bool = Field(False, description="Put prompts on spans.")
     recent_requests: NonNegativeInt = Field(
@@ -880,6 +1050,7 @@ class Settings(BaseSettings):
     )
 
     server: ServerSettings = Field(default_factory=ServerSettings)
+    tls: TlsSettings = TlsSettings()
     limits: LimitSettings = LimitSettings()
     tiers: Annotated[TiersSettings, BeforeValidator(_complete)] = Field(
         default_factory=lambda: TiersSettings.model_validate(DEFAULT_LENGTHS)
@@ -896,6 +1067,7 @@ class Settings(BaseSettings):
     lora: LoraSettings = LoraSettings()
     openai: OpenAISettings = OpenAISettings()
     auth: AuthSettings = Field(default_factory=AuthSettings)
+    jwt: JwtSettings = JwtSettings()
     state: StateSettings = StateSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
@@ -1023,18 +1195,59 @@ def schema() -> dict[str, Any]:
 def table() -> str:
     """Return every setting with its default and meaning, as a Markdown table."""
     rows = [
-        f"| `{'.'.join(key)}` | {_shown_default(key, field)} | {field.description} |"
-        for key, field in _leaves(Settings)
+        f"| `{'.'.join(key)}` | {_shown_default(key, field)} | {'yes' if reloads else 'no'} | {field.description} |"
+        for key, field, reloads in _leaves(Settings)
     ]
-    return "\n".join(("| setting | default | meaning |", "| --- | --- | --- |", *rows))
+    return "\n".join(("| setting | default | reloads | meaning |", "| --- | --- | --- | --- |", *rows))
 
 
-def _leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+def _leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo, bool]]:
     for name, field in model.model_fields.items():
         if inner := _section(field):
             yield from _leaves(inner, (*path, name))
         else:
-            yield (*path, name), field
+            yield (*path, name), field, issubclass(model, Section) and name in model.reloads
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting with another value; values are shown as text, without what is secret.
+
+    Attributes:
+        reloads: Whether a running router takes it over.
+    """
+
+    key: str
+    before: str
+    after: str
+    reloads: bool
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} -> {self.after}"
+
+
+def changes(before: BaseModel, after: BaseModel, path: str = "") -> tuple[Change, ...]:
+    """Return the settings that differ. A tier that is only in one of both is one change, which needs a restart."""
+    found: list[Change] = []
+    names = [*type(before).model_fields, *(before.model_extra or {}), *(after.model_extra or {})]
+    for name in dict.fromkeys(names):
+        key, old, new = f"{path}{name}", getattr(before, name, None), getattr(after, name, None)
+        if old == new:
+            continue
+        if isinstance(old, Section) and isinstance(new, type(old)) and not isinstance(old, LikeTier):
+            found.extend(changes(old, new, f"{key}."))
+        else:
+            reloads = isinstance(before, Section) and name in before.reloads
+            found.append(Change(key, _shown_value(key, old), _shown_value(key, new), reloads))
+    return tuple(found)
+
+
+def _shown_value(key: str, value: object) -> str:
+    """Return a value for the log."""
+    if value is not None and _SECRET.fullmatch(key):
+        return "***"
+    shown = to_jsonable_python(value, fallback=str)
+    return _PASSWORD.sub("//***@", json.dumps(shown, ensure_ascii=False))
 
 
 def _shown_default(key: tuple[str, ...], field: FieldInfo) -> str:

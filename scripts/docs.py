@@ -33,6 +33,7 @@ COMMANDS = (
     ("model", "prepare"),
     ("model", "list"),
     ("settings",),
+    ("reload",),
     ("top",),
     ("logs",),
     ("trace",),
@@ -54,6 +55,9 @@ checkout.
 A TOML file (`--config` or `QARR_CONFIG`) or the environment sets them, as in `QARR_SERVER__PORT=8081`. The command line
 takes precedence over the environment, the environment over the file. A tier of another name, such as `[tiers.int8]`,
 has the same settings ([install.md](install.md#more-tiers-and-fewer)).
+
+A running router takes over what *reloads* on `qarr reload` or SIGHUP
+([operations.md](operations.md#changing-settings-while-the-router-runs)); the rest needs a restart.
 """
 PLAIN = {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
 

@@ -12,7 +12,7 @@ APART = {"engine_plugin", "web"}  # no modules of these packages
 # ``tiers`` rank below them all.
 RANKS = (
     {"settings", "lifecycle", "aio", "line_file", "redis_link"},
-    {"policy"},
+    {"policy", "reload"},
     {"auth", "telemetry"},
     {"upstream"},
     {"pipeline", "profiling"},

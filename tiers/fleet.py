@@ -268,6 +268,13 @@ class Fleet:
         """Return who names each replica, by id."""
         return {replica.id: replica.source for replica in self.replicas}
 
+    def take(self, options: FleetOptions) -> None:
+        """Take new options; circuit breakers and limits keep what they have learned."""
+        self.options = options
+        for replica in self.replicas:
+            replica.take(options)
+        self.on_capacity()
+
     def configure(self, spec: TierSpec) -> None:
         """Replace a tier's configuration, for example when its checkpoint is finished."""
         specs = [spec if each.name is spec.name else each for each in self.specs]

@@ -283,6 +283,12 @@ class Replica:
         self.limiter = ConcurrencyLimit.starting(self.spec.max_num_seqs, self.spec.max_in_flight)
         self.changed()
 
+    def take(self, options: FleetOptions) -> None:
+        """Take new options of the fleet, without forgetting anything."""
+        self.options = options
+        self.breaker.options = options.breaker
+        self.changed()
+
     def changed(self) -> None:
         """Note that the view has changed."""
         self.stale_at = 0.0

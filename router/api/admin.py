@@ -1,4 +1,4 @@
-"""The operators' endpoints: add and remove replicas, drain, resume, restart and recycle them, and follow operations."""
+"""The operators' endpoints: add, remove, drain, resume, restart and recycle replicas, follow operations, reload settings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
     from router.api.bodies import Rules
     from router.auth.api_keys import KeyStore
+    from router.reload import Reloads
     from tiers.lifecycle.adapters import AdapterResult
 
 ALL_REPLICAS = "/admin/replicas"
 REPLICAS = ALL_REPLICAS + "/{id}"
 OPERATIONS = "/admin/operations"
 ADAPTERS = "/admin/adapters"
+RELOAD = "/admin/reload"
 MOST_BYTES = 1 << 16  # of a body
 # Proxies and browsers set these: whoever is behind them is not this machine's operator.
 FOREIGN_HEADERS = ("origin", "forwarded", "x-forwarded-for", "x-real-ip", "via")
@@ -85,22 +87,43 @@ class Admin:
         return json_response(_rendered(name, await self._operations.adapters.unload(name)))
 
     def _check(self, request: Request) -> None:
-        """Let in admin keys; without keys, clients on this machine that are neither a proxy nor a web page.
+        check_admin(request, self._keys)
 
-        Raises:
-            NotAdmin: Others.
-        """
-        if self._keys.required:
-            if not context_of(request.scope).caller.admin:
-                raise NotAdmin("this key may not operate on replicas: 'qarr keys add NAME --admin' makes one that may")
-            return
-        foreign = next((name for name in FOREIGN_HEADERS if name in request.headers), None)
-        if foreign is not None or request.client is None or not is_loopback(request.client.host):
-            came = f"this request came with the header {foreign}" if foreign else "this one came from elsewhere"
-            raise NotAdmin(
-                f"without keys, replicas are operated on from this machine only, and {came}: make a key with 'qarr keys add "
-                f"NAME --admin'"
-            )
+
+class ReloadEndpoint:
+    """The endpoint that has the router read its settings again."""
+
+    def __init__(self, reloads: Reloads, keys: KeyStore) -> None:
+        self._reloads, self._keys = reloads, keys
+
+    def route(self) -> Endpoint:
+        """Return its route."""
+        return Endpoint(RELOAD, self._reload, methods=["POST"])
+
+    async def _reload(self, request: Request) -> Response:
+        check_admin(request, self._keys)
+        found = await self._reloads.reload()
+        changed = [{"setting": change.key, "before": change.before, "after": change.after} for change in found]
+        return json_response({"changed": changed})
+
+
+def check_admin(request: Request, keys: KeyStore) -> None:
+    """Let in admin keys; without keys, clients on this machine that are neither a proxy nor a web page.
+
+    Raises:
+        NotAdmin: Others.
+    """
+    if keys.required:
+        if not context_of(request.scope).caller.admin:
+            raise NotAdmin("this key may not operate on replicas: 'qarr keys add NAME --admin' makes one that may")
+        return
+    foreign = next((name for name in FOREIGN_HEADERS if name in request.headers), None)
+    if foreign is not None or request.client is None or not is_loopback(request.client.host):
+        came = f"this request came with the header {foreign}" if foreign else "this one came from elsewhere"
+        raise NotAdmin(
+            f"without keys, replicas are operated on from this machine only, and {came}: make a key with 'qarr keys add "
+            f"NAME --admin'"
+        )
 
 
 async def _read(request: Request) -> bytes:

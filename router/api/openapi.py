@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic.json_schema import models_json_schema
 
-from router.api.admin import ADAPTERS, ALL_REPLICAS, OPERATIONS, REPLICAS
+from router.api.admin import ADAPTERS, ALL_REPLICAS, OPERATIONS, RELOAD, REPLICAS
 from router.api.bodies import (
     AdapterBody,
     RemoveBody,
@@ -323,6 +323,7 @@ def _admin() -> dict[str, Schema]:
     begun = {"description": "It has begun; the operation shows its progress", "content": _content(_ref("Operation"))}
     responses = {"202": begun, **_errors((401, 403, 404, 409, 413, 500, 503))}
     loaded = {"description": "At least one engine did it", "content": _content(_ref("AdapterResults"))}
+    taken = {"description": "All of it is in force", "content": _content(_ref("ReloadAnswer"))}
     added = {"description": "It is watched from now on", "content": _content(_ref("AddedReplica"))}
     named, remove = [_parameter("id")], {"requestBody": {**_body(_ref("RemoveBody")), "required": False}}
     invalid = {"responses": {**responses, **_errors((400,))}}
@@ -352,6 +353,12 @@ def _admin() -> dict[str, Schema]:
                 "summary": "Unload a LoRA adapter from all engines that have it",
                 "parameters": [_parameter("name")],
                 "responses": {"200": loaded, **_errors((401, 403, 404, 409, 413, 500, 503))},
+            }
+        },
+        RELOAD: {
+            "post": {
+                "summary": "Read the settings again, and take over what has changed: all of it, or nothing",
+                "responses": {"200": taken, **_errors((401, 403, 409, 500, 503))},
             }
         },
         OPERATIONS + "/{id}": {"get": _get("One operation", _ref("Operation"), 403, 404, of="id")},

@@ -30,6 +30,7 @@ from router.auth.quota import OverQuota
 from router.lifecycle import CLIENT_GONE
 from router.policy.decision import Decision, Refusal, Refused
 from router.policy.render import render_verdict
+from router.reload import ReloadError
 from router.telemetry.trace_store import UnknownTrace
 from router.upstream.errors import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoSlot, UpstreamError
 from tiers.errors import NotPossible, UnknownReplica
@@ -309,6 +310,7 @@ PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
     HTTPException: _http,
     NotAdmin: _plain(403, "not-admin", "This needs a key for operators"),
     UnknownReplica: _plain(404, "replica-not-found", "There is no such replica or operation"),
+    ReloadError: _plain(409, "not-reloaded", "The settings were not reloaded"),
     NotPossible: _plain(409, "not-possible", "This cannot be done now"),
     Draining: _plain(
         503, "draining", "The router is ending", retry_after_s=BUSY_RETRY_S, headers={"connection": "close"}

@@ -188,6 +188,8 @@ AdapterResult = _model("AdapterResult", replica=str, done=bool, detail=str)
 AdapterResults = _model(
     "AdapterResults", "What became of an adapter at each replica", adapter=str, replicas="list[AdapterResult]"
 )
+ChangedSetting = _model("ChangedSetting", setting=str, before=str, after=str)
+ReloadAnswer = _model("ReloadAnswer", "What a reload has changed; secrets are masked", changed="list[ChangedSetting]")
 ServedBy = _model(
     "ServedBy",
     "A tier behind a model's name",

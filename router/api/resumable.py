@@ -189,7 +189,7 @@ class ResumableStreams:
     """
 
     def __init__(self, bounds: ServerSettings, name: str = "") -> None:
-        self._bounds, self._name = bounds, name
+        self.bounds, self._name = bounds, name
         self._streams: dict[str, ResumableStream] = {}
         self._ended: dict[str, str] = {}  # owners by id
         self._ending: set[asyncio.Task[None]] = set()
@@ -206,7 +206,7 @@ class ResumableStreams:
         """
         if not self._has_capacity(owner):
             return None
-        stream = ResumableStream(owner, self._bounds.resume_bytes, self._name)
+        stream = ResumableStream(owner, self.bounds.resume_bytes, self._name)
         self._streams[stream.id] = stream
         stream.task = asyncio.create_task(_made(stream, work, request_id))
         self._wait_for_reader(stream)  # its request may end before it reads
@@ -223,7 +223,7 @@ class ResumableStreams:
         number = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else None  # noqa: PLR2004
         stream = self._streams.get(name)
         if number is not None and self._ended.get(name) == owner:
-            raise StreamGone(f"the stream ended, or was not resumed within {self._bounds.resume_s:g} s: ask again")
+            raise StreamGone(f"the stream ended, or was not resumed within {self.bounds.resume_s:g} s: ask again")
         if not name.startswith(self._name) and name.count(".") == self._name.count("."):
             raise StreamGone("the process that kept the stream has ended, and the stream with it: ask again")
         if number is None or stream is None or stream.owner != owner or number > stream.newest:
@@ -268,14 +268,14 @@ class ResumableStreams:
 
     def _wait_for_reader(self, stream: ResumableStream) -> None:
         """Drop a stream unless a connection reads it in time."""
-        stream.wait_for_reader(asyncio.get_running_loop().call_later(self._bounds.resume_s, self.drop, stream))
+        stream.wait_for_reader(asyncio.get_running_loop().call_later(self.bounds.resume_s, self.drop, stream))
 
     def drop(self, stream: ResumableStream) -> None:
         """Forget a stream, and cancel its task."""
         if self._streams.pop(stream.id, None) is None:
             return
         stream.wait_for_reader(None)
-        stream.failed(StreamGone(f"the stream was not resumed within {self._bounds.resume_s:g} s: ask again"))
+        stream.failed(StreamGone(f"the stream was not resumed within {self.bounds.resume_s:g} s: ask again"))
         if stream.task is not None and not stream.task.done():
             self._ending.add(stream.task)
             stream.task.add_done_callback(self._ending.discard)
@@ -294,7 +294,7 @@ class ResumableStreams:
     def _has_capacity(self, owner: str) -> bool:
         """Tell whether a key gets another stream; drop an unread one that is over if that is needed."""
         own = [stream for stream in self._streams.values() if stream.owner == owner]
-        free = self._bounds.resume_streams - len(self._streams)
+        free = self.bounds.resume_streams - len(self._streams)
         if owner and len(own) >= SHARE * max(free, 1):
             return self._drop_unread(own)
         return free > 0 or self._drop_unread(self._streams.values())

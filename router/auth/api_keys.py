@@ -43,6 +43,10 @@ class Unauthorized(Exception):
     """A request has no key, or one that is not known or was revoked."""
 
 
+class UnknownSigner(Unauthorized):
+    """A token names a key that its issuer had not published when the issuer's keys were last read."""
+
+
 class BeyondKey(Exception):
     """A request asks for more than its key allows, and the key refuses such requests."""
 
@@ -165,6 +169,10 @@ class KeyStore:
         self._next_look = 0.0
         self._load()
 
+    def take(self, other: KeyStore) -> None:
+        """Take the file and the keys of another store."""
+        self.path, self._callers, self._seen, self._next_look = other.path, other._callers, other._seen, 0.0
+
     @property
     def required(self) -> bool:
         """Tell whether requests need a key."""
@@ -186,6 +194,9 @@ class KeyStore:
         if not hmac.compare_digest(known, digest):
             raise Unauthorized("the key is not known here, or was revoked")
         return caller
+
+    async def renew(self) -> None:
+        """Learn what is new of whoever signs tokens; a file of keys has none."""
 
     def holds(self, caller: Caller) -> bool:
         """Tell whether a caller still has access, with the same rights."""

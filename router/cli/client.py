@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from typing import Annotated, Any
 
 import httpx
@@ -27,7 +28,7 @@ class RouterApiClient:
 
     def __init__(self, url: str, key: str) -> None:
         self.url = url.rstrip("/")
-        self._client = httpx.Client(headers=authorization(key), timeout=TIMEOUT_S, trust_env=False)
+        self._client = httpx.Client(headers=authorization(key), timeout=TIMEOUT_S, trust_env=False, verify=trusted(url))
 
     def ask(
         self, path: str, method: str = "GET", body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
@@ -58,6 +59,23 @@ def _said(answer: dict[str, Any]) -> str:
     """Return the text of an error: the fields that are wrong and what they may be, else its detail."""
     wrong = [f"{e['field']}: {e['problem']} (allowed: {e['allowed']})" for e in answer.get("errors", ())]
     return "; ".join(wrong) or str(answer.get("detail", answer))
+
+
+def trusted(url: str) -> ssl.SSLContext | bool:
+    """Return by which authorities a router's certificate is trusted: those of ``tls.ca``, else the system's.
+
+    Raises:
+        SettingsError: The settings are not valid, or the file cannot be used.
+    """
+    if not url.startswith("https:"):
+        return True
+    from router.settings import SettingsError, load_settings  # noqa: PLC0415  takes a while, and few need it
+
+    ca = load_settings().tls.ca
+    try:
+        return ssl.create_default_context(cafile=ca) if ca is not None else True
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"tls.ca: {ca} cannot be used ({error}); a PEM file of authorities is allowed") from None
 
 
 def authorization(key: str) -> dict[str, str]:

@@ -77,6 +77,6 @@ def print_table(table: Table, piped_width: int = 140) -> None:
     output(piped_width).print(table)
 
 
-def http_url(host: str, port: int) -> str:
+def http_url(host: str, port: int, scheme: str = "http") -> str:
     """Return the URL of a host and port; an IPv6 address gets brackets."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

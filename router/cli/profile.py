@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from router.cli.client import URL, UrlOption
+from router.cli.client import URL, UrlOption, trusted
 from router.cli.common import ConfigOption, clock, err, plain, print_table
 from router.policy.loss_regression import regressions
 from router.policy.profiles import ProfileError, load_latency
@@ -131,7 +131,7 @@ async def _connected(url: str) -> AsyncIterator[RouterClient]:
     Raises:
         ProfileError: The router measures itself.
     """
-    async with connect(url.rstrip("/"), os.environ.get("QARR_KEY", "")) as client:
+    async with connect(url.rstrip("/"), os.environ.get("QARR_KEY", ""), verify=trusted(url)) as client:
         measuring = (await client.fleet()).measuring
         if measuring is not None:
             raise ProfileError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from enum import StrEnum
+from functools import partial
 from pathlib import Path  # noqa: TC003  typer reads it
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,8 +24,10 @@ from router.cli.common import (
     tier_settings,
 )
 from router.deployment.layout import engine_args, make_deployment, prepare_options
+from router.deployment.listening import listen, open_keys
 from router.deployment.on_ray import make_ray_deployment
-from router.deployment.run import StartObserver, check_files, listen, open_keys, run
+from router.deployment.reloading import Asked
+from router.deployment.run import StartObserver, check_files, run
 from router.server.handover import HandoverClient, control_path
 from router.settings import cache_dir, load_settings
 from router.telemetry.logs import Logging
@@ -72,7 +75,8 @@ def up(
     started = time.monotonic()
     asked = {"server": {"host": host, "port": port}, "model": {"name": model, "calibration": calibration}}
     asked["ray"] = {"address": ray_address}
-    settings = load_settings(config, asked)
+    load = partial(load_settings, config, asked)
+    settings = load()
     check_files(settings)
     logging = Logging(settings.telemetry)
     keys, sock = open_keys(settings), listen(settings)
@@ -86,7 +90,7 @@ def up(
     check_engine_args(python, given, cache_dir() / "engine-args", _asking)
     if not deployment.missing and deployment.ray is None:
         _show_plan(deployment.model, deployment.plan, deployment.specs)
-    _run(deployment, sock, keys, started, logging)
+    _run(deployment, sock, keys, started, logging, Asked(settings, load))
 
 
 def serve(
@@ -116,7 +120,8 @@ def serve(
             fail(f"--tier {named}: a tier and the address of an engine are needed, as in int8=http://10.0.0.5:8000")
         urls.setdefault(name, []).append(url)
     tiers = {name: {"urls": tuple(given) if given else None} for name, given in urls.items()}
-    settings = load_settings(config, {"server": {"host": host, "port": port}, "tiers": tiers})
+    load = partial(load_settings, config, {"server": {"host": host, "port": port}, "tiers": tiers})
+    settings = load()
     if settings.discovery.file is None and not any(t.urls or t.dns for t in tier_settings(settings)):
         fail(
             "no engine is given: name at least one with --fast, --balanced, --precise or --tier, name them in "
@@ -133,7 +138,7 @@ def serve(
         keys, sock = open_keys(settings), listen(settings)
     if not deployment.counter.exact:
         err.print("no tokenizer folder is given (--tokenizer DIR): prompt tokens are estimated")
-    _run(deployment, sock, keys, started, logging, predecessor)
+    _run(deployment, sock, keys, started, logging, Asked(settings, load), predecessor)
 
 
 def _asking() -> None:
@@ -164,11 +169,12 @@ def _run(
     keys: KeyStore,
     started: float,
     logging: Logging,
+    asked: Asked,
     predecessor: HandoverClient | None = None,
 ) -> None:
     host, port = sock.getsockname()[:2]
     request_lines = logging.also_to_file(deployment.settings.engine.log_dir, port)
-    url = http_url(host, port)
+    url = http_url(host, port, "https" if deployment.settings.tls.certificate is not None else "http")
 
     def say(text: str) -> None:
         line = f"{clock(started)} {text}"
@@ -195,7 +201,7 @@ def _run(
     say(f"listening on {url}; requests are served as soon as a tier is ready")
     if request_lines is not None:
         say(plain(f"each request has a line in {request_lines}: 'qarr logs -f' shows them"))
-    uvloop.run(run(deployment, sock, observer, keys=keys, predecessor=predecessor))
+    uvloop.run(run(deployment, sock, observer, keys=keys, asked=asked, predecessor=predecessor))
     say("stopped")
     if not logging.stop():
         os._exit(0)  # everything has ended, but Python would wait for a reader of standard error

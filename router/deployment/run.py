@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from router.app import wire_router
-from router.auth.api_keys import KeyStore
-from router.auth.network import is_loopback
 from router.deployment.first_start import FirstStart
 from router.deployment.layout import elsewhere, speed_machine
 from router.deployment.on_ray import OnRay
 from router.deployment.options import fleet_options, supervisor_options
+from router.deployment.reloading import Parts
 from router.deployment.shared import Shared
 from router.lifecycle import ServerState
 from router.line_file import LineFile
 from router.server.handover import TakenError, TakeoverError, control_path, handing_over
-from router.server.http_protocol import allow_files, bound_unsent, protocol_for
+from router.server.http_protocol import protocol_for
 from router.server.memory import set_aside
 from router.server.server import Server
+from router.server.tls import make_tls
 from router.settings import SettingsError
 from router.telemetry.tracing import make_telemetry
 from router.upstream.transport import EngineTransport
@@ -32,10 +31,15 @@ from tiers.lifecycle.supervisor import Supervisor
 from tiers.spec import ReplicaState, TierSpec
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
+    from router.app import Router
+    from router.auth.api_keys import KeyStore
     from router.deployment.layout import Deployment
+    from router.deployment.reloading import Asked
     from router.server.handover import HandoverClient
+    from router.server.tls import Tls
     from router.settings import Settings
     from tiers.plan import Plan
     from tiers.replica import Replica
@@ -45,33 +49,8 @@ POLL_S = 0.1
 SETTLED = {ReplicaState.READY, ReplicaState.FAILED, ReplicaState.UNREACHABLE, ReplicaState.QUARANTINED}
 
 
-class ListenError(Exception):
-    """The router's address cannot be listened on."""
-
-
 class StartError(Exception):
     """An engine that was to be started here did not become ready."""
-
-
-def open_keys(settings: Settings, host: str | None = None) -> KeyStore:
-    """Return the keys, after checking that without keys only this machine is served.
-
-    Args:
-        settings: All settings.
-        host: Address of a socket that listens already; None: that of the settings.
-
-    Raises:
-        KeysError: The key file cannot be used.
-        ListenError: The address is not loopback, and there are no keys.
-    """
-    keys = KeyStore(settings.auth.keys_file)
-    host = settings.server.host if host is None else host
-    if not keys.required and not settings.auth.allow_keyless and not is_loopback(host):
-        raise ListenError(
-            f"server.host is {host}, which others can reach, and there are no keys: make one with "
-            f"'qarr keys add NAME', or say auth.allow_keyless = true to serve everyone"
-        )
-    return keys
 
 
 def check_files(settings: Settings) -> None:
@@ -95,28 +74,6 @@ def check_files(settings: Settings) -> None:
         file.close()
     if profiles.exists() and not profiles.is_dir():
         raise SettingsError(f"policy.profiles: {profiles} is not a folder")
-
-
-def listen(settings: Settings) -> socket.socket:
-    """Open the router's listening socket before anything slow starts.
-
-    Raises:
-        ListenError: The address is taken, or is not this machine's.
-    """
-    host, port = settings.server.host, settings.server.port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        sock = socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise ListenError(
-            f"cannot listen on {host}:{port} ({error.strerror}): end what listens there, or set server.port"
-        ) from error
-    # Connections inherit it: without it the first token waits 40 ms and more for the acknowledgement of the headers.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    bound_unsent(sock)
-    allow_files(settings.server.max_connections)
-    sock.set_inheritable(False)
-    return sock
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +101,7 @@ async def run(
     observer: StartObserver,
     *,
     keys: KeyStore,
+    asked: Asked,
     predecessor: HandoverClient | None = None,
 ) -> None:
     """Start the engines and the router; return when a signal or a successor router has ended both.
@@ -153,13 +111,14 @@ async def run(
         sock: The router's listening socket.
         observer: Gets the progress.
         keys: Of those who may use the router.
+        asked: The settings as they were read, and what reads them again.
         predecessor: The router that is taken over; it serves until one of the engines is ready here.
 
     Raises:
         StartError: An engine that was started here failed before it was ever ready.
         TierError: An engine could not be started.
     """
-    settings = deployment.settings
+    settings, tls = deployment.settings, make_tls(deployment.settings.tls)
     telemetry = make_telemetry(version("qarr"), settings.telemetry)
     shared = Shared(deployment) if settings.server.workers > 1 else None
     fleet = shared.fleet if shared is not None else Fleet(
@@ -167,23 +126,20 @@ async def run(
     )  # fmt: skip
     changed = shared.telling(observer.changed) if shared is not None else observer.changed
     supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), changed, EngineTransport())
-    state = ServerState()
+    state, reloads = ServerState(), asked.reloads(sock)
     router = wire_router(
-        settings,
-        fleet,
-        deployment.counter,
-        telemetry,
-        deployment.model,
+        settings, fleet, deployment.counter, telemetry, deployment.model,
         keys=keys,
         server_state=state,
         operations=supervisor.operations,
         links=shared.links if shared is not None else None,
-    )
-    if shared is not None:
-        server: Server = shared.pool(router, state)
-    else:
-        server = Server(router.app, state, settings.server, protocol_for(settings.server))
-    server.end_on_signals()
+        reloads=reloads,
+        tls=tls,
+    )  # fmt: skip
+    server = _server(settings, router, state, shared, tls)
+    roster = supervisor.operations.roster
+    reloads.add(Parts(deployment, asked.settings, router, server, fleet=fleet, roster=roster).prepare)
+    server.end_on_signals(reloads.request)
     starting: asyncio.Task[None] | None = None
     on_ray = OnRay(deployment.ray, fleet, observer.step)
     try:
@@ -198,6 +154,13 @@ async def run(
             await asyncio.gather(starting, return_exceptions=True)
         await asyncio.gather(supervisor.stop(), on_ray.stop())
         telemetry.shutdown()
+
+
+def _server(settings: Settings, router: Router, state: ServerState, shared: Shared | None, tls: Tls | None) -> Server:
+    """Return what answers on the port: this process, or its workers."""
+    if shared is not None:
+        return shared.pool(router, state)
+    return Server(router.app, state, settings.server, protocol_for(settings.server), tls)
 
 
 async def _serve(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from router.auth.api_keys import Caller
     from router.deployment.layout import Deployment
     from router.lifecycle import ServerState
+    from router.settings import Settings
     from tiers.replica import Replica
 
 LEAST_REPLICAS = 1024  # that the table has space for: more may be added while the router runs
@@ -69,7 +71,9 @@ class Shared:
         self._gathered = Gathered(router)
         self._teller.learned = lambda: router.pipeline.policy.learned
         self._pool = Pool(router, server_state, settings, protocol_for(settings))
-        self._pool.share(self.fleet, self._ledger, self._teller, self._gathered, self._setup)
+        self._pool.share(
+            self.fleet, self._ledger, self._teller, self._gathered, setup=self._setup, on_settings=self._take
+        )
         return self._pool
 
     async def listed(self, caller: Caller, limit: int) -> list[dict[str, Any]]:
@@ -79,6 +83,9 @@ class Shared:
     async def found(self, trace_id: str, caller: Caller) -> dict[str, Any] | None:
         """See ``TracesElsewhere``."""
         return await self._gathered.found(trace_id, caller) if self._gathered is not None else None
+
+    def _take(self, settings: Settings) -> None:
+        self._deployment = replace(self._deployment, settings=settings)
 
     def _setup(self, row: int, listening: int) -> Setup:
         deployment, table = self._deployment, self.table

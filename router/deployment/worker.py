@@ -22,13 +22,14 @@ import uvloop
 
 from router.aio import end_tasks
 from router.app import Links, wire_router
-from router.auth.api_keys import KeyStore
+from router.auth.tokens import open_access
 from router.deployment.counters import LateCounter, make_counter
 from router.deployment.options import fleet_options
 from router.lifecycle import ServerState
 from router.monitoring.live import LiveEndpoints
 from router.server.http_protocol import protocol_for
 from router.server.memory import set_aside
+from router.server.tls import make_tls
 from router.telemetry.logs import Logging
 from router.telemetry.tracing import make_telemetry
 from router.workers.acceptor import WorkerServer
@@ -43,10 +44,11 @@ from router.workers.table import Table
 from tiers.background import lasting
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from router.app import Router
     from router.policy.decision import Decision
+    from router.settings import Settings
     from router.workers.setup import Setup
     from router.workers.state import News
     from tiers.spec import TierName
@@ -99,6 +101,8 @@ class Worker:
 
     def __init__(self, setup: Setup, control: socket.socket, listening: socket.socket) -> None:
         self._setup, self._listening, settings = setup, listening, setup.settings
+        self._checked_share = settings.policy.live_check_share
+        self._prepared: Callable[[], None] = lambda: None
         self.table = Table(setup.table, setup.shape, setup.row, list(setup.bells))
         self.fleet = SharedFleet((), setup.machine, fleet_options(settings), self.table)
         follow(setup.news, self.fleet)
@@ -135,7 +139,8 @@ class Worker:
 
     def _wire(self) -> WorkerServer:
         setup, settings = self._setup, self._setup.settings
-        state, keys, streams = ServerState(), KeyStore(settings.auth.keys_file), stream_name(setup.row, os.getpid())
+        tls = make_tls(settings.tls)
+        state, keys, streams = ServerState(), open_access(settings), stream_name(setup.row, os.getpid())
         links = Links(
             serves=True,
             lines=partial(SharedLines, self.table),
@@ -153,14 +158,18 @@ class Worker:
             keys=keys,
             server_state=state,
             links=links,
+            tls=tls,
         )
         app = Elsewhere(router.app, state, self.first, streams, settings.server.max_body_bytes)
-        server = WorkerServer(app, state, settings.server, protocol_for(settings.server))
+        server = WorkerServer(app, state, settings.server, protocol_for(settings.server), tls)
         server.table = self.table
         served = Served(router.app, self.first)
         traces = LiveEndpoints(router.pipeline, router.evaluation, router.live, settings.telemetry)
         self._handlers.update(
             news=partial(self._follow, router),
+            prepare=partial(self._prepare, router, server, app),
+            take=self._take,
+            adopt=partial(self._adopt, router, server, app),
             drain=server.drain,
             hand_over=server.hand_over,
             end=server.end,
@@ -172,6 +181,27 @@ class Worker:
             message=app.message,
         )
         return server
+
+    def _prepare(self, router: Router, server: WorkerServer, app: Elsewhere, settings: Settings) -> None:
+        """Prepare for new settings, which ``take`` then takes; see ``Reloads.add``."""
+        take = router.prepare(settings)
+
+        def all_take() -> None:
+            take()
+            server.take(settings.server)
+            app.max_body_bytes = settings.server.max_body_bytes
+            self.fleet.take(fleet_options(settings))
+            self._checked_share = settings.policy.live_check_share
+
+        self._prepared = all_take
+
+    def _take(self) -> None:
+        self._prepared()
+
+    def _adopt(self, router: Router, server: WorkerServer, app: Elsewhere, settings: Settings) -> None:
+        """Take settings that all others have taken while this worker started."""
+        self._prepare(router, server, app, settings)
+        self._prepared()
 
     def _work(self, server: WorkerServer) -> list[tuple[str, Any]]:
         async def flush() -> None:
@@ -186,8 +216,7 @@ class Worker:
 
     def offer(self, decision: Decision, tier: TierName, messages: Sequence[Any] | None) -> None:
         """Pass a sample of answered prompts to the first process, which evaluates them."""
-        share = self._setup.settings.policy.live_check_share
-        if messages is not None and random.random() < share:  # noqa: S311  no secret
+        if messages is not None and random.random() < self._checked_share:  # noqa: S311  no secret
             self.first.tell("answered", decision, tier, messages)
 
     def _give_way(self) -> None:

@@ -13,7 +13,7 @@ import time
 from itertools import permutations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
@@ -28,7 +28,7 @@ from tiers.breaker import BreakerState
 from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from prometheus_client.metrics_core import Metric
     from starlette.requests import Request
@@ -342,6 +342,7 @@ class Metrics:
     ) -> None:
         registry, self.tally = CollectorRegistry(), Tally()
         self.source: Source = registry
+        self._registry = registry
         requests = RequestMetrics(self.tally, [spec.name for spec in pipeline.fleet.specs])
         self.answered = requests.answered
         pipeline.registry.observers.append(requests.observe)
@@ -351,6 +352,11 @@ class Metrics:
         registry.register(Scaling(pipeline))
         registry.register(Losses(evaluation, pipeline.policy))
         registry.register(Budget(pipeline.policy.budget, half_life_s))
+
+    def show_expiry(self, expires: Callable[[], float]) -> None:
+        """Show when the router's certificate expires, in seconds since 1970."""
+        text = "When the certificate that the router shows expires, in seconds since 1970."
+        Gauge("qarr_tls_expires_timestamp_seconds", text, registry=self._registry).set_function(expires)
 
     async def answer(self, request: Request) -> Response:
         """Answer a scrape; on the event loop, which owns the state that is read."""

@@ -108,6 +108,11 @@ class Admission:
         self._scheduled = False
         fleet.on_capacity = self._schedule
 
+    def take(self, options: AdmissionSettings) -> None:
+        """Take new settings; requests that wait keep their deadlines."""
+        self._options = options
+        self._schedule()
+
     @property
     def most_waiting(self) -> int:
         """Return the most requests that may wait."""

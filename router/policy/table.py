@@ -84,6 +84,11 @@ class PolicyStore:
         self.table = policy_table(settings)
         self._load()
 
+    def take(self, settings: PolicySettings) -> None:
+        """Take new settings; requests that are being served keep their decisions."""
+        self._settings = settings
+        self._load()
+
     @property
     def _identities(self) -> dict[TierName, str | None]:
         """Return the digests of the tiers' weights; a checkpoint may be made while the router serves."""

@@ -17,6 +17,7 @@ from router.policy.profiles import ProfileError
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 
 BUSY_WAIT_S = 1.0
@@ -310,21 +311,24 @@ def _request(tier: TierName, adapter: str | None = None) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def connect(url: str, key: str) -> AsyncIterator[RouterClient]:
+async def connect(url: str, key: str, *, verify: ssl.SSLContext | bool = True) -> AsyncIterator[RouterClient]:
     """Open a client of a running router.
 
     Args:
         url: The router's.
         key: For the router; empty if it needs none.
+        verify: How its certificate is checked.
     """
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with make_client(base_url=url, headers=headers) as client:
+    async with make_client(base_url=url, headers=headers, verify=verify) as client:
         yield RouterClient(client, url)
 
 
-def make_client(base_url: str = "", headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
+def make_client(
+    base_url: str = "", headers: Mapping[str, str] | None = None, *, verify: ssl.SSLContext | bool = True
+) -> httpx.AsyncClient:
     """Return an HTTP client with the timeouts and limits of measurements."""
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(
-        base_url=base_url, headers=headers, timeout=ANSWER_TIMEOUT_S, trust_env=False, limits=limits
+        base_url=base_url, headers=headers, timeout=ANSWER_TIMEOUT_S, trust_env=False, limits=limits, verify=verify
     )

@@ -123,12 +123,16 @@ class RollingLoss:
 
 
 class ShadowEvaluation:
-    """Keeps samples, scores them while idle, and promotes and restores classes."""
+    """Keeps samples, scores them while idle, and promotes and restores classes.
+
+    Attributes:
+        share: Of answered prompts that are kept, by chance.
+    """
 
     def __init__(
         self, share: float, fleet: Fleet, upstream: Upstream, policy: PolicyStore, telemetry: Telemetry
     ) -> None:
-        self._share, self._fleet, self._upstream = share, fleet, upstream
+        self.share, self._fleet, self._upstream = share, fleet, upstream
         self._policy, self._telemetry = policy, telemetry
         self._samples: deque[Sample] = deque(maxlen=KEPT_PROMPTS)
         self._promoted: dict[PromptClass, TierName] = {}
@@ -141,12 +145,12 @@ class ShadowEvaluation:
 
     def offer(self, decision: Decision, tier: TierName, messages: Sequence[Any] | None) -> None:
         """Keep a served prompt, by chance: only in memory, only until it is checked or newer ones replace it."""
-        if not self._share or messages is None or decision.query.adapter is not None:
+        if not self.share or messages is None or decision.query.adapter is not None:
             return  # an adapter's loss is not the model's
         left = self._left(decision.query.features.prompt_class, tier)
         if left is not None and (tier is REFERENCE or random.random() < 0.5):  # noqa: PLR2004, S311  no secret
             tier = left  # has it recovered?
-        if tier is not REFERENCE and random.random() < self._share:  # noqa: S311
+        if tier is not REFERENCE and random.random() < self.share:  # noqa: S311
             self._samples.append(Sample(decision, messages, tier))
 
     def _left(self, kind: PromptClass, served: TierName) -> TierName | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from router.api.asgi import CLIENT, ForeignHost, ForeignPage, body_message, context_of, forget, keep, track
 from router.api.paths import PAGE, ErrorForm, error_form
 from router.api.problems import Draining, describe, is_known, response_to
-from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized
+from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized, UnknownSigner
 from router.lifecycle import ResponseTracker, ServerPhase
 from router.pipeline.request import RequestContext
 from router.telemetry.logs import begin_request, log_failure
@@ -57,8 +57,12 @@ class Gate:
         direct: Mapping[str, ASGIApp],
         local_names: Collection[str] | None = None,
     ) -> None:
-        self._app, self._keys, self._telemetry, self._server_state = app, keys, telemetry, server_state
-        self._answered, self._direct = answered, direct
+        self._keys, self._telemetry, self._server_state, self._answered = keys, telemetry, server_state, answered
+        self.take(app, direct, local_names)
+
+    def take(self, app: ASGIApp, direct: Mapping[str, ASGIApp], local_names: Collection[str] | None) -> None:
+        """Pass further requests to another application; those that are being answered stay with theirs."""
+        self._app, self._direct = app, direct
         self._names = None if local_names is None else frozenset({"localhost", *(n.lower() for n in local_names)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,7 +103,11 @@ class Gate:
         keep(scope, context)
         track(scope, tracker)
         try:
-            context.caller = self._caller(scope["method"], context)
+            try:
+                context.caller = self._caller(scope["method"], context)
+            except UnknownSigner:
+                await self._keys.renew()
+                context.caller = self._caller(scope["method"], context)
         except (Unauthorized, Draining, ForeignHost, ForeignPage) as error:
             response = response_to(error, scope)
             response.headers["connection"] = "close"  # its body stays unread

@@ -294,8 +294,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._settle()
         self._unset_keepalive_if_required()
         self.flow.resume_reading()
-        with contextlib.suppress(OSError):  # the client is gone
-            self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS has no half-closed connections
+            with contextlib.suppress(OSError):  # the client is gone
+                self.transport.write_eof()
         self._heard = self.loop.time()
         self._deadline = self.loop.call_later(min(LINGER_S, limit_s), self._linger, self._heard + limit_s)
 

@@ -3,32 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from router.lifecycle import ServerPhase, ServerState
+from router.server.http_protocol import allow_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import socket
+    from collections.abc import Awaitable, Callable, Iterator
 
     from starlette.types import ASGIApp
 
-    from router.settings import ServerSettings
+    from router.server.tls import Tls
+    from router.settings import ServerSettings, Settings
 
 POLL_S = 0.05
 IDLE_S = 5  # after a handover, for which idle connections may still send a request
+SHUTDOWN_S = 5.0  # for which a client may confirm the end of TLS
+HANDSHAKE_S = 1.0  # after a handover, for connections whose TLS handshake has begun: they are not open yet
 CUT_S = 2  # after the deadline, for sending the error that ends unfinished answers
+
+
+def _has_terminal() -> bool:
+    """Tell whether this process has a controlling terminal."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
 
 
 class Server(uvicorn.Server):
     """uvicorn without its signal handling, which would raise the signal again before engines are stopped."""
 
     def __init__(
-        self, app: ASGIApp, server_state: ServerState, settings: ServerSettings, protocol: type[asyncio.Protocol]
+        self,
+        app: ASGIApp,
+        server_state: ServerState,
+        settings: ServerSettings,
+        protocol: type[asyncio.Protocol],
+        tls: Tls | None = None,
     ) -> None:
         """Prepare to serve.
 
@@ -37,6 +57,7 @@ class Server(uvicorn.Server):
             server_state: Shared with the application.
             settings: Deadline of open answers, and timeout of idle connections.
             protocol: Class of each connection's protocol.
+            tls: None: plain HTTP is served.
         """
         config = uvicorn.Config(
             app,
@@ -53,12 +74,67 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._server_state, self._drain_s = server_state, settings.drain_s
         self._leaving: asyncio.Task[None] | None = None
+        self.tls_options: dict[str, Any] = {}
+        if tls is not None:
+            self.tls_options = {
+                "ssl": tls.context,
+                "ssl_handshake_timeout": settings.header_timeout_s,
+                "ssl_shutdown_timeout": SHUTDOWN_S,
+            }
 
-    def end_on_signals(self) -> None:
-        """Drain on the first SIGINT, SIGTERM or SIGHUP; stop at once on the second."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    async def prepare(self, settings: Settings) -> Callable[[], Awaitable[None]]:
+        """Return what makes the server take new settings; see ``Reloads.add``."""
+
+        async def commit() -> None:
+            self.take(settings.server)
+
+        return commit
+
+    def make_protocol(self) -> asyncio.Protocol:
+        """Return the protocol of a new connection."""
+        config = self.config
+        protocol: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
+            config=config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn's, which knows no timeouts of TLS."""
+        if not self.tls_options or sockets is None:
+            await super().startup(sockets)
+            return
+        await self.lifespan.startup()
+        loop, backlog = asyncio.get_running_loop(), self.config.backlog
+        self.servers = [
+            await loop.create_server(self.make_protocol, sock=sock, backlog=backlog, **self.tls_options)
+            for sock in sockets
+        ]
+        self.started = not self.lifespan.should_exit
+        self.should_exit = self.should_exit or self.lifespan.should_exit
+
+    def take(self, settings: ServerSettings) -> None:
+        """Take new settings: open connections get the new bounds with their next step."""
+        self._drain_s = settings.drain_s
+        self.config.timeout_keep_alive = settings.keep_alive_s
+        self.config.http.bounds = settings  # type: ignore[union-attr]
+        allow_files(settings.max_connections)
+
+    def end_on_signals(self, on_reload: Callable[[], None]) -> None:
+        """Drain on the first SIGINT or SIGTERM, stop at once on the second; reload on SIGHUP.
+
+        The kernel sends SIGHUP too when the terminal goes away: that ends the router like SIGTERM.
+        """
+        loop, had_terminal = asyncio.get_running_loop(), _has_terminal()
+        for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
+
+        def hung_up() -> None:
+            if had_terminal and not _has_terminal():
+                self._signalled()
+            else:
+                on_reload()
+
+        loop.add_signal_handler(signal.SIGHUP, hung_up)
 
     async def accepting(self, serving: asyncio.Task[None]) -> None:
         """Wait until the server accepts connections, or ``serving`` has ended."""
@@ -88,7 +164,7 @@ class Server(uvicorn.Server):
         """
         now = time.monotonic()
         deadline, idle_until = now + self._drain_s, now + IDLE_S
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(HANDSHAKE_S if idle_too and self.tls_options else POLL_S)
         while time.monotonic() < deadline and (  # noqa: ASYNC110
             self._server_state.active_requests
             or (idle_too and self.server_state.connections and time.monotonic() < idle_until)

@@ -202,6 +202,14 @@ class Logging:
         stderr.requests &= wanted != "auto" or stderr.json
         return path if self._file.requests and not stderr.requests else None
 
+    def set_level(self, telemetry: TelemetrySettings) -> None:
+        """Take the level of new settings."""
+        level = _level(telemetry)
+        logging.getLogger("qarr").setLevel(min(level, logging.INFO))
+        self._stderr.setLevel(level)
+        if self._file is not None:
+            self._file.setLevel(min(level, logging.INFO))
+
     def request(self, record: RequestRecord, level: int) -> None:
         """Write the line of a request that has ended, to what such lines are for; of one that went wrong, to both."""
         file, stderr, wrong = self._file, self._stderr, level >= logging.WARNING

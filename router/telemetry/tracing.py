@@ -104,7 +104,7 @@ class Telemetry:
         record_prompts: bool = False,
         allowance: TokenBucket | None = None,
     ) -> None:
-        self._provider, self.traces, self._record_prompts = provider, traces, record_prompts
+        self._provider, self.traces, self.record_prompts = provider, traces, record_prompts
         self._allowance = allowance
         if provider is not None:
             provider.sampler, provider.id_generator = Decided(provider.sampler), DecidedIds()
@@ -219,7 +219,7 @@ class Telemetry:
         )
         if features.language:
             span.set_attribute("qarr.language", features.language)
-        if self._record_prompts:
+        if self.record_prompts:
             # A lone surrogate, which JSON can escape, would spoil the export of every span beside it.
             span.set_attribute("gen_ai.input.messages", prompt.encode("utf-8", "replace").decode())
 

@@ -97,12 +97,17 @@ class Upstream:
         telemetry: Telemetry,
         policy: PolicyStore,
     ) -> None:
-        self._fleet, self._transport, self._options, self._telemetry = fleet, transport, options, telemetry
+        self._fleet, self._transport, self._telemetry = fleet, transport, telemetry
         # Small requests have connections of their own, bounded by their pools: those that hang take none from others.
         self._passing_transport = EngineTransport()
         self._passing: WeakValueDictionary[tuple[Pool, str], asyncio.Semaphore] = WeakValueDictionary()
         self._policy, self._numbers = policy, count()
         self.retries: Counter[TierName] = Counter()
+        self.take(options)
+
+    def take(self, options: UpstreamSettings) -> None:
+        """Take new settings; attempts that have begun keep their timeouts."""
+        self._options = options
         self._retries = RetryBudget(options.retry_share, options.retry_reserve)
         limits = {"connect": options.connect_timeout_s, "pool": options.connect_timeout_s}
         self._streamed = {"timeout": {**limits, "read": options.first_token_timeout_s}}

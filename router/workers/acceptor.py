@@ -10,13 +10,14 @@ import asyncio
 import errno
 import logging
 import select
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from router.server.server import Server
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from collections.abc import Set as AbstractSet
 
     from router.workers.table import Table
@@ -36,6 +37,7 @@ class Acceptor:
         table: Where this worker shows its connections, and sees the others'.
         connections: The open ones; each adds itself.
         make_protocol: Called for each.
+        tls_options: How the event loop is to speak TLS; none: it does not.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class Acceptor:
         table: Table,
         connections: AbstractSet[asyncio.BaseProtocol],
         make_protocol: Callable[[], asyncio.BaseProtocol],
+        tls_options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.sockets = [sock]
+        self.sockets, self._tls_options = [sock], tls_options
         self._sock, self._table, self._connections, self._make_protocol = sock, table, connections, make_protocol
         self._loop = asyncio.get_running_loop()
         self._entering: dict[asyncio.Task[None], asyncio.BaseProtocol] = {}
@@ -123,7 +126,7 @@ class Acceptor:
 
     async def _enter(self, connection: socket.socket, protocol: asyncio.BaseProtocol) -> None:
         try:
-            await self._loop.connect_accepted_socket(lambda: protocol, connection)
+            await self._loop.connect_accepted_socket(lambda: protocol, connection, **self._tls_options)
         except OSError:  # the client has gone already
             connection.close()
 
@@ -141,15 +144,8 @@ class WorkerServer(Server):
         """See uvicorn's."""
         await self.lifespan.startup()
         assert sockets is not None
-        config, state = self.config, self.server_state
-
-        def make_protocol() -> asyncio.Protocol:
-            protocol: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
-                config=config, server_state=state, app_state=self.lifespan.state
-            )
-            return protocol
-
-        self._acceptors = [Acceptor(s, self.table, state.connections, make_protocol) for s in sockets]
+        connections = self.server_state.connections
+        self._acceptors = [Acceptor(s, self.table, connections, self.make_protocol, self.tls_options) for s in sockets]
         self.servers = self._acceptors  # type: ignore[assignment]
         self.started = not self.lifespan.should_exit
         self.should_exit = self.should_exit or self.lifespan.should_exit

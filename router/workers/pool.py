@@ -17,17 +17,19 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from router.aio import end_tasks
+from router.reload import ReloadError
 from router.server.server import CUT_S, IDLE_S, POLL_S, Server
-from router.workers.channel import Channel
+from router.workers.channel import Channel, ChannelClosed
 from router.workers.relay import Switch
+from router.workers.setup import divided
 from tiers.background import lasting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from router.app import Router
     from router.lifecycle import ServerState
-    from router.settings import ServerSettings
+    from router.settings import ServerSettings, Settings
     from router.workers.fleet import SharedFleet
     from router.workers.gathered import Gathered
     from router.workers.quotas import SharedLedger
@@ -41,6 +43,7 @@ LIVE_S = 0.25  # between two looks for what has ended, while there are readers
 KEEP_S = 2.0  # between two looks for figures, which would end with a worker
 START_S = 20.0  # for which all workers are waited for
 LONGEST_PAUSE_S = 30.0  # before a worker that ends at once is started again
+PREPARE_S = 10.0  # for which a worker may prepare for new settings
 STEADY_S = 60.0  # a worker that has run for this long is started again at once
 MODULE = "router.deployment.worker"
 _LENGTH = struct.Struct("<Q")
@@ -65,6 +68,7 @@ class Pool(Server):
         self._lives: list[asyncio.Task[None]] = []
         self._work: list[asyncio.Task[None]] = []
         self._over = threading.Event()
+        self._settings: Settings | None = None  # of workers, once they were reloaded
         self._left = ""  # how the workers were told to leave
 
     def share(
@@ -73,7 +77,9 @@ class Pool(Server):
         ledger: SharedLedger,
         teller: Teller,
         gathered: Gathered,
+        *,
         setup: Callable[[int, int], Setup],
+        on_settings: Callable[[Settings], None],
     ) -> None:
         """Take what the workers share, before serving.
 
@@ -83,8 +89,43 @@ class Pool(Server):
             teller: Knows what workers have to be told.
             gathered: Knows what workers have.
             setup: Returns what a worker is started with, by its row and the listening socket's descriptor.
+            on_settings: Called with settings that are taken over: ``setup`` has them from then on.
         """
+        self._on_settings = on_settings
         self._fleet, self._ledger, self._teller, self._gathered, self._setup = fleet, ledger, teller, gathered, setup
+
+    def take(self, settings: ServerSettings) -> None:
+        """See ``Server``."""
+        super().take(settings)
+        self._kept_s, self._silence_s = settings.drain_s + CUT_S + 1, settings.worker_timeout_s
+
+    async def prepare(self, settings: Settings) -> Callable[[], Awaitable[None]]:
+        """Have all workers prepare for new settings; see ``Reloads.add``.
+
+        Raises:
+            ReloadError: A worker cannot take them, or does not answer.
+        """
+        part = divided(settings, self._fleet.table.shape.workers)
+        serving = dict(self._serving)
+        for row, channel in serving.items():
+            try:
+                async with asyncio.timeout(PREPARE_S):
+                    await channel.ask("prepare", part)
+            except ChannelClosed:
+                continue  # another worker is started with the settings that are in force then
+            except TimeoutError:
+                raise ReloadError(f"worker {row} does not answer: try again") from None
+
+        async def commit() -> None:
+            self.take(settings.server)
+            self._on_settings(settings)
+            self._settings = part
+            taking = (channel.ask("take") for channel in serving.values())
+            await asyncio.gather(*taking, return_exceptions=True)  # only of workers that have ended
+            for row in self._serving.keys() - serving.keys():
+                self._serving[row].tell("adopt", part)
+
+        return commit
 
     def tell(self) -> None:
         """Tell all workers what has changed."""
@@ -175,7 +216,7 @@ class Pool(Server):
         handlers: dict[str, Any] = {}
         channel = Channel(ours, handlers)
         handlers.update(
-            ready=lambda: self._is_ready(row, channel),
+            ready=lambda: self._is_ready(row, channel, setup.settings),
             seen=self._seen,
             answered=self._router.evaluation.offer,
             **self._switch.enter(channel),
@@ -203,7 +244,9 @@ class Pool(Server):
             await asyncio.get_running_loop().sock_sendall(ours, _LENGTH.pack(len(setup)) + setup)
             await channel.run()
 
-    def _is_ready(self, row: int, channel: Channel) -> None:
+    def _is_ready(self, row: int, channel: Channel, settings: Settings) -> None:
+        if self._settings is not None and settings != self._settings:  # reloaded while it started
+            channel.tell("adopt", self._settings)
         self._serving[row] = channel
         self._gathered.enter(row, channel)
         channel.tell("news", self._teller.all())  # what has changed since it was started

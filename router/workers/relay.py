@@ -58,7 +58,7 @@ class Elsewhere:
         self, app: ASGIApp, server_state: ServerState, first: Channel, streams: str, max_body_bytes: int
     ) -> None:
         self._app, self._server_state, self._first = app, server_state, first
-        self._streams, self._max_body_bytes = streams.encode(), max_body_bytes
+        self._streams, self.max_body_bytes = streams.encode(), max_body_bytes
         self._sends: dict[int, Send] = {}
         self._to_first = partial(self._pass_on, 0)
         self._paths: dict[str, ASGIApp] = {**dict.fromkeys(FIRST_ANSWERS, self._to_first), "/generate": self._generate}
@@ -90,7 +90,7 @@ class Elsewhere:
         return self._app(scope, receive, send)
 
     async def _pass_on(self, row: int, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await _body(receive, self._max_body_bytes)
+        body = await _body(receive, self.max_body_bytes)
         if body is None:
             return
         number, known, begun = next(_numbers), True, False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 import subprocess
 import sys
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -88,18 +89,22 @@ class OwnRouter:
 
 
 @asynccontextmanager
-async def own_router(tmp_path: Path, behaviours: Sequence[Behaviour] = (), **settings: str) -> AsyncIterator[OwnRouter]:
+async def own_router(
+    tmp_path: Path, behaviours: Sequence[Behaviour] = (), *, ca: Path | ssl.SSLContext | None = None, **settings: str
+) -> AsyncIterator[OwnRouter]:
     """Run a router in front of one fake engine a tier.
 
     Args:
         tmp_path: For its files.
         behaviours: Of the fakes, fast first.
+        ca: By which its certificate is trusted; None: it serves plain HTTP.
         settings: Further variables, as in ``QARR_TELEMETRY__LOG_FORMAT="json"``.
     """
     async with AsyncExitStack() as cleanup:
+        verify = ssl.create_default_context(cafile=ca) if isinstance(ca, Path) else ca or True
         fakes = list(behaviours) or [Behaviour() for _ in STANDARD_TIERS]
         engines = await cleanup.enter_async_context(serving_all(*(FakeEngine(b).app for b in fakes)))
-        client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
+        client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False, verify=verify))
         (port,) = reserved_ports()
         env = {
             **os.environ,
@@ -109,7 +114,7 @@ async def own_router(tmp_path: Path, behaviours: Sequence[Behaviour] = (), **set
             **settings,
         }
         process: Any = None
-        url = f"http://127.0.0.1:{port}"
+        url = f"{'http' if ca is None else 'https'}://127.0.0.1:{port}"
         router = OwnRouter(url, port, tmp_path / "logs", tmp_path / "stderr", engines, fakes, env, client, process)
         try:
             await router.start()

@@ -15,6 +15,7 @@ from classifier import EstimatingCounter
 from router.app import create_app
 from router.auth.api_keys import KeyStore
 from router.deployment.options import fleet_options
+from router.reload import Reloads
 from router.server.http_protocol import protocol_for
 from router.settings import PROJECT, Settings, load_settings
 from router.telemetry.tracing import Telemetry, make_telemetry
@@ -106,6 +107,7 @@ async def router_stack(
             "fake",
             keys=keys,
             operations=supervisor.operations,
+            reloads=Reloads(settings, lambda: settings),
         )
         url = await cleanup.enter_async_context(serving(app, http=protocol_for(settings.server)))
         client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import stat
 import subprocess
+import time
 from typing import TYPE_CHECKING
 
 from router.auth.api_keys import KeysError, read_keys
@@ -12,6 +13,7 @@ from router.auth.network import is_loopback
 from router.cli.doctor.findings import Check, Finding, local_specs, local_tiers, ok, prepared, problem, warning
 from router.deployment.layout import named_by, speed_machine, tier_spec
 from router.policy.profiles import ProfileError, latency_name, load_latency, load_profile, profile_name
+from router.server.tls import TlsError, load_pair
 from router.settings import PROJECT
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike, check_whole, identity, weights_digest
 from tiers.checkpoints.precision import checkpoint_precision
@@ -32,6 +34,8 @@ QUANTIZER = ("llmcompressor",)
 LOG_START = 1 << 20  # bytes; an engine names its kernels as it loads the model
 KERNEL = re.compile(r"\] (?:Selected|Using) (\w+LinearKernel) for \w+")  # vllm/model_executor/kernels/linear
 OUR_KERNELS = {"AtenInt4LinearKernel", "EmulatedFP8LinearKernel"}  # of tiers/engine_plugin
+DAY_S = 86_400
+EXPIRES_SOON_DAYS = 14
 OPEN_TO_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 MAKE_KEY = "make one with 'qarr keys add NAME'"
 _VERSIONS = (
@@ -49,7 +53,9 @@ def keys(context: CheckContext) -> Iterator[Finding]:
         mode = path.stat().st_mode
         found = [record for record in read_keys(path) if record.revoked is None]
     except FileNotFoundError:
-        if is_loopback(host) or context.settings.auth.allow_keyless:
+        if context.settings.jwt.issuer:
+            yield ok(f"none needed: tokens of {context.settings.jwt.issuer} are accepted")
+        elif is_loopback(host) or context.settings.auth.allow_keyless:
             yield ok(f"none needed: no key file, and server.host is {host}")
         else:
             yield problem(f"none, but server.host is {host}", f"{MAKE_KEY}, or set auth.allow_keyless")
@@ -65,6 +71,30 @@ def keys(context: CheckContext) -> Iterator[Finding]:
         yield warning(f"{path} has no key in force: nobody is served", MAKE_KEY)
     else:
         yield ok(f"{counted} ({path})")
+
+
+def certificate(context: CheckContext) -> Iterator[Finding]:
+    """Check that the router's certificate can be served and does not expire soon, and that others cannot read its key."""
+    tls = context.settings.tls
+    if tls.certificate is None or tls.key is None:
+        yield ok("none: plain HTTP is served")
+        return
+    try:
+        days = (load_pair(tls).expires - time.time()) / DAY_S
+        mode = tls.key.stat().st_mode
+    except (OSError, TlsError) as error:
+        yield problem(
+            str(error), "replace the files; until then the router does not start, or shows those it has loaded"
+        )
+        return
+    if mode & OPEN_TO_OTHERS:
+        yield warning(f"{tls.key} is open to other users (mode {stat.S_IMODE(mode):o})", f"chmod 600 {tls.key}")
+    if days < EXPIRES_SOON_DAYS:
+        yield warning(
+            f"{tls.certificate} expires in {days:.0f} days", "renew it; the router loads it without a restart"
+        )
+    else:
+        yield ok(f"{tls.certificate} expires in {days:.0f} days")
 
 
 def engine_environment(context: CheckContext) -> Iterator[Finding]:
@@ -233,6 +263,7 @@ def profiles(context: CheckContext) -> Iterator[Finding]:
 
 CHECKS: tuple[Check, ...] = (
     (GROUP, "keys", keys),
+    (GROUP, "certificate", certificate),
     (GROUP, "engine environment", engine_environment),
     (GROUP, "quantizer environment", quantizer_environment),
     (GROUP, "checkpoints", checkpoints),

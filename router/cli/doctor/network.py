@@ -17,7 +17,7 @@ import psutil
 from redis import Redis
 from redis.exceptions import RedisError
 
-from router.cli.client import KEY_NEEDED, authorization
+from router.cli.client import KEY_NEEDED, authorization, trusted
 from router.cli.common import http_url
 from router.cli.doctor.findings import Check, Finding, local_engines, ok, problem, warning
 from router.telemetry.tracing import TelemetryError, exporter_address
@@ -46,8 +46,8 @@ SYNCHRONISE = "synchronise both clocks (NTP)"
 
 def own_url(settings: Settings) -> str:
     """Return the URL at which a router with these settings answers on this machine."""
-    host = settings.server.host
-    return http_url("127.0.0.1" if host in {"0.0.0.0", "::"} else host, settings.server.port)
+    host, scheme = settings.server.host, "http" if settings.tls.certificate is None else "https"
+    return http_url("127.0.0.1" if host in {"0.0.0.0", "::"} else host, settings.server.port, scheme)
 
 
 def router_port(context: CheckContext) -> Iterator[Finding]:
@@ -316,7 +316,9 @@ def _skew_s(response: httpx.Response) -> float:
 
 def _get(url: str, path: str, key: str = "") -> httpx.Response | None:
     try:
-        return httpx.get(url + path, headers=authorization(key), timeout=TIMEOUT_S, trust_env=False)
+        return httpx.get(
+            url + path, headers=authorization(key), timeout=TIMEOUT_S, trust_env=False, verify=trusted(url)
+        )
     except (httpx.HTTPError, httpx.InvalidURL):
         return None
 

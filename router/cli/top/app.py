@@ -20,7 +20,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from router.aio import end_tasks
-from router.cli.client import KEY_NEEDED, URL, KeyOption, UrlOption, authorization, no_answer
+from router.cli.client import KEY_NEEDED, URL, KeyOption, UrlOption, authorization, no_answer, trusted
 from router.cli.common import output
 from router.cli.top.screen import screen, snapshot
 from router.cli.top.state import Snapshot, ViewState
@@ -67,7 +67,7 @@ class _Source:
             httpx.HTTPError: The router does not answer; trying again may help.
         """
         async with (
-            httpx.AsyncClient(timeout=SILENT_S, trust_env=False) as client,
+            httpx.AsyncClient(timeout=SILENT_S, trust_env=False, verify=trusted(self.url)) as client,
             client.stream("GET", f"{self.url}/live", headers=self._headers) as response,
         ):
             if response.status_code == httpx.codes.UNAUTHORIZED:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from router.auth.api_keys import KeysError, KeyStore, Unauthorized, add_key, read_keys, revoke_key
 from router.cli.main import make_app
-from router.deployment.run import ListenError, open_keys
+from router.deployment.listening import ListenError, open_keys
 from router.settings import load_settings
 from tests.unit.router_stack import router_stack
 from tiers.spec import TierName

@@ -11,7 +11,8 @@ import pytest
 
 from router.auth.api_keys import KeysError, add_key
 from router.deployment.first_start import REPORTS, Steps
-from router.deployment.run import ListenError, check_files, listen, open_keys
+from router.deployment.listening import ListenError, listen, open_keys
+from router.deployment.run import check_files
 from router.settings import Settings, SettingsError, load_settings
 
 if TYPE_CHECKING:

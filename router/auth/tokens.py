@@ -1,0 +1,349 @@
+"""JWTs in the place of keys: signed by an issuer, checked with its published keys, and mapped to a key's rights.
+
+The issuer's keys (JWKS) are read from a file, or fetched in the background; requests wait for a fetch only if a token names
+a key that is not known, and then not for long. While the issuer does not answer, the last keys stay in force for a limited
+time. Tokens that were checked are remembered until they expire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import jwt
+from pydantic import ValidationError
+
+from router.auth.api_keys import Caller, KeyRecord, KeysError, KeyStore, Unauthorized, UnknownSigner
+from router.policy.profiles import first_fault
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from router.settings import JwtSettings, Settings
+
+log = logging.getLogger(f"qarr.{__name__}")
+LOOK_S = 1.0  # between two looks at whether the keys must be read again
+AGAIN_S = 10.0  # least time between two fetches
+FETCH_S = 5.0  # for which a fetch may take, and requests wait for it
+MOST_BYTES = 1 << 18  # of a JWKS
+MOST_TOKEN_CHARS = 8192
+MOST_REMEMBERED = 4096  # checked tokens
+OWN = {"id", "name", "sha256", "created", "revoked"}  # fields of a key's record that are not rights
+PLAIN = re.compile(r"[A-Za-z0-9@._|-]{1,56}")
+SAID = {
+    jwt.ExpiredSignatureError: "the token has expired",
+    jwt.ImmatureSignatureError: "the token is not valid yet",
+    jwt.InvalidAudienceError: "the token is for another audience",
+    jwt.InvalidIssuerError: "the token is from another issuer",
+    jwt.InvalidSignatureError: "the token's signature is not valid",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Signer:
+    """A public key of the issuer.
+
+    Attributes:
+        published: As the issuer publishes it.
+    """
+
+    key: jwt.PyJWK
+    published: Mapping[str, Any]
+
+
+class IssuerError(Exception):
+    """The issuer's keys cannot be read."""
+
+
+class Tokens:
+    """Checks the tokens of one issuer. One event loop owns it.
+
+    Args:
+        settings: With an issuer.
+        now: A monotonic clock.
+
+    Raises:
+        KeysError: The keys are in a file that cannot be used.
+    """
+
+    def __init__(self, settings: JwtSettings, now: Callable[[], float] = time.monotonic) -> None:
+        self.settings, self._now = settings, now
+        self._url = settings.jwks if "://" in settings.jwks else None
+        self._signers: dict[str | None, Signer] = {}
+        self._read_at: float | None = None  # when the keys were last read, by the monotonic clock
+        self._tried_at: float | None = None
+        self._changed: tuple[int, int] | None = None
+        self._wrong = ""
+        self._fetching: asyncio.Task[None] | None = None
+        self._known: dict[bytes, tuple[float, Caller]] = {}  # when it expires, by a token's hash
+        if self._url is None:
+            try:
+                self._read_file()
+            except IssuerError as error:
+                raise KeysError(f"jwt.jwks: {error}") from None
+
+    def find(self, token: str) -> Caller:
+        """Return a token's caller.
+
+        Raises:
+            Unauthorized: The token is not valid; the text says why, without the token.
+            UnknownSigner: Its key is not known.
+        """
+        digest, now = hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest(), time.time()
+        self._check_age()
+        known = self._known.get(digest)
+        if known is not None and now < known[0]:
+            return known[1]
+        claims = self._claims(token)
+        caller = self._caller(claims)
+        if len(self._known) >= MOST_REMEMBERED:
+            self._known.pop(next(iter(self._known)))
+        self._known[digest] = (claims["exp"] + self.settings.leeway_s, caller)
+        return caller
+
+    def holds(self, caller: Caller) -> bool:
+        """Tell whether a caller has a token that was checked and has not expired."""
+        now = time.time()
+        return any(found == caller and now < until for until, found in self._known.values())
+
+    async def renew(self) -> None:
+        """Read the keys again, because one is not known: at most every ``AGAIN_S``; wait for it for ``FETCH_S``."""
+        self._begin()
+        if self._fetching is not None:
+            await asyncio.wait({self._fetching}, timeout=FETCH_S)
+
+    def look(self) -> None:
+        """Read the keys again if that is due."""
+        due = self._read_at is None or self._now() - self._read_at > self.settings.refresh_s
+        if self._url is None or due:
+            self._begin()
+
+    async def aclose(self) -> None:
+        """End a fetch."""
+        if self._fetching is not None:
+            self._fetching.cancel()
+            await asyncio.gather(self._fetching, return_exceptions=True)
+
+    def _begin(self) -> None:
+        now, least = self._now(), AGAIN_S if self._url is not None else 0.0
+        if self._fetching is None and (self._tried_at is None or now - self._tried_at >= least):
+            self._tried_at = now
+            self._fetching = asyncio.create_task(self._read(), name="reading the issuer's keys")
+            self._fetching.add_done_callback(self._done)
+
+    def _done(self, _task: asyncio.Task[None]) -> None:
+        self._fetching = None
+
+    async def _read(self) -> None:
+        try:
+            if self._url is None:
+                await asyncio.to_thread(self._read_file)
+            else:
+                async with asyncio.timeout(FETCH_S):
+                    self._take(await fetch(self._url))
+        except (IssuerError, TimeoutError) as error:
+            text = str(error) or f"{self._url} does not answer within {FETCH_S:g} s"
+            if text != self._wrong:
+                log.warning("jwt.jwks: %s; the keys read before stay in force for %g s", text, self.settings.keep_s)
+            self._wrong = text
+        else:
+            if self._wrong:
+                log.info("jwt.jwks: the issuer's keys are read again")
+            self._wrong = ""
+
+    def _read_file(self) -> None:
+        path = Path(self.settings.jwks)
+        try:
+            stat = path.stat()
+            if self._changed != (stat.st_mtime_ns, stat.st_size):
+                self._take(path.read_bytes())
+                self._changed = (stat.st_mtime_ns, stat.st_size)
+        except OSError as error:
+            raise IssuerError(f"{path} cannot be read ({error.strerror})") from None
+        self._read_at = self._now()
+
+    def _take(self, document: bytes) -> None:
+        """Take the keys; forget what was checked with others."""
+        signers = parse(document, self.settings.jwks)
+        if {s: one.published for s, one in signers.items()} != {s: one.published for s, one in self._signers.items()}:
+            self._known.clear()
+            self._signers = signers
+            log.info("jwt.jwks: %d keys of the issuer are in force", len(signers))
+        self._read_at = self._now()
+
+    def _check_age(self) -> None:
+        if self._read_at is None:
+            raise UnknownSigner("the issuer's keys are not known yet: try again")
+        if self._now() - self._read_at > self.settings.keep_s:
+            raise UnknownSigner(
+                "the issuer's keys could not be read for too long (jwt.keep_s): tokens are not accepted"
+            )
+
+    def _claims(self, token: str) -> Mapping[str, Any]:
+        settings = self.settings
+        try:
+            header = jwt.get_unverified_header(token)
+            algorithm, signer = header.get("alg"), self._signer(header.get("kid"))
+            if algorithm not in settings.algorithms or signer.published.get("alg", algorithm) != algorithm:
+                raise Unauthorized(
+                    f"the token's algorithm is not allowed; allowed are {', '.join(settings.algorithms)}"
+                )
+            claims: dict[str, Any] = jwt.decode(
+                token, signer.key.key, algorithms=[algorithm],
+                audience=settings.audience, issuer=settings.issuer, leeway=settings.leeway_s,
+                options={"require": ["exp", "iss", "aud", settings.claims.name]},
+            )  # fmt: skip
+            return {**claims, "exp": float(claims["exp"])}
+        except jwt.MissingRequiredClaimError as error:
+            raise Unauthorized(f"the token lacks the claim {error.claim}") from None
+        except (jwt.PyJWTError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            said = next(
+                (text for kind, text in SAID.items() if isinstance(error, kind)), "the token is not a valid JWT"
+            )
+            raise Unauthorized(said) from None
+
+    def _signer(self, kid: str | None) -> Signer:
+        """Return the key that a token names; the only one, if it names none.
+
+        Raises:
+            UnknownSigner: It is not known.
+        """
+        if kid is None and len(self._signers) == 1:
+            return next(iter(self._signers.values()))
+        found = self._signers.get(kid)
+        if found is None:
+            raise UnknownSigner("the token is signed by a key that the issuer has not published")
+        return found
+
+    def _caller(self, claims: Mapping[str, Any]) -> Caller:
+        """Return the caller that a token's claims describe, with the rights of a key's record.
+
+        Raises:
+            Unauthorized: The claims cannot be used.
+        """
+        names = self.settings.claims
+        subject, rights = claims[names.name], claims.get(names.rights, {})
+        if not isinstance(subject, str) or not subject:
+            raise Unauthorized(f"the token's claim {names.name} is no text")
+        if not isinstance(rights, dict) or OWN & rights.keys():
+            raise Unauthorized(f"the token's claim {names.rights} is no object of rights")
+        if PLAIN.fullmatch(subject):
+            key_id = f"jwt:{subject}"
+        else:
+            key_id = f"jwt:{hashlib.sha256(subject.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
+        record = {"id": key_id, "name": subject[:100], "sha256": "0" * 64, "created": datetime.now(UTC), **rights}
+        try:
+            return KeyRecord.model_validate_json(json.dumps(record, default=str)).caller()
+        except ValidationError as error:
+            raise Unauthorized(f"the token's claim {names.rights}: {first_fault(error)}") from None
+
+
+def parse(document: bytes, source: str) -> dict[str | None, Signer]:
+    """Return a JWKS' public keys by their ids; secrets, which anybody who checks could sign with, are left out.
+
+    Raises:
+        IssuerError: It is none, or has no key that can be used.
+    """
+    found: dict[str | None, Signer] = {}
+    try:
+        for published in json.loads(document)["keys"]:
+            if published.get("kty") != "oct" and published.get("use", "sig") == "sig":
+                with suppress(jwt.PyJWTError):  # of a kind that is not known here
+                    found[published.get("kid")] = Signer(jwt.PyJWK.from_dict(published), published)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise IssuerError(f"{source} is not a JWKS ({type(error).__name__})") from None
+    if not found:
+        raise IssuerError(f"{source} has no public key that can be used")
+    return found
+
+
+async def fetch(url: str) -> bytes:
+    """Return what an issuer publishes.
+
+    Raises:
+        IssuerError: It does not answer as it should.
+    """
+    data = b""
+    try:
+        async with (
+            httpx.AsyncClient(timeout=FETCH_S, trust_env=False) as client,
+            client.stream("GET", url) as answer,
+        ):
+            if answer.status_code != httpx.codes.OK:
+                raise IssuerError(f"{url} answers HTTP {answer.status_code}")
+            async for part in answer.aiter_bytes():
+                data += part
+                if len(data) > MOST_BYTES:
+                    raise IssuerError(f"{url} answers with more than {MOST_BYTES} bytes")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise IssuerError(f"{url} does not answer ({type(error).__name__})") from None
+    return data
+
+
+class Access(KeyStore):
+    """The keys of a file, and the tokens of an issuer: either lets a caller in.
+
+    Attributes:
+        tokens: None: there is no issuer.
+    """
+
+    def __init__(self, path: Path, tokens: Tokens | None) -> None:
+        super().__init__(path)
+        self.tokens = tokens
+
+    @property
+    def required(self) -> bool:
+        """See ``KeyStore``; with an issuer, always."""
+        return self.tokens is not None or super().required
+
+    def find(self, key: str) -> Caller:
+        """See ``KeyStore``."""
+        if self.tokens is not None and key.count(".") == 2 and len(key) <= MOST_TOKEN_CHARS:  # noqa: PLR2004
+            return self.tokens.find(key)
+        return super().find(key)
+
+    def holds(self, caller: Caller) -> bool:
+        """See ``KeyStore``."""
+        return (self.tokens is not None and self.tokens.holds(caller)) or super().holds(caller)
+
+    def take(self, other: KeyStore) -> None:
+        """See ``KeyStore``. The same issuer's keys stay as they are."""
+        super().take(other)
+        tokens = other.tokens if isinstance(other, Access) else None
+        if tokens is None or self.tokens is None or tokens.settings != self.tokens.settings:
+            self.tokens = tokens
+
+    async def renew(self) -> None:
+        """Learn new keys of the issuer; see ``Tokens.renew``."""
+        if self.tokens is not None:
+            await self.tokens.renew()
+
+    async def run(self) -> None:
+        """Keep the issuer's keys up to date, until cancelled."""
+        try:
+            while True:
+                if self.tokens is not None:
+                    self.tokens.look()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            if self.tokens is not None:
+                await self.tokens.aclose()
+
+
+def open_access(settings: Settings) -> Access:
+    """Return who may use the router.
+
+    Raises:
+        KeysError: The key file, or a file of the issuer's keys, cannot be used.
+    """
+    return Access(settings.auth.keys_file, Tokens(settings.jwt) if settings.jwt.issuer else None)

@@ -1,0 +1,18 @@
+"""``qarr reload``: have the running router read its settings again."""
+
+from __future__ import annotations
+
+import typer
+
+from router.cli.client import URL, KeyOption, RouterApiClient, UrlOption
+
+
+def reload(url: UrlOption = URL, key: KeyOption = "") -> None:
+    """Have the running router take over its changed settings, without a restart: all of them, or none.
+
+    It reads the file and variables that it was started with. SIGHUP does the same.
+    """
+    changed = RouterApiClient(url, key).ask("/admin/reload", "POST")["changed"]
+    for change in changed:
+        typer.echo(f"{change['setting']}: {change['before']} -> {change['after']}")
+    typer.echo(f"settings reloaded: {len(changed)} changed")

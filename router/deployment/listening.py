@@ -1,0 +1,61 @@
+"""The router's listening socket, and whether its address may be served."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+from router.auth.network import is_loopback
+from router.auth.tokens import open_access
+from router.server.http_protocol import allow_files, bound_unsent
+
+if TYPE_CHECKING:
+    from router.auth.api_keys import KeyStore
+    from router.settings import Settings
+
+
+class ListenError(Exception):
+    """The router's address cannot be listened on."""
+
+
+def open_keys(settings: Settings, host: str | None = None) -> KeyStore:
+    """Return the keys, after checking that without keys only this machine is served.
+
+    Args:
+        settings: All settings.
+        host: Address of a socket that listens already; None: that of the settings.
+
+    Raises:
+        KeysError: The key file cannot be used.
+        ListenError: The address is not loopback, and there are no keys.
+    """
+    keys = open_access(settings)
+    host = settings.server.host if host is None else host
+    if not keys.required and not settings.auth.allow_keyless and not is_loopback(host):
+        raise ListenError(
+            f"server.host is {host}, which others can reach, and there are no keys: make one with "
+            f"'qarr keys add NAME', or say auth.allow_keyless = true to serve everyone"
+        )
+    return keys
+
+
+def listen(settings: Settings) -> socket.socket:
+    """Open the router's listening socket before anything slow starts.
+
+    Raises:
+        ListenError: The address is taken, or is not this machine's.
+    """
+    host, port = settings.server.host, settings.server.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        sock = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ListenError(
+            f"cannot listen on {host}:{port} ({error.strerror}): end what listens there, or set server.port"
+        ) from error
+    # Connections inherit it: without it the first token waits 40 ms and more for the acknowledgement of the headers.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    bound_unsent(sock)
+    allow_files(settings.server.max_connections)
+    sock.set_inheritable(False)
+    return sock

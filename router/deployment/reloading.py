@@ -1,0 +1,113 @@
+"""What a running router reads again, and the parts of the deployment that take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from router.auth.api_keys import KeysError
+from router.deployment.listening import ListenError, open_keys
+from router.deployment.options import fleet_options
+from router.reload import ReloadError, Reloads
+from router.settings import SettingsError, changes
+from tiers.lifecycle.roster import Source
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from router.app import Router
+    from router.deployment.layout import Deployment
+    from router.reload import Commit
+    from router.server.server import Server
+    from router.settings import Settings
+    from tiers.fleet import Fleet
+    from tiers.lifecycle.roster import Roster
+    from tiers.spec import TierName
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The settings as the command read them at its start, and what reads them again."""
+
+    settings: Settings
+    load: Callable[[], Settings]
+
+    def reloads(self, listening: socket.socket) -> Reloads:
+        """Return what reloads these settings."""
+        return Reloads(self.settings, partial(self._read, listening.getsockname()[0]))
+
+    def _read(self, host: str) -> Settings:
+        """Read the settings again, and check that the address may be served by them.
+
+        Raises:
+            ReloadError: They are not valid.
+        """
+        try:
+            settings = self.load()
+            open_keys(settings, host)
+        except (SettingsError, KeysError, ListenError) as error:
+            raise ReloadError(str(error)) from None
+        return settings
+
+
+class Parts:
+    """The parts of the first process.
+
+    Args:
+        deployment: As started; on Ray its settings differ from those that were read.
+        read: The settings that were read.
+        router: Of this process.
+        server: Of this process; with several workers it passes the settings on.
+        fleet: Of this process.
+        roster: Which engines elsewhere belong to the fleet.
+    """
+
+    def __init__(
+        self, deployment: Deployment, read: Settings, router: Router, server: Server, *, fleet: Fleet, roster: Roster
+    ) -> None:
+        self._deployment, self._router, self._server, self._fleet = deployment, router, server, fleet
+        self._roster, self._read, self._own = roster, read, deployment.settings
+
+    async def prepare(self, settings: Settings) -> Commit:
+        """See ``Reloads.add``."""
+        self._check_urls(settings)
+        sections = {change.key.partition(".")[0] for change in changes(self._read, settings)}
+        own = self._own.model_copy(update={name: getattr(settings, name) for name in sections})
+        take, pass_on = self._router.prepare(own), await self._server.prepare(own)
+        urls = {name: own.tiers.of(name).urls for name in own.tiers.names if own.tiers.of(name).urls}
+
+        async def commit() -> None:
+            take()
+            self._fleet.take(fleet_options(own))
+            if urls != self._urls:
+                self._roster.name(Source.SETTINGS, urls)
+            self._read, self._own = settings, own
+            await pass_on()
+
+        return commit
+
+    @property
+    def _urls(self) -> dict[TierName, tuple[str, ...]]:
+        return {name: self._own.tiers.of(name).urls for name in self._own.tiers.names if self._own.tiers.of(name).urls}
+
+    def _check_urls(self, settings: Settings) -> None:
+        """Check that a change of URLs changes nothing of what is started here.
+
+        Raises:
+            ReloadError: It does.
+        """
+        deployment, tiers = self._deployment, settings.tiers
+        if deployment.local or deployment.ray is not None:
+            for name in tiers.names:
+                before, after = self._read.tiers.of(name).replicas_here, tiers.of(name).replicas_here
+                if before != after:
+                    raise ReloadError(
+                        f"tiers.{name}.urls: {after} engines of the tier would be started here instead of {before}; set "
+                        f"tiers.{name}.replicas = {before}, or restart the router"
+                    )
+        elif settings.discovery.file is None and not any(
+            tiers.of(name).urls or tiers.of(name).dns for name in tiers.names
+        ):
+            raise ReloadError("tiers.*.urls: no engine would be left; name at least one")

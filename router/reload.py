@@ -1,0 +1,101 @@
+"""Reads the settings again while the router runs, and has every part take them: all of it, or nothing.
+
+First everything is read and checked, and each part prepares what it needs of the new settings, in every process. Only when
+all of them can, they take it; that step cannot fail. A setting that needs a restart refuses the whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from router.settings import Settings, changes
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from router.settings import Change
+
+    Commit = Callable[[], Awaitable[None]]
+    Prepare = Callable[[Settings], Awaitable[Commit]]
+
+log = logging.getLogger(f"qarr.{__name__}")
+
+
+class ReloadError(Exception):
+    """The settings cannot be taken over; those before stay in force. The text names the setting and what is wrong."""
+
+
+class Reloads:
+    """Takes over changed settings.
+
+    Args:
+        settings: In force.
+        read: Reads and checks the settings; called in a thread.
+    """
+
+    def __init__(self, settings: Settings, read: Callable[[], Settings]) -> None:
+        self.settings, self._read = settings, read
+        self._parts: list[Prepare] = []
+        self._lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, prepare: Prepare) -> None:
+        """Add a part: a function that prepares it for new settings, and returns what makes it take them.
+
+        Preparing changes nothing, and raises ``ReloadError`` if the settings cannot be taken; taking them never fails.
+        """
+        self._parts.append(prepare)
+
+    async def reload(self) -> tuple[Change, ...]:
+        """Read the settings, have all parts take them, and return what has changed.
+
+        Raises:
+            ReloadError: They are not valid, need a restart, or a part cannot take them: nothing has changed.
+        """
+        async with self._lock:
+            try:
+                return await self._reload()
+            except ReloadError as error:
+                log.error("settings not reloaded, those before stay in force: %s", error)  # noqa: TRY400
+                raise
+
+    def request(self) -> None:
+        """Reload as soon as possible; the log tells the result."""
+        task = asyncio.create_task(self._requested(), name="reloading settings")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _requested(self) -> None:
+        try:
+            await self.reload()
+        except ReloadError:
+            return  # the log has it
+
+    async def _reload(self) -> tuple[Change, ...]:
+        new = await asyncio.to_thread(self._read)
+        found = changes(self.settings, new)
+        check_reloads(found)
+        commits = [await prepare(new) for prepare in self._parts]  # also without changes: files may have changed
+        for commit in commits:
+            await commit()
+        self.settings = new
+        for change in found:
+            log.info("setting changed: %s", change)
+        log.info("settings reloaded: %d changed", len(found))
+        return found
+
+
+def check_reloads(found: tuple[Change, ...]) -> None:
+    """Check that a running router can take over changes.
+
+    Raises:
+        ReloadError: One needs a restart.
+    """
+    fixed = [str(change) for change in found if not change.reloads]
+    if fixed:
+        raise ReloadError(
+            f"{'; '.join(fixed)}: a running router cannot change {'this' if len(fixed) == 1 else 'these'}. Restart it, or "
+            "set the former value; docs/settings.md says which settings reload"
+        )

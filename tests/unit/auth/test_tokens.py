@@ -1,0 +1,336 @@
+"""JWTs in the place of keys: real signatures, and an issuer on loopback that rotates its keys, hangs and dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+import tomllib
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import jwt
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
+
+import router.auth.tokens as module
+from router.auth.api_keys import Caller, KeysError, Quota, Unauthorized, UnknownSigner, add_key
+from router.auth.tokens import Access, Tokens, open_access
+from router.settings import JwtSettings, SettingsError, load_settings
+from tests.fakes.engine import serving
+from tests.imports import ROOT
+from tests.unit.own_engines import until
+from tests.unit.own_router import own_router
+from tests.unit.workers.test_workers import connection
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.anyio
+ISSUER, AUDIENCE = "https://issuer.example", "qarr"
+MAKERS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "RS256": (lambda: rsa.generate_private_key(65537, 2048), jwt.algorithms.RSAAlgorithm),
+    "ES256": (lambda: ec.generate_private_key(ec.SECP256R1()), jwt.algorithms.ECAlgorithm),
+    "EdDSA": (ed25519.Ed25519PrivateKey.generate, jwt.algorithms.OKPAlgorithm),
+}
+
+
+class Issuer:
+    """Signs tokens, and publishes its keys over HTTP.
+
+    Attributes:
+        answers: Cleared: it hangs.
+        status: Of its answers.
+        asked: How often it was asked.
+    """
+
+    def __init__(self, algorithm: str = "EdDSA") -> None:
+        self.algorithm, self.status, self.asked = algorithm, 200, 0
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.rotate("first")
+        self.app = Starlette(routes=[Route("/jwks", self._published)])
+
+    def rotate(self, kid: str) -> None:
+        """Sign with a new key, and publish only that."""
+        make, self._kind = MAKERS[self.algorithm]
+        self.kid, self.key = kid, make()
+
+    @property
+    def jwks(self) -> str:
+        """Return the published keys; among them a secret, which must not count."""
+        public = self._kind.to_jwk(self.key.public_key(), as_dict=True)
+        return json.dumps({"keys": [{**public, "kid": self.kid}, {"kty": "oct", "kid": "secret", "k": "c2VjcmV0"}]})
+
+    def sign(self, **claims: Any) -> str:
+        """Return a token; a claim that is None is left out."""
+        given = {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "exp": time.time() + 300, **claims}
+        kept = {name: value for name, value in given.items() if value is not None}
+        return jwt.encode(kept, self.key, self.algorithm, headers={"kid": self.kid})
+
+    async def _published(self, _request: Any) -> Response:
+        self.asked += 1
+        await self.answers.wait()
+        return Response(self.jwks, self.status, media_type="application/json")
+
+
+def settings_of(jwks: object, **more: Any) -> JwtSettings:
+    """Return the settings of this issuer."""
+    return JwtSettings(issuer=ISSUER, audience=AUDIENCE, jwks=str(jwks), **more)
+
+
+def published(tmp_path: Path, issuer: Issuer) -> Path:
+    """Write the issuer's keys to a file."""
+    file = tmp_path / "jwks.json"
+    file.write_text(issuer.jwks)
+    return file
+
+
+@pytest.mark.parametrize("algorithm", MAKERS)
+async def test_a_token_has_the_rights_of_its_claims(tmp_path: Path, algorithm: str) -> None:
+    """Its subject and its rights make the same caller as a key with these rights."""
+    issuer = Issuer(algorithm)
+    tokens = Tokens(settings_of(published(tmp_path, issuer)))
+    assert tokens.find(issuer.sign()) == Caller("jwt:alice", "alice")
+    rights = {"tiers": ["fast"], "max_priority": "batch", "requests_per_minute": 3, "admin": True, "over": "refuse"}
+    found = tokens.find(issuer.sign(sub="b@x.example", qarr=rights))
+    fast = frozenset({TierName.FAST})
+    assert found == Caller("jwt:b@x.example", "b@x.example", fast, "refuse", "batch", Quota(3), admin=True)
+    assert tokens.holds(found)
+    assert len(tokens.find(issuer.sign(sub="x" * 500)).key_id) <= 64
+
+
+@pytest.mark.parametrize(
+    ("claims", "told"),
+    [
+        ({"exp": 1000}, "has expired"),
+        ({"nbf": 1e10}, "not valid yet"),
+        ({"aud": "other"}, "another audience"),
+        ({"iss": "https://other.example"}, "another issuer"),
+        ({"exp": None}, "lacks the claim exp"),
+        ({"sub": None}, "lacks the claim sub"),
+        ({"sub": ""}, "claim sub is no text"),
+        ({"qarr": "all"}, "no object of rights"),
+        ({"qarr": {"id": "me"}}, "no object of rights"),
+        ({"qarr": {"requests_per_minute": 0}}, "claim qarr: .*requests_per_minute"),
+        ({"qarr": {"everything": True}}, "claim qarr: .*everything"),
+    ],
+)
+async def test_a_refusal_says_why_without_the_token(tmp_path: Path, claims: dict[str, Any], told: str) -> None:
+    """Each fault of a token has its text, which does not hold the token."""
+    issuer = Issuer()
+    token = issuer.sign(**claims)
+    with pytest.raises(Unauthorized, match=told) as refused:
+        Tokens(settings_of(published(tmp_path, issuer))).find(token)
+    assert token not in str(refused.value)
+
+
+async def test_only_the_issuers_signature_counts(tmp_path: Path) -> None:
+    """Tokens without a signature, signed with a secret, by another key, or by one that is not published are refused."""
+    issuer, other = Issuer(), Issuer()
+    tokens = Tokens(settings_of(published(tmp_path, issuer)))
+    claims = {"iss": ISSUER, "aud": AUDIENCE, "sub": "eve", "exp": time.time() + 300}
+    known = {"kid": issuer.kid}
+    with pytest.raises(Unauthorized, match="signature is not valid"):
+        tokens.find(other.sign())
+    with pytest.raises(Unauthorized, match="algorithm is not allowed"):
+        tokens.find(jwt.encode(claims, "s" * 32, "HS256", headers=known))
+    with pytest.raises(Unauthorized, match="algorithm is not allowed"):
+        tokens.find(jwt.encode(claims, None, "none", headers=known))  # type: ignore[arg-type]
+    with pytest.raises(UnknownSigner, match="not published"):
+        tokens.find(jwt.encode(claims, "s" * 32, "HS256", headers={"kid": "secret"}))
+    with pytest.raises(Unauthorized, match="not a valid JWT"):
+        tokens.find(jwt.encode(claims, MAKERS["RS256"][0](), "RS256", headers=known))
+    for nonsense in ("a.b.c", "..", "[" * 4000 + ".a.b"):
+        with pytest.raises(Unauthorized, match="not a valid JWT"):
+            tokens.find(nonsense)
+
+
+async def test_checked_tokens_are_remembered_until_the_keys_change(tmp_path: Path) -> None:
+    """A token is checked once; when its key is published no longer, it is refused at once."""
+    issuer = Issuer()
+    file = published(tmp_path, issuer)
+    tokens = Tokens(settings_of(file))
+    token = issuer.sign()
+    assert tokens.find(token) is tokens.find(token)
+    issuer.rotate("second")
+    file.write_text(issuer.jwks + " ")
+    await tokens.renew()
+    with pytest.raises(UnknownSigner):
+        tokens.find(token)
+    assert tokens.find(issuer.sign()).name == "alice"
+    file.write_text("nothing")
+    await tokens.renew()
+    assert tokens.find(issuer.sign()).name == "alice"
+
+
+def test_settings_are_checked(tmp_path: Path) -> None:
+    """Only asymmetric algorithms, a whole issuer, and addresses that nobody can listen in on are allowed."""
+    whole = {"issuer": ISSUER, "audience": AUDIENCE, "jwks": "https://issuer.example/jwks"}
+    load_settings(None, {"jwt": whole})
+    for wrong, told in (
+        ({"jwks": ""}, "given together"),
+        ({"jwks": "http://issuer.example/jwks"}, "https"),
+        ({"algorithms": ["HS256"]}, "algorithms"),
+        ({"algorithms": ["none"]}, "algorithms"),
+        ({"algorithms": []}, "algorithms"),
+    ):
+        with pytest.raises(SettingsError, match=told):
+            load_settings(None, {"jwt": {**whole, **wrong}})
+    with pytest.raises(KeysError, match=r"jwt\.jwks: .*No such file"):
+        Tokens(settings_of(tmp_path / "none"))
+
+
+async def test_the_documented_settings_and_claims_are_valid(tmp_path: Path) -> None:
+    """The examples in docs/security.md are settings as they may be, and claims that make a caller."""
+    text = (ROOT / "docs/security.md").read_text("utf-8")
+    tls, given = (tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL))
+    (claims,) = (json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL))
+    settings, issuer = load_settings(None, {**tls, **given}), Issuer()
+    tokens = Tokens(settings.jwt.model_copy(update={"jwks": str(published(tmp_path, issuer))}))
+    caller = tokens.find(issuer.sign(**{**claims, "exp": time.time() + 300}))
+    assert (caller.key_id, caller.max_priority, caller.quota) == ("jwt:alice", "standard", Quota(60))
+    assert caller.tiers == {TierName.FAST, TierName.BALANCED}
+
+
+async def test_keys_serve_beside_tokens(tmp_path: Path) -> None:
+    """With an issuer requests need a key or a token, also without a key file; each is known by itself."""
+    issuer, keys = Issuer(), tmp_path / "keys.json"
+    settings = load_settings(
+        None,
+        {
+            "auth": {"keys_file": keys},
+            "jwt": {"issuer": ISSUER, "audience": AUDIENCE, "jwks": str(published(tmp_path, issuer))},
+        },
+    )
+    access = open_access(settings)
+    assert access.required
+    caller = access.find(issuer.sign())
+    assert access.holds(caller)
+    key, _ = add_key(keys, "me")
+    assert Access(keys, None).find(key).name == "me"
+    assert open_access(settings).find(key).name == "me"
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    at = 1000.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.at
+
+
+@asynccontextmanager
+async def issuing() -> AsyncIterator[tuple[Issuer, str]]:
+    """Run an issuer."""
+    issuer = Issuer()
+    async with serving(issuer.app) as url:
+        try:
+            yield issuer, f"{url}/jwks"
+        finally:
+            issuer.answers.set()
+
+
+async def test_rotated_keys_are_fetched_when_a_token_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown key is fetched, but not for every token; while the issuer hangs or fails the last keys stay in force."""
+    clock = Clock()
+    async with issuing() as (issuer, url):
+        tokens = Tokens(settings_of(url), clock)
+        token = issuer.sign()
+        with pytest.raises(UnknownSigner, match="not known yet"):
+            tokens.find(token)
+        await tokens.renew()
+        assert tokens.find(token).name == "alice"
+        issuer.rotate("second")
+        await asyncio.gather(*(tokens.renew() for _ in range(20)))
+        assert issuer.asked == 1  # within AGAIN_S there is one fetch, whatever tokens come
+        clock.at += module.AGAIN_S
+        await asyncio.gather(*(tokens.renew() for _ in range(20)))
+        assert issuer.asked == 2
+        assert tokens.find(issuer.sign()).name == "alice"
+        issuer.answers.clear()
+        clock.at += module.AGAIN_S
+        monkeypatch.setattr(module, "FETCH_S", 0.2)
+        await tokens.renew()
+        assert tokens.find(issuer.sign()).name == "alice"
+        monkeypatch.undo()
+        await tokens.aclose()
+
+
+async def test_keys_do_not_stay_in_force_for_ever() -> None:
+    """When the issuer has been away for longer than ``jwt.keep_s``, its tokens are refused, remembered ones too."""
+    clock = Clock()
+    async with issuing() as (issuer, url):
+        tokens = Tokens(settings_of(url), clock)
+        await tokens.renew()
+        token = issuer.sign()
+        issuer.status = 500
+        clock.at += tokens.settings.keep_s
+        tokens.look()
+        await tokens.renew()
+        assert tokens.find(token).name == "alice"
+        clock.at += 1
+        with pytest.raises(UnknownSigner, match="too long"):
+            tokens.find(token)
+        issuer.status = 200
+        clock.at += module.AGAIN_S
+        await tokens.renew()
+        assert tokens.find(token).name == "alice"
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_a_router_serves_callers_with_tokens(tmp_path: Path, workers: str) -> None:
+    """A token lets its caller in, after a rotation too, and its rights count: tiers, quota, operations; logs name it."""
+    async with issuing() as (issuer, url):
+        given = {
+            "QARR_JWT__ISSUER": ISSUER,
+            "QARR_JWT__AUDIENCE": AUDIENCE,
+            "QARR_JWT__JWKS": url,
+            "QARR_SERVER__WORKERS": workers,
+            "QARR_AUTH__KEYS_FILE": str(tmp_path / "none.json"),
+            "QARR_TELEMETRY__REQUEST_LINES": "stderr",
+        }
+        async with own_router(tmp_path, **given) as router:
+
+            async def ask(token: str, path: str = "/generate", **body: Any) -> httpx.Response:
+                async with connection(authorization=f"Bearer {token}") as client:
+                    return await client.post(f"{router.url}{path}", json={"prompt": "hi", "max_tokens": 4, **body})
+
+            answer = await ask(issuer.sign(qarr={"tiers": ["balanced"]}))
+            assert (answer.status_code, answer.headers["x-qarr-tier"]) == (httpx.codes.OK, "balanced")
+            refused = await ask(issuer.sign(exp=1000))
+            assert refused.status_code == httpx.codes.UNAUTHORIZED
+            assert "has expired" in refused.json()["detail"]
+            limited = issuer.sign(sub="bob", qarr={"requests_per_minute": 1})
+            assert [(await ask(limited)).status_code for _ in range(2)] == [200, 429]
+            assert (await ask(issuer.sign(), "/admin/reload")).status_code == httpx.codes.FORBIDDEN
+            assert (await ask(issuer.sign(qarr={"admin": True}), "/admin/reload")).status_code == httpx.codes.OK
+            await until(lambda: "jwt:bob" in router.errors.read_text())
+            async with connection() as client:
+                assert (await client.get(f"{router.url}/tiers")).status_code == httpx.codes.UNAUTHORIZED
+
+
+async def test_an_issuer_is_taken_over_by_a_reload(tmp_path: Path) -> None:
+    """A router without keys asks for tokens once a reload has named an issuer; keys that cannot be read refuse it."""
+    issuer, file = Issuer(), tmp_path / "settings.toml"
+    text = f'[jwt]\nissuer = "{ISSUER}"\naudience = "{AUDIENCE}"\njwks = "{{}}"\n'
+    file.write_text("")
+    keys = str(tmp_path / "none.json")
+    async with own_router(tmp_path, QARR_CONFIG=str(file), QARR_AUTH__KEYS_FILE=keys) as router:
+        file.write_text(text.format(tmp_path / "none"))
+        assert "jwt.jwks" in (await router.qarr("reload", "--url", router.url)).stderr
+        assert (await router.generate()).status_code == httpx.codes.OK
+        file.write_text(text.format(published(tmp_path, issuer)))
+        assert (await router.qarr("reload", "--url", router.url)).returncode == 0
+        assert (await router.generate()).status_code == httpx.codes.UNAUTHORIZED
+        async with connection(authorization=f"Bearer {issuer.sign()}") as client:
+            assert (await client.get(f"{router.url}/tiers")).status_code == httpx.codes.OK
