@@ -28,14 +28,18 @@ from router.api.passthrough import Embeddings, Passthrough, Tokens
 from router.api.paths import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, PAGE, RESPONSES
 from router.api.problems import PROBLEMS, response_to
 from router.api.resumable import ResumableStreams
+from router.auth.budget_ledger import RedisLedger, SqliteLedger
+from router.auth.database import Database
 from router.auth.network import is_loopback
 from router.auth.quota import Quotas
+from router.auth.spending import Spending
 from router.lifecycle import ServerState
 from router.monitoring.live import Live, LiveEndpoints
 from router.monitoring.metrics import Metrics
 from router.monitoring.page import Page
 from router.pipeline.admission import Admission
 from router.pipeline.cascade import Cascade
+from router.pipeline.charging import Charging
 from router.pipeline.failover import Failover
 from router.pipeline.opening import Direct, Hedging
 from router.pipeline.pipeline import Pipeline
@@ -206,6 +210,7 @@ class _Wired:
     evaluation: ShadowEvaluation
     profiling: AutoProfile
     samples: PromptSamples | None
+    database: Database
     about: dict[str, str]
     loss_budget: Callable[[], dict[str, Any]]
 
@@ -247,12 +252,14 @@ def _wire(
     cascade = Cascade(opener, policy, upstream, telemetry)
     attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
     failover = Failover(cascade, fleet, policy, upstream, telemetry, attempts, max_tokens)
+    database = Database(settings.budgets.file)
     observer = (links.observer if links is not None else None) or evaluation
     pipeline = Pipeline(
         fleet=fleet,
         counter=counter,
         policy=policy,
         quotas=Quotas(redis_url, local=links.ledger if links is not None else None),
+        charging=_charging(settings, fleet, policy, database),
         admission=admission,
         opener=failover,
         cascade=cascade,
@@ -266,7 +273,15 @@ def _wire(
     shared = SharedLoad("" if links is not None and links.serves else redis_url, fleet, admission.waiting_for)
     about = {"version": version("qarr"), "model": model, "trace_url": kept.trace_url}
     loss_budget = partial(render_budget, policy, settings.policy.budget_half_life_s)
-    return _Wired(pipeline, upstream, shared, evaluation, profiling, samples, about, loss_budget)
+    return _Wired(pipeline, upstream, shared, evaluation, profiling, samples, database, about, loss_budget)
+
+
+def _charging(settings: Settings, fleet: Fleet, policy: PolicyStore, database: Database) -> Charging:
+    """Return what charges requests to budgets: counted in Redis where routers share one, else in the file."""
+    redis_url, budgets = settings.state.redis_url.get_secret_value(), settings.budgets
+    ledger = RedisLedger(redis_url) if redis_url else SqliteLedger(database)
+    spending = Spending(ledger, currency=budgets.currency, priced=budgets.replica_hour is not None)
+    return Charging(spending, fleet, policy, settings.policy.prices, budgets.replica_hour)
 
 
 def _count_loss(policy: PolicyStore, record: RequestRecord) -> None:
@@ -300,6 +315,8 @@ def _lifespan(
         await wired.shared.aclose()
         await pipeline.policy.aclose()
         await pipeline.quotas.aclose()
+        await pipeline.charging.spending.aclose()
+        await wired.database.aclose()
         await wired.upstream.aclose()
         for writer in (pipeline.decisions, wired.samples):
             if writer is not None:

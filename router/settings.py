@@ -69,6 +69,11 @@ def runtime_dir() -> Path:
     return Path(given) / "qarr" if given else cache_dir() / "run"
 
 
+def state_dir() -> Path:
+    """Return the folder for what must outlive a restart and can not be made again."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "qarr"
+
+
 def config_dir() -> Path:
     """Return the folder for what a user configures."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "qarr"
@@ -807,6 +812,26 @@ class StateSettings(Section):
     )
 
 
+class BudgetSettings(Section):
+    """What requests cost, and where it is counted."""
+
+    replica_hour: PositiveFloat | None = Field(
+        None,
+        description="Price of an hour of one replica of the highest tier. A second of another tier's replica counts as "
+        "`policy.prices` has it, or without those by its GPUs. Unset: nothing costs money.",
+    )
+    currency: str = Field("USD", max_length=16, description="Of `budgets.replica_hour`, for people.")
+    file: Path = Field(
+        default_factory=lambda: state_dir() / "usage.sqlite",
+        description="Usage by day, key, team and tier; without `state.redis_url` also what budgets have used. Routers of "
+        "one machine may share it.",
+    )
+    keep_days: int = Field(400, ge=1, description="Days for which usage is kept.")
+    metrics_keys: int = Field(
+        50, ge=0, description="Keys, in the key file's order, that have metrics of their own; the rest are `other`."
+    )
+
+
 def _viewer_address(url: str) -> str:
     """Check the address of a trace viewer's page.
 
@@ -897,6 +922,7 @@ class Settings(BaseSettings):
     openai: OpenAISettings = OpenAISettings()
     auth: AuthSettings = Field(default_factory=AuthSettings)
     state: StateSettings = StateSettings()
+    budgets: BudgetSettings = Field(default_factory=BudgetSettings)
     telemetry: TelemetrySettings = TelemetrySettings()
 
     @model_validator(mode="after")

@@ -16,6 +16,7 @@ from tiers.prefix_memory import Prefix  # noqa: TC001
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
+    from router.policy.charge import Rate
     from router.policy.profiles import Observation
 
 Bound = Literal["quality", "latency"]
@@ -200,6 +201,7 @@ class Query:
         all_prompt_tokens: Of all prompts together; 0: there is one prompt.
         undraftable: Parameters that engines with a draft refuse, for people; empty: it has none.
         adapter: The LoRA adapter that it names; None: none.
+        over_budget: The key's budget is used up, so that only ``allowed`` is left of its tiers.
         prefix: Of its prompt, for prefix caches; None: not known. No part of what is decided from, nor of the log: what
             replicas hold of it is in the snapshot.
     """
@@ -215,6 +217,7 @@ class Query:
     all_prompt_tokens: int = 0
     undraftable: str = ""
     adapter: str | None = None
+    over_budget: bool = False
     prefix: Annotated[Prefix | None, Field(exclude=True)] = field(default=None, compare=False, repr=False)
 
     def allows(self, tier: TierName) -> bool:
@@ -304,6 +307,9 @@ class Explanation(Protocol):
             KeyError: The fleet has no such tier.
         """
 
+    def rate(self, tier: TierName) -> Rate | None:
+        """Return ``Decision.rate``."""
+
 
 class _Explained:
     """A value with attributes that are made, once, when they are first read: a request needs few of them."""
@@ -388,6 +394,10 @@ class Decision(_Explained):
             if verdict.tier is tier:
                 return verdict
         raise KeyError(tier)
+
+    def rate(self, tier: TierName) -> Rate | None:
+        """Return the engine time that a token takes on a tier, as it was priced; None: not known."""
+        return None if self._explanation is None else self._explanation.rate(tier)
 
     @property
     def chosen(self) -> TierReport | None:

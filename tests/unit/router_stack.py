@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from classifier import EstimatingCounter
-from router.app import create_app
+from router.app import wire_router
 from router.auth.api_keys import KeyStore
 from router.deployment.options import fleet_options
 from router.server.http_protocol import protocol_for
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from starlette.types import ASGIApp
 
+    from router.pipeline.pipeline import Pipeline
+
 
 @dataclass(slots=True)
 class Stack:
@@ -40,6 +42,7 @@ class Stack:
     fleet: Fleet
     engines: dict[TierName, Behaviour]
     app: ASGIApp
+    pipeline: Pipeline
 
     async def generate(self, **body: Any) -> httpx.Response:
         """Post to /generate and read the whole answer."""
@@ -98,7 +101,7 @@ async def router_stack(
             behaviour.requests.clear()
             behaviour.headers.clear()
         keys = KeyStore(settings.auth.keys_file)
-        app = create_app(
+        router = wire_router(
             settings,
             fleet,
             EstimatingCounter(),
@@ -107,9 +110,10 @@ async def router_stack(
             keys=keys,
             operations=supervisor.operations,
         )
+        app = router.app
         url = await cleanup.enter_async_context(serving(app, http=protocol_for(settings.server)))
         client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
-        yield Stack(url, client, fleet, engines, app)
+        yield Stack(url, client, fleet, engines, app, router.pipeline)
 
 
 def telemetry_of(tracing: TracerProvider | Telemetry | None, settings: Settings) -> Telemetry:

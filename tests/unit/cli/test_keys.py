@@ -50,7 +50,7 @@ def test_the_list_shows_rights_and_no_hash(file: Path) -> None:
     shown = qarr("keys", "list").stdout
     ann, ben = shown.splitlines()[1:]
     assert ann.split()[1] == "[red]Ann"
-    assert ann.split()[3:] == ["in", "force", "fast", "interactive", "(clamp)", "-", "-", "3", "-"]
+    assert ann.split()[3:] == ["in", "force", "fast", "interactive", "(clamp)", "-", "-", "3", "-", "-"]
     assert "revoked 20" in ben
     assert ben.split()[-1] == "yes"
     records = json.loads(qarr("keys", "list", "--json").stdout)
