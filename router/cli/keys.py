@@ -24,6 +24,14 @@ keys_app = typer.Typer(help="Make, list and revoke the keys that requests carry.
 AmountOption = Annotated[
     float | None, typer.Option(metavar="AMOUNT", help="Budget of a UTC day or month; by default none.")
 ]
+OverBudgetOption = Annotated[
+    str,
+    typer.Option(help="What happens over budget: refuse, or cheapest: up to twice the budget on the cheapest tier."),
+]
+ExpiresOption = Annotated[
+    str | None, typer.Option(metavar="DATE|DURATION", help="Valid until: 2027-01-31 (its end, UTC), or 30d, 12h.")
+]
+TeamOption = Annotated[str | None, typer.Option(metavar="NAME", help="Whose budgets it shares: see 'qarr keys team'.")]
 LimitOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="By default no limit.")]
 
 
@@ -51,18 +59,9 @@ def keys_add(
     engine_seconds_month: AmountOption = None,
     money_day: AmountOption = None,
     money_month: AmountOption = None,
-    over_budget: Annotated[
-        str,
-        typer.Option(
-            help="What happens over budget: refuse, or cheapest: up to twice the budget on the cheapest tier."
-        ),
-    ] = "refuse",
-    expires: Annotated[
-        str | None, typer.Option(metavar="DATE|DURATION", help="Valid until: 2027-01-31 (its end, UTC), or 30d, 12h.")
-    ] = None,
-    team: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Whose budgets it shares: see 'qarr keys team'.")
-    ] = None,
+    over_budget: OverBudgetOption = "refuse",
+    expires: ExpiresOption = None,
+    team: TeamOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Make a key and print it. It is shown only this once: the file has its hash, not the key."""

@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from router.policy.decision import Rate
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -19,13 +21,6 @@ if TYPE_CHECKING:
 
 MICRO = 1_000_000
 HOUR_S = 3600
-
-
-class Rate(NamedTuple):
-    """Microseconds that one token takes of an engine: of a prompt, and of an answer."""
-
-    prompt_us: float
-    output_us: float
 
 
 FALLBACK = Rate(100.0, 10_000.0)  # of a tier whose speed is not known yet

@@ -13,8 +13,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from router.policy.budget import best, middle_price
-from router.policy.charge import Rate
-from router.policy.decision import CHOSEN, Basis, Decision, Priced, Refusal, TierReport
+from router.policy.decision import CHOSEN, Basis, Decision, Priced, Rate, Refusal, TierReport
 from tiers.choice import uncached
 from tiers.preparing import about
 from tiers.snapshot import has_slots

@@ -16,7 +16,6 @@ from tiers.prefix_memory import Prefix  # noqa: TC001
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
-    from router.policy.charge import Rate
     from router.policy.profiles import Observation
 
 Bound = Literal["quality", "latency"]
@@ -280,6 +279,13 @@ class TierReport:
     verdict: str
     meets: bool = False
     cached_prompt_tokens: int | None = None
+
+
+class Rate(NamedTuple):
+    """Microseconds that one token takes of an engine: of a prompt, and of an answer."""
+
+    prompt_us: float
+    output_us: float
 
 
 class Explanation(Protocol):

@@ -34,7 +34,7 @@ KINDS = ("memory", "sqlite", "redis")
 class Clock:
     """A clock that tests move."""
 
-    def __init__(self, now: float = 1_795_000_000.0) -> None:
+    def __init__(self, now: float = 1_795_521_600.0) -> None:
         self.now = now
 
     def __call__(self) -> float:
