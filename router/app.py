@@ -37,6 +37,7 @@ from router.lifecycle import ServerState
 from router.monitoring.live import Live, LiveEndpoints
 from router.monitoring.metrics import Metrics
 from router.monitoring.page import Page
+from router.monitoring.usage import Labels, UsageEndpoint
 from router.pipeline.admission import Admission
 from router.pipeline.cascade import Cascade
 from router.pipeline.charging import Charging
@@ -46,6 +47,7 @@ from router.pipeline.pipeline import Pipeline
 from router.pipeline.queue_lines import Lines
 from router.pipeline.registry import RequestRegistry
 from router.pipeline.shared_load import SharedLoad
+from router.pipeline.usage import UsageLog
 from router.policy.decision_log import DecisionLog
 from router.policy.render import render_budget
 from router.policy.table import PolicyStore
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
     from router.auth.api_keys import KeyStore
     from router.auth.quota import LocalLedger
     from router.monitoring.live import TracesElsewhere
+    from router.monitoring.usage import UsageMetrics
     from router.pipeline.pipeline import AnswerObserver
     from router.settings import Settings
     from router.telemetry.record import RequestRecord
@@ -167,6 +170,7 @@ def wire_router(
     live = Live(pipeline, wired.profiling, server_state, keys, about, loss_budget=wired.loss_budget)
     half_life_s = settings.policy.budget_half_life_s
     metrics = Metrics(pipeline, wired.evaluation, wired.upstream.retries, about, half_life_s)
+    usage = metrics.count_keys(wired.usage, pipeline.charging, Labels(keys, settings.budgets.metrics_keys))
     rules = Rules.of(settings)
     admin = Admin(operations, keys, rules).routes() if operations is not None else []
     status = Status(wired, settings, server_state)
@@ -186,9 +190,10 @@ def wire_router(
         *_routes(wired, settings, status),
         *LiveEndpoints(pipeline, wired.evaluation, live, settings.telemetry, traces).routes(),
         Endpoint("/metrics", metrics.answer),
+        *UsageEndpoint(wired.database, pipeline.charging, keys).routes(),
         *admin,
     ]
-    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(wired, streams, live, links))
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=_lifespan(wired, streams, live, links, usage))
     app.router.redirect_slashes = False  # a redirect would go to the host of the caller's Host header
     local_names = settings.server.allowed_hosts if is_loopback(settings.server.host) else None
     gate = Gate(app, keys, telemetry, server_state, answered=metrics.answered, direct=direct, local_names=local_names)
@@ -211,6 +216,7 @@ class _Wired:
     profiling: AutoProfile
     samples: PromptSamples | None
     database: Database
+    usage: UsageLog
     about: dict[str, str]
     loss_budget: Callable[[], dict[str, Any]]
 
@@ -232,7 +238,7 @@ def _wire(
     decisions = DecisionLog(kept.decision_log, kept.decision_log_mb << 20) if kept.decision_log is not None else None
     if decisions is not None:
         registry.observers.append(partial(log_outcome, decisions))
-    redis_url = settings.state.redis_url.get_secret_value()
+    redis_url, database = settings.state.redis_url.get_secret_value(), Database(settings.budgets.file)
     policy = PolicyStore(settings.policy, fleet, redis_url)
     registry.observers.append(partial(_count_loss, policy))
     upstream = Upstream(fleet, EngineTransport(LEAST_REQUESTS), settings.upstream, telemetry, policy)
@@ -252,7 +258,6 @@ def _wire(
     cascade = Cascade(opener, policy, upstream, telemetry)
     attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
     failover = Failover(cascade, fleet, policy, upstream, telemetry, attempts, max_tokens)
-    database = Database(settings.budgets.file)
     observer = (links.observer if links is not None else None) or evaluation
     pipeline = Pipeline(
         fleet=fleet,
@@ -270,10 +275,12 @@ def _wire(
         answer_observer=observer if settings.policy.live_check_share else None,
         on_request=(links.on_request if links is not None else None) or profiling.give_way,
     )
+    usage = UsageLog(database, pipeline.charging, settings.budgets.keep_days)
+    registry.observers.append(usage.offer)
     shared = SharedLoad("" if links is not None and links.serves else redis_url, fleet, admission.waiting_for)
     about = {"version": version("qarr"), "model": model, "trace_url": kept.trace_url}
     loss_budget = partial(render_budget, policy, settings.policy.budget_half_life_s)
-    return _Wired(pipeline, upstream, shared, evaluation, profiling, samples, database, about, loss_budget)
+    return _Wired(pipeline, upstream, shared, evaluation, profiling, samples, database, usage, about, loss_budget)
 
 
 def _charging(settings: Settings, fleet: Fleet, policy: PolicyStore, database: Database) -> Charging:
@@ -290,7 +297,7 @@ def _count_loss(policy: PolicyStore, record: RequestRecord) -> None:
 
 
 def _lifespan(
-    wired: _Wired, streams: ResumableStreams, live: Live, links: Links | None
+    wired: _Wired, streams: ResumableStreams, live: Live, links: Links | None, usage: UsageMetrics
 ) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     """Return what runs while the router serves, and is closed afterwards."""
     pipeline = wired.pipeline
@@ -307,6 +314,9 @@ def _lifespan(
         }
         if links is None or not links.serves:
             work |= {"shadow evaluation": wired.evaluation.run, "measuring": wired.profiling.run}
+            work |= {"looking at budgets": usage.run}
+        if links is None or links.serves:
+            work |= {"writing usage": wired.usage.run}
         tasks = [asyncio.create_task(lasting(each, name), name=name) for name, each in work.items()]
         yield
         await streams.aclose()

@@ -826,7 +826,7 @@ class BudgetSettings(Section):
         description="Usage by day, key, team and tier; without `state.redis_url` also what budgets have used. Routers of "
         "one machine may share it.",
     )
-    keep_days: int = Field(400, ge=1, description="Days for which usage is kept.")
+    keep_days: int = Field(400, ge=1, le=36_500, description="Days for which usage is kept.")
     metrics_keys: int = Field(
         50, ge=0, description="Keys, in the key file's order, that have metrics of their own; the rest are `other`."
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from router.auth.budgets import Bound, Hold, Span, Taken, Unit, Used, first_broken
 from router.policy.charge import Charge
-from router.redis_link import connect
+from router.redis_link import REDIS_TIMEOUT_S, connect
 
 if TYPE_CHECKING:
     import sqlite3
@@ -27,7 +27,13 @@ REDIS_CONNECTIONS = 8
 
 
 class BudgetLedger(Protocol):
-    """Where charges and reservations are counted."""
+    """Where charges and reservations are counted.
+
+    Attributes:
+        timeout_s: For which it is waited for.
+    """
+
+    timeout_s: float
 
     async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
         """Reserve what a hold asks for if that breaks no bound."""
@@ -47,6 +53,8 @@ class BudgetLedger(Protocol):
 
 class MemoryLedger:
     """Counts in this process, on top of what is known to be used elsewhere."""
+
+    timeout_s = 2.0
 
     def __init__(self, known: Mapping[tuple[str, str], Charge] | None = None) -> None:
         self._spent: Used = defaultdict(Charge, known or {})
@@ -90,6 +98,8 @@ class SqliteLedger:
         database: The file.
         now: A clock that all processes share, in seconds since 1970.
     """
+
+    timeout_s = 30.0  # the machine's own disk is slow, if anything, not away
 
     def __init__(self, database: Database, now: Callable[[], float] = time.time) -> None:
         self._database, self._now = database, now
@@ -241,6 +251,8 @@ _ORDER: tuple[tuple[Span, Unit], ...] = (
 
 class RedisLedger:
     """Counts in Redis, for several routers. Every change is one script, which Redis runs atomically."""
+
+    timeout_s = REDIS_TIMEOUT_S
 
     def __init__(self, url: str) -> None:
         self._redis = connect(url, REDIS_CONNECTIONS)

@@ -7,15 +7,17 @@ moments before a power failure may be lost.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from tiers.private_files import make_private_folder, open_private
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 T = TypeVar("T")
@@ -40,6 +42,7 @@ class Database:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._connection: sqlite3.Connection | None = None
+        self._lock: int | None = None
         self._thread: ThreadPoolExecutor | None = None
 
     async def change(self, work: Callable[[sqlite3.Connection], T]) -> T:
@@ -57,15 +60,8 @@ class Database:
         """Do as ``change`` in this thread, which is the only one that uses this object."""
         if self._connection is None:
             self._connection = self._open()
-        connection = self._connection
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            found = work(connection)
-        except BaseException:
-            connection.execute("ROLLBACK")
-            raise
-        connection.execute("COMMIT")
-        return found
+        with self._turn():
+            return _changed(self._connection, work)
 
     async def aclose(self) -> None:
         """Close the file after what was begun."""
@@ -74,21 +70,49 @@ class Database:
             self._thread.shutdown()
             self._thread = None
 
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait for the turn among all processes: SQLite itself only tries again and again, so one could wait for ever."""
+        assert self._lock is not None
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
     def close(self) -> None:
         """Close the file."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _open(self) -> sqlite3.Connection:
         make_private_folder(self.path.parent)
         os.close(open_private(str(self.path), os.O_RDWR | os.O_CREAT))
+        if self._lock is None:
+            self._lock = open_private(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")
-            connection.executescript(_TABLES)
+            with self._turn():
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA synchronous = NORMAL")
+                connection.executescript(_TABLES)
         except BaseException:
             connection.close()
             raise
         return connection
+
+
+def _changed(connection: sqlite3.Connection, work: Callable[[sqlite3.Connection], T]) -> T:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        found = work(connection)
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+    return found

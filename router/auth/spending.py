@@ -18,7 +18,7 @@ from router.aio import end_tasks
 from router.auth.budget_ledger import MemoryLedger
 from router.auth.budgets import Hold, NoPrice, OverBudget, bounds, periods
 from router.policy.charge import FREE, Charge
-from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, outage
+from router.redis_link import UNAVAILABLE, outage
 from tiers.background import Faults
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Spending:
     ) -> None:
         self.ledger, self._currency, self._priced, self._now = ledger, currency, priced, now
         self._alone: MemoryLedger | None = None  # while the ledger does not answer
+        self._back = False  # it answers again, and gets what it is owed, before anything is taken from it
         self._known: Used = {}
         self._open: dict[str, Hold] = {}
         self._owed: dict[str, tuple[Hold, Charge]] = {}
@@ -136,7 +137,7 @@ class Spending:
         taken: Taken | None = None
         if self._alone is None:
             try:
-                async with asyncio.timeout(REDIS_TIMEOUT_S):
+                async with asyncio.timeout(self.ledger.timeout_s):
                     taken = await self.ledger.take(hold, limits)
             except LOST as error:
                 self._lose(error)
@@ -156,9 +157,10 @@ class Spending:
     async def _settle(self, hold: Hold, charge: Charge) -> None:
         if self._alone is not None:
             await self._alone.settle(hold, charge)
-            return
+            if not self._back:  # it is settled once the ledger answers
+                return
         try:
-            async with asyncio.timeout(REDIS_TIMEOUT_S):
+            async with asyncio.timeout(self.ledger.timeout_s):
                 await self.ledger.settle(hold, charge)
         except LOST as error:
             self._lose(error)
@@ -173,6 +175,7 @@ class Spending:
 
     def _lose(self, error: BaseException) -> None:
         """Count alone from now on."""
+        self._back = False
         if self._alone is None:
             self._alone = MemoryLedger(self._known)
             log.warning("the ledger of budgets cannot be reached (%s): this router counts alone", outage(error))
@@ -184,8 +187,10 @@ class Spending:
             await asyncio.sleep(RETRY_S)
             try:
                 if self._alone is not None:
+                    await self.ledger.renew(list(self._open.values()))
+                    self._back = True
                     await self._pay()
-                    self._alone = None
+                    self._alone, self._back = None, False
                     log.info("the ledger of budgets answers again")
                 if time.monotonic() - renewed >= RENEW_S:
                     await self.ledger.renew(list(self._open.values()))
@@ -196,8 +201,7 @@ class Spending:
                 faults.log(error, "keeping reservations of budgets failed, and is tried again")
 
     async def _pay(self) -> None:
-        """Settle what could not be settled."""
-        while self._owed:
-            hold, charge = next(iter(self._owed.values()))
+        """Settle what could not be settled; what is settled meanwhile settles itself."""
+        for hold, charge in list(self._owed.values()):
             await self.ledger.settle(hold, charge)
             self._owed.pop(hold.id, None)

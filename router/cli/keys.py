@@ -1,4 +1,4 @@
-"""``qarr keys``: make, list and revoke the keys that requests carry."""
+"""``qarr keys``: make, list and revoke the keys that requests carry, with their teams and budgets."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.table import Table
 
 from router.auth.api_keys import KeysError, add_key, read_keys, revoke_key, set_team
 from router.cli.common import ConfigOption, check_tier, err, plain, print_table
+from router.cli.usage import keys_usage
 from router.settings import load_settings
 from tiers.spec import TierName
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _DURATION = re.compile(r"([1-9]\d{0,5})([dh])")
 _SPANS = {"d": "days", "h": "hours"}
 keys_app = typer.Typer(help="Make, list and revoke the keys that requests carry.", no_args_is_help=True)
+keys_app.command("usage")(keys_usage)
 AmountOption = Annotated[
     float | None, typer.Option(metavar="AMOUNT", help="Budget of a UTC day or month; by default none.")
 ]
