@@ -1070,7 +1070,9 @@ def _shown_default(key: tuple[str, ...], field: FieldInfo) -> str:
     if value == runtime_dir():
         return "`<runtime>`"
     if isinstance(value, Path):
-        for folder, shown in ((cache_dir(), "<cache>"), (config_dir(), "<config>"), (PROJECT, "<project>")):
+        for folder, shown in (
+            (cache_dir(), "<cache>"), (config_dir(), "<config>"), (state_dir(), "<state>"), (PROJECT, "<project>"),
+        ):  # fmt: skip
             if value.is_relative_to(folder):
                 return f"`{shown}/{value.relative_to(folder)}`"
     if isinstance(value, SecretStr):
