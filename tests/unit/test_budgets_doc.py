@@ -31,6 +31,7 @@ async def run(commands: str, **env: str) -> str:
     return out.decode()
 
 
+@pytest.mark.timeout(240)  # the command starts eight times
 async def test_the_commands_do_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and a team are made, and what a request of one of them used is shown in every form."""
     file = tmp_path / "keys.json"
