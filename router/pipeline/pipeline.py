@@ -188,10 +188,12 @@ class Pipeline:
                     self.answer_observer.offer(active.decision, answer.tier, asked.chat)
                 await answer.aclose(error or answer.error)
         finally:
-            if grant.budget is not None:
-                cost = self.charging.tariff.charge(active.decision, active.visits)
-                active.charge = grant.charge = cost.at_most(grant.budget.hold.reserved)
-            await grant.release()
+            try:
+                if grant.budget is not None:
+                    cost = self.charging.tariff.charge(active.decision, active.visits)
+                    active.charge = grant.charge = cost.at_most(grant.budget.hold.reserved)
+            finally:
+                await grant.release()
 
 
 def engine_request_id(context: RequestContext) -> str:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(f"qarr.{__name__}")
 WRITE_S = 1.0
 AT_ONCE = 100
-MOST_WAITING = 100_000  # records that wait to be written; beyond it, as while the disk is full, the oldest are dropped
 
 
 class Row(NamedTuple):
@@ -90,8 +89,6 @@ class UsageLog:
         """Take note of a request that has ended; what it cost is found out later."""
         if record.visits:
             self._records.append(record)
-            if len(self._records) > MOST_WAITING:
-                del self._records[: MOST_WAITING // 2]
 
     async def run(self) -> None:
         """Write until cancelled, and once more then."""

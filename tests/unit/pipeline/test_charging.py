@@ -16,6 +16,7 @@ from router.auth.budget_ledger import SqliteLedger
 from router.auth.budgets import Hold, periods
 from router.auth.database import Database
 from router.policy.charge import MICRO, Charge
+from router.telemetry.record import Outcome
 from tests.unit.router_stack import Stack, events, router_stack
 from tiers.spec import TierName
 
@@ -126,6 +127,8 @@ async def test_over_budget_is_a_clear_429(tmp_path: Path) -> None:
         assert "renews at" in anthropic.json()["error"]["message"]
         assert len(at.stacks[0].engines[TierName.FAST].requests) == before
         assert (await at.spent(at.account("ann"))).engine_us == MICRO - 1
+        last = at.stacks[0].pipeline.registry.recent[-1]
+        assert (last.outcome, last.error, last.charge) == (Outcome.REFUSED, "over_budget", None)
 
 
 async def _spend(ledger: SqliteLedger, account: str, engine_us: int) -> None:
