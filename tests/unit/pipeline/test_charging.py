@@ -16,7 +16,11 @@ from router.auth.budget_ledger import SqliteLedger
 from router.auth.budgets import Hold, periods
 from router.auth.database import Database
 from router.policy.charge import MICRO, Charge
+from router.policy.profiles import CHECK_TOKENS
 from router.telemetry.record import Outcome
+from tests.fakes.engine import Behaviour
+from tests.unit.own_engines import until
+from tests.unit.pipeline.test_cascade import WORDS, profiled_stack
 from tests.unit.router_stack import Stack, events, router_stack
 from tiers.spec import TierName
 
@@ -27,7 +31,6 @@ if TYPE_CHECKING:
     import httpx
 
     from tests.conftest import RedisServer
-    from tests.fakes.engine import Behaviour
 
 pytestmark = pytest.mark.anyio
 PLENTY = 1e6
@@ -49,7 +52,8 @@ class Shop:
         return await at.client.post(at.url + path, json=asked, headers=headers)
 
     async def spent(self, account: str) -> Charge:
-        """Return what an account has spent and reserved this month, in the file."""
+        """Return what an account has spent and reserved this month, in the file, once every request has ended."""
+        await ended(self.stacks)
         month = periods(datetime.now(UTC).timestamp()).month
         used = await SqliteLedger(self.database).used([account], [month])
         return used[account, month]
@@ -57,6 +61,11 @@ class Shop:
     def account(self, name: str) -> str:
         """Return a key's account."""
         return next(f"key:{key.id}" for key in read_keys(self.keys) if key.name == name)
+
+
+async def ended(stacks: list[Stack]) -> None:
+    """Wait until no request is open: one is settled after its caller has the answer."""
+    await until(lambda: not any(stack.pipeline.registry.open for stack in stacks))
 
 
 @asynccontextmanager
@@ -204,6 +213,7 @@ async def test_two_routers_never_exceed_a_budget(kind: str, tmp_path: Path, redi
         statuses = {answer.status_code for answer in answers}
         assert statuses <= {200, 429, 503}
         assert 200 in statuses
+        await ended(at.stacks)
         spending = [stack.pipeline.charging.spending for stack in at.stacks]
         now = periods(datetime.now(UTC).timestamp())
         used = [await each.ledger.used([at.account("ann")], now) for each in spending]
@@ -227,3 +237,19 @@ async def test_callers_without_budgets_do_not_touch_the_ledger(tmp_path: Path) -
     async with shop(tmp_path, {"ann": {}}) as at:
         assert (await at.ask("ann")).status_code == 200
         assert at.stacks[0].pipeline.charging.spending._keeper is None
+
+
+async def test_a_start_that_was_given_up_is_charged_as_well(tmp_path: Path) -> None:
+    """The unsure tier read the prompt and computed the tokens that were checked; the answer is the higher tier's."""
+    keys = tmp_path / "keys.json"
+    key, _ = add_key(keys, "ann", engine_seconds_per_day=PLENTY)
+    unsure, more = Behaviour(answer=WORDS, certainty=-1.9), {"auth": {"keys_file": str(keys)}}
+    async with profiled_stack(tmp_path, {"check_share": 0.2}, more=more, key=key, fast=unsure) as stack:
+        answer = await stack.generate(prompt="Hello, how are you today?", stream=True)
+        assert "escalated" in answer.headers["x-qarr-reason"]
+        await ended([stack])
+        record = stack.pipeline.registry.recent[-1]
+        given_up, whole = record.visits
+        assert (given_up.tier, given_up.output, given_up.prompt) == (TierName.FAST, CHECK_TOKENS, whole.prompt)
+        assert (whole.tier, whole.output) == (record.served_by, record.output_tokens)
+        assert record.charge == stack.pipeline.charging.tariff.charge(record.decision, record.visits)

@@ -332,8 +332,10 @@ async def test_budgets_hold_over_all_workers(tmp_path: Path) -> None:
                 return (await client.post(f"{router.url}/generate", json=asked)).status_code
 
         assert await ask(rich) == 200
-        (budget,) = (await get(router, "/usage", authorization=f"Bearer {rich}"))["budgets"]
-        limit = 40 * budget["used"]
+        async with asyncio.timeout(30):
+            while not (shown := await get(router, "/usage", authorization=f"Bearer {rich}"))["usage"]:
+                await asyncio.sleep(0.1)
+        limit = 40 * shown["budgets"][0]["used"]
         poor, made = add_key(keys, "poor", engine_seconds_per_month=limit)
         async with asyncio.timeout(30):
             while await ask(poor) == 401:
