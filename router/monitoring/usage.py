@@ -153,8 +153,8 @@ class UsageEndpoint:
 
 
 def _day(request: Request, name: str) -> str:
-    text = request.query_params.get(name, "")
+    text = request.query_params.get(name)
     try:
-        return day_of(text) if text else ""
+        return "" if text is None else day_of(text)
     except ValueError:
         raise HTTPException(400, f"{name}: a day as in 2027-01-31 is allowed") from None

@@ -10,7 +10,7 @@ import logging
 import sqlite3
 import time
 from collections import defaultdict
-from datetime import UTC, datetime
+from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -224,9 +224,11 @@ def summed(rows: Iterable[tuple[Row, Use]]) -> dict[tuple[str, str], Use]:
 
 
 def day_of(text: str) -> str:
-    """Return a day as it is kept.
+    """Return a day in the form in which it is kept.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is none, or has another form.
     """
-    return f"{datetime.strptime(text, '%Y-%m-%d').replace(tzinfo=UTC):%Y-%m-%d}"
+    if date.fromisoformat(text).isoformat() != text:
+        raise ValueError(text)
+    return text

@@ -83,7 +83,8 @@ async def test_a_key_sees_its_own_usage(tmp_path: Path) -> None:
         assert len(boss["budgets"]) == 3
         assert (await usage(at, "boss", "?from=2999-01-01"))["usage"] == []
         stack, headers = at.stacks[0], {"authorization": f"Bearer {at.names['boss']}"}
-        assert (await stack.client.get(f"{stack.url}/usage?to=yesterday", headers=headers)).status_code == 400
+        for day in ("yesterday", "", "2026-1-3", "20260103", "2026-W01-1", "2026-02-30"):
+            assert (await stack.client.get(f"{stack.url}/usage?to={day}", headers=headers)).status_code == 400, day
 
 
 async def test_metrics_have_keys_and_teams(tmp_path: Path) -> None:
