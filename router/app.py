@@ -30,21 +30,27 @@ from router.api.paths import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAG
 from router.api.problems import PROBLEMS, response_to
 from router.api.resumable import ResumableStreams
 from router.auth.api_keys import KeysError, KeyStore
+from router.auth.budget_ledger import RedisLedger, SqliteLedger
+from router.auth.database import Database
 from router.auth.network import is_loopback
 from router.auth.quota import Quotas
+from router.auth.spending import Spending
 from router.auth.tokens import Access, open_access
 from router.lifecycle import ServerState
 from router.monitoring.live import Live, LiveEndpoints
 from router.monitoring.metrics import Metrics
 from router.monitoring.page import Page
+from router.monitoring.usage import Labels, UsageEndpoint
 from router.pipeline.admission import Admission
 from router.pipeline.cascade import Cascade
+from router.pipeline.charging import Charging
 from router.pipeline.failover import Failover
 from router.pipeline.opening import Direct, Hedging
 from router.pipeline.pipeline import Pipeline
 from router.pipeline.queue_lines import Lines
 from router.pipeline.registry import RequestRegistry
 from router.pipeline.shared_load import SharedLoad
+from router.pipeline.usage import UsageLog
 from router.policy.decision_log import DecisionLog
 from router.policy.render import render_budget
 from router.policy.table import PolicyStore
@@ -72,6 +78,7 @@ if TYPE_CHECKING:
     from classifier import TokenCounter
     from router.auth.quota import LocalLedger
     from router.monitoring.live import TracesElsewhere
+    from router.monitoring.usage import UsageMetrics
     from router.pipeline.pipeline import AnswerObserver
     from router.reload import Reloads
     from router.server.tls import Tls
@@ -186,15 +193,17 @@ def wire_router(
     pipeline = wired.pipeline
     live = Live(pipeline, wired.profiling, server_state, keys, wired.about, loss_budget=wired.loss_budget)
     metrics = _metrics(wired, settings, tls)
+    usage = metrics.count_keys(wired.usage, pipeline.charging, Labels(keys, settings.budgets.metrics_keys))
     streams = ResumableStreams(settings.server, links.stream_name if links is not None else "")
     traces = links.traces if links is not None else None
     routes = [
         *LiveEndpoints(pipeline, wired.evaluation, live, settings.telemetry, traces).routes(),
         Endpoint("/metrics", metrics.answer),
+        *UsageEndpoint(wired.database, pipeline.charging, keys).routes(),
     ]
     if reloads is not None:
         routes.append(ReloadEndpoint(reloads, keys).route())
-    lifespan = _lifespan(wired, streams, live, links, keys=keys, tls=tls)
+    lifespan = _lifespan(wired, streams, live, links, usage, keys=keys, tls=tls)
     parts = _Parts(wired, server_state, keys, streams, operations, routes, lifespan, tls)
     served = _served(parts, settings)
     gate = Gate(
@@ -301,6 +310,7 @@ def _prepare(parts: _Parts, gate: Gate, links: Links | None, settings: Settings)
         gate.take(served.app, served.direct, served.local_names)
         parts.streams.bounds = settings.server
         wired.pipeline.policy.take(settings.policy)
+        wired.pipeline.charging.take(settings.policy.prices, settings.budgets)
         wired.pipeline.admission.take(settings.admission)
         wired.upstream.take(settings.upstream)
         wired.evaluation.share = _evaluated_share(settings, links)
@@ -327,6 +337,8 @@ class _Wired:
     evaluation: ShadowEvaluation
     profiling: AutoProfile
     samples: PromptSamples | None
+    database: Database
+    usage: UsageLog
     about: dict[str, str]
     loss_budget: Callable[[], dict[str, Any]]
     observer: AnswerObserver
@@ -349,7 +361,7 @@ def _wire(
     decisions = DecisionLog(kept.decision_log, kept.decision_log_mb << 20) if kept.decision_log is not None else None
     if decisions is not None:
         registry.observers.append(partial(log_outcome, decisions))
-    redis_url = settings.state.redis_url.get_secret_value()
+    redis_url, database = settings.state.redis_url.get_secret_value(), Database(settings.budgets.file)
     policy = PolicyStore(settings.policy, fleet, redis_url)
     registry.observers.append(partial(_count_loss, policy))
     upstream = Upstream(fleet, EngineTransport(LEAST_REQUESTS), settings.upstream, telemetry, policy)
@@ -368,6 +380,7 @@ def _wire(
         counter=counter,
         policy=policy,
         quotas=Quotas(redis_url, local=links.ledger if links is not None else None),
+        charging=_charging(settings, fleet, policy, database),
         admission=admission,
         opener=cascade,
         cascade=cascade,
@@ -378,11 +391,15 @@ def _wire(
         answer_observer=None,
         on_request=(links.on_request if links is not None else None) or profiling.give_way,
     )
+    usage = UsageLog(database, pipeline.charging, settings.budgets.keep_days)
+    registry.observers.append(usage.offer)
     shared = SharedLoad("" if links is not None and links.serves else redis_url, fleet, admission.waiting_for)
     about = {"version": version("qarr"), "model": model, "trace_url": kept.trace_url}
     loss_budget = partial(render_budget, policy, settings.policy.budget_half_life_s)
     observer = (links.observer if links is not None else None) or evaluation
-    wired = _Wired(pipeline, upstream, shared, evaluation, profiling, samples, about, loss_budget, observer)
+    wired = _Wired(
+        pipeline, upstream, shared, evaluation, profiling, samples, database, usage, about, loss_budget, observer
+    )
     return replace(wired, pipeline=_pipeline(wired, settings))
 
 
@@ -404,13 +421,28 @@ def _evaluated_share(settings: Settings, links: Links | None) -> float:
     return 1.0 if share and links is not None and not links.serves else share  # workers have drawn the sample
 
 
+def _charging(settings: Settings, fleet: Fleet, policy: PolicyStore, database: Database) -> Charging:
+    """Return what charges requests to budgets: counted in Redis where routers share one, else in the file."""
+    redis_url, budgets = settings.state.redis_url.get_secret_value(), settings.budgets
+    ledger = RedisLedger(redis_url) if redis_url else SqliteLedger(database)
+    spending = Spending(ledger, currency=budgets.currency, priced=budgets.replica_hour is not None)
+    return Charging(spending, fleet, policy, settings.policy.prices, budgets.replica_hour)
+
+
 def _count_loss(policy: PolicyStore, record: RequestRecord) -> None:
     """Count the loss of a request's answer; if it has none, take back what was expected of it."""
     policy.served(record.decision, record.served_by, record.output_tokens, record.expected)
 
 
 def _lifespan(
-    wired: _Wired, streams: ResumableStreams, live: Live, links: Links | None, *, keys: KeyStore, tls: Tls | None
+    wired: _Wired,
+    streams: ResumableStreams,
+    live: Live,
+    links: Links | None,
+    usage: UsageMetrics,
+    *,
+    keys: KeyStore,
+    tls: Tls | None,
 ) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     """Return what runs while the router serves, and is closed afterwards."""
     pipeline = wired.pipeline
@@ -431,6 +463,9 @@ def _lifespan(
             work["the issuer's keys"] = keys.run
         if links is None or not links.serves:
             work |= {"shadow evaluation": wired.evaluation.run, "measuring": wired.profiling.run}
+            work |= {"looking at budgets": usage.run}
+        if links is None or links.serves:
+            work |= {"writing usage": wired.usage.run}
         tasks = [asyncio.create_task(lasting(each, name), name=name) for name, each in work.items()]
         yield
         await streams.aclose()
@@ -439,6 +474,8 @@ def _lifespan(
         await wired.shared.aclose()
         await pipeline.policy.aclose()
         await pipeline.quotas.aclose()
+        await pipeline.charging.spending.aclose()
+        await wired.database.aclose()
         await wired.upstream.aclose()
         for writer in (pipeline.decisions, wired.samples):
             if writer is not None:

@@ -72,6 +72,11 @@ def runtime_dir() -> Path:
     return Path(given) / "qarr" if given else cache_dir() / "run"
 
 
+def state_dir() -> Path:
+    """Return the folder for what must outlive a restart and can not be made again."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "qarr"
+
+
 def config_dir() -> Path:
     """Return the folder for what a user configures."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "qarr"
@@ -975,6 +980,28 @@ class StateSettings(Section):
     )
 
 
+class BudgetSettings(Section):
+    """What requests cost, and where it is counted."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset({"replica_hour", "currency"})
+
+    replica_hour: PositiveFloat | None = Field(
+        None,
+        description="Price of an hour of one replica of the highest tier. A second of another tier's replica counts as "
+        "`policy.prices` has it, or without those by its GPUs. Unset: nothing costs money.",
+    )
+    currency: str = Field("USD", max_length=16, description="Of `budgets.replica_hour`, for people.")
+    file: Path = Field(
+        default_factory=lambda: state_dir() / "usage.sqlite",
+        description="Usage by day, key, team and tier; without `state.redis_url` also what budgets have used. Routers of "
+        "one machine may share it.",
+    )
+    keep_days: int = Field(400, ge=1, le=36_500, description="Days for which usage is kept.")
+    metrics_keys: int = Field(
+        50, ge=0, description="Keys, in the key file's order, that have metrics of their own; the rest are `other`."
+    )
+
+
 def _viewer_address(url: str) -> str:
     """Check the address of a trace viewer's page.
 
@@ -1069,6 +1096,7 @@ class Settings(BaseSettings):
     auth: AuthSettings = Field(default_factory=AuthSettings)
     jwt: JwtSettings = JwtSettings()
     state: StateSettings = StateSettings()
+    budgets: BudgetSettings = Field(default_factory=BudgetSettings)
     telemetry: TelemetrySettings = TelemetrySettings()
 
     @model_validator(mode="after")
@@ -1257,7 +1285,9 @@ def _shown_default(key: tuple[str, ...], field: FieldInfo) -> str:
     if value == runtime_dir():
         return "`<runtime>`"
     if isinstance(value, Path):
-        for folder, shown in ((cache_dir(), "<cache>"), (config_dir(), "<config>"), (PROJECT, "<project>")):
+        for folder, shown in (
+            (cache_dir(), "<cache>"), (config_dir(), "<config>"), (state_dir(), "<state>"), (PROJECT, "<project>"),
+        ):  # fmt: skip
             if value.is_relative_to(folder):
                 return f"`{shown}/{value.relative_to(folder)}`"
     if isinstance(value, SecretStr):

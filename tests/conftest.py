@@ -41,6 +41,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest
             monkeypatch.delenv(name)
     monkeypatch.setenv("QARR_POLICY__PROFILES", str(tmp_path_factory.mktemp("profiles")))
     monkeypatch.setenv("QARR_ENGINE__LOG_DIR", str(tmp_path_factory.mktemp("logs")))
+    monkeypatch.setenv("QARR_BUDGETS__FILE", str(tmp_path_factory.mktemp("usage") / "usage.sqlite"))
     monkeypatch.setenv("QARR_PROFILE__AUTO", "false")
     monkeypatch.setenv("HF_HUB_CACHE", str(hub))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))

@@ -213,10 +213,47 @@ QUALITY: dict[str, tuple[Chart, ...]] = {
     ),
 }  # fmt: skip
 
+ENGINE, HIGHEST = (f"qarr_key_{name}_total" for name in ("engine_seconds", "highest_engine_seconds"))
+SAVED = f"1 - sum by (key, team) (rate({ENGINE}{{{J}}}[$__rate_interval])) / sum by (key, team) (rate({HIGHEST}{{{J}}}[$__rate_interval]))"
+USAGE: dict[str, tuple[Chart, ...]] = {
+    "Now": (
+        Chart("Replicas' worth of work", COUNT, "Engine time of all keys in seconds a second, of replicas of the highest tier.",
+              ((f"sum(rate({ENGINE}{{{J}}}[$__rate_interval]))", ""),), "number", 6),
+        Chart("Saved by precision", SHARE, "Engine time less than if every request had been served at the highest precision.",
+              ((f"1 - sum(rate({ENGINE}{{{J}}}[$__rate_interval])) / sum(rate({HIGHEST}{{{J}}}[$__rate_interval]))", ""),), "number", 6),
+        Chart("Cost an hour", COUNT, "At the present rate, in the currency of budgets.currency; 0 without budgets.replica_hour.",
+              ((f"sum(rate(qarr_key_money_total{{{J}}}[$__rate_interval])) * 3600", ""),), "number", 6),
+        Chart("Fullest budget", SHARE, "The largest used share of any budget.",
+              ((f"max(qarr_budget_used_ratio{{{J}}})", ""),), "number", 6, 1),
+    ),
+    "Who uses what at what cost": (
+        Chart("Engine time by key", COUNT, "In seconds a second. Keys beyond budgets.metrics_keys are other.",
+              ((rate(ENGINE, "key"), "{{key}}"),), "stacked"),
+        Chart("Engine time by team", COUNT, "In seconds a second; keys without a team have no name here.",
+              ((rate(ENGINE, "team"), "{{team}}"),), "stacked"),
+        Chart("Cost an hour by key", COUNT, "At the present rate, in the currency of budgets.currency.",
+              ((rate("qarr_key_money_total", "key") + " * 3600", "{{key}}"),), "stacked"),
+        Chart("Requests by key", PER_S, "That an engine began to answer.", ((rate("qarr_key_requests_total", "key"), "{{key}}"),), "stacked"),
+        Chart("Tokens by key", COUNT, "Per second: of prompts, of these from the prefix cache, of answers.",
+              ((rate("qarr_key_tokens_total", "key, kind"), "{{key}} {{kind}}"),)),
+        Chart("Budgets", SHARE, "Used or reserved share of each; a team's budgets have no key.",
+              ((seen("qarr_budget_used_ratio", "key, team, budget"), "{{key}} {{team}} {{budget}}"),), "bars", limit=1),
+    ),
+    "What precision routing saved": (
+        Chart("Saved share by key", SHARE, "Below 0: the tiers that served took longer than the highest precision would have.",
+              ((SAVED, "{{key}} {{team}}"),)),
+        Chart("Engine time, and at the highest precision", COUNT, "In seconds a second, of all keys.",
+              ((f"sum(rate({ENGINE}{{{J}}}[$__rate_interval]))", "as served"),
+               (f"sum(rate({HIGHEST}{{{J}}}[$__rate_interval]))", "all at the highest precision"))),
+        Chart("Requests of keys by tier", PER_S, "The tier that served.", ((rate("qarr_key_requests_total", "tier"), "{{tier}}"),), "stacked"),
+    ),
+}  # fmt: skip
+
 DASHBOARDS = {
     "qarr-overview": ("QARR overview", OVERVIEW),
     "qarr-engines": ("QARR engines", ENGINES),
     "qarr-quality": ("QARR quality", QUALITY),
+    "qarr-usage": ("QARR usage: who uses what at what cost, and what precision routing saved", USAGE),
 }
 
 

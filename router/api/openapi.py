@@ -299,12 +299,19 @@ def _health() -> Schema:
     return _open("Requests are answered; what is wrong all the same", content, **{"503": unhealthy})
 
 
+def _day(name: str) -> Schema:
+    text = "A UTC day, included; by default no bound"
+    return {"name": name, "in": "query", "description": text, "schema": {"type": "string", "format": "date"}}
+
+
 def _observed() -> dict[str, Schema]:
     """Return the operations that show requests; each router shows its own."""
     requests = _get("The last finished requests, newest first", _ref("RequestList"), 400)
     traces = _get("The kept traces, newest first", _ref("TraceList"), 400)
     for listed in (requests, traces):
         listed["parameters"] = [_LIMIT]
+    usage = _get("How far budgets are used, and what keys used on each day", _ref("UsageReport"), 400)
+    usage["parameters"] = [_day("from"), _day("to")]
     unchanged = {"304": {"description": "The browser has it already"}}
     page = "The page to watch this router and to try prompts"
     live = "Records of requests, and the fleet once a second"
@@ -315,6 +322,7 @@ def _observed() -> dict[str, Schema]:
         "/traces": {"get": traces},
         "/traces/{trace_id}": {"get": _get("One trace, with its spans", _ref("Trace"), 404, of="trace_id")},
         "/policy": {"get": _get("The parameters of decisions", _ref("Policy"))},
+        "/usage": {"get": usage},
     }
 
 
@@ -376,6 +384,7 @@ def _answer_headers() -> Schema:
         "x-qarr-reason": "Why this tier",
         "x-qarr-degraded": "What is not expected to be met: quality, latency, or unmeasured (not known); absent if nothing",
         "x-qarr-truncated": "What was cut of the prompt, where the request asks for it; absent if nothing",
+        "x-qarr-over-budget": "The budget that is used up, so that only the cheapest tier serves; absent if none is",
         "x-qarr-checkpoint": "Digest of the weights, if known",
         "x-qarr-trace-id": "The request's trace",
         "x-request-id": "The caller's, or a new one",

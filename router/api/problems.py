@@ -26,8 +26,10 @@ from router.api.bodies import FieldProblem, InvalidBody, json_response
 from router.api.paths import ErrorForm, error_form
 from router.api.resumable import ResumedElsewhere, StreamGone, UnknownStream
 from router.auth.api_keys import BeyondKey, Unauthorized
+from router.auth.budgets import NoPrice, OverBudget
 from router.auth.quota import OverQuota
 from router.lifecycle import CLIENT_GONE
+from router.policy.charge import MICRO
 from router.policy.decision import Decision, Refusal, Refused
 from router.policy.render import render_verdict
 from router.reload import ReloadError
@@ -265,6 +267,23 @@ def _over_quota(error: OverQuota) -> Problem:
     return Problem(429, "over-quota", "The key's quota is used up", str(error), retry_after_s=after_s, openai=openai)
 
 
+def _over_budget(error: OverBudget) -> Problem:
+    if error.retry_after_s is None:
+        allowed = f"less than {error.limit.text(error.currency)} altogether"
+        larger = FieldProblem("max_tokens", str(error), allowed)
+        return Problem(400, "larger-than-budget", "The request is larger than the budget", str(error), (larger,))
+    budget = {
+        "of": error.account.title,
+        "name": error.limit.name,
+        "limit": error.amount / MICRO,
+        "used": error.used / MICRO,
+        "renews": f"{error.renews:%Y-%m-%dT%H:%M:%SZ}",
+    }
+    after_s, title = max(error.retry_after_s, 1), "A budget is used up"
+    openai = (429, "insufficient_quota")
+    return Problem(429, "over-budget", title, str(error), (), after_s, {"budget": budget}, openai)
+
+
 def _refused(decision: Decision) -> Problem:
     assert decision.refusal is not None
     status, title = _REFUSALS[decision.refusal]
@@ -304,6 +323,8 @@ PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
     Unauthorized: _unauthorized,
     BeyondKey: _beyond_key,
     OverQuota: _over_quota,
+    OverBudget: _over_budget,
+    NoPrice: _plain(503, "no-price", "The key's budget cannot be kept"),
     Refused: lambda error: _refused(error.decision),
     EngineRefused: _engine_refused,
     NoSlot: _no_slot,

@@ -188,6 +188,35 @@ AdapterResult = _model("AdapterResult", replica=str, done=bool, detail=str)
 AdapterResults = _model(
     "AdapterResults", "What became of an adapter at each replica", adapter=str, replicas="list[AdapterResult]"
 )
+UsedBudget = _model(
+    "UsedBudget",
+    "One budget of a key, or of a team, which has no key",
+    key=str | None,
+    name=str | None,
+    team=str | None,
+    budget=str,
+    limit=float,
+    used=float,
+    renews=str,
+)
+UsageRow = _model(
+    "UsageRow",
+    "What a key used on a UTC day; engine-seconds are of a replica of the highest tier",
+    day=str,
+    key=str,
+    name=str,
+    team=str,
+    tier=str,
+    requests=int,
+    prompt_tokens=int,
+    cached_tokens=int,
+    output_tokens=int,
+    engine_seconds=float,
+    highest_engine_seconds=float,
+    money=float | None,
+    highest_money=float | None,
+)
+UsageReport = _model("UsageReport", scope=Scope, budgets="list[UsedBudget]", usage="list[UsageRow]")
 ChangedSetting = _model("ChangedSetting", setting=str, before=str, after=str)
 ReloadAnswer = _model("ReloadAnswer", "What a reload has changed; secrets are masked", changed="list[ChangedSetting]")
 ServedBy = _model(

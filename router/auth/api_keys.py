@@ -18,16 +18,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from router.auth.budgets import Account, Budget
 from router.policy.decision import Priority  # noqa: TC001  pydantic reads it
 from router.policy.profiles import first_fault
 from tiers.spec import TierName  # noqa: TC001  pydantic reads it
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -45,6 +46,13 @@ class Unauthorized(Exception):
 
 class UnknownSigner(Unauthorized):
     """A token names a key that its issuer had not published when the issuer's keys were last read."""
+
+
+class KeyExpired(Unauthorized):
+    """A request's key has expired."""
+
+    def __init__(self, expires: datetime) -> None:
+        super().__init__(f"the key expired at {expires.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}: ask for a new one")
 
 
 class BeyondKey(Exception):
@@ -90,6 +98,10 @@ class Caller:
         tiers: That it may use; None: all.
         over: What happens to a hint or priority beyond what is allowed: lowered and disclosed, or refused.
         admin: May operate on replicas, and see everybody's requests.
+        team: That the key belongs to; empty: none.
+        accounts: Whose budgets its requests count against: its own, and its team's.
+        over_budget: What happens to a request beyond them: it is refused, or only the cheapest tier may serve it.
+        expires: When the key ends to be valid; None: never.
     """
 
     key_id: str
@@ -99,6 +111,10 @@ class Caller:
     max_priority: Priority = "interactive"
     quota: Quota = _UNLIMITED
     admin: bool = False
+    team: str = ""
+    accounts: tuple[Account, ...] = ()
+    over_budget: Literal["refuse", "cheapest"] = "refuse"
+    expires: datetime | None = None
 
     @property
     def sees_all(self) -> bool:
@@ -113,10 +129,22 @@ class Caller:
 ANONYMOUS = Caller("", "anonymous")
 
 
-class KeyRecord(BaseModel):
-    """One key, as the file has it."""
+TeamName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+
+class TeamRecord(Budget):
+    """A team, as the file has it: budgets that its keys share."""
+
+    name: TeamName
+
+    def account(self) -> Account | None:
+        """Return what its keys' requests count against; None: it has no budget."""
+        limits = self.limits()
+        return Account(f"team:{self.name}", f"team {self.name}", limits) if limits else None
+
+
+class KeyRecord(Budget):
+    """One key, as the file has it."""
 
     id: str
     name: str = Field(min_length=1, max_length=100)
@@ -130,6 +158,9 @@ class KeyRecord(BaseModel):
     tokens_per_minute: int | None = Field(None, ge=1)
     concurrent_requests: int | None = Field(None, ge=1)
     admin: bool = False
+    expires: AwareDatetime | None = None
+    team: TeamName | None = None
+    over_budget: Literal["refuse", "cheapest"] = "refuse"
 
     @field_validator("tiers")
     @classmethod
@@ -138,11 +169,29 @@ class KeyRecord(BaseModel):
             raise ValueError("a key needs at least one tier")
         return tiers
 
-    def caller(self) -> Caller:
-        """Return the key's caller."""
+    def account(self) -> Account | None:
+        """Return what its requests count against; None: it has no budget of its own."""
+        limits = self.limits()
+        return Account(f"key:{self.id}", "this key", limits) if limits else None
+
+    def caller(self, teams: Mapping[str, TeamRecord]) -> Caller:
+        """Return the key's caller, with its team's budgets."""
         quota = Quota(self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
         tiers = None if self.tiers is None else frozenset(self.tiers)
-        return Caller(self.id, self.name, tiers, self.over, self.max_priority, quota, self.admin)
+        shared = teams[self.team].account() if self.team is not None and self.team in teams else None
+        return Caller(
+            self.id,
+            self.name,
+            tiers,
+            self.over,
+            self.max_priority,
+            quota,
+            self.admin,
+            team=self.team or "",
+            accounts=tuple(account for account in (self.account(), shared) if account is not None),
+            over_budget=self.over_budget,
+            expires=self.expires,
+        )
 
 
 class KeyFile(BaseModel):
@@ -152,26 +201,53 @@ class KeyFile(BaseModel):
 
     version: Literal[1] = 1
     keys: tuple[KeyRecord, ...] = ()
+    teams: tuple[TeamRecord, ...] | None = None  # None is not written: routers of older releases read the file
+
+    def callers(self) -> list[tuple[str, Caller]]:
+        """Return the hashes of the keys in force, and their callers."""
+        teams = self.by_name
+        return [(key.sha256, key.caller(teams)) for key in self.keys if key.revoked is None]
+
+    @property
+    def by_name(self) -> dict[str, TeamRecord]:
+        """Return the teams by their names."""
+        return {team.name: team for team in self.teams or ()}
 
 
 class KeyStore:
-    """The keys of one file. Requests need a key as soon as the file exists, even when all its keys are revoked."""
+    """The keys of one file. Requests need a key as soon as the file exists, even when all its keys are revoked.
 
-    def __init__(self, path: Path) -> None:
+    Attributes:
+        teams: Those of the file, by name.
+    """
+
+    def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
         """Read the file.
+
+        Args:
+            path: The file.
+            now: The clock by which keys expire, in seconds since 1970.
 
         Raises:
             KeysError: It exists and cannot be used.
         """
-        self.path = path
+        self.path, self._now = path, now
         self._callers: dict[str, tuple[str, Caller]] = {}
+        self.teams: Mapping[str, TeamRecord] = {}
         self._seen: tuple[int, int, int] | None = None
         self._next_look = 0.0
         self._load()
 
     def take(self, other: KeyStore) -> None:
         """Take the file and the keys of another store."""
-        self.path, self._callers, self._seen, self._next_look = other.path, other._callers, other._seen, 0.0
+        self.path, self._callers, self.teams, self._seen = other.path, other._callers, other.teams, other._seen
+        self._next_look = 0.0
+
+    @property
+    def callers(self) -> list[Caller]:
+        """Return the callers of all keys in force, in the file's order."""
+        self._refresh()
+        return [caller for _, caller in self._callers.values()]
 
     @property
     def required(self) -> bool:
@@ -186,13 +262,15 @@ class KeyStore:
         the last step compares in constant time.
 
         Raises:
-            Unauthorized: The key is not known, or was revoked.
+            Unauthorized: The key is not known, was revoked, or has expired.
         """
         self._refresh()
         digest = hash_key(key)
         known, caller = self._callers.get(digest, ("", ANONYMOUS))
         if not hmac.compare_digest(known, digest):
             raise Unauthorized("the key is not known here, or was revoked")
+        if caller.expires is not None and self._now() >= caller.expires.timestamp():
+            raise KeyExpired(caller.expires)
         return caller
 
     async def renew(self) -> None:
@@ -202,6 +280,8 @@ class KeyStore:
         """Tell whether a caller still has access, with the same rights."""
         if not self.required:
             return caller == ANONYMOUS
+        if caller.expires is not None and self._now() >= caller.expires.timestamp():
+            return False
         return any(known == caller for _, known in self._callers.values())
 
     def _refresh(self) -> None:
@@ -223,7 +303,9 @@ class KeyStore:
         if state is None and self._seen is not None:
             raise KeysError(f"the key file {self.path} is gone")
         if state is not None:
-            self._callers = {r.sha256: (r.sha256, r.caller()) for r in read_keys(self.path) if r.revoked is None}
+            file = read_key_file(self.path)
+            self._callers = {digest: (digest, caller) for digest, caller in file.callers()}
+            self.teams = file.by_name
         self._seen = state
 
 
@@ -233,15 +315,20 @@ def hash_key(key: str) -> str:
 
 
 def read_keys(path: Path) -> tuple[KeyRecord, ...]:
-    """Return the keys of a file, revoked ones too; none if there is no file.
+    """Return the keys of a file, as ``read_key_file``."""
+    return read_key_file(path).keys
+
+
+def read_key_file(path: Path) -> KeyFile:
+    """Return the keys of a file, revoked ones too, and its teams; none if there is no file.
 
     Raises:
         KeysError: The file cannot be read, or is no key file.
     """
     try:
-        return KeyFile.model_validate_json(path.read_bytes()).keys
+        return KeyFile.model_validate_json(path.read_bytes())
     except FileNotFoundError:
-        return ()
+        return KeyFile()
     except OSError as error:
         raise KeysError(f"the key file {path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
@@ -269,11 +356,35 @@ def add_key(path: Path, name: str, **rights: object) -> tuple[str, KeyRecord]:
     except ValidationError as error:
         raise KeysError(f"{first_fault(error)} (got {error.errors()[0]['input']!r})") from None
     with _locked(path):
-        keys = read_keys(path)
-        if any(k.name == name and k.revoked is None for k in keys):
+        file = read_key_file(path)
+        if any(k.name == name and k.revoked is None for k in file.keys):
             raise KeysError(f"there is a key named {name!r} already: revoke it first, or take another name")
-        _write(path, (*keys, record))
+        if record.team is not None and record.team not in {team.name for team in file.teams or ()}:
+            raise KeysError(f"there is no team {record.team!r}: make it with 'qarr keys team {record.team}'")
+        _write(path, file.model_copy(update={"keys": (*file.keys, record)}))
     return key, record
+
+
+def set_team(path: Path, name: str, **budget: float | None) -> TeamRecord:
+    """Make a team, or replace its budgets.
+
+    Args:
+        path: The file.
+        name: Of the team.
+        budget: Fields of ``Budget``.
+
+    Raises:
+        KeysError: A budget or the name is not valid, or the file cannot be used.
+    """
+    try:
+        team = TeamRecord.model_validate({"name": name, **budget})
+    except ValidationError as error:
+        raise KeysError(f"{first_fault(error)} (got {error.errors()[0]['input']!r})") from None
+    with _locked(path):
+        file = read_key_file(path)
+        others = tuple(each for each in file.teams or () if each.name != name)
+        _write(path, file.model_copy(update={"teams": (*others, team)}))
+    return team
 
 
 def revoke_key(path: Path, id_or_name: str) -> KeyRecord:
@@ -283,12 +394,12 @@ def revoke_key(path: Path, id_or_name: str) -> KeyRecord:
         KeysError: There is no such key in force.
     """
     with _locked(path):
-        keys = read_keys(path)
-        found = [k for k in keys if k.revoked is None and id_or_name in {k.id, k.name}]
+        file = read_key_file(path)
+        found = [k for k in file.keys if k.revoked is None and id_or_name in {k.id, k.name}]
         if not found:
             raise KeysError(f"there is no key in force with the id or name {id_or_name!r}: 'qarr keys list' shows all")
         gone = found[0].model_copy(update={"revoked": datetime.now(UTC)})
-        _write(path, tuple(gone if k.id == gone.id else k for k in keys))
+        _write(path, file.model_copy(update={"keys": tuple(gone if k.id == gone.id else k for k in file.keys)}))
     return gone
 
 
@@ -300,11 +411,11 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _write(path: Path, keys: tuple[KeyRecord, ...]) -> None:
+def _write(path: Path, keys: KeyFile) -> None:
     """Replace the file atomically: a reader sees the old one or the new one. Only its owner may read it."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     with os.fdopen(handle, "w") as file:
-        file.write(KeyFile(keys=keys).model_dump_json(indent=2, exclude_none=True))
+        file.write(keys.model_dump_json(indent=2, exclude_none=True))
         file.flush()
         os.fsync(file.fileno())
     Path(name).replace(path)

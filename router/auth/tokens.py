@@ -29,6 +29,7 @@ from router.policy.profiles import first_fault
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from router.auth.api_keys import TeamRecord
     from router.settings import JwtSettings, Settings
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -38,7 +39,7 @@ FETCH_S = 5.0  # for which a fetch may take, and requests wait for it
 MOST_BYTES = 1 << 18  # of a JWKS
 MOST_TOKEN_CHARS = 8192
 MOST_REMEMBERED = 4096  # checked tokens
-OWN = {"id", "name", "sha256", "created", "revoked"}  # fields of a key's record that are not rights
+OWN = {"id", "name", "sha256", "created", "revoked", "expires"}  # fields of a key's record that are not rights
 PLAIN = re.compile(r"[A-Za-z0-9@._|-]{1,56}")
 SAID = {
     jwt.ExpiredSignatureError: "the token has expired",
@@ -86,14 +87,19 @@ class Tokens:
         self._wrong = ""
         self._fetching: asyncio.Task[None] | None = None
         self._known: dict[bytes, tuple[float, Caller]] = {}  # when it expires, by a token's hash
+        self._teams: Mapping[str, TeamRecord] = {}
         if self._url is None:
             try:
                 self._read_file()
             except IssuerError as error:
                 raise KeysError(f"jwt.jwks: {error}") from None
 
-    def find(self, token: str) -> Caller:
+    def find(self, token: str, teams: Mapping[str, TeamRecord]) -> Caller:
         """Return a token's caller.
+
+        Args:
+            token: As it was sent.
+            teams: Those that there are, by name.
 
         Raises:
             Unauthorized: The token is not valid; the text says why, without the token.
@@ -101,6 +107,9 @@ class Tokens:
         """
         digest, now = hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest(), time.time()
         self._check_age()
+        if teams is not self._teams:
+            self._known.clear()
+            self._teams = teams
         known = self._known.get(digest)
         if known is not None and now < known[0]:
             return known[1]
@@ -243,7 +252,7 @@ class Tokens:
             key_id = f"jwt:{hashlib.sha256(subject.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
         record = {"id": key_id, "name": subject[:100], "sha256": "0" * 64, "created": datetime.now(UTC), **rights}
         try:
-            return KeyRecord.model_validate_json(json.dumps(record, default=str)).caller()
+            return KeyRecord.model_validate_json(json.dumps(record, default=str)).caller(self._teams)
         except ValidationError as error:
             raise Unauthorized(f"the token's claim {names.rights}: {first_fault(error)}") from None
 
@@ -308,8 +317,9 @@ class Access(KeyStore):
 
     def find(self, key: str) -> Caller:
         """See ``KeyStore``."""
+        self._refresh()
         if self.tokens is not None and key.count(".") == 2 and len(key) <= MOST_TOKEN_CHARS:  # noqa: PLR2004
-            return self.tokens.find(key)
+            return self.tokens.find(key, self.teams)
         return super().find(key)
 
     def holds(self, caller: Caller) -> bool:

@@ -1,21 +1,39 @@
-"""``qarr keys``: make, list and revoke the keys that requests carry."""
+"""``qarr keys``: make, list and revoke the keys that requests carry, with their teams and budgets."""
 
 from __future__ import annotations
 
+import re
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from router.auth.api_keys import add_key, read_keys, revoke_key
+from router.auth.api_keys import KeysError, add_key, read_keys, revoke_key, set_team
 from router.cli.common import ConfigOption, check_tier, err, plain, print_table
+from router.cli.usage import keys_usage
 from router.settings import load_settings
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from router.auth.api_keys import KeyRecord
+    from router.settings import Settings
 
+_DURATION = re.compile(r"([1-9]\d{0,5})([dh])")
+_SPANS = {"d": "days", "h": "hours"}
 keys_app = typer.Typer(help="Make, list and revoke the keys that requests carry.", no_args_is_help=True)
+keys_app.command("usage")(keys_usage)
+AmountOption = Annotated[
+    float | None, typer.Option(metavar="AMOUNT", help="Budget of a UTC day or month; by default none.")
+]
+OverBudgetOption = Annotated[
+    str,
+    typer.Option(help="What happens over budget: refuse, or cheapest: up to twice the budget on the cheapest tier."),
+]
+ExpiresOption = Annotated[
+    str | None, typer.Option(metavar="DATE|DURATION", help="Valid until: 2027-01-31 (its end, UTC), or 30d, 12h.")
+]
+TeamOption = Annotated[str | None, typer.Option(metavar="NAME", help="Whose budgets it shares: see 'qarr keys team'.")]
 LimitOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="By default no limit.")]
 
 
@@ -39,6 +57,13 @@ def keys_add(
     admin: Annotated[
         bool, typer.Option("--admin", help="Allow it to operate on replicas and to see everybody's requests.")
     ] = False,
+    engine_seconds_day: AmountOption = None,
+    engine_seconds_month: AmountOption = None,
+    money_day: AmountOption = None,
+    money_month: AmountOption = None,
+    over_budget: OverBudgetOption = "refuse",
+    expires: ExpiresOption = None,
+    team: TeamOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Make a key and print it. It is shown only this once: the file has its hash, not the key."""
@@ -53,6 +78,10 @@ def keys_add(
         "tokens_per_minute": tokens_per_minute,
         "concurrent_requests": concurrent_requests,
         "admin": admin,
+        "over_budget": over_budget,
+        "expires": None if expires is None else expiry(expires, datetime.now(UTC)),
+        "team": team,
+        **_budget(settings, engine_seconds_day, engine_seconds_month, money_day, money_month),
     }
     if tier:
         rights["tiers"] = tuple(tier)
@@ -78,10 +107,29 @@ def keys_list(
         typer.echo("no keys: make one with 'qarr keys add NAME'")
         return
     limits = ("requests/min", "tokens/min", "at once")
-    table = Table("id", "name", "made", "state", "tiers", "priority", *limits, "admin", box=None)
+    table = Table("id", "name", "made", "state", "tiers", "priority", *limits, "team", "admin", box=None)
     for key in keys:
         table.add_row(*_row(key))
     print_table(table, 160)
+
+
+@keys_app.command("team")
+def keys_team(
+    name: Annotated[str, typer.Argument(help="Of the team.")],
+    engine_seconds_day: AmountOption = None,
+    engine_seconds_month: AmountOption = None,
+    money_day: AmountOption = None,
+    money_month: AmountOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Make a team, or replace its budgets, which its keys share. Running routers follow within a second."""
+    settings = load_settings(config)
+    path = settings.auth.keys_file
+    if not path.exists():
+        raise KeysError(f"there is no key file {path}: make a key first with 'qarr keys add NAME'")
+    team = set_team(path, name, **_budget(settings, engine_seconds_day, engine_seconds_month, money_day, money_month))
+    budgets = ", ".join(limit.text(settings.budgets.currency) for limit in team.limits())
+    typer.echo(f"team {name}: {budgets or 'no budget'}")
 
 
 @keys_app.command("revoke")
@@ -94,8 +142,55 @@ def keys_revoke(
     typer.echo(f"revoked key {gone.id} of {gone.name}")
 
 
+def expiry(text: str, now: datetime) -> datetime:
+    """Return when a key ends to be valid: the end of a day in UTC, or some days or hours from now.
+
+    Raises:
+        KeysError: It is neither, or not in the future.
+    """
+    found = _DURATION.fullmatch(text)
+    try:
+        if found is not None:
+            ends = now + timedelta(**{_SPANS[found[2]]: int(found[1])})
+        else:
+            ends = datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC) + timedelta(days=1)
+    except (ValueError, OverflowError):
+        ends = now
+    if ends <= now:
+        raise KeysError(
+            f"--expires {text[:40]}: a day to come as in 2027-01-31, or a duration as in 30d or 12h, is needed"
+        )
+    return ends
+
+
+def _budget(
+    settings: Settings,
+    engine_seconds_day: float | None,
+    engine_seconds_month: float | None,
+    money_day: float | None,
+    money_month: float | None,
+) -> dict[str, float | None]:
+    """Return budgets by the key file's names.
+
+    Raises:
+        KeysError: Money is budgeted, and nothing has a price.
+    """
+    if settings.budgets.replica_hour is None and (money_day, money_month) != (None, None):
+        raise KeysError(
+            "a budget of money needs a price: set budgets.replica_hour, the price of an hour of one replica"
+        )
+    return {
+        "engine_seconds_per_day": engine_seconds_day,
+        "engine_seconds_per_month": engine_seconds_month,
+        "money_per_day": money_day,
+        "money_per_month": money_month,
+    }
+
+
 def _row(key: KeyRecord) -> list[str]:
     state = f"revoked {key.revoked:%Y-%m-%d}" if key.revoked else "in force"
+    if key.expires is not None and not key.revoked:
+        state = f"{'expired' if key.expires <= datetime.now(UTC) else 'until'} {key.expires:%Y-%m-%d %H:%M}"
     limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrent_requests)
     return [
         key.id,
@@ -105,5 +200,6 @@ def _row(key: KeyRecord) -> list[str]:
         "all" if key.tiers is None else " ".join(key.tiers),
         f"{key.max_priority} ({key.over})",
         *("-" if limit is None else str(limit) for limit in limits),
+        key.team or "-",
         "yes" if key.admin else "-",
     ]

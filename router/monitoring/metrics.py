@@ -21,7 +21,8 @@ from starlette.responses import Response
 
 from router.monitoring.scaling import Scaling
 from router.monitoring.tally import Tally
-from router.pipeline.registry import OVER_QUOTA
+from router.monitoring.usage import UsageMetrics
+from router.pipeline.registry import OVER_BUDGET, OVER_QUOTA
 from router.policy.decision import Refusal
 from router.telemetry.record import Outcome
 from tiers.breaker import BreakerState
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from router.monitoring.tally import Buckets, Count, Counter, Histogram
+    from router.monitoring.usage import Labels
+    from router.pipeline.charging import Charging
     from router.pipeline.pipeline import Pipeline
+    from router.pipeline.usage import UsageLog
     from router.policy.budget_store import LossBudget
     from router.policy.decision import TierReport
     from router.policy.table import PolicyStore
@@ -83,7 +87,7 @@ class RequestMetrics:
         text = "Of the tokens of prompts, those in the engine's prefix cache: as predicted, and as the engine reported them."
         self._cached_tokens = counter("cached_prompt_tokens", text, "tier", "source")
         self._sla = counter("sla_requests", "Requests with bounds on times, by whether they were met.", *KIND, "result")
-        for reason in (*(refusal.value for refusal in Refusal), OVER_QUOTA):
+        for reason in (*(refusal.value for refusal in Refusal), OVER_QUOTA, OVER_BUDGET):
             self._refusals.of(reason)  # at 0 from the start: a rate cannot see the first event of a new series
         switch = ("from_tier", "to_tier")
         self._continuations = counter("continuations", "Answers that another engine continued.", *switch)
@@ -352,6 +356,14 @@ class Metrics:
         registry.register(Scaling(pipeline))
         registry.register(Losses(evaluation, pipeline.policy))
         registry.register(Budget(pipeline.policy.budget, half_life_s))
+        self._registry = registry
+
+    def count_keys(self, usage: UsageLog, charging: Charging, labels: Labels) -> UsageMetrics:
+        """Count what keys use as well."""
+        metrics = UsageMetrics(self.tally, labels, charging)
+        usage.observers.append(metrics.observe)
+        self._registry.register(metrics)
+        return metrics
 
     def show_expiry(self, expires: Callable[[], float]) -> None:
         """Show when the router's certificate expires, in seconds since 1970."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from router.pipeline.queue_lines import Entry, Lines
 from router.pipeline.request import class_of
+from router.policy.charge import FREE
 from router.policy.decide import UNKNOWN_RETRY_S, decide
 from router.policy.decision import PRIORITIES, Basis, Refusal, Refused
 from tiers.fleet import Demand
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from router.auth.quota import Grant as QuotaGrant
+    from router.auth.spending import BudgetGrant
+    from router.policy.charge import Charge
     from router.policy.decision import Decision, Query
     from router.policy.table import PolicyStore
     from router.settings import AdmissionSettings
@@ -57,12 +60,14 @@ class Admitted:
 
 @dataclass(slots=True, eq=False)
 class Grant:
-    """Quota, slot and lease of one request. Release it exactly once, however the request ends.
+    """Quota, budget, slot and lease of one request. Release it exactly once, however the request ends.
 
     Attributes:
         quota: Taken in advance; None: not yet, or the caller has no limits.
         slot: None: not yet.
         used: Prompt and output tokens; None: the request was not served, and does not count.
+        budget: Reserved; None: not yet, or the caller has none.
+        charge: What is charged instead.
     """
 
     _admission: Admission
@@ -70,13 +75,19 @@ class Grant:
     quota: QuotaGrant | None = None
     slot: Admitted | None = None
     used: int | None = None
+    budget: BudgetGrant | None = None
+    charge: Charge = FREE
 
     async def release(self) -> None:
-        """Give back all of it; of the quota, what was not used."""
+        """Give back all of it; of quota and budget, what was not used."""
         if self.slot is not None:
             self._admission.leave(self._key_id, self.slot)
-        if self.quota is not None:
-            await self.quota.settle(self.used)
+        try:
+            if self.quota is not None:
+                await self.quota.settle(self.used)
+        finally:  # also when this is cancelled
+            if self.budget is not None:
+                await self.budget.settle(self.charge)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""The path of every served request: decide, take quota and slot, open an answer, give back quota and slot."""
+"""The path of every served request: decide, take quota, budget and slot, open an answer, give them back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from router.auth.api_keys import BeyondKey
 from router.pipeline.admission import Grant
+from router.pipeline.charging import visits_of
 from router.pipeline.request import MAX_COUNT, query_of
+from router.policy.charge import Visit
 from router.policy.decide import decide
 from router.policy.decision import Refusal, Refused
 from router.telemetry.ids import random_hex
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from router.auth.quota import Quotas
     from router.pipeline.admission import Admission
     from router.pipeline.cascade import Cascade
+    from router.pipeline.charging import Charging
     from router.pipeline.opening import Opener
     from router.pipeline.registry import ActiveRequest, RequestRegistry
     from router.pipeline.request import ParsedRequest, PromptText, RequestContext, RoutingOptions
@@ -66,6 +69,7 @@ class Pipeline:
     counter: TokenCounter
     policy: PolicyStore
     quotas: Quotas
+    charging: Charging
     admission: Admission
     opener: Opener
     cascade: Cascade
@@ -121,10 +125,11 @@ class Pipeline:
     async def serve(
         self, request: ParsedRequest, decision: Decision, consume: Callable[[ActiveRequest], Awaitable[None]]
     ) -> None:
-        """Open an answer, let ``consume`` have it, and give back quota and slot however the request ends.
+        """Open an answer, let ``consume`` have it, and give back what it took however the request ends.
 
         Raises:
             OverQuota: The caller's quota is used up.
+            OverBudget: A budget of the caller is used up.
             Refused: No tier serves the request, or no slot was free in time.
             UpstreamError: No engine began an answer.
         """
@@ -146,12 +151,15 @@ class Pipeline:
                 error = None  # its trace leads here
 
     async def _open(self, active: ActiveRequest, grant: Grant, asked: EngineRequest, priority: int) -> None:
-        """Take quota and slot, and open the answer."""
+        """Take quota, budget and slot, and open the answer."""
         decision, caller, sent_at = active.decision, active.context.caller, time.monotonic()
         if decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY:
             raise Refused(decision)
         tokens = min(decision.query.tokens_in_all, MAX_COUNT)
         grant.quota = await self.quotas.enter(caller, tokens, active.context.limits)
+        if caller.accounts:
+            grant.budget = await self.charging.reserve(active)
+            decision = active.decision
         try:
             grant.slot = await self.admission.enter(decision, caller.key_id, priority)
             active.let_in(grant.slot)
@@ -159,6 +167,8 @@ class Pipeline:
             answer = active.answer = await self.opener.open(grant.slot, asked, sent_at)
         except (asyncio.CancelledError, EngineTooSlow):
             grant.used = decision.query.tokens_to_read  # an engine may have computed them
+            if grant.slot is not None and grant.slot.decision.tier is not None and caller.key_id:
+                active.visits = (Visit(grant.slot.decision.tier, grant.used, 0, 0),)
             raise
         if active.context.traced:
             self.telemetry.record_served(answer.tier, answer.replica_id, answer.failed_attempts)
@@ -166,17 +176,24 @@ class Pipeline:
     async def _close(
         self, active: ActiveRequest, grant: Grant, asked: EngineRequest, error: BaseException | None
     ) -> None:
-        """Close the answer, and give back quota and slot."""
+        """Close the answer, and give back quota, budget and slot."""
         answer = active.answer
         try:
             if answer is not None:
+                if active.context.caller.key_id:
+                    active.visits = visits_of(active.decision, answer)
                 prompt_tokens = answer.usage.get("prompt_tokens", active.decision.query.tokens_to_read)
                 grant.used = prompt_tokens + answer.output_tokens
                 if answer.complete and self.answer_observer is not None:
                     self.answer_observer.offer(active.decision, answer.tier, asked.chat)
                 await answer.aclose(error or answer.error)
         finally:
-            await grant.release()
+            try:
+                if grant.budget is not None:
+                    cost = self.charging.tariff.charge(active.decision, active.visits)
+                    active.charge = grant.charge = cost.at_most(grant.budget.hold.reserved)
+            finally:
+                await grant.release()
 
 
 def engine_request_id(context: RequestContext) -> str:

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from router.auth.budgets import OverBudget
 from router.auth.quota import OverQuota
 from router.pipeline.request import class_of
 from router.policy.decision import Refused
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
     from router.pipeline.admission import Admitted
     from router.pipeline.request import RequestContext
     from router.policy.budget_store import Expectation
+    from router.policy.charge import Charge, Visit
     from router.policy.decision import Decision, Priority, Sla
     from router.upstream.engine_stream import EngineAnswer
 
 log = logging.getLogger(f"qarr.{__name__}")
 OVER_QUOTA = "over_quota"
+OVER_BUDGET = "over_budget"
 State = Literal["waiting", "prefill", "decode"]
 
 
@@ -43,6 +46,8 @@ class ActiveRequest:
         sent: When it was admitted, in seconds by the monotonic clock.
         answer: None until it has begun.
         expected: What the loss budget counts for it meanwhile.
+        visits: What tiers have computed of it, once that is known; only of callers with a key.
+        charge: To its caller's budgets; None: it has none.
     """
 
     context: RequestContext
@@ -52,6 +57,8 @@ class ActiveRequest:
     sent: float = 0.0
     answer: EngineAnswer | None = None
     expected: Expectation | None = None
+    visits: tuple[Visit, ...] = ()
+    charge: Charge | None = None
 
     @property
     def state(self) -> State:
@@ -168,6 +175,9 @@ class RequestRegistry:
             expected=request.expected,
             cached_prompt_tokens=answer.cached_tokens if answer is not None else None,
             predicted_cached_tokens=answer.predicted_cached_tokens if answer is not None else None,
+            team=context.caller.team,
+            visits=request.visits,
+            charge=request.charge,
         )
 
     def _outcome(self, answer: EngineAnswer | None, error: BaseException | None) -> tuple[Outcome, str | None]:
@@ -179,6 +189,8 @@ class RequestRegistry:
             return Outcome.REFUSED, refusal.value if refusal is not None else None
         if isinstance(failure, OverQuota):
             return Outcome.REFUSED, OVER_QUOTA
+        if isinstance(failure, OverBudget):
+            return Outcome.REFUSED, OVER_BUDGET
         if isinstance(failure, asyncio.CancelledError | OSError) and not self._server_state.deadline_passed:
             return Outcome.CLIENT_GONE, None
         return Outcome.ERROR, "Draining" if isinstance(failure, asyncio.CancelledError) else type(failure).__name__

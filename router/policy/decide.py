@@ -13,7 +13,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from router.policy.budget import best, middle_price
-from router.policy.decision import CHOSEN, Basis, Decision, Priced, Refusal, TierReport
+from router.policy.decision import CHOSEN, Basis, Decision, Priced, Rate, Refusal, TierReport
 from tiers.choice import uncached
 from tiers.preparing import about
 from tiers.snapshot import has_slots
@@ -252,6 +252,15 @@ class _Case:
             cached=cached,
         )
 
+    def rate(self, tier: TierName) -> Rate | None:
+        """Return the engine time that a token takes on a tier, as ``_TierEstimate.cost`` has it, without its price."""
+        estimate = next((o for o in self.estimates if o.name is tier), None)
+        if estimate is None or estimate.speed is None:
+            return None
+        speed, drift = estimate.speed, estimate.times.drift if estimate.times else 1.0
+        batch = min(estimate.spec.max_num_seqs, self.fleet.sequences + self.query.sequences)
+        return Rate(speed.engine_ms(1, 0, batch) * 1000 * drift, speed.engine_ms(0, 1, batch) * 1000 * drift)
+
     def precision(self) -> str | None:
         """Return what the chosen tier serves."""
         return None if self.chosen is None else self.chosen.spec.precision
@@ -270,7 +279,7 @@ class _Case:
             reason += f"; the request allows {', '.join(sorted(query.precisions))} only"
         if query.sla.max_quality_loss is not None and self.within and not self.table.losses:
             reason += "; loss is not measured yet, so only the reference precision is sure to keep max_quality_loss"
-        return reason
+        return f"over budget, so only {chosen.name} may serve; {reason}" if query.over_budget else reason
 
     def _why(self, chosen: _TierEstimate) -> str:
         """Return why a tier was chosen."""
@@ -426,7 +435,7 @@ def _unable(spec: TierSpec, query: Query) -> Refusal | None:
 def _obstacle_text(estimate: _TierEstimate, query: Query) -> str:
     """Return why a tier cannot serve the request now."""
     if estimate.obstacle is Refusal.NOT_ALLOWED:
-        return "is not allowed for this key"
+        return "is not allowed for this key" + (" over its budget" if query.over_budget else "")
     if estimate.obstacle is Refusal.EXCLUDED:
         return _excluded_text(estimate.spec, query)
     if estimate.obstacle is Refusal.NO_ADAPTER:

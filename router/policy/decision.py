@@ -210,6 +210,7 @@ class Query:
         only: The tiers that may serve it, as the request says; None: all.
         sort: What the choice is to be made by, among tiers that meet the class's needs; None: by the price of loss.
         truncated: What was cut of its prompt, for people; empty: nothing.
+        over_budget: The key's budget is used up, so that only ``allowed`` is left of its tiers.
         prefix: Of its prompt, for prefix caches; None: not known. No part of what is decided from, nor of the log: what
             replicas hold of it is in the snapshot.
     """
@@ -229,6 +230,7 @@ class Query:
     only: frozenset[TierName] | None = None
     sort: Sort | None = None
     truncated: str = ""
+    over_budget: bool = False
     prefix: Annotated[Prefix | None, Field(exclude=True)] = field(default=None, compare=False, repr=False)
 
     def allows(self, tier: TierName) -> bool:
@@ -307,6 +309,13 @@ class TierReport:
     cached_prompt_tokens: int | None = None
 
 
+class Rate(NamedTuple):
+    """Microseconds that one token takes of an engine: of a prompt, and of an answer."""
+
+    prompt_us: float
+    output_us: float
+
+
 class Explanation(Protocol):
     """What a decision was made from: gives those of its attributes that are made when somebody reads them."""
 
@@ -331,6 +340,9 @@ class Explanation(Protocol):
         Raises:
             KeyError: The fleet has no such tier.
         """
+
+    def rate(self, tier: TierName) -> Rate | None:
+        """Return ``Decision.rate``."""
 
 
 class _Explained:
@@ -416,6 +428,10 @@ class Decision(_Explained):
             if verdict.tier is tier:
                 return verdict
         raise KeyError(tier)
+
+    def rate(self, tier: TierName) -> Rate | None:
+        """Return the engine time that a token takes on a tier, as it was priced; None: not known."""
+        return None if self._explanation is None else self._explanation.rate(tier)
 
     @property
     def chosen(self) -> TierReport | None:

@@ -10,6 +10,7 @@ from router.policy.render import render_verdict
 
 if TYPE_CHECKING:
     from router.policy.budget_store import Expectation
+    from router.policy.charge import Charge, Visit
     from router.policy.decision import Decision, Priority
     from router.policy.decision_log import DecisionLog
     from tiers.spec import TierName
@@ -46,6 +47,9 @@ class RequestRecord(NamedTuple):
         expected: What the loss budget counted for it while it was open.
         cached_prompt_tokens: Of its prompt, found in the engine's prefix cache, as the engine reports it.
         predicted_cached_tokens: The same, as expected when the request was sent.
+        team: Of the caller's key; empty: none.
+        visits: What tiers computed of it; only of callers with a key.
+        charge: To its caller's budgets; None: it has none.
     """
 
     at: float
@@ -76,6 +80,9 @@ class RequestRecord(NamedTuple):
     expected: Expectation | None = None
     cached_prompt_tokens: int | None = None
     predicted_cached_tokens: int | None = None
+    team: str = ""
+    visits: tuple[Visit, ...] = ()
+    charge: Charge | None = None
 
     @property
     def undisturbed(self) -> bool:

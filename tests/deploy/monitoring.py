@@ -126,6 +126,8 @@ def write_prometheus(folder: Path, routers: Routers, alertmanager: str) -> None:
     """Write deploy/prometheus with these targets and short times."""
     config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text("utf-8"))
     config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
+    for job in config["scrape_configs"] if routers.key else ():
+        job["authorization"] = {"credentials": routers.key}
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     for kind in ("rules", "targets"):
         (folder / kind).mkdir()

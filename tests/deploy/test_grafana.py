@@ -29,7 +29,7 @@ def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
 def test_the_files_are_what_the_script_makes() -> None:
     """Nobody has changed the JSON by hand, or the script without it."""
     subprocess.run([program("python"), str(GRAFANA / "dashboards.py"), "--check"], check=True)
-    assert set(DASHBOARDS) == {"qarr-overview", "qarr-engines", "qarr-quality"}
+    assert set(DASHBOARDS) == {"qarr-overview", "qarr-engines", "qarr-quality", "qarr-usage"}
 
 
 @pytest.mark.parametrize("name", sorted(DASHBOARDS))

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from router.auth.api_keys import add_key, set_team
 from router.policy.profiles import latency_name
 from router.profiling.shadow_evaluation import LOOK_S, QUIET_LOOKS
 from tests.browser.made_up import speed
@@ -33,10 +34,11 @@ PROMPTS = (CHAT, "Write a Python function that sorts a list of dicts by a key.",
 
 @dataclass(slots=True)
 class Routers:
-    """Two routers, each in front of engines of its own, and what was sent to them."""
+    """Two routers, each in front of engines of its own, what was sent to them, and the key that everything is sent with."""
 
     stacks: list[Stack]
     sent: int = 0
+    key: str = ""
     statuses: list[int] = field(default_factory=list)
 
     async def ask(self, stack: Stack, **body: Any) -> httpx.Response:
@@ -133,17 +135,21 @@ async def two_routers(tmp_path: Path) -> AsyncIterator[Routers]:
     The second knows the tiers' speed as well, so that it has a price of loss, and has a cap.
     """
     async with AsyncExitStack() as cleanup:
-        stacks = []
+        stacks, keys = [], tmp_path / "keys.json"
+        add_key(keys, "first")
+        set_team(keys, "blue", money_per_month=1e6)
+        key, _ = add_key(keys, "ann", admin=True, team="blue", engine_seconds_per_day=1e6)
+        more = {"auth": {"keys_file": str(keys)}, "budgets": {"replica_hour": 3.6}}
         checked = {"live_check_share": 1.0, "max_loss": {"chat": 0.12}}
         for name, policy in (("first", {"check_share": 0.2}), ("second", checked)):
             (tmp_path / name).mkdir()
             behaviours = {tier: Behaviour(answer=WORDS) for tier in STANDARD_TIERS}
             tiers = ADDED if name == "first" else None
-            stack = profiled_stack(tmp_path / name, policy, tiers=tiers, **behaviours)
+            stack = profiled_stack(tmp_path / name, policy, tiers=tiers, more=more, key=key, **behaviours)
             stacks.append(await cleanup.enter_async_context(stack))
         fleet = stacks[1].fleet
         identities = {spec.name: spec.identity for spec in fleet.specs}
         profile = tmp_path / "second/profiles" / latency_name(identities, fleet.machine)
         profile.write_text(speed(identities, fleet.machine).model_dump_json())
         await until(lambda: all(r.speed is not None and r.speed.under_load for r in fleet.replicas))
-        yield Routers(stacks)
+        yield Routers(stacks, key=key)

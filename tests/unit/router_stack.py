@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from classifier import EstimatingCounter
-from router.app import create_app
+from router.app import wire_router
 from router.auth.api_keys import KeyStore
 from router.deployment.options import fleet_options
 from router.reload import Reloads
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from starlette.types import ASGIApp
 
+    from router.pipeline.pipeline import Pipeline
+
 
 @dataclass(slots=True)
 class Stack:
@@ -41,6 +43,7 @@ class Stack:
     fleet: Fleet
     engines: dict[TierName, Behaviour]
     app: ASGIApp
+    pipeline: Pipeline
 
     async def generate(self, **body: Any) -> httpx.Response:
         """Post to /generate and read the whole answer."""
@@ -99,7 +102,7 @@ async def router_stack(
             behaviour.requests.clear()
             behaviour.headers.clear()
         keys = KeyStore(settings.auth.keys_file)
-        app = create_app(
+        router = wire_router(
             settings,
             fleet,
             EstimatingCounter(),
@@ -109,9 +112,10 @@ async def router_stack(
             operations=supervisor.operations,
             reloads=Reloads(settings, lambda: settings),
         )
+        app = router.app
         url = await cleanup.enter_async_context(serving(app, http=protocol_for(settings.server)))
         client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
-        yield Stack(url, client, fleet, engines, app)
+        yield Stack(url, client, fleet, engines, app, router.pipeline)
 
 
 def telemetry_of(tracing: TracerProvider | Telemetry | None, settings: Settings) -> Telemetry:

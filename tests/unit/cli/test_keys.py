@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
 
 from router.auth.api_keys import KeysError, read_keys
+from router.cli.keys import expiry
 from tests.unit.cli.stub_router import qarr
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ def test_the_list_shows_rights_and_no_hash(file: Path) -> None:
     shown = qarr("keys", "list").stdout
     ann, ben = shown.splitlines()[1:]
     assert ann.split()[1] == "[red]Ann"
-    assert ann.split()[3:] == ["in", "force", "fast", "interactive", "(clamp)", "-", "-", "3", "-"]
+    assert ann.split()[3:] == ["in", "force", "fast", "interactive", "(clamp)", "-", "-", "3", "-", "-"]
     assert "revoked 20" in ben
     assert ben.split()[-1] == "yes"
     records = json.loads(qarr("keys", "list", "--json").stdout)
@@ -75,3 +77,36 @@ def test_unknown_rights_are_refused(options: list[str], file: Path) -> None:
     """No key is made."""
     assert qarr("keys", "add", "a", *options).exit_code != 0
     assert not file.exists()
+
+
+def test_keys_have_budgets_teams_and_an_end(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As given; a team must be there, money needs a price, and a key that ends says so in the list."""
+    assert qarr("keys", "team", "blue").exit_code != 0
+    assert not file.exists()
+    assert qarr("keys", "add", "a", "--engine-seconds-day", "1.5", "--over-budget", "cheapest").exit_code == 0
+    assert "5 engine-seconds a month" in qarr("keys", "team", "blue", "--engine-seconds-month", "5").stdout
+    for bad in (["--team", "red"], ["--money-day", "2"], ["--engine-seconds-day", "0"], ["--over-budget", "never"]):
+        done = qarr("keys", "add", "b", *bad)
+        assert (done.exit_code != 0, isinstance(done.exception, KeysError)) == (True, True), bad
+    monkeypatch.setenv("QARR_BUDGETS__REPLICA_HOUR", "4")
+    assert qarr("keys", "add", "b", "--team", "blue", "--money-day", "2", "--expires", "2099-01-31").exit_code == 0
+    first, second = read_keys(file)
+    assert (first.engine_seconds_per_day, first.over_budget, first.expires) == (1.5, "cheapest", None)
+    assert (second.team, second.money_per_day, str(second.expires)) == ("blue", 2, "2099-02-01 00:00:00+00:00")
+    assert "until 2099-02-01" in qarr("keys", "list").stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [("30d", "2026-12-24 12:00:00"), ("12h", "2026-11-25 00:00:00"), ("2026-11-24", "2026-11-25 00:00:00")],
+)
+def test_when_a_key_ends(text: str, ends: str) -> None:
+    """After days or hours, or at the end of a day in UTC."""
+    assert f"{expiry(text, datetime(2026, 11, 24, 12, tzinfo=UTC)):%Y-%m-%d %H:%M:%S}" == ends
+
+
+@pytest.mark.parametrize("text", ["2026-11-23", "0d", "30", "tomorrow", "2026-02-30", "9999999d", "2026-11-24T10:00"])
+def test_no_key_ends_in_the_past(text: str) -> None:
+    """Nor at a time that is none, or beyond all calendars."""
+    with pytest.raises(KeysError, match=r"--expires .*2027-01-31"):
+        expiry(text, datetime(2026, 11, 24, 12, tzinfo=UTC))

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from classifier import PromptClass
 from router.monitoring.metrics import Budget, RequestMetrics
 from router.monitoring.tally import Tally
-from router.pipeline.registry import OVER_QUOTA
+from router.pipeline.registry import OVER_BUDGET, OVER_QUOTA
 from router.policy.budget import Answer
 from router.policy.budget_store import LossBudget
 from router.policy.decision import Priced, Refusal
@@ -154,7 +154,7 @@ def test_a_served_request_counts_once_everywhere() -> None:
     assert counted.total("refusals_total") == 0
 
 
-@pytest.mark.parametrize("reason", [*(refusal.value for refusal in Refusal), OVER_QUOTA])
+@pytest.mark.parametrize("reason", [*(refusal.value for refusal in Refusal), OVER_QUOTA, OVER_BUDGET])
 def test_refusals_are_there_at_0_before_the_first(reason: str) -> None:
     """The rate of a new series misses its first event."""
     assert Counted().value("refusals_total", reason=reason) == 0

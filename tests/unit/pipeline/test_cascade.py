@@ -81,13 +81,22 @@ async def profiled_stack(
     policy: dict[str, Any],
     tracing: TracerProvider | None = None,
     tiers: dict[str, Any] | None = None,
+    *,
+    more: dict[str, Any] | None = None,
+    key: str = "",
     **behaviours: Behaviour,
 ) -> AsyncIterator[Stack]:
-    """Run a router that has taken up a quality profile; ``tiers`` are settings."""
+    """Run a router that has taken up a quality profile; ``tiers`` and ``more`` are settings, ``key`` is the client's."""
     folder = tmp_path / "profiles"
     folder.mkdir()
-    overrides = {"tiers": tiers or {}, "policy": {"profiles": str(folder), "max_slowdown": 1e9, **policy}}
+    overrides = {
+        "tiers": tiers or {},
+        "policy": {"profiles": str(folder), "max_slowdown": 1e9, **policy},
+        **(more or {}),
+    }
     async with router_stack(tmp_path, overrides, tracing, **behaviours) as stack:
+        if key:
+            stack.client.headers["authorization"] = f"Bearer {key}"
         identities = {spec.name: spec.identity for spec in stack.fleet.specs}
         (folder / profile_name(identities)).write_text(profile(identities).model_dump_json())
         for _ in range(100):

@@ -11,10 +11,13 @@ import pytest
 
 from classifier import EstimatingCounter
 from router.auth.api_keys import BeyondKey, Caller, Quota
+from router.auth.budget_ledger import MemoryLedger
 from router.auth.quota import OverQuota, Quotas
+from router.auth.spending import Spending
 from router.lifecycle import ServerState
 from router.pipeline.admission import Admission
 from router.pipeline.cascade import Cascade
+from router.pipeline.charging import Charging
 from router.pipeline.failover import Failover
 from router.pipeline.opening import Direct
 from router.pipeline.pipeline import Pipeline, engine_request_id
@@ -178,6 +181,9 @@ async def line(
             counter=EstimatingCounter(),
             policy=stack.policy,
             quotas=Quotas(),
+            charging=Charging(
+                Spending(MemoryLedger(), currency="USD", priced=False), stack.fleet, stack.policy, {}, None
+            ),
             admission=Admission(stack.fleet, stack.policy, settings.admission, stack.telemetry),
             opener=Failover(cascade, *parts, settings.upstream.attempts, 256),
             cascade=cascade,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sqlite3
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -316,6 +317,48 @@ async def test_quotas_hold_over_all_workers(tmp_path: Path) -> None:
         assert 3 <= statuses.count(200) < 30
         assert set(statuses) == {200, 429}
         assert [await ask(few) for _ in range(5)] == [200] * 5
+
+
+async def test_budgets_hold_over_all_workers(tmp_path: Path) -> None:
+    """Charges of both workers are in one file: within the budget, the same as the usage, and nothing stays reserved."""
+    keys, file = tmp_path / "keys.json", tmp_path / "usage.sqlite"
+    rich, _ = add_key(keys, "rich", admin=True, engine_seconds_per_day=1e6)
+    env = {"QARR_AUTH__KEYS_FILE": str(keys), "QARR_BUDGETS__FILE": str(file)}
+    async with two_workers(tmp_path, 0.001, **env) as router:
+
+        async def ask(key: str) -> int:
+            async with connection(authorization=f"Bearer {key}") as client:
+                asked = {"prompt": "hi", "max_tokens": 20, "tier": "fast"}
+                return (await client.post(f"{router.url}/generate", json=asked)).status_code
+
+        assert await ask(rich) == 200
+        async with asyncio.timeout(30):
+            while not (shown := await get(router, "/usage", authorization=f"Bearer {rich}"))["usage"]:
+                await asyncio.sleep(0.1)
+        limit = 40 * shown["budgets"][0]["used"]
+        poor, made = add_key(keys, "poor", engine_seconds_per_month=limit)
+        async with asyncio.timeout(30):
+            while await ask(poor) == 401:
+                await asyncio.sleep(0.1)
+        statuses = [status for _ in range(4) for status in await asyncio.gather(*(ask(poor) for _ in range(40)))]
+        assert set(statuses) <= {200, 429}
+        assert 429 in statuses
+        served = statuses.count(200) + 1
+        async with asyncio.timeout(30):
+            while f'qarr_key_requests_total{{key="poor",team="",tier="fast"}} {served}.0' not in await get(
+                router, "/metrics", authorization=f"Bearer {rich}"
+            ):
+                await asyncio.sleep(0.1)
+        assert await router.stop() == 0
+    with sqlite3.connect(file) as sql:
+        (spent,) = sql.execute(
+            "SELECT engine_us FROM spent WHERE account = ? AND length(period) = 7", (f"key:{made.id}",)
+        )
+        (used,) = sql.execute("SELECT sum(engine_us), sum(requests) FROM usage WHERE key = ?", (made.id,))
+        assert used == (*spent, served)
+        assert 0 < spent[0] <= limit * 1e6
+        assert sql.execute("SELECT * FROM held").fetchall() == []
+    sql.close()
 
 
 async def test_a_signal_lets_every_worker_finish(tmp_path: Path) -> None:

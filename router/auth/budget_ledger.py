@@ -1,0 +1,324 @@
+"""Ledgers of budgets: what accounts have spent in each day and month, and what open requests have reserved.
+
+A request reserves the most that it may cost, all or nothing, and settles with what it used. Each of these is one atomic
+change. A settlement may be repeated: only the first counts. A reservation ends with its lease, which living routers renew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING, Protocol
+
+from router.auth.budgets import Bound, Hold, Span, Taken, Unit, Used, first_broken
+from router.policy.charge import Charge
+from router.redis_link import REDIS_TIMEOUT_S, connect
+
+if TYPE_CHECKING:
+    import sqlite3
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from router.auth.database import Database
+
+LEASE_S = 180.0  # after which the reservation of a dead router is free again
+SETTLED_KEPT_S = 86_400  # for which a repeated settlement is known
+SPENT_KEPT_S = 70 * 86_400  # of a period; the longest is a month
+REDIS_CONNECTIONS = 8
+
+
+class BudgetLedger(Protocol):
+    """Where charges and reservations are counted.
+
+    Attributes:
+        timeout_s: For which it is waited for.
+    """
+
+    timeout_s: float
+
+    async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
+        """Reserve what a hold asks for if that breaks no bound."""
+
+    async def settle(self, hold: Hold, charge: Charge) -> None:
+        """End a reservation, and count what was used instead."""
+
+    async def renew(self, holds: Iterable[Hold]) -> None:
+        """Extend the leases of reservations."""
+
+    async def used(self, accounts: Iterable[str], periods: Iterable[str]) -> Used:
+        """Return what accounts have spent and reserved."""
+
+    async def aclose(self) -> None:
+        """Close what is open."""
+
+
+class MemoryLedger:
+    """Counts in this process, on top of what is known to be used elsewhere."""
+
+    timeout_s = 2.0
+
+    def __init__(self, known: Mapping[tuple[str, str], Charge] | None = None) -> None:
+        self._spent: Used = defaultdict(Charge, known or {})
+        self._holds: dict[str, Hold] = {}
+
+    async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
+        """See ``BudgetLedger``."""
+        used = await self.used(hold.accounts, hold.periods)
+        denied = first_broken(bounds, used, hold)
+        if denied is None:
+            self._holds[hold.id] = hold
+        return Taken(used, denied)
+
+    async def settle(self, hold: Hold, charge: Charge) -> None:
+        """See ``BudgetLedger``."""
+        if self._holds.pop(hold.id, None) is not None:
+            for key in _places(hold):
+                self._spent[key] = self._spent[key].plus(charge)
+
+    async def renew(self, holds: Iterable[Hold]) -> None:
+        """See ``BudgetLedger``: nothing has a lease."""
+
+    async def used(self, accounts: Iterable[str], periods: Iterable[str]) -> Used:
+        """See ``BudgetLedger``."""
+        named = list(periods)
+        used = {(account, period): self._spent[account, period] for account in accounts for period in named}
+        for hold in self._holds.values():
+            for key in _places(hold):
+                if key in used:
+                    used[key] = used[key].plus(hold.reserved)
+        return used
+
+    async def aclose(self) -> None:
+        """See ``BudgetLedger``."""
+
+
+class SqliteLedger:
+    """Counts in a file, for all processes of one machine, and over restarts.
+
+    Args:
+        database: The file.
+        now: A clock that all processes share, in seconds since 1970.
+    """
+
+    timeout_s = 30.0  # the machine's own disk is slow, if anything, not away
+
+    def __init__(self, database: Database, now: Callable[[], float] = time.time) -> None:
+        self._database, self._now = database, now
+
+    async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
+        """See ``BudgetLedger``."""
+
+        def work(sql: sqlite3.Connection) -> Taken:
+            now = self._now()
+            used = _used(sql, hold.accounts, hold.periods, now)
+            denied = first_broken(bounds, used, hold)
+            if denied is None:
+                rows = [(account, hold.id, *hold.periods, *hold.reserved, now + LEASE_S) for account in hold.accounts]
+                sql.executemany("INSERT INTO held VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+            return Taken(used, denied)
+
+        return await self._database.change(work)
+
+    async def settle(self, hold: Hold, charge: Charge) -> None:
+        """See ``BudgetLedger``."""
+
+        def work(sql: sqlite3.Connection) -> None:
+            if not sql.execute("INSERT OR IGNORE INTO settled VALUES (?, ?)", (hold.id, self._now())).rowcount:
+                return
+            sql.executemany("DELETE FROM held WHERE account = ? AND id = ?", [(a, hold.id) for a in hold.accounts])
+            sql.executemany(
+                "INSERT INTO spent VALUES (?, ?, ?, ?) ON CONFLICT (account, period) DO UPDATE SET "
+                "engine_us = engine_us + excluded.engine_us, money_u = money_u + excluded.money_u",
+                [(*place, *charge) for place in _places(hold)],
+            )
+
+        await self._database.change(work)
+
+    async def renew(self, holds: Iterable[Hold]) -> None:
+        """See ``BudgetLedger``. What nobody needs any longer is removed as well."""
+        rows = [(account, hold.id) for hold in holds for account in hold.accounts]
+
+        def work(sql: sqlite3.Connection) -> None:
+            now = self._now()
+            change = "UPDATE held SET ends = ? WHERE account = ? AND id = ?"
+            sql.executemany(change, [(now + LEASE_S, *row) for row in rows])
+            sql.execute("DELETE FROM held WHERE ends < ?", (now,))
+            sql.execute("DELETE FROM settled WHERE at < ?", (now - SETTLED_KEPT_S,))
+            oldest = time.strftime("%Y-%m", time.gmtime(now - SPENT_KEPT_S))
+            sql.execute("DELETE FROM spent WHERE period < ?", (oldest,))
+
+        await self._database.change(work)
+
+    async def used(self, accounts: Iterable[str], periods: Iterable[str]) -> Used:
+        """See ``BudgetLedger``."""
+        asked = list(accounts), list(periods)
+        return await self._database.change(lambda sql: _used(sql, *asked, self._now()))
+
+    async def aclose(self) -> None:
+        """See ``BudgetLedger``: the file is closed by who opened it."""
+
+
+def _used(sql: sqlite3.Connection, accounts: Iterable[str], periods: Iterable[str], now: float) -> Used:
+    named, used = list(periods), Used()
+    for account in accounts:
+        there: Used = {(account, period): Charge() for period in named}
+        query = "SELECT period, engine_us, money_u FROM spent WHERE account = ?"
+        spent = sql.execute(query, (account,)).fetchall()
+        query = "SELECT day, month, engine_us, money_u FROM held WHERE account = ? AND ends >= ?"
+        held = sql.execute(query, (account, now)).fetchall()
+        rows = [(period, row[2:]) for row in held for period in row[:2]]
+        for period, amounts in [*((row[0], row[1:]) for row in spent), *rows]:
+            if (account, period) in there:
+                there[account, period] = there[account, period].plus(Charge(*amounts))
+        used |= there
+    return used
+
+
+def _places(hold: Hold) -> list[tuple[str, str]]:
+    """Return where a hold counts: accounts and periods."""
+    return [(account, period) for account in hold.accounts for period in hold.periods]
+
+
+# KEYS: the settlement's mark, then for each account the day's and the month's charges, reservations, and their ends.
+# ARGV: id, engine and money asked for, day, month, lease, then for each account four limits (-1: none): engine and money of
+# the day, of the month. Answers the number of the limit that would be broken (0: none), then for each account what was used
+# of each. Leases are by Redis' clock.
+_TAKE = """
+local id, engine, money, day, month = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], ARGV[5]
+local time = redis.call('TIME')
+local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
+local ends = now + tonumber(ARGV[6])
+local denied, answer, count = 0, {0}, (#KEYS - 1) / 4
+for n = 0, count - 1 do
+  local held, lease = KEYS[4 + 4 * n], KEYS[5 + 4 * n]
+  for _, old in ipairs(redis.call('ZRANGEBYSCORE', lease, '-inf', '(' .. now)) do
+    redis.call('HDEL', held, old)
+    redis.call('ZREM', lease, old)
+  end
+  local used = {}
+  for which = 0, 1 do
+    local spent = redis.call('HMGET', KEYS[2 + 4 * n + which], 'engine_us', 'money_u')
+    used[1 + 2 * which], used[2 + 2 * which] = tonumber(spent[1] or 0), tonumber(spent[2] or 0)
+  end
+  for _, each in ipairs(redis.call('HVALS', held)) do
+    local e, m, d, mo = each:match('^(%d+) (%d+) (%S+) (%S+)$')
+    if d == day then used[1], used[2] = used[1] + tonumber(e), used[2] + tonumber(m) end
+    if mo == month then used[3], used[4] = used[3] + tonumber(e), used[4] + tonumber(m) end
+  end
+  for which = 1, 4 do
+    local most = tonumber(ARGV[6 + 4 * n + which])
+    answer[#answer + 1] = string.format('%.0f', used[which])
+    if denied == 0 and most >= 0 and used[which] + (which % 2 == 1 and engine or money) > most then
+      denied = 4 * n + which
+    end
+  end
+end
+answer[1] = denied
+if denied == 0 and redis.call('EXISTS', KEYS[1]) == 0 then
+  for n = 0, count - 1 do
+    redis.call('HSET', KEYS[4 + 4 * n], id, ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. day .. ' ' .. month)
+    redis.call('ZADD', KEYS[5 + 4 * n], ends, id)
+  end
+end
+return answer
+"""
+# KEYS: as above. ARGV: id, engine and money used, for how long the mark and the charges are kept.
+_SETTLE = """
+if not redis.call('SET', KEYS[1], '', 'NX', 'EX', ARGV[4]) then return end
+for n = 0, (#KEYS - 1) / 4 - 1 do
+  redis.call('HDEL', KEYS[4 + 4 * n], ARGV[1])
+  redis.call('ZREM', KEYS[5 + 4 * n], ARGV[1])
+  for which = 0, 1 do
+    local spent = KEYS[2 + 4 * n + which]
+    redis.call('HINCRBY', spent, 'engine_us', ARGV[2])
+    redis.call('HINCRBY', spent, 'money_u', ARGV[3])
+    redis.call('EXPIRE', spent, ARGV[5])
+  end
+end
+"""
+# KEYS: the ends of an account's reservations. ARGV: lease, ids.
+_RENEW = """
+local time = redis.call('TIME')
+local ends = tonumber(time[1]) + tonumber(time[2]) / 1e6 + tonumber(ARGV[1])
+for n = 2, #ARGV do redis.call('ZADD', KEYS[1], 'XX', ends, ARGV[n]) end
+"""
+_ORDER: tuple[tuple[Span, Unit], ...] = (
+    ("day", "engine_us"),
+    ("day", "money_u"),
+    ("month", "engine_us"),
+    ("month", "money_u"),
+)
+
+
+class RedisLedger:
+    """Counts in Redis, for several routers. Every change is one script, which Redis runs atomically."""
+
+    timeout_s = REDIS_TIMEOUT_S
+
+    def __init__(self, url: str) -> None:
+        self._redis = connect(url, REDIS_CONNECTIONS)
+        self._take, self._settle = self._redis.register_script(_TAKE), self._redis.register_script(_SETTLE)
+        self._renew = self._redis.register_script(_RENEW)
+
+    async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
+        """See ``BudgetLedger``."""
+        places = [(bound.account.id, bound.limit.span, bound.limit.unit) for bound in bounds]
+        most = dict(zip(places, (bound.amount for bound in bounds), strict=True))
+        limits = [most.get((account, *which), -1) for account in hold.accounts for which in _ORDER]
+        args = [hold.id, *hold.reserved, *hold.periods, LEASE_S, *limits]
+        denied, *told = await self._take(keys=_names(hold), args=args)
+        numbers, used = [int(number) for number in told], Used()
+        for n, account in enumerate(hold.accounts):
+            day, month = Charge(*numbers[4 * n : 4 * n + 2]), Charge(*numbers[4 * n + 2 : 4 * n + 4])
+            used |= {(account, hold.periods.day): day, (account, hold.periods.month): month}
+        if not denied:
+            return Taken(used, None)
+        account, which = hold.accounts[(denied - 1) // 4], _ORDER[(denied - 1) % 4]
+        return Taken(used, places.index((account, *which)))
+
+    async def settle(self, hold: Hold, charge: Charge) -> None:
+        """See ``BudgetLedger``."""
+        await self._settle(keys=_names(hold), args=[hold.id, *charge, SETTLED_KEPT_S, SPENT_KEPT_S])
+
+    async def renew(self, holds: Iterable[Hold]) -> None:
+        """See ``BudgetLedger``."""
+        ids: dict[str, list[str]] = defaultdict(list)
+        for hold in holds:
+            for account in hold.accounts:
+                ids[account].append(hold.id)
+        for account, held in ids.items():
+            await self._renew(keys=[_name("ends", account)], args=[LEASE_S, *held])
+
+    async def used(self, accounts: Iterable[str], periods: Iterable[str]) -> Used:
+        """See ``BudgetLedger``."""
+        used, named = Used(), list(periods)
+        seconds, microseconds = await self._redis.time()
+        now = seconds + microseconds / 1e6
+        for account in accounts:
+            living = set(await self._redis.zrangebyscore(_name("ends", account), now, "inf"))
+            held = await self._redis.hgetall(_name("held", account))
+            for period in named:
+                spent = await self._redis.hmget(_name("spent", account, period), "engine_us", "money_u")
+                total = Charge(*(int(amount or 0) for amount in spent))
+                for name, value in held.items():
+                    engine, money, *of = value.split(" ")
+                    if name in living and period in of:
+                        total = total.plus(Charge(int(engine), int(money)))
+                used[account, period] = total
+        return used
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._redis.aclose()
+
+
+def _name(*parts: str) -> str:
+    """Return the name of a key in Redis; the braces keep all on one node of a cluster."""
+    return ":".join(("qarr", "{budgets}", *parts))
+
+
+def _names(hold: Hold) -> list[str]:
+    found = [_name("settled", hold.id)]
+    for account in hold.accounts:
+        found += [_name("spent", account, period) for period in hold.periods]
+        found += [_name("held", account), _name("ends", account)]
+    return found

@@ -1,0 +1,179 @@
+"""Budgets of keys and teams, as values: engine-seconds and money, by UTC day and by UTC month.
+
+An account is what has budgets: a key, or a team whose keys share them. Amounts are millionths (``router.policy.charge``).
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from router.policy.charge import MICRO, Charge
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+Span = Literal["day", "month"]
+Unit = Literal["engine_us", "money_u"]
+
+
+class Budget(BaseModel):
+    """The budgets of a key or team, as the key file has them; None: no limit."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    engine_seconds_per_day: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
+    engine_seconds_per_month: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
+    money_per_day: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
+    money_per_month: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
+
+    def limits(self) -> tuple[Limit, ...]:
+        """Return those that are set."""
+        given: tuple[tuple[Span, Unit, float | None], ...] = (
+            ("day", "engine_us", self.engine_seconds_per_day),
+            ("day", "money_u", self.money_per_day),
+            ("month", "engine_us", self.engine_seconds_per_month),
+            ("month", "money_u", self.money_per_month),
+        )
+        return tuple(Limit(span, unit, round(amount * MICRO)) for span, unit, amount in given if amount is not None)
+
+
+class Limit(NamedTuple):
+    """One budget: so many millionths of a unit in each day or month."""
+
+    span: Span
+    unit: Unit
+    amount: int
+
+    @property
+    def name(self) -> str:
+        """Return its name, as in ``engine_seconds_per_day``."""
+        return f"{'engine_seconds' if self.unit == 'engine_us' else 'money'}_per_{self.span}"
+
+    def text(self, currency: str) -> str:
+        """Return it for a person."""
+        return f"{shown(self.amount)} {'engine-seconds' if self.unit == 'engine_us' else currency} a {self.span}"
+
+
+class Account(NamedTuple):
+    """What has budgets.
+
+    Attributes:
+        id: ``key:`` and the key's id, or ``team:`` and the team's name.
+        title: For its callers.
+    """
+
+    id: str
+    title: str
+    limits: tuple[Limit, ...]
+
+
+class Periods(NamedTuple):
+    """The names of a day and of its month in UTC, as in 2026-11-24 and 2026-11."""
+
+    day: str
+    month: str
+
+
+def periods(at: float) -> Periods:
+    """Return those of a time in seconds since 1970."""
+    day = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d")
+    return Periods(day, day[:7])
+
+
+def renews_at(span: Span, at: float) -> datetime:
+    """Return when the day or month of a time ends."""
+    day = datetime.fromtimestamp(at, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    return day + timedelta(days=1) if span == "day" else (day.replace(day=1) + timedelta(days=32)).replace(day=1)
+
+
+class Hold(NamedTuple):
+    """What an open request has reserved.
+
+    Attributes:
+        accounts: Ids of those that it counts against.
+        periods: In which it began, and counts.
+    """
+
+    id: str
+    accounts: tuple[str, ...]
+    periods: Periods
+    reserved: Charge
+
+
+class Bound(NamedTuple):
+    """A limit of one of a hold's accounts."""
+
+    account: Account
+    limit: Limit
+    amount: int  # millionths; the limit's, or a multiple of it
+
+
+Used = dict[tuple[str, str], Charge]  # by account id and period: spent and reserved
+
+
+class Taken(NamedTuple):
+    """The answer to a request for a hold.
+
+    Attributes:
+        used: Before the request, of its accounts and periods.
+        denied: Position of the bound that it would break; None: it holds what it asked for.
+    """
+
+    used: Used
+    denied: int | None
+
+
+def bounds(accounts: Sequence[Account], times: int = 1) -> list[Bound]:
+    """Return the bounds of accounts, each limit so many times."""
+    return [Bound(account, limit, limit.amount * times) for account in accounts for limit in account.limits]
+
+
+def first_broken(limits: Iterable[Bound], used: Mapping[tuple[str, str], Charge], hold: Hold) -> int | None:
+    """Return the position of the first bound that a hold would break; None: none."""
+    for position, (account, limit, amount) in enumerate(limits):
+        there = used.get((account.id, getattr(hold.periods, limit.span)), Charge())
+        if getattr(there, limit.unit) + getattr(hold.reserved, limit.unit) > amount:
+            return position
+    return None
+
+
+class OverBudget(Exception):
+    """A budget is used up.
+
+    Attributes:
+        account: Whose it is.
+        limit: Which of its budgets.
+        used: Millionths used and reserved.
+        renews: When it begins anew.
+        retry_after_s: Seconds until then; None: the request alone is larger than the budget.
+    """
+
+    def __init__(self, bound: Bound, used: int, asked: int, at: float, currency: str) -> None:
+        self.account, self.limit, self.used = bound.account, bound.limit, used
+        self.amount, self.currency = bound.limit.amount, currency
+        self.renews = renews_at(bound.limit.span, at)
+        self.retry_after_s = None if asked > bound.amount else math.ceil(self.renews.timestamp() - at)
+        whose = f"the budget of {bound.account.title}, {bound.limit.text(currency)},"
+        if self.retry_after_s is None:
+            text = (
+                f"{whose} is smaller than this request alone, which may need {shown(asked)}: ask for fewer max_tokens"
+            )
+        else:
+            text = (
+                f"{whose} is used up: {shown(used)} are used or reserved, and this request may need {shown(asked)}; "
+                f"it renews at {self.renews:%Y-%m-%dT%H:%M:%SZ}"
+            )
+        super().__init__(text)
+
+
+class NoPrice(Exception):
+    """A budget of money cannot be kept, because nothing has a price."""
+
+
+def shown(amount: int) -> str:
+    """Return millionths for a person."""
+    return f"{amount / MICRO:.6f}".rstrip("0").rstrip(".")

@@ -1,0 +1,118 @@
+"""The SQLite file of charges and usage: several processes write to it, each through one thread.
+
+In write-ahead mode readers do not wait for writers. What is committed survives the end of the process, though the last
+moments before a power failure may be lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from tiers.private_files import make_private_folder, open_private
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+T = TypeVar("T")
+BUSY_S = 10.0  # that a change waits for those of other processes
+_TABLES = """
+CREATE TABLE IF NOT EXISTS spent (
+  account TEXT, period TEXT, engine_us INTEGER, money_u INTEGER, PRIMARY KEY (account, period)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS held (
+  account TEXT, id TEXT, day TEXT, month TEXT, engine_us INTEGER, money_u INTEGER, ends REAL,
+  PRIMARY KEY (account, id)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS settled (id TEXT PRIMARY KEY, at REAL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS usage (
+  day TEXT, key TEXT, team TEXT, tier TEXT, requests INTEGER, prompt_tokens INTEGER, cached_tokens INTEGER,
+  output_tokens INTEGER, engine_us INTEGER, money_u INTEGER, highest_engine_us INTEGER, highest_money_u INTEGER,
+  PRIMARY KEY (day, key, team, tier)) WITHOUT ROWID;
+"""
+
+
+class Database:
+    """The file; opened, and made if it is missing, when it is first used."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._connection: sqlite3.Connection | None = None
+        self._lock: int | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    async def change(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Return what ``work`` returns, run as one transaction in the thread; it runs even if the caller is cancelled.
+
+        Raises:
+            sqlite3.Error: The file cannot be used; nothing was changed.
+            OSError: Likewise.
+        """
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "qarr-usage")
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, self.change_now, work))
+
+    def change_now(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Do as ``change`` in this thread, which is the only one that uses this object."""
+        if self._connection is None:
+            self._connection = self._open()
+        with self._turn():
+            return _changed(self._connection, work)
+
+    async def aclose(self) -> None:
+        """Close the file after what was begun."""
+        if self._thread is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self.close)
+            self._thread.shutdown()
+            self._thread = None
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait for the turn among all processes: SQLite itself only tries again and again, so one could wait for ever."""
+        assert self._lock is not None
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _open(self) -> sqlite3.Connection:
+        make_private_folder(self.path.parent)
+        os.close(open_private(str(self.path), os.O_RDWR | os.O_CREAT))
+        if self._lock is None:
+            self._lock = open_private(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            with self._turn():
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA synchronous = NORMAL")
+                connection.executescript(_TABLES)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def _changed(connection: sqlite3.Connection, work: Callable[[sqlite3.Connection], T]) -> T:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        found = work(connection)
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+    return found

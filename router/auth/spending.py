@@ -1,0 +1,211 @@
+"""Charges requests to budgets: reserves the most that each may cost, and settles with what it used.
+
+While the ledger cannot be reached, this process counts alone, on top of what it last knew to be used. What requests cost
+meanwhile is settled once the ledger answers again. A settlement that may have arrived is repeated: only the first counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import sqlite3
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from router.aio import end_tasks
+from router.auth.budget_ledger import MemoryLedger
+from router.auth.budgets import Hold, NoPrice, OverBudget, bounds, periods
+from router.policy.charge import FREE, Charge
+from router.redis_link import UNAVAILABLE, outage
+from tiers.background import Faults
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from router.auth.api_keys import Caller
+    from router.auth.budget_ledger import BudgetLedger
+    from router.auth.budgets import Taken, Used
+
+log = logging.getLogger(f"qarr.{__name__}")
+RENEW_S = 60.0
+RETRY_S = 1.0  # between tries after a failure
+HARD_STOP = 2  # times the budget, that the cheapest tier may go up to
+MOST_KNOWN = 10_000  # accounts whose use is remembered for an outage
+LOST = (*UNAVAILABLE, sqlite3.Error)
+
+
+@dataclass(slots=True, eq=False)
+class BudgetGrant:
+    """What an admitted request has reserved. Settle it exactly once, however the request ends."""
+
+    _spending: Spending
+    hold: Hold
+    _settled: bool = False
+
+    async def settle(self, used: Charge) -> Charge:
+        """End the reservation; return what was charged: what was used, at most what was reserved."""
+        charge = used.at_most(self.hold.reserved)
+        if not self._settled:
+            self._settled = True
+            await self._spending.settle(self.hold, charge)
+        return charge
+
+
+class Spending:
+    """Admits requests as their callers' budgets allow.
+
+    Args:
+        ledger: Where charges are counted.
+        currency: For people.
+        priced: Whether an engine-second has a price.
+        now: The clock that days and months are read from, in seconds since 1970.
+    """
+
+    def __init__(
+        self, ledger: BudgetLedger, *, currency: str, priced: bool, now: Callable[[], float] = time.time
+    ) -> None:
+        self.ledger, self._currency, self._priced, self._now = ledger, currency, priced, now
+        self._alone: MemoryLedger | None = None  # while the ledger does not answer
+        self._back = False  # it answers again, and gets what it is owed, before anything is taken from it
+        self._known: Used = {}
+        self._open: dict[str, Hold] = {}
+        self._owed: dict[str, tuple[Hold, Charge]] = {}
+        self._work: set[asyncio.Task[Any]] = set()
+        self._keeper: asyncio.Task[None] | None = None
+
+    def take(self, *, currency: str, priced: bool) -> None:
+        """Take another currency, and whether an engine-second has a price."""
+        self._currency, self._priced = currency, priced
+
+    async def enter(self, caller: Caller, asked: Charge, times: int = 1) -> BudgetGrant:
+        """Reserve what a request may cost at most, in all of its caller's accounts or in none.
+
+        Args:
+            caller: Has accounts.
+            asked: What to reserve.
+            times: The budgets count so many times.
+
+        Raises:
+            OverBudget: A budget does not allow it now.
+            NoPrice: There is a budget of money, and no price.
+        """
+        limits, now = bounds(caller.accounts, times), self._now()
+        if not self._priced and any(bound.limit.unit == "money_u" for bound in limits):
+            raise NoPrice("this key has a budget of money, and budgets.replica_hour, the price, is not set")
+        accounts = tuple(account.id for account in caller.accounts)
+        hold = Hold(secrets.token_hex(12), accounts, periods(now), asked)
+        if self._keeper is None:
+            self._keeper = asyncio.create_task(self._keep())
+        # A client that leaves meanwhile must not leave its reservation behind: it is taken, then settled with nothing.
+        taking = self._start(self._take(hold, limits))
+        try:
+            taken = await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._start(self._undo(taking, hold)))
+            raise
+        if taken.denied is not None:
+            bound = limits[taken.denied]
+            used = taken.used[bound.account.id, getattr(hold.periods, bound.limit.span)]
+            unit = bound.limit.unit
+            raise OverBudget(bound, getattr(used, unit), getattr(asked, unit), now, self._currency)
+        return BudgetGrant(self, hold)
+
+    async def settle(self, hold: Hold, charge: Charge) -> None:
+        """Settle a hold, even if the caller is cancelled."""
+        self._open.pop(hold.id, None)
+        self._owed[hold.id] = hold, charge
+        await asyncio.shield(self._start(self._settle(hold, charge)))
+
+    async def aclose(self) -> None:
+        """Finish what was begun, and close the ledger."""
+        while self._work:
+            await asyncio.wait(self._work)
+        if self._keeper is not None:
+            await end_tasks([self._keeper])
+        try:
+            await self._pay()
+        except LOST as error:
+            log.error("charges of %d requests are lost: %s", len(self._owed), outage(error))  # noqa: TRY400
+        await self.ledger.aclose()
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start work that must finish even if nobody waits for it any longer."""
+        task = asyncio.ensure_future(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return task
+
+    async def _take(self, hold: Hold, limits: list[Any]) -> Taken:
+        taken: Taken | None = None
+        if self._alone is None:
+            try:
+                async with asyncio.timeout(self.ledger.timeout_s):
+                    taken = await self.ledger.take(hold, limits)
+            except LOST as error:
+                self._lose(error)
+            else:
+                self._remember(taken.used)
+        if taken is None:
+            assert self._alone is not None
+            taken = await self._alone.take(hold, limits)
+        if taken.denied is None:
+            self._open[hold.id] = hold
+        return taken
+
+    async def _undo(self, taking: asyncio.Task[Taken], hold: Hold) -> None:
+        if (await taking).denied is None:
+            await self.settle(hold, FREE)
+
+    async def _settle(self, hold: Hold, charge: Charge) -> None:
+        if self._alone is not None:
+            await self._alone.settle(hold, charge)
+            if not self._back:  # it is settled once the ledger answers
+                return
+        try:
+            async with asyncio.timeout(self.ledger.timeout_s):
+                await self.ledger.settle(hold, charge)
+        except LOST as error:
+            self._lose(error)
+        else:
+            self._owed.pop(hold.id, None)
+
+    def _remember(self, used: Used) -> None:
+        self._known |= used
+        if len(self._known) > 4 * MOST_KNOWN:
+            for place in list(self._known)[: 2 * MOST_KNOWN]:
+                del self._known[place]
+
+    def _lose(self, error: BaseException) -> None:
+        """Count alone from now on."""
+        self._back = False
+        if self._alone is None:
+            self._alone = MemoryLedger(self._known)
+            log.warning("the ledger of budgets cannot be reached (%s): this router counts alone", outage(error))
+
+    async def _keep(self) -> None:
+        """Renew reservations, and try the ledger while it does not answer; until cancelled."""
+        faults, renewed = Faults(repeats=False), 0.0
+        while True:
+            await asyncio.sleep(RETRY_S)
+            try:
+                if self._alone is not None:
+                    await self.ledger.renew(list(self._open.values()))
+                    self._back = True
+                    await self._pay()
+                    self._alone, self._back = None, False
+                    log.info("the ledger of budgets answers again")
+                if time.monotonic() - renewed >= RENEW_S:
+                    await self.ledger.renew(list(self._open.values()))
+                    renewed = time.monotonic()
+            except LOST as error:
+                self._lose(error)
+            except Exception as error:  # noqa: BLE001  whatever it is, reservations must still be renewed
+                faults.log(error, "keeping reservations of budgets failed, and is tried again")
+
+    async def _pay(self) -> None:
+        """Settle what could not be settled; what is settled meanwhile settles itself."""
+        for hold, charge in list(self._owed.values()):
+            await self.ledger.settle(hold, charge)
+            self._owed.pop(hold.id, None)

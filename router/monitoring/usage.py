@@ -1,0 +1,160 @@
+"""What keys and teams use: ``GET /usage``, and metrics by key with a bounded number of labels."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+from starlette.exceptions import HTTPException
+from starlette.routing import Route as Endpoint
+
+from router.api.asgi import context_of
+from router.api.bodies import json_response
+from router.auth.api_keys import KeysError, read_keys
+from router.pipeline.usage import day_of, read_usage, render_row, used_budgets
+from router.policy.charge import MICRO
+from router.redis_link import UNAVAILABLE
+from tiers.background import Faults
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from prometheus_client.metrics_core import Metric
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from router.auth.api_keys import Caller, KeyStore
+    from router.auth.database import Database
+    from router.monitoring.tally import Tally
+    from router.pipeline.charging import Charging
+    from router.pipeline.usage import Row, Use
+
+log = logging.getLogger(f"qarr.{__name__}")
+OTHER = "other"
+LOOK_S = 10.0  # between looks at how far budgets are used
+NO_STORE = {"cache-control": "no-store"}
+KEY = ("key", "team")
+
+
+class Labels:
+    """Which keys have metrics of their own: the first ones of the key file, never more than so many in all."""
+
+    def __init__(self, keys: KeyStore, most: int) -> None:
+        self._keys, self._most = keys, most
+        self._named: dict[str, tuple[str, str]] = {}
+
+    def of(self, key_id: str) -> tuple[str, str]:
+        """Return a key's name and team, as metrics have them."""
+        found = self._named.get(key_id)
+        if found is not None:
+            return found
+        if len(self._named) < self._most:
+            first = {caller.key_id: caller for caller in self._keys.callers[: self._most]}
+            if (caller := first.get(key_id)) is not None:
+                self._named[key_id] = caller.name, caller.team
+                return caller.name, caller.team
+        return OTHER, OTHER
+
+    def callers(self) -> list[Caller]:
+        """Return those keys that have metrics of their own."""
+        return [caller for caller in self._keys.callers if self.of(caller.key_id)[0] != OTHER]
+
+
+class UsageMetrics(Collector):
+    """Counters of keys, and how far budgets are used."""
+
+    def __init__(self, tally: Tally, labels: Labels, charging: Charging) -> None:
+        def counter(name: str, text: str, *more: str) -> Any:
+            return tally.counter(f"qarr_key_{name}", text, *KEY, *more)
+
+        self._labels, self._charging = labels, charging
+        self._budgets: list[dict[str, Any]] = []
+        self._requests = counter("requests", "Requests of keys, by the tier that served them.", "tier")
+        self._tokens = counter(
+            "tokens", "Tokens of keys: of prompts, of these from the prefix cache, of answers.", "kind"
+        )
+        self._engine = counter("engine_seconds", "Engine time of keys, in seconds of a replica of the highest tier.")
+        self._money = counter("money", "What that costs, in the currency of budgets.currency.")
+        text = (
+            "What the same tokens would have taken at the highest precision; less qarr_key_engine_seconds it is saved."
+        )
+        self._highest = counter("highest_engine_seconds", text)
+
+    def observe(self, row: Row, use: Use) -> None:
+        """Count one request."""
+        whose = self._labels.of(row.key)
+        self._requests.of(*whose, row.tier).value += use.requests
+        for kind, tokens in (
+            ("prompt", use.prompt_tokens),
+            ("cached", use.cached_tokens),
+            ("output", use.output_tokens),
+        ):
+            self._tokens.of(*whose, kind).value += tokens
+        self._engine.of(*whose).value += use.engine_us / MICRO
+        self._money.of(*whose).value += use.money_u / MICRO
+        self._highest.of(*whose).value += use.highest_engine_us / MICRO
+
+    def collect(self) -> Iterable[Metric]:
+        """Return how far budgets were used at the last look."""
+        text = "Share of a budget that is used or reserved; the key's name is empty for a team's budget."
+        used = GaugeMetricFamily("qarr_budget_used_ratio", text, labels=[*KEY, "budget"])
+        for each in self._budgets:
+            used.add_metric([each["name"] or "", each["team"] or "", each["budget"]], each["used"] / each["limit"])
+        yield used
+
+    async def look(self) -> None:
+        """Look how far budgets are used, of keys with metrics of their own."""
+        ledger = self._charging.spending.ledger
+        self._budgets = await used_budgets(ledger, self._labels.callers(), time.time())
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        faults = Faults(repeats=False)
+        while True:
+            try:
+                await self.look()
+            except (*UNAVAILABLE, sqlite3.Error, KeysError) as error:
+                faults.log(error, "how far budgets are used is not known")
+            await asyncio.sleep(LOOK_S)
+
+
+class UsageEndpoint:
+    """``GET /usage``: budgets and usage of all keys for operators, of its own for any other key."""
+
+    def __init__(self, database: Database, charging: Charging, keys: KeyStore) -> None:
+        self._database, self._charging, self._keys = database, charging, keys
+
+    def routes(self) -> list[Endpoint]:
+        """Return its route."""
+        return [Endpoint("/usage", self.answer, methods=["GET"])]
+
+    async def answer(self, request: Request) -> Response:
+        """Answer with how far budgets are used, and what was used on each day from ``from`` to ``to``.
+
+        Raises:
+            HTTPException: 400: one of them is no day.
+        """
+        caller = context_of(request.scope).caller
+        first, last = _day(request, "from"), _day(request, "to")
+        rows = await self._database.change(partial(read_usage, first, last))
+        names = {key.id: key.name for key in await asyncio.to_thread(read_keys, self._keys.path)}
+        own = {each.key_id: each for each in (*self._keys.callers, caller) if caller.sees(each.key_id)}
+        budgets = await used_budgets(self._charging.spending.ledger, list(own.values()), time.time())
+        priced = self._charging.replica_hour is not None
+        usage = [render_row(row, use, names, priced=priced) for row, use in rows if caller.sees(row.key)]
+        body = {"scope": "all" if caller.sees_all else "own", "budgets": budgets, "usage": usage}
+        return json_response(body, headers=NO_STORE)
+
+
+def _day(request: Request, name: str) -> str:
+    text = request.query_params.get(name)
+    try:
+        return "" if text is None else day_of(text)
+    except ValueError:
+        raise HTTPException(400, f"{name}: a day as in 2027-01-31 is allowed") from None

@@ -1,0 +1,234 @@
+"""What keys have used, by day, key, team and tier: counted after each request, written in batches, off its path.
+
+A request's row is that of its tier; what other tiers computed of it is in its charge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections import defaultdict
+from datetime import date
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from router.auth.budgets import periods, renews_at
+from router.policy.charge import MICRO
+from tiers.background import Faults
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from router.auth.api_keys import Caller
+    from router.auth.budget_ledger import BudgetLedger
+    from router.auth.database import Database
+    from router.pipeline.charging import Charging
+    from router.telemetry.record import RequestRecord
+
+log = logging.getLogger(f"qarr.{__name__}")
+WRITE_S = 1.0
+AT_ONCE = 100
+
+
+class Row(NamedTuple):
+    """Whose usage: the UTC day, the key's id, its team, and the tier that served."""
+
+    day: str
+    key: str
+    team: str
+    tier: str
+
+
+class Use(NamedTuple):
+    """Sums over requests.
+
+    Attributes:
+        engine_us: Charged, or of keys without a budget what would have been.
+        highest_engine_us: What the same tokens would have cost at the highest precision; likewise the last one.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    engine_us: int = 0
+    money_u: int = 0
+    highest_engine_us: int = 0
+    highest_money_u: int = 0
+
+    def plus(self, other: Use) -> Use:
+        """Return both together."""
+        return Use(*(one + more for one, more in zip(self, other, strict=True)))
+
+
+class UsageLog:
+    """Counts the requests of keys, and writes what they used.
+
+    Attributes:
+        observers: Called with each request's row and use, on the event loop.
+
+    Args:
+        database: Where it is written.
+        charging: What requests cost.
+        keep_days: After which days are removed.
+        now: The clock, in seconds since 1970.
+    """
+
+    def __init__(
+        self, database: Database, charging: Charging, keep_days: int, now: Callable[[], float] = time.time
+    ) -> None:
+        self._database, self._charging, self._keep_days, self._now = database, charging, keep_days, now
+        self._records: list[RequestRecord] = []
+        self._unwritten: dict[Row, Use] = defaultdict(Use)
+        self._removed = ""  # the day on which old days were last removed
+        self.observers: list[Callable[[Row, Use], None]] = []
+
+    def offer(self, record: RequestRecord) -> None:
+        """Take note of a request that has ended; what it cost is found out later."""
+        if record.visits:
+            self._records.append(record)
+
+    async def run(self) -> None:
+        """Write until cancelled, and once more then."""
+        faults = Faults(repeats=False)
+        try:
+            while True:
+                await asyncio.sleep(WRITE_S)
+                try:
+                    await self.write()
+                except (OSError, sqlite3.Error) as error:
+                    faults.log(error, "usage could not be written, and is tried again")
+        finally:
+            try:
+                await asyncio.shield(asyncio.ensure_future(self.write()))
+            except (OSError, sqlite3.Error) as error:
+                log.error("the last usage could not be written: %s", error)  # noqa: TRY400  the text says enough
+
+    async def write(self) -> None:
+        """Write what has been counted, and once a day remove old days.
+
+        Raises:
+            OSError: The file cannot be written; nothing is lost.
+            sqlite3.Error: Likewise.
+        """
+        await self._count()
+        if not self._unwritten:
+            return
+        rows, self._unwritten = self._unwritten, defaultdict(Use)
+        now = self._now()
+        oldest = periods(now - self._keep_days * 86_400).day if self._removed != periods(now).day else ""
+        try:
+            await self._database.change(partial(_add, rows, oldest))
+        except (OSError, sqlite3.Error):
+            for row, use in rows.items():
+                self._unwritten[row] = self._unwritten[row].plus(use)
+            raise
+        self._removed = periods(now).day
+
+    async def _count(self) -> None:
+        """Add up the records that have come, a few at a time: requests go on between them."""
+        records, self._records = self._records, []
+        for number, record in enumerate(records, 1):
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
+            row, use = self._used(record)
+            self._unwritten[row] = self._unwritten[row].plus(use)
+            for observe in self.observers:
+                observe(row, use)
+
+    def _used(self, record: RequestRecord) -> tuple[Row, Use]:
+        costs, decision, visits = self._charging.tariff, record.decision, record.visits
+        charge = costs.charge(decision, visits) if record.charge is None else record.charge
+        whole = visits[-1]._replace(prompt=record.prompt_tokens, output=record.output_tokens)
+        highest = costs.at_highest(decision, (whole._replace(cached=record.cached_prompt_tokens or 0),))
+        row = Row(periods(record.at).day, record.key_id, record.team, str(record.served_by or whole.tier))
+        cached = record.cached_prompt_tokens or 0
+        return row, Use(1, record.prompt_tokens, cached, record.output_tokens, *charge, *highest)
+
+
+def _add(rows: Mapping[Row, Use], oldest: str, sql: sqlite3.Connection) -> None:
+    names = Use._fields
+    changes = ", ".join(f"{name} = {name} + excluded.{name}" for name in names)
+    marks = ", ".join("?" * len((*Row._fields, *names)))
+    insert = f"INSERT INTO usage VALUES ({marks}) ON CONFLICT (day, key, team, tier) DO UPDATE SET {changes}"  # noqa: S608
+    sql.executemany(insert, [(*row, *use) for row, use in rows.items()])
+    if oldest:
+        sql.execute("DELETE FROM usage WHERE day < ?", (oldest,))
+
+
+def read_usage(first: str, last: str, sql: sqlite3.Connection) -> list[tuple[Row, Use]]:
+    """Return what was used from one day to another, both included; empty: no bound."""
+    query = "SELECT * FROM usage WHERE day >= ? AND day <= ? ORDER BY day, key, team, tier"
+    rows = sql.execute(query, (first, last or "9999-12-31")).fetchall()
+    return [(Row(*row[:4]), Use(*row[4:])) for row in rows]
+
+
+def render_row(row: Row, use: Use, names: Mapping[str, str], *, priced: bool) -> dict[str, Any]:
+    """Return a row as JSON values, in units of the currency and of seconds; money only where there is a price."""
+    shown: dict[str, Any] = {
+        "day": row.day,
+        "key": row.key,
+        "name": names.get(row.key, ""),
+        "team": row.team,
+        "tier": row.tier,
+        "requests": use.requests,
+        "prompt_tokens": use.prompt_tokens,
+        "cached_tokens": use.cached_tokens,
+        "output_tokens": use.output_tokens,
+        "engine_seconds": use.engine_us / MICRO,
+        "highest_engine_seconds": use.highest_engine_us / MICRO,
+        "money": use.money_u / MICRO if priced else None,
+        "highest_money": use.highest_money_u / MICRO if priced else None,
+    }
+    return shown
+
+
+async def used_budgets(ledger: BudgetLedger, callers: Sequence[Caller], at: float) -> list[dict[str, Any]]:
+    """Return how far the budgets of some callers are used, as JSON values; of each team once.
+
+    Args:
+        ledger: Where charges are counted.
+        callers: Whose budgets.
+        at: The time, in seconds since 1970.
+    """
+    whose = {account.id: (account, caller) for caller in callers for account in caller.accounts}
+    now = periods(at)
+    used = await ledger.used(list(whose), now) if whose else {}
+    found = []
+    for account, caller in whose.values():
+        for limit in account.limits:
+            there = getattr(used[account.id, getattr(now, limit.span)], limit.unit)
+            own = account.id.startswith("key:")
+            found.append(
+                {
+                    "key": caller.key_id if own else None,
+                    "name": caller.name if own else None,
+                    "team": caller.team or None,
+                    "budget": limit.name,
+                    "limit": limit.amount / MICRO,
+                    "used": there / MICRO,
+                    "renews": f"{renews_at(limit.span, at):%Y-%m-%dT%H:%M:%SZ}",
+                }
+            )
+    return found
+
+
+def summed(rows: Iterable[tuple[Row, Use]]) -> dict[tuple[str, str], Use]:
+    """Return what each key has used, by its id and team."""
+    sums: dict[tuple[str, str], Use] = defaultdict(Use)
+    for row, use in rows:
+        sums[row.key, row.team] = sums[row.key, row.team].plus(use)
+    return sums
+
+
+def day_of(text: str) -> str:
+    """Return a day in the form in which it is kept.
+
+    Raises:
+        ValueError: It is none, or has another form.
+    """
+    if date.fromisoformat(text).isoformat() != text:
+        raise ValueError(text)
+    return text

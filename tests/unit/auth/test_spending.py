@@ -1,0 +1,233 @@
+"""Reserving and settling: days and months that roll over, ledgers that go away, clients that leave, routers that die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+import time
+from calendar import timegm
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from redis.asyncio import Redis
+
+from router.auth.api_keys import Caller
+from router.auth.budget_ledger import LEASE_S, MemoryLedger, RedisLedger, SqliteLedger
+from router.auth.budgets import Account, Budget, NoPrice, OverBudget, periods, renews_at
+from router.auth.database import Database
+from router.auth.spending import BudgetGrant, Spending
+from router.policy.charge import Charge
+from tests.unit.auth.test_budget_ledger import DAY, Clock
+from tests.unit.own_engines import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+    from router.auth.budget_ledger import BudgetLedger
+    from router.auth.budgets import Bound, Hold, Taken
+    from tests.conftest import RedisServer
+
+pytestmark = pytest.mark.anyio
+NOON = timegm((2026, 11, 30, 12, 0, 0))
+
+
+def caller(**budget: float) -> Caller:
+    """Return a caller with a budget of its own."""
+    name = secrets.token_hex(4)
+    return Caller(name, name, accounts=(Account(f"key:{name}", "this key", Budget(**budget).limits()),))
+
+
+@asynccontextmanager
+async def spending(ledger: BudgetLedger, clock: Clock | None = None, *, priced: bool = True) -> AsyncIterator[Spending]:
+    """Make what charges to a ledger."""
+    spends = Spending(ledger, currency="EUR", priced=priced, now=clock or Clock())
+    try:
+        yield spends
+    finally:
+        await spends.aclose()
+
+
+async def enters(spends: Spending, who: Caller, engine: int) -> BudgetGrant | None:
+    """Return the grant, or None over budget."""
+    try:
+        return await spends.enter(who, Charge(engine, 0))
+    except OverBudget:
+        return None
+
+
+async def test_months_and_days_roll_over() -> None:
+    """A day's budget begins anew at midnight UTC, a month's with the month; a request counts in the day it began in."""
+    clock, who = Clock(NOON), caller(engine_seconds_per_day=10e-6, engine_seconds_per_month=15e-6)
+    async with spending(MemoryLedger(), clock) as spends:
+        first = await enters(spends, who, 10)
+        assert first is not None
+        with pytest.raises(OverBudget, match=r"0\.00001 engine-seconds a day") as over:
+            await spends.enter(who, Charge(1, 0))
+        assert (over.value.retry_after_s, str(over.value.renews)) == (12 * 3600, "2026-12-01 00:00:00+00:00")
+        clock.now += 12 * 3600 + 1
+        second = await enters(spends, who, 10)
+        assert second is not None
+        await first.settle(Charge(8, 0))
+        assert await enters(spends, who, 1) is None
+        clock.now += 86_400
+        third = await enters(spends, who, 5)
+        assert third is not None
+        with pytest.raises(OverBudget, match="a month") as over:
+            await spends.enter(who, Charge(1, 0))
+        assert str(over.value.renews) == "2027-01-01 00:00:00+00:00"
+        used = await spends.ledger.used([who.accounts[0].id], ["2026-11", "2026-11-30", "2026-12"])
+        assert [charge.engine_us for charge in used.values()] == [8, 8, 15]
+
+
+@pytest.mark.parametrize(
+    ("date", "day", "month"),
+    [((2026, 12, 31), "2027-01-01", "2027-01-01"), ((2028, 2, 28), "2028-02-29", "2028-03-01")],
+)
+def test_when_budgets_renew(date: tuple[int, int, int], day: str, month: str) -> None:
+    """At the end of UTC days and months, of years and of leap years' Februaries too."""
+    at = timegm((*date, 23, 59, 59))
+    assert f"{renews_at('day', at):%Y-%m-%d}" == day
+    assert f"{renews_at('month', at):%Y-%m-%d}" == month
+    assert periods(at) == (f"{date[0]}-{date[1]:02}-{date[2]:02}", f"{date[0]}-{date[1]:02}")
+
+
+async def test_a_charge_is_at_most_what_was_reserved() -> None:
+    """So no budget is exceeded, whatever failover adds."""
+    who = caller(engine_seconds_per_day=10e-6)
+    async with spending(MemoryLedger()) as spends:
+        grant = await enters(spends, who, 10)
+        assert grant is not None
+        assert await grant.settle(Charge(25, 3)) == Charge(10, 0)
+
+
+async def test_money_without_a_price_is_refused() -> None:
+    """Rather than counted as free."""
+    async with spending(MemoryLedger(), priced=False) as spends:
+        with pytest.raises(NoPrice, match=r"budgets\.replica_hour"):
+            await spends.enter(caller(money_per_day=1), Charge(1, 0))
+
+
+class SlowLedger(MemoryLedger):
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.go = asyncio.Event(), asyncio.Event()
+
+    async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
+        """See ``BudgetLedger``."""
+        self.asked.set()
+        await self.go.wait()
+        return await super().take(hold, bounds)
+
+
+async def test_a_client_that_leaves_leaves_no_reservation() -> None:
+    """Cancelled while the ledger is asked, a request gives back what it then gets."""
+    who, ledger = caller(engine_seconds_per_day=10e-6), SlowLedger()
+    async with spending(ledger) as spends:
+        asking = asyncio.create_task(spends.enter(who, Charge(10, 0)))
+        await ledger.asked.wait()
+        asking.cancel()
+        ledger.go.set()
+        await asyncio.gather(asking, return_exceptions=True)
+        grant = await enters(spends, who, 10)
+        assert grant is not None
+
+
+async def test_while_redis_is_away_one_router_counts_alone(own_redis: RedisServer) -> None:
+    """It goes on from what it last knew, keeps to the budget, and pays what it owes when Redis is back."""
+    who = caller(engine_seconds_per_day=10e-6)
+    async with spending(RedisLedger(own_redis.url)) as spends:
+        before, open_ = await enters(spends, who, 4), await enters(spends, who, 2)
+        assert before is not None
+        assert open_ is not None
+        await before.settle(Charge(3, 0))
+        assert (await enters(spends, who, 8)) is None  # it knows of 5
+        own_redis.pause()
+        alone = await enters(spends, who, 4)
+        assert alone is not None
+        assert await enters(spends, who, 2) is None
+        await alone.settle(Charge(2, 0))
+        await open_.settle(Charge(1, 0))
+        own_redis.resume()
+        await until(lambda: not spends._owed and spends._alone is None)
+        own = who.accounts[0].id
+        assert (await spends.ledger.used([own], DAY))[own, DAY.day] == Charge(6, 0)
+
+
+async def test_a_file_that_cannot_be_written_stops_no_request(tmp_path: Path) -> None:
+    """The router counts alone, and charges are in the file once it can be written."""
+    folder = tmp_path / "usage"
+    folder.write_text("in the way")
+    database = Database(folder / "usage.sqlite")
+    who, clock = caller(engine_seconds_per_day=10e-6), Clock()
+    async with spending(SqliteLedger(database, clock), clock) as spends:
+        grant = await enters(spends, who, 8)
+        assert grant is not None
+        assert await enters(spends, who, 8) is None
+        await grant.settle(Charge(6, 0))
+        folder.unlink()
+    own = who.accounts[0].id
+    assert (await SqliteLedger(database, clock).used([own], DAY))[own, DAY.day] == Charge(6, 0)
+    await database.aclose()
+
+
+_DIES = """
+import asyncio, sys
+from pathlib import Path
+from router.auth.budget_ledger import RedisLedger, SqliteLedger
+from router.auth.database import Database
+from router.auth.budgets import Account, Budget, Hold, Periods, bounds
+from router.policy.charge import Charge
+
+async def main():
+    where, name = sys.argv[1:]
+    ledger = RedisLedger(where) if where.startswith("redis") else SqliteLedger(Database(Path(where)))
+    own = Account(name, name, Budget(engine_seconds_per_day=1).limits())
+    for n in range(100):
+        hold = Hold(f"{name}-{n}", (name,), Periods("2026-11-24", "2026-11"), Charge(10_000, 0))
+        assert (await ledger.take(hold, bounds([own]))).denied is None
+        if n % 2:
+            await ledger.settle(hold, Charge(1, 0))
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "redis"])
+async def test_a_killed_router_leaves_no_reservation_for_ever(
+    kind: str, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """What it had settled stays charged; what it had reserved is free after the lease."""
+    name, where = f"key:{secrets.token_hex(4)}", redis_server.url if kind == "redis" else str(tmp_path / "usage.sqlite")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _DIES, where, name, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": "."}
+    )
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"ready\n"
+    process.send_signal(signal.SIGKILL)
+    await process.wait()
+    if kind == "redis":
+        ledger: RedisLedger | SqliteLedger = RedisLedger(where)
+        assert (await ledger.used([name], DAY))[name, DAY.day] == Charge(500_050, 0)
+        redis = Redis.from_url(where)
+        ends = await redis.zrange(f"qarr:{{budgets}}:ends:{name}", 0, -1, withscores=True)
+        assert len(ends) == 50
+        assert all(end <= time.time() + LEASE_S for _, end in ends)
+        await redis.aclose()
+    else:
+        database, clock = Database(tmp_path / "usage.sqlite"), Clock(0)
+        ledger = SqliteLedger(database, clock)
+        clock.now = time.time()
+        assert (await ledger.used([name], DAY))[name, DAY.day] == Charge(500_050, 0)
+        clock.now += LEASE_S
+        assert (await ledger.used([name], DAY))[name, DAY.day] == Charge(50, 0)
+        await database.aclose()
+    await ledger.aclose()

@@ -1,0 +1,70 @@
+"""What requests cost: by tokens and tier, in whole millionths, beside the highest tier."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.policy.charge import FALLBACK, Charge, Tariff, Visit, tariff
+from router.policy.decide import decide
+from tests.unit.policy.test_decide import BALANCED, FAST, PRECISE, TABLE, fleet, query
+from tiers.spec import TierSpec
+from tiers.speed import SpeedModel
+
+QUICK = SpeedModel(10.0, 0.1, 4.0, 1.0, profiled=True)
+SLOW = SpeedModel(10.0, 0.2, 12.0, 2.0, profiled=True)
+SPEEDS = {FAST: QUICK, BALANCED: SLOW, PRECISE: SLOW}
+PLAIN = Tariff({}, PRECISE)
+DECISION = decide(query(), fleet(speeds=SPEEDS), TABLE)
+
+
+def test_a_charge_is_what_the_decision_weighs() -> None:
+    """For the tokens that were predicted, a charge is the cost on the decision's report."""
+    for tier in (FAST, PRECISE):
+        expected = DECISION.verdict(tier).cost
+        assert expected is not None
+        visit = Visit(tier, 20, 0, 100)  # the fleet expects answers at full length
+        assert abs(PLAIN.charge(DECISION, (visit,)).engine_us / 1e6 - expected) <= 0.0001
+
+
+def test_cached_tokens_are_free_and_visits_add_up() -> None:
+    """One sequence on the fleet: 0.1 ms a prompt token and 5 ms an output token on the quick tier, 0.2 and 14 else."""
+    one, other = Visit(FAST, 20, 15, 3), Visit(PRECISE, 23, 0, 7)
+    assert PLAIN.charge(DECISION, (one,)) == Charge(5 * 100 + 3 * 5000, 0)
+    assert PLAIN.charge(DECISION, (one, other)) == Charge(15_500 + 23 * 200 + 7 * 14_000, 0)
+    assert PLAIN.at_highest(DECISION, (one,)) == Charge(5 * 200 + 3 * 14_000, 0)
+
+
+def test_without_a_speed_the_fallback_counts() -> None:
+    """0.1 ms for a prompt token, 10 ms for an output token."""
+    decision = decide(query(), fleet(), TABLE)
+    assert decision.rate(FAST) is None
+    assert (
+        PLAIN.charge(decision, (Visit(FAST, 20, 0, 3),)).engine_us == 20 * FALLBACK.prompt_us + 3 * FALLBACK.output_us
+    )
+
+
+def test_replicas_are_weighed_by_price_or_gpus() -> None:
+    """A second of a replica with a quarter of the GPUs is a quarter; prices go before GPUs; money follows the weight."""
+    specs = (TierSpec(FAST, 2048, 16, 32), TierSpec(PRECISE, 2048, 16, 32, tensor_parallel=4))
+    visit = Visit(FAST, 0, 0, 4)
+    assert tariff(specs, {}, None).charge(DECISION, (visit,)) == Charge(5000, 0)
+    assert tariff(specs, {FAST: 0.5}, 7.2).charge(DECISION, (visit,)) == Charge(10_000, 20)
+    absent = (*specs[:1], replace(specs[1], replicas=0))
+    assert tariff(absent, {}, None).highest is FAST
+
+
+@given(
+    prompt=st.integers(0, 20),
+    cached=st.integers(0, 30),
+    output=st.integers(0, 100),
+    tier=st.sampled_from((FAST, PRECISE)),
+)
+def test_no_charge_exceeds_the_most(prompt: int, cached: int, output: int, tier: str) -> None:
+    """Whatever of its tokens a request uses, on whichever of its tiers."""
+    most = PLAIN.most(DECISION, (FAST, PRECISE))
+    charge = PLAIN.charge(DECISION, (Visit(PRECISE if tier == PRECISE else FAST, prompt, cached, output),))
+    assert charge.at_most(most) == charge
+    assert PLAIN.cheapest(DECISION, (PRECISE, FAST)) is FAST

@@ -1,0 +1,56 @@
+"""The commands of docs/budgets.md, run as they stand against a router with keys."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from router.auth.api_keys import read_key_file
+from router.settings import PROJECT
+from tests.unit.router_stack import router_stack
+
+pytestmark = pytest.mark.anyio
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", (PROJECT / "docs/budgets.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+async def run(commands: str, **env: str) -> str:
+    """Return what commands print; each must succeed."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    process = await asyncio.create_subprocess_exec(
+        "bash", "-ec", commands, env={**os.environ, "PATH": path, **env}, cwd=PROJECT,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    return out.decode()
+
+
+@pytest.mark.timeout(240)  # the command starts eight times
+async def test_the_commands_do_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and a team are made, and what a request of one of them used is shown in every form."""
+    file = tmp_path / "keys.json"
+    monkeypatch.setenv("QARR_AUTH__KEYS_FILE", str(file))
+    giving, showing = BLOCKS
+    printed = await run(giving)
+    keys = re.findall(r"^qarr-\S+$", printed, re.MULTILINE)
+    made = read_key_file(file)
+    assert [key.name for key in made.keys] == ["ops", "ann", "ben"]
+    assert [team.money_per_month for team in made.teams or ()] == [2000]
+    async with router_stack(tmp_path, {"budgets": {"replica_hour": 3.99}}) as stack:
+        headers = {"authorization": f"Bearer {keys[1]}"}
+        answer = await stack.client.post(f"{stack.url}/generate", json={"prompt": "hi"}, headers=headers)
+        assert answer.status_code == 200
+        address = stack.url.removeprefix("http://")
+        while not json.loads(await run("qarr keys usage --json"))["usage"]:
+            await asyncio.sleep(0.1)
+        shown = await run(showing.replace("localhost:8080", address), KEY=keys[0])
+    assert "engine_seconds_per_day" in shown
+    assert re.search(r"^day,key,name,team,tier,requests,.*,highest_money$", shown, re.MULTILINE)
+    told = json.loads(shown.splitlines()[-1])
+    assert [row["name"] for row in told["usage"]] == ["ann"]
