@@ -20,6 +20,7 @@
 {{- end }}
 {{- else }}
 - --enforce-eager
+- --distributed-executor-backend=vllm.v1.executor.uniproc_executor.UniProcExecutor
 {{- end }}
 {{- if $root.Values.lmcache.enabled }}
 - '--kv-transfer-config={"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}'

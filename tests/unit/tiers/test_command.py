@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiers.lifecycle.command import engine_argv, engine_environment, without_ours
+from tiers.lifecycle.command import IN_PROCESS, engine_argv, engine_environment, without_ours
 from tiers.spec import Draft, EngineLaunch, OtlpTarget, Placement, TierName, TierSpec
 
 SPEC = TierSpec(TierName.FAST, 2048, 16, 32, checkpoint=Path("/models/x"))
@@ -29,6 +29,7 @@ def test_cpu_engine_is_eager_and_unbound() -> None:
         engine_environment(launch(placement=Placement(threads=3, kv_cache_gib=2)), {"PATH": "/bin"}),
     )
     assert "--enforce-eager" in argv
+    assert argv[argv.index("--distributed-executor-backend") + 1] == IN_PROCESS
     assert argv[argv.index("--max-model-len") + 1] == "2048"
     assert "secret" not in " ".join(argv)
     assert env["VLLM_API_KEY"] == "secret"
@@ -51,6 +52,7 @@ def test_several_gpus_a_draft_and_the_size_of_a_step() -> None:
     """Each is an argument of vLLM's only where it is asked for."""
     fields = {"tensor_parallel": 2, "pipeline_parallel": 3, "max_num_batched_tokens": 512}
     argv = engine_argv(launch(tier=replace(SPEC, **fields, draft=Draft("fast", 3, Path("/models/d")))))
+    assert IN_PROCESS not in argv
     assert argv[argv.index("--tensor-parallel-size") + 1] == "2"
     assert argv[argv.index("--pipeline-parallel-size") + 1] == "3"
     assert argv[argv.index("--max-num-batched-tokens") + 1] == "512"
