@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 KIND = ("class", "tier")
 PREFIX_SHARE = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.9999, 1.0)
 RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
-REQUESTS, OTHER_FINISH = "qarr_mirror_requests", "qarr_mirror_finish_reason_differs"
+REQUESTS = "qarr_mirror_requests"
+OTHER_FINISH, OTHER_TIER = "qarr_mirror_finish_reason_differs", "qarr_mirror_tier_differs"
 # Member of the summary → histogram.
 MEDIANS = {
     "common_prefix": "qarr_mirror_common_prefix_ratio",
@@ -48,6 +49,8 @@ class MirrorMetrics:
         self._requests = tally.counter(REQUESTS, "Mirrored requests by what became of them.", *KIND, "outcome")
         text = "Mirrored requests whose two answers ended for different reasons."
         self._other_finish = tally.counter(OTHER_FINISH, text, *KIND)
+        text = "Mirrored requests that a tier of another name served there."
+        self._other_tier = tally.counter(OTHER_TIER, text, *KIND)
         prefix, length, ttft, duration = MEDIANS.values()
         text = "Share of the longer of two greedy answers with which both begin."
         self._prefix = tally.histogram(prefix, text, PREFIX_SHARE, *KIND)
@@ -61,6 +64,8 @@ class MirrorMetrics:
         self._requests.of(*labels, result.outcome.value).value += 1
         if result.same_finish is False:
             self._other_finish.of(*labels).value += 1
+        if result.same_tier is False:
+            self._other_tier.of(*labels).value += 1
         for histogram, value in (
             (self._prefix, result.common_prefix),
             (self._length, result.length),
@@ -76,19 +81,19 @@ class Row:
     """What became of the mirrored requests of one class that one tier served, or of all.
 
     Attributes:
+        counts: By outcome, and of the other counters by name.
         buckets: By histogram: values at or below each bound.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
-    other_finish: float = 0.0
     buckets: dict[str, dict[float, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
 
     def add(self, name: str, labels: Mapping[str, str], value: float) -> None:
-        """Add a sample of the metrics; others than those of mirrored requests are left out."""
+        """Add a sample of the metrics of mirrored requests."""
         if name == f"{REQUESTS}_total":
             self.counts[labels["outcome"]] += int(value)
-        elif name == f"{OTHER_FINISH}_total":
-            self.other_finish += value
+        elif name.endswith("_total"):
+            self.counts[name.removesuffix("_total")] += int(value)
         elif name.endswith("_bucket"):
             self.buckets[name.removesuffix("_bucket")][float(labels["le"])] += value
 
@@ -98,7 +103,8 @@ class Row:
         return {
             **{outcome.value: self.counts[outcome] for outcome in MirrorOutcome},
             "same_share": round(same / (same + differs), 4) if same + differs else None,
-            "finish_reason_differs": int(self.other_finish),
+            "finish_reason_differs": self.counts[OTHER_FINISH],
+            "tier_differs": self.counts[OTHER_TIER],
             **{member: median(self.buckets.get(name, {})) for member, name in MEDIANS.items()},
         }
 

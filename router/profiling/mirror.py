@@ -41,6 +41,7 @@ class Served:
     """An answered request, until it was mirrored.
 
     Attributes:
+        hint: The tier that its caller asked for.
         source: Of the answer's text: what came of a stream, or a whole body.
     """
 
@@ -48,6 +49,7 @@ class Served:
     tier: TierName
     request: ChatRequest | RelayRequest
     request_id: str
+    hint: TierName | None
     source: Progress | bytes
     finish_reason: str | None
     ttft_s: float | None
@@ -102,7 +104,9 @@ class Mirror:
             return
         ttft_s = answer.ttft_ms / 1000 if answer.ttft_ms is not None else None
         took_s = time.monotonic() - answer.sent_at
-        served = Served(kind, answer.tier, asked, request_id, source, answer.finish_reason, ttft_s, took_s)
+        served = Served(
+            kind, answer.tier, asked, request_id, query.hint, source, answer.finish_reason, ttft_s, took_s
+        )  # fmt: skip
         # Of the request's own context nothing is kept: neither its span nor its place in the log.
         task = asyncio.create_task(self._mirror(served, self._client), name="mirroring", context=Context())
         self._tasks.add(task)
@@ -115,7 +119,7 @@ class Mirror:
 
     async def _mirror(self, served: Served, client: MirrorClient) -> None:
         try:
-            there = await client.ask(served.request, served.request_id)
+            there = await client.ask(served.request, served.request_id, served.hint)
             here, greedy = served.answer(), is_greedy(served.request)
             self._tell(compare(served.kind, served.tier, here, there, greedy=greedy))
         except MirrorError as error:

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from router.settings import MirrorSettings
     from router.upstream.engine_stream import EngineRequest
     from router.upstream.transport import EngineTransport
+    from tiers.spec import TierName
 
 MAX_MODELS_BYTES = 1 << 20
 MAX_CHARACTERS = 1 << 22  # of an answer
+TIER = "x-qarr-tier"  # of a request: the hint; of an answer: the tier that serves it
 GREEDY = 1e-5  # temperatures below are greedy (vLLM's _SAMPLING_EPS)
 # Members of a body that are for this router or its engines, or say who the caller is.
 _LEFT_OUT = (
@@ -47,12 +49,13 @@ class MirrorClient:
         self.settings, self._transport = settings, transport
         self._model = settings.model
 
-    async def ask(self, request: ChatRequest | RelayRequest, request_id: str) -> AnswerText:
+    async def ask(self, request: ChatRequest | RelayRequest, request_id: str, hint: TierName | None) -> AnswerText:
         """Return its answer to a request.
 
         Args:
             request: As the engine here was asked.
             request_id: Of the request here, by which both routers' records can be told to belong together.
+            hint: The tier that the caller asked for; a QARR router gets it too, unless the settings name a model.
 
         Raises:
             MirrorError: There is none, or not in time.
@@ -61,8 +64,11 @@ class MirrorClient:
         try:
             async with asyncio.timeout(timeout_s):
                 self._model = self._model or await self._first_model()
-                content = body_for(request, self._model)
-                return await self._answer(request.path.removeprefix("/v1"), content, request_id)
+                headers = {"content-type": "application/json", "x-request-id": request_id}
+                if hint is not None and not self.settings.model:
+                    headers[TIER] = hint
+                path, content = request.path.removeprefix("/v1"), body_for(request, self._model)
+                return await self._answer(self._http("POST", path, headers, content))
         except TimeoutError:
             raise MirrorError(f"no whole answer within {timeout_s:g} s") from None
         except (httpx.HTTPError, EngineBroke) as error:
@@ -83,11 +89,10 @@ class MirrorClient:
         except (ValueError, LookupError, TypeError):
             raise MirrorError("its list of models holds none: name one in mirror.model") from None
 
-    async def _answer(self, path: str, content: bytes, request_id: str) -> AnswerText:
+    async def _answer(self, request: httpx.Request) -> AnswerText:
         began, first_at, parts, length = time.monotonic(), None, list[str](), 0
         finish_reason: str | None = None
-        headers = {"content-type": "application/json", "x-request-id": request_id}
-        response = await self._transport.handle_async_request(self._http("POST", path, headers, content))
+        response = await self._transport.handle_async_request(request)
         source: EventSource | None = None
         try:
             _check(response)
@@ -108,7 +113,8 @@ class MirrorClient:
         if finish_reason is None:
             raise MirrorError("its answer has no finish reason")
         ttft_s = first_at - began if first_at is not None else None
-        return AnswerText("".join(parts), finish_reason, ttft_s, time.monotonic() - began)
+        took_s = time.monotonic() - began
+        return AnswerText("".join(parts), finish_reason, ttft_s, took_s, response.headers.get(TIER))
 
     def _http(
         self, method: str, path: str, headers: dict[str, str] | None = None, content: bytes = b""

@@ -28,12 +28,14 @@ class AnswerText:
     Attributes:
         ttft_s: To its first token; None: not known, as of an answer that was not streamed.
         duration_s: To its end.
+        tier: Of QARR that served it, by its name; None: the server is no QARR router.
     """
 
     text: str
     finish_reason: str | None
     ttft_s: float | None
     duration_s: float
+    tier: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class MirrorResult:
         common_prefix: Share of the longer text with which both begin, 0 to 1; of greedy answers only.
         length: Ratio of characters.
         same_finish: Whether both ended for the same reason.
+        same_tier: Whether tiers of the same name served both.
     """
 
     kind: PromptClass
@@ -56,6 +59,7 @@ class MirrorResult:
     ttft: float | None = None
     duration: float | None = None
     same_finish: bool | None = None
+    same_tier: bool | None = None
 
 
 def compare(kind: PromptClass, tier: TierName, here: AnswerText, there: AnswerText, *, greedy: bool) -> MirrorResult:
@@ -63,7 +67,7 @@ def compare(kind: PromptClass, tier: TierName, here: AnswerText, there: AnswerTe
 
     Args:
         kind: The prompt's class.
-        tier: That served it.
+        tier: That served it here.
         here: As served.
         there: The second fleet's.
         greedy: Whether the same model would give the same text.
@@ -80,6 +84,7 @@ def compare(kind: PromptClass, tier: TierName, here: AnswerText, there: AnswerTe
         ttft=_ratio(there.ttft_s, here.ttft_s),
         duration=_ratio(there.duration_s, here.duration_s),
         same_finish=here.finish_reason == there.finish_reason,
+        same_tier=there.tier == tier if there.tier is not None else None,
     )
 
 

@@ -70,7 +70,14 @@ async def post(stack: Stack, path: str, body: dict[str, Any], **headers: str) ->
 
 @pytest.mark.parametrize(
     ("one", "other", "share"),
-    [("", "", 1.0), ("", "a", 0.0), ("abc", "abc", 1.0), ("abcd", "abxx", 0.5), ("ab", "abcdefgh", 0.25), ("é", "e", 0)],
+    [
+        ("", "", 1.0),
+        ("", "a", 0.0),
+        ("abc", "abc", 1.0),
+        ("abcd", "abxx", 0.5),
+        ("ab", "abcdefgh", 0.25),
+        ("é", "e", 0),
+    ],
 )
 def test_the_common_prefix_is_a_share_of_the_longer_text(one: str, other: str, share: float) -> None:
     """The same from both sides."""
@@ -259,6 +266,20 @@ async def test_a_mirrored_request_is_not_mirrored_again(tmp_path: Path) -> None:
         own = (await second.client.get(f"{second.url}/requests")).json()["requests"][0]
     assert [request["messages"][0]["content"] for request in last.requests] == ["its own"]
     assert (record["mirrored"], own["mirrored"]) == (True, False)
+
+
+async def test_a_second_router_gets_the_hint_and_tells_its_tier(tmp_path: Path) -> None:
+    """A caller's tier is asked for there too, unless the settings name a model; then another tier serves, and is counted."""
+    async with router_stack(tmp_path) as second:
+        mirror = {"url": f"{second.url}/v1", "share": 1.0}
+        async with router_stack(tmp_path, {"mirror": mirror}) as first:
+            await first.generate(temperature=0, tier="precise")
+            assert (await counted(first, 1))["tier_differs"] == 0
+        async with router_stack(tmp_path, {"mirror": {**mirror, "model": "fast"}}) as first:
+            await first.generate(temperature=0, tier="precise")
+            assert (await counted(first, 1))["tier_differs"] == 1
+        shown = (await second.client.get(f"{second.url}/requests")).json()["requests"]
+    assert [request["served_by"] for request in shown] == ["fast", "precise"]
 
 
 async def test_only_operators_see_the_summary(tmp_path: Path) -> None:
