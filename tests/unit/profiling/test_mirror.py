@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import pytest
 from classifier import PromptClass
 from router.auth.api_keys import add_key
 from router.profiling.mirror_comparison import AnswerText, MirrorOutcome, common_prefix, compare
+from router.settings import PROJECT, MirrorSettings, load_settings
 from tests.fakes.engine import ANSWER, Behaviour, FakeEngine, serving
 from tests.ports import reserved_ports
 from tests.unit.own_engines import until
@@ -66,6 +68,16 @@ async def post(stack: Stack, path: str, body: dict[str, Any], **headers: str) ->
     answer = await stack.client.post(f"{stack.url}{path}", json=body, headers=headers)
     assert answer.status_code == httpx.codes.OK, answer.text
     return answer
+
+
+def test_the_documented_settings_are_all_there_are(tmp_path: Path) -> None:
+    """The snippet of docs/mirroring.md sets every setting of the section, and is taken."""
+    text = (PROJECT / "docs/mirroring.md").read_text("utf-8")
+    (snippet,) = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "qarr.toml").write_text(snippet)
+    settings = load_settings(tmp_path / "qarr.toml").mirror
+    assert settings.active
+    assert settings.model_fields_set == set(MirrorSettings.model_fields)
 
 
 @pytest.mark.parametrize(
