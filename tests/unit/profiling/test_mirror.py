@@ -151,6 +151,48 @@ async def test_an_equal_answer_counts_as_the_same(
     assert "traceparent" not in headers
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{"stream": True}, {"stream": False}, {"stream": True, "resumable": True}],
+    ids=["stream", "whole", "resumed"],
+)
+async def test_the_text_is_compared_to_the_letter(tmp_path: Path, more: dict[str, Any]) -> None:
+    """Characters that come in two pieces, escapes, and a stop string that is held back are the same on both sides."""
+    pieces: tuple[str | bytes, ...] = (
+        "Un",
+        " caf",
+        b"\xc3",
+        b"\xa9",
+        ' "no\n"',
+        " \U0001f600",
+        " and EN",
+        "D more",
+        ".",
+    )
+    there = Behaviour(answer=pieces)
+    async with mirrored(tmp_path, there) as stack:
+        for behaviour in stack.engines.values():
+            behaviour.answer = pieces
+        await stack.generate(temperature=0, stop="END", **more)
+        assert (await counted(stack, 1))["same"] == 1
+        there.answer = (*pieces[:5], " \U0001f601", *pieces[6:])
+        await stack.generate(temperature=0, stop="END", **more)
+        row = await counted(stack, 2)
+    assert (row["same"], row["differs"], row["same_share"]) == (1, 1, 0.5)
+
+
+async def test_an_answer_that_failover_continued_is_not_mirrored(tmp_path: Path) -> None:
+    """Two engines made it, and its times tell of neither."""
+    there = Behaviour()
+    async with mirrored(tmp_path, there) as stack:
+        stack.engines[TierName.FAST].break_after = 3
+        broken = await stack.generate(temperature=0, tier="fast", stream=False)
+        assert (broken.json()["text"], broken.json()["continued_on"] != []) == (TEXT, True)
+        await stack.generate(prompt="the second", temperature=0, tier="precise")
+        assert (await counted(stack, 1))["same"] == 1
+    assert [request["messages"][0]["content"] for request in there.requests] == ["the second"]
+
+
 async def test_the_answers_of_each_class_and_tier_are_told_apart(tmp_path: Path) -> None:
     """Another answer of a greedy request differs, with what both have in common; of a sampled one only its length counts."""
     there = Behaviour(answer=(*ANSWER[:-2], " Lyon", ".", " Or", " so", "."))
