@@ -39,6 +39,7 @@ from router.auth.tokens import Access, open_access
 from router.lifecycle import ServerState
 from router.monitoring.live import Live, LiveEndpoints
 from router.monitoring.metrics import Metrics
+from router.monitoring.mirror import MirrorEndpoint
 from router.monitoring.page import Page
 from router.monitoring.usage import Labels, UsageEndpoint
 from router.pipeline.admission import Admission
@@ -55,6 +56,7 @@ from router.policy.decision_log import DecisionLog
 from router.policy.render import render_budget
 from router.policy.table import PolicyStore
 from router.profiling.auto_profile import AutoProfile
+from router.profiling.mirror import Mirror
 from router.profiling.prompt_samples import PromptSamples
 from router.profiling.shadow_evaluation import ShadowEvaluation
 from router.reload import ReloadError
@@ -200,6 +202,7 @@ def wire_router(
         *LiveEndpoints(pipeline, wired.evaluation, live, settings.telemetry, traces).routes(),
         Endpoint("/metrics", metrics.answer),
         *UsageEndpoint(wired.database, pipeline.charging, keys).routes(),
+        MirrorEndpoint(metrics.collect, wired.mirror).route(),
     ]
     if reloads is not None:
         routes.append(ReloadEndpoint(reloads, keys).route())
@@ -219,6 +222,7 @@ def _metrics(wired: _Wired, settings: Settings, tls: Tls | None) -> Metrics:
     """Return what is scraped."""
     half_life_s = settings.policy.budget_half_life_s
     metrics = Metrics(wired.pipeline, wired.evaluation, wired.upstream.retries, wired.about, half_life_s)
+    metrics.count_mirrored(wired.mirror)
     if tls is not None:
         metrics.show_expiry(lambda: tls.expires)
     return metrics
@@ -314,6 +318,7 @@ def _prepare(parts: _Parts, gate: Gate, links: Links | None, settings: Settings)
         wired.pipeline.admission.take(settings.admission)
         wired.upstream.take(settings.upstream)
         wired.evaluation.share = _evaluated_share(settings, links)
+        wired.mirror.take(settings.mirror)
         wired.pipeline.telemetry.record_prompts = settings.telemetry.record_prompts
         if Logging.current is not None:
             Logging.current.set_level(settings.telemetry)
@@ -342,6 +347,7 @@ class _Wired:
     about: dict[str, str]
     loss_budget: Callable[[], dict[str, Any]]
     observer: AnswerObserver
+    mirror: Mirror
 
 
 def _wire(
@@ -398,8 +404,9 @@ def _wire(
     loss_budget = partial(render_budget, policy, settings.policy.budget_half_life_s)
     observer = (links.observer if links is not None else None) or evaluation
     wired = _Wired(
-        pipeline, upstream, shared, evaluation, profiling, samples, database, usage, about, loss_budget, observer
-    )
+        pipeline, upstream, shared, evaluation, profiling, samples, database, usage, about, loss_budget, observer,
+        Mirror(settings.mirror),
+    )  # fmt: skip
     return replace(wired, pipeline=_pipeline(wired, settings))
 
 
@@ -412,7 +419,8 @@ def _pipeline(wired: _Wired, settings: Settings) -> Pipeline:
     attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
     failover = Failover(cascade, base.fleet, policy, upstream, telemetry, attempts, max_tokens)
     observer = wired.observer if settings.policy.live_check_share else None
-    return replace(base, opener=failover, cascade=cascade, answer_observer=observer)
+    mirror = wired.mirror if settings.mirror.active else None
+    return replace(base, opener=failover, cascade=cascade, answer_observer=observer, mirror=mirror)
 
 
 def _evaluated_share(settings: Settings, links: Links | None) -> float:
@@ -470,6 +478,7 @@ def _lifespan(
         yield
         await streams.aclose()
         await end_tasks(tasks)
+        await wired.mirror.aclose()
         await wired.profiling.aclose()
         await wired.shared.aclose()
         await pipeline.policy.aclose()

@@ -34,6 +34,7 @@ COMMANDS = (
     ("model", "list"),
     ("settings",),
     ("reload",),
+    ("mirror",),
     ("top",),
     ("logs",),
     ("trace",),

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from router.policy.decision_log import DecisionLog
     from router.policy.table import PolicyStore
     from router.telemetry.tracing import Telemetry
-    from router.upstream.engine_stream import EngineRequest
+    from router.upstream.engine_stream import EngineAnswer, EngineRequest
     from tiers.fleet import Fleet
     from tiers.snapshot import FleetSnapshot
 
@@ -52,6 +52,13 @@ class AnswerObserver(Protocol):
         """Take note of the decision, the tier that served it, and the messages it answers; None: not known."""
 
 
+class AnswerMirror(Protocol):
+    """Is shown every complete answer that its caller has, with its text."""
+
+    def offer(self, decision: Decision, answer: EngineAnswer, request: EngineRequest, request_id: str) -> None:
+        """Take note of an answer and of the request to the engine; must neither wait nor raise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """Decides and serves. Wired once, in ``create_app``.
@@ -63,6 +70,7 @@ class Pipeline:
         prompt_observer: None: no prompt is sampled.
         answer_observer: None: no answer is evaluated.
         on_request: Called before the decision on a request that is to be served.
+        mirror: None: nothing is mirrored.
     """
 
     fleet: Fleet
@@ -79,6 +87,7 @@ class Pipeline:
     prompt_observer: PromptObserver | None
     answer_observer: AnswerObserver | None
     on_request: Callable[[], None]
+    mirror: AnswerMirror | None = None
 
     def decide(self, request: ParsedRequest, *, serve: bool = True) -> Decision:
         """Classify a request and decide, each under its span where the request has spans.
@@ -187,6 +196,8 @@ class Pipeline:
                 if answer.complete and self.answer_observer is not None:
                     self.answer_observer.offer(active.decision, answer.tier, asked.chat)
                 await answer.aclose(error or answer.error)
+                if answer.complete and error is None and self.mirror is not None and not active.context.mirrored:
+                    self.mirror.offer(active.decision, answer, asked, active.context.request_id)
         finally:
             try:
                 if grant.budget is not None:

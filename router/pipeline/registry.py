@@ -178,6 +178,7 @@ class RequestRegistry:
             team=context.caller.team,
             visits=request.visits,
             charge=request.charge,
+            mirrored=context.mirrored,
         )
 
     def _outcome(self, answer: EngineAnswer | None, error: BaseException | None) -> tuple[Outcome, str | None]:

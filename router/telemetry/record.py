@@ -50,6 +50,7 @@ class RequestRecord(NamedTuple):
         team: Of the caller's key; empty: none.
         visits: What tiers computed of it; only of callers with a key.
         charge: To its caller's budgets; None: it has none.
+        mirrored: Another router mirrors it here.
     """
 
     at: float
@@ -83,6 +84,7 @@ class RequestRecord(NamedTuple):
     team: str = ""
     visits: tuple[Visit, ...] = ()
     charge: Charge | None = None
+    mirrored: bool = False
 
     @property
     def undisturbed(self) -> bool:
@@ -138,6 +140,7 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
         "hedged": record.hedged,
         "continued_on": list(record.continued_on),
         "cost": chosen.cost if chosen else None,
+        "mirrored": record.mirrored,
     }
 
 

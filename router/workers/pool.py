@@ -302,7 +302,7 @@ class Pool(Server):
 
     async def _prepare(self, path: str) -> None:
         """Learn what the first process needs to answer a path."""
-        await self._gathered.gather(live=path in {"/live", "/requests"}, metrics=path == "/metrics")
+        await self._gathered.gather(live=path in {"/live", "/requests"}, metrics=path in {"/metrics", "/mirror"})
         self._fleet.sync()
 
 

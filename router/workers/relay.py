@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from router.workers.channel import Channel
 
 # Whole paths, and beginnings of paths, that the first process answers: it knows all workers.
-FIRST_ANSWERS = {"/metrics", "/tiers", "/live", "/requests", "/traces", "/policy"}
+FIRST_ANSWERS = {"/metrics", "/tiers", "/live", "/requests", "/traces", "/policy", "/mirror"}
 FIRST_ANSWERS_BELOW = ("/traces/", "/admin/")
 RESUMED = b"last-event-id"
 MOST_DIGITS = 4  # of a row

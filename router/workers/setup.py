@@ -46,9 +46,10 @@ class Setup:
 
 def divided(settings: Settings, workers: int) -> Settings:
     """Return the settings with one worker's part of what a router has in all."""
-    server = settings.server
+    server, mirror = settings.server, settings.mirror
     part = {
         "max_connections": -(-server.max_connections // workers),
         "resume_streams": -(-server.resume_streams // workers),
     }
-    return settings.model_copy(update={"server": server.model_copy(update=part)})
+    mirrored = mirror.model_copy(update={"max_in_flight": -(-mirror.max_in_flight // workers)})
+    return settings.model_copy(update={"server": server.model_copy(update=part), "mirror": mirrored})
