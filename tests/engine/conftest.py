@@ -46,6 +46,7 @@ class Up:
     collector: Collector
     output: list[str] = field(default_factory=list)
     profiles: Path = Path()
+    settings: Path = Path()
 
     def tiers(self) -> dict[str, dict[str, Any]]:
         """Return /tiers by tier."""
@@ -96,8 +97,11 @@ def started(
 ) -> Iterator[Up]:
     """Run ``qarr up`` with variables and arguments of its own until all tiers are ready; stop it afterwards."""
     base, profiles = reserved_range(4), tmp_path_factory.mktemp("profiles")
+    settings = tmp_path_factory.mktemp("settings") / "qarr.toml"
+    settings.touch()
     env = {
         **os.environ,
+        "QARR_CONFIG": str(settings),
         "QARR_ENGINE__BASE_PORT": str(base),
         "QARR_ENGINE__EXTRA_ARGS": json.dumps(ENGINE_ARGS),
         # No profiles, and no tier counts as slow: decisions do not depend on the machine.
@@ -115,7 +119,7 @@ def started(
         text=True,
         start_new_session=True,
     )
-    running = Up(process, f"http://127.0.0.1:{base + 3}", collector, profiles=profiles)
+    running = Up(process, f"http://127.0.0.1:{base + 3}", collector, profiles=profiles, settings=settings)
     reading = threading.Thread(target=_collect, args=(process, running.output), daemon=True)
     reading.start()
     try:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import httpx
 import psutil
 
+from tests.engine.conftest import QARR
 from tiers.lifecycle.canary import agreement, read_golden, write_golden
 from tiers.spec import STANDARD_TIERS, TierName
 
@@ -132,6 +134,35 @@ def test_drain_and_resume(up: Up) -> None:
     assert "hint precise not taken: is draining" in answer.headers["x-qarr-reason"]
     assert up.operate("resume", "precise").stdout == "precise-0: resume done, is ready\n"
     assert up.generate(tier="precise").headers["x-qarr-tier"] == "precise"
+
+
+def test_settings_reload_while_engines_go_on(up: Up) -> None:
+    """``qarr reload`` and SIGHUP take a changed file over, as a whole or not at all; every engine goes on."""
+
+    def tokens() -> int:
+        """Return how many tokens an answer has that may be as long as the settings allow."""
+        body = {"prompt": "Count from 1 to 200.", "temperature": 0, "stream": False, "tier": "fast"}
+        answer = httpx.post(f"{up.url}/generate", json=body, timeout=300, trust_env=False).raise_for_status()
+        found: int = answer.json()["usage"]["completion_tokens"]
+        return found
+
+    def reload() -> subprocess.CompletedProcess[str]:
+        return subprocess.run([QARR, "reload", "--url", up.url], capture_output=True, text=True, check=False)
+
+    pids = {name: tier["replicas"][0]["pid"] for name, tier in up.tiers().items()}
+    up.settings.write_text("[limits]\ndefault_max_tokens = 5\n")
+    assert reload().stdout == "limits.default_max_tokens: 256 -> 5\nsettings reloaded: 1 changed\n"
+    assert tokens() == 5
+    up.settings.write_text("[limits]\ndefault_max_tokens = 6\n[tiers.fast]\nmax_num_seqs = 3\n")
+    refused = reload()
+    assert refused.returncode == 2
+    assert "tiers.fast.max_num_seqs" in refused.stderr
+    assert tokens() == 5
+    up.settings.write_text("[limits]\ndefault_max_tokens = 7\n")
+    assert up.process is not None
+    up.process.send_signal(signal.SIGHUP)
+    _until(lambda: tokens() == 7)
+    assert {name: tier["replicas"][0]["pid"] for name, tier in up.tiers().items()} == pids
 
 
 def test_killed_supervisor_leaves_no_engine(up: Up) -> None:
