@@ -2,8 +2,8 @@
 
 usage: python benchmarks/budget_routers.py [--requests 100000] [--ledger sqlite|redis]
 
-Five keys have a budget of engine-seconds a day each, and share a team's of the month; there is room for about two thirds of
-the requests. Exact: no budget is exceeded at any look; what the ledger holds at the end is the sum of what each request's
+Five keys have a budget of engine-seconds a day each, and share a team's of the month; there is room for a part of the
+requests, which hangs on the speed that the routers learn of the stub. Exact: no budget is exceeded at any look; what the ledger holds at the end is the sum of what each request's
 record says it was charged, to the millionth; as many requests were charged as were answered with 200; and what is left of
 each used-up budget is less than one more request could cost. It fails if one of these does not hold. The engine is a stub;
 redis needs redis-server.
@@ -33,7 +33,7 @@ from router.policy.charge import MICRO
 
 KEYS, CONNECTIONS = 5, 32
 TOKENS = 32  # of the stub's answer
-ENGINE_S = 0.02  # about what such a request costs once the stub's speed is known
+ENGINE_S = 0.002  # less than such a request costs at the speed that is learned of the stub
 MOST_S = 0.4  # more than one costs before it is known
 TEAM = "bench"
 BODY = json.dumps(
