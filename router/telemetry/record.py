@@ -50,6 +50,9 @@ class RequestRecord(NamedTuple):
         team: Of the caller's key; empty: none.
         visits: What tiers computed of it; only of callers with a key.
         charge: To its caller's budgets; None: it has none.
+        overflow: Name of the server outside of the fleet that answered; None: none did.
+        overflow_failure: Why that server did not answer: ``full``, ``failed`` or ``unsupported``; None: it did, or was not
+            asked.
     """
 
     at: float
@@ -83,6 +86,8 @@ class RequestRecord(NamedTuple):
     team: str = ""
     visits: tuple[Visit, ...] = ()
     charge: Charge | None = None
+    overflow: str | None = None
+    overflow_failure: str | None = None
 
     @property
     def undisturbed(self) -> bool:
@@ -111,6 +116,8 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
         "confidence": int(features.confidence * 1000 + 0.5) / 1000,
         "tier": decision.tier,
         "served_by": record.served_by,
+        "overflow": record.overflow,
+        "overflow_failure": record.overflow_failure,
         "replica": record.replica,
         "precision": record.precision,
         "checkpoint": record.checkpoint,

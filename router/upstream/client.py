@@ -274,7 +274,7 @@ class Upstream:
             await answer.begin()
             return answer  # noqa: TRY300  an else block would be far from here
         except BaseException as error:  # noqa: BLE001  raised again
-            failure = _translate(error, limit_s, streamed=request.streamed)
+            failure = translate(error, limit_s, streamed=request.streamed)
             try:
                 if isinstance(failure, UpstreamError) and not isinstance(failure, EngineRefused):
                     lease.failed(type(failure).__name__)
@@ -331,7 +331,8 @@ def _holds_object(content: bytes) -> bool:
         return False
 
 
-def _translate(error: BaseException, limit_s: float, *, streamed: bool) -> BaseException:
+def translate(error: BaseException, limit_s: float, *, streamed: bool) -> BaseException:
+    """Return the error for what went wrong before an answer began, where it is one of the connection."""
     if isinstance(error, httpx.ReadTimeout | EngineStalled):
         if streamed:
             return EngineUnreachable(f"no first token within {limit_s:g} s")

@@ -46,9 +46,15 @@ class Setup:
 
 def divided(settings: Settings, workers: int) -> Settings:
     """Return the settings with one worker's part of what a router has in all."""
-    server = settings.server
+    server, overflow = settings.server, settings.overflow
     part = {
         "max_connections": -(-server.max_connections // workers),
         "resume_streams": -(-server.resume_streams // workers),
     }
-    return settings.model_copy(update={"server": server.model_copy(update=part)})
+    most = max(overflow.max_in_flight // workers, 1)
+    return settings.model_copy(
+        update={
+            "server": server.model_copy(update=part),
+            "overflow": overflow.model_copy(update={"max_in_flight": most}),
+        }
+    )

@@ -1,0 +1,129 @@
+"""The last resort: a request that every tier is too full for goes to a server outside of the fleet.
+
+Only where the operator has named one, the caller's key allows it, and the request asks for nothing that it cannot keep:
+its weights, and so its precision and loss, are unknown. If it fails before its first token, the refusal stands.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from router.policy.decision import Refusal
+from router.policy.decision_log import OverflowRecord
+from router.upstream.errors import NoSlot, UpstreamError
+from router.upstream.overflow import Unsupported
+from tiers.spec import UNKNOWN
+
+if TYPE_CHECKING:
+    from router.pipeline.registry import ActiveRequest
+    from router.pipeline.request import ParsedRequest
+    from router.policy.decision import Decision
+    from router.policy.decision_log import DecisionLog
+    from router.telemetry.tracing import Telemetry
+    from router.upstream.engine_stream import EngineAnswer, EngineRequest
+    from router.upstream.overflow import OverflowClient
+
+log = logging.getLogger(f"qarr.{__name__}")
+FULL = {
+    Refusal.AT_CAPACITY: "every tier that may serve this is full",
+    Refusal.NOT_READY: "no tier that may serve this is ready",
+}
+
+
+class Diverted(NamedTuple):
+    """What became of a request that no tier had a slot for.
+
+    Attributes:
+        name: Of the overflow.
+        waited_ms: Its time in the queue before.
+        at: When it was sent, in seconds by the monotonic clock.
+        failure: Why the overflow does not answer; None: it does, or has not begun.
+    """
+
+    name: str
+    waited_ms: float
+    at: float
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """Decides which refused requests the overflow is asked to answer, and opens those answers."""
+
+    client: OverflowClient
+    decisions: DecisionLog | None
+    telemetry: Telemetry
+
+    def takes(self, decision: Decision, request: ParsedRequest) -> bool:
+        """Tell whether a refused request may go to the overflow.
+
+        ``Query.takes`` is what a lease asks; there is none here, so precisions are looked at here.
+        """
+        options, caller = request.options, request.context.caller
+        return (
+            bool(self.client.name)
+            and decision.refusal in FULL
+            and caller.overflow
+            and caller.tiers is None
+            and options.overflow
+            and not options.require
+            and options.only is None
+            and (options.precisions is None or UNKNOWN in options.precisions)
+            and request.adapter is None
+            and not decision.query.over_budget
+        )
+
+    async def open(
+        self, active: ActiveRequest, decision: Decision, request: ParsedRequest, asked: EngineRequest, sent_at: float
+    ) -> EngineAnswer | None:
+        """Return the overflow's answer to a refused request, once it has begun; None: the refusal stands.
+
+        Args:
+            active: The request; what becomes of it is noted there.
+            decision: That refuses it.
+            request: As its endpoint has parsed it.
+            asked: As an engine would be asked.
+            sent_at: When it asked for a slot, by the monotonic clock.
+        """
+        if not self.takes(decision, request):
+            return None
+        assert decision.refusal is not None
+        now, name = time.monotonic(), self.client.name
+        waited_ms = (now - sent_at) * 1000
+        active.diverted = Diverted(
+            name, waited_ms if waited_ms >= 1 else 0.0, now
+        )  # refused at once: it has not waited
+        try:
+            answer = await self.client.open(asked, decision.query.sequences, sent_at)
+        except UpstreamError as error:
+            self._failed(active, active.diverted, error)
+            return None
+        why = f"{FULL[decision.refusal]} ({decision.reason}), so the overflow {name} answers"
+        active.decision = replace(decision, reason=why, degraded=("unmeasured",))
+        return answer
+
+    def ended(self, active: ActiveRequest, error: BaseException | None) -> None:
+        """Write to the decision log what became of a request that no tier had a slot for."""
+        diverted, answer = active.diverted, active.answer
+        if diverted is None or self.decisions is None:
+            return
+        failure = error or (answer.error if answer is not None else None)
+        self.decisions.overflowed(
+            OverflowRecord(
+                request_id=active.context.request_id,
+                overflow=diverted.name,
+                failure=diverted.failure,
+                output_tokens=answer.output_tokens if answer is not None else 0,
+                error=type(failure).__name__ if failure is not None else None,
+            )
+        )
+
+    def _failed(self, active: ActiveRequest, diverted: Diverted, error: UpstreamError) -> None:
+        """Note that the overflow does not answer; what it has said is in no text here."""
+        failure = "unsupported" if isinstance(error, Unsupported) else "full" if isinstance(error, NoSlot) else "failed"
+        active.diverted = diverted._replace(failure=failure)
+        log.warning("request %s: overflow %s: %s", active.context.request_id, diverted.name, error)
+        self.telemetry.record_failed_attempt(f"overflow {diverted.name}", error)
