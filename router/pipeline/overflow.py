@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from router.pipeline.registry import Diverted
 from router.policy.decision import Refusal
 from router.policy.decision_log import OverflowRecord
 from router.upstream.errors import NoSlot, UpstreamError
@@ -31,22 +32,6 @@ FULL = {
     Refusal.AT_CAPACITY: "every tier that may serve this is full",
     Refusal.NOT_READY: "no tier that may serve this is ready",
 }
-
-
-class Diverted(NamedTuple):
-    """What became of a request that no tier had a slot for.
-
-    Attributes:
-        name: Of the overflow.
-        waited_ms: Its time in the queue before.
-        at: When it was sent, in seconds by the monotonic clock.
-        failure: Why the overflow does not answer; None: it does, or has not begun.
-    """
-
-    name: str
-    waited_ms: float
-    at: float
-    failure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

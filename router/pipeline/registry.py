@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from router.lifecycle import ServerState
     from router.pipeline.admission import Admitted
-    from router.pipeline.overflow import Diverted
     from router.pipeline.request import RequestContext
     from router.policy.budget_store import Expectation
     from router.policy.charge import Charge, Visit
@@ -36,6 +35,22 @@ log = logging.getLogger(f"qarr.{__name__}")
 OVER_QUOTA = "over_quota"
 OVER_BUDGET = "over_budget"
 State = Literal["waiting", "prefill", "decode"]
+
+
+class Diverted(NamedTuple):
+    """What became of a request that no tier had a slot for.
+
+    Attributes:
+        name: Of the overflow.
+        waited_ms: Its time in the queue before.
+        at: When it was sent, in seconds by the monotonic clock.
+        failure: Why the overflow does not answer; None: it does, or has not begun.
+    """
+
+    name: str
+    waited_ms: float
+    at: float
+    failure: str | None = None
 
 
 @dataclass(slots=True, eq=False)
