@@ -863,6 +863,8 @@ def _overflow_address(url: str) -> str:
     allowed = "an address like https://api.example.com/v1 is allowed"
     if "@" in url:
         raise ValueError(f"user and password do not belong here: overflow.api_key holds the key; {allowed}")
+    if not url.isascii():
+        raise ValueError(f"a host's name is written in ASCII (xn--...); {allowed}")
     base = url.rstrip("/")
     if wrong := wrong_with(base.removesuffix("/v1")):
         raise ValueError(f"{wrong}; {allowed}")

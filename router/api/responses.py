@@ -73,7 +73,7 @@ RequestRecord = _model(
     served_by=TierName | None,
     overflow=Annotated[str | None, Field(description="The server outside of the fleet that answered; null: none")],
     overflow_failure=Annotated[
-        str | None, Field(description="Why it did not: full, failed, unsupported; null: it did")
+        str | None, Field(description="Why it did not: full, paused, unsupported, failed, cancelled; or null")
     ],
     reason=str,
     basis=Basis,

@@ -95,7 +95,7 @@ class RequestMetrics:
         self._overflow = counter(
             "overflow_requests", "Requests without a slot, by what the overflow made of them.", "outcome"
         )
-        for outcome in ("ok", "error", "client_gone", "full", "failed", "unsupported"):
+        for outcome in ("ok", "error", "client_gone", "full", "paused", "unsupported", "failed", "cancelled"):
             self._overflow.of(outcome)
         self._hedges = counter("hedges", "First tokens that a second tier had sooner.", "tier")
         for one, other in permutations(tiers, 2):

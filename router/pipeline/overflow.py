@@ -6,6 +6,7 @@ its weights, and so its precision and loss, are unknown. If it fails before its 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from router.pipeline.registry import Diverted
 from router.policy.decision import Refusal
 from router.policy.decision_log import OverflowRecord
 from router.upstream.errors import NoSlot, UpstreamError
-from router.upstream.overflow import Unsupported
+from router.upstream.overflow import Paused, Unsupported
 from tiers.spec import UNKNOWN
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ FULL = {
     Refusal.AT_CAPACITY: "every tier that may serve this is full",
     Refusal.NOT_READY: "no tier that may serve this is ready",
 }
+FAILURES: dict[type[UpstreamError], str] = {Unsupported: "unsupported", NoSlot: "full", Paused: "paused"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,9 @@ class Overflow:
         except UpstreamError as error:
             self._failed(active, active.diverted, error)
             return None
+        except asyncio.CancelledError:
+            active.diverted = active.diverted._replace(failure="cancelled")
+            raise
         why = f"{FULL[decision.refusal]} ({decision.reason}), so the overflow {name} answers"
         active.decision = replace(decision, reason=why, degraded=("unmeasured",))
         return answer
@@ -108,7 +113,6 @@ class Overflow:
 
     def _failed(self, active: ActiveRequest, diverted: Diverted, error: UpstreamError) -> None:
         """Note that the overflow does not answer; what it has said is in no text here."""
-        failure = "unsupported" if isinstance(error, Unsupported) else "full" if isinstance(error, NoSlot) else "failed"
-        active.diverted = diverted._replace(failure=failure)
+        active.diverted = diverted._replace(failure=FAILURES.get(type(error), "failed"))
         log.warning("request %s: overflow %s: %s", active.context.request_id, diverted.name, error)
         self.telemetry.record_failed_attempt(f"overflow {diverted.name}", error)

@@ -44,7 +44,8 @@ class Diverted(NamedTuple):
         name: Of the overflow.
         waited_ms: Its time in the queue before.
         at: When it was sent, in seconds by the monotonic clock.
-        failure: Why the overflow does not answer; None: it does, or has not begun.
+        failure: Why the overflow does not answer: ``full``, ``paused`` after failures, ``unsupported``: it was not asked;
+            ``failed``, ``cancelled`` before its first token: it was. None: it does, or has not begun.
     """
 
     name: str

@@ -51,8 +51,8 @@ class RequestRecord(NamedTuple):
         visits: What tiers computed of it; only of callers with a key.
         charge: To its caller's budgets; None: it has none.
         overflow: Name of the server outside of the fleet that answered; None: none did.
-        overflow_failure: Why that server did not answer: ``full``, ``failed`` or ``unsupported``; None: it did, or was not
-            asked.
+        overflow_failure: Why that server did not answer: ``full``, ``paused`` or ``unsupported``, so that it was not asked;
+            ``failed`` or ``cancelled``; None: it did, or there was no need.
     """
 
     at: float

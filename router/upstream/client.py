@@ -266,7 +266,7 @@ class Upstream:
         try:
             response = await self._transport.handle_async_request(self._http(lease.replica, request, span))
             if response.status_code != httpx.codes.OK:
-                raise _status_error(  # noqa: TRY301  one place ends the attempt
+                raise status_error(  # noqa: TRY301  one place ends the attempt
                     response.status_code, await body_of(response, MAX_ERROR_BYTES)
                 )
             begun = Attempt(tier, lease, response, span, number, started, options.token_timeout_s, sent_at)
@@ -342,7 +342,7 @@ def translate(error: BaseException, limit_s: float, *, streamed: bool) -> BaseEx
     return error
 
 
-def _status_error(status: int, body: bytes) -> UpstreamError:
+def status_error(status: int, body: bytes) -> UpstreamError:
     """Return the error for an engine's answer that is not 200."""
     blamed = 400 <= status < 500 and status not in _NOT_THE_REQUEST  # noqa: PLR2004
     if not blamed and status != NOT_IMPLEMENTED:

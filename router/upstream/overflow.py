@@ -13,12 +13,13 @@ import httpx
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from router.upstream.client import translate
+from router.upstream.client import status_error, translate
 from router.upstream.engine_stream import Attempt, BufferedAnswer, EngineStream, end_span
-from router.upstream.errors import EngineFailed, NoSlot, UpstreamError, without_trace
+from router.upstream.errors import EngineRefused, NoSlot, UpstreamError, without_trace
 from router.upstream.overflow_body import body_for
 from router.upstream.sse import COMPLETION_FORMAT
 from router.upstream.transport import Body, EngineTransport
+from tiers.breaker import Breaker, BreakerOptions
 from tiers.spec import OVERFLOW, TierName, TierSpec
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ CHARACTERS_PER_TOKEN = 4  # of English, about; for servers that tell no counts
 
 class Unsupported(UpstreamError):
     """The request has a parameter that means nothing outside of the fleet, or something else there."""
+
+
+class Paused(UpstreamError):
+    """The overflow has failed lately, and gets no requests for a while."""
 
 
 class _Message(TypedDict, total=False):
@@ -157,7 +162,7 @@ class _LineFeeds(Body):
 
 
 class OverflowClient:
-    """Opens answers of the overflow.
+    """Opens answers of the overflow. After failures it gets no requests for a while, as a replica of the fleet.
 
     Attributes:
         name: What answers and records call it; empty: there is none.
@@ -172,6 +177,14 @@ class OverflowClient:
     def take(self, options: OverflowSettings, times: UpstreamSettings) -> None:
         """Take new settings; requests that have begun keep theirs."""
         self._options, self._times, self.name = options, times, options.shown_name
+        self._breaker = Breaker(
+            BreakerOptions(
+                times.breaker_failures,
+                times.breaker_failure_share,
+                times.breaker_pause_s,
+                times.breaker_longest_pause_s,
+            )
+        )
         self._replica = _Replica(self.name, TierSpec(TierName(OVERFLOW), 0, 0, options.max_in_flight, replicas=0))
 
     async def open(self, request: EngineRequest, sequences: int, sent_at: float) -> EngineAnswer:
@@ -185,26 +198,46 @@ class OverflowClient:
         Raises:
             Unsupported: It cannot be asked elsewhere.
             NoSlot: The overflow has as many requests as it may have.
+            Paused: It has failed lately.
             UpstreamError: It did not begin an answer.
         """
-        options = self._options
+        options, breaker, now = self._options, self._breaker, time.monotonic()
         content = body_for(request, options.model)
         if content is None:
             raise Unsupported("a parameter that only the fleet's engines understand")
         if self.in_flight >= options.max_in_flight:
             raise NoSlot(f"it has {self.in_flight} requests")
+        if not breaker.admits(now):
+            raise Paused(f"it has failed; it gets requests again in {breaker.admits_in_s(now):.1f} s")
+        probe = breaker.begin(now)
         self.in_flight += 1
+        try:
+            answer = await self._begun(request, content, sequences, sent_at)
+        except EngineRefused:
+            breaker.given_up(probe=probe)
+            raise
+        except UpstreamError:
+            breaker.failed(time.monotonic(), probe=probe)
+            raise
+        except BaseException:
+            breaker.given_up(probe=probe)
+            raise
+        breaker.succeeded(probe=probe)
+        return answer
+
+    async def _begun(self, request: EngineRequest, content: bytes, sequences: int, sent_at: float) -> EngineAnswer:
+        """Send a request; its place, its connection and its span end with it unless an answer is returned."""
+        options, times = self._options, self._times
         hold = _Hold(self._replica, sequences, self._freed)
         span = self._telemetry.start_overflow(self.name, options.url, options.model, request)
-        limit_s = options.first_token_timeout_s if request.streamed else self._times.answer_timeout_s
+        limit_s = options.first_token_timeout_s if request.streamed else times.answer_timeout_s
         response: httpx.Response | None = None
         started = time.monotonic()
         try:
             response = await self._transport.handle_async_request(self._http(request, content, limit_s))
             if response.status_code != httpx.codes.OK:
-                raise EngineFailed(f"HTTP {response.status_code}")  # noqa: TRY301  one place ends the attempt
+                raise status_error(response.status_code, b"")  # noqa: TRY301  one place ends the attempt
             response = _readable(response)
-            times = self._times
             begun = Attempt(TierName(OVERFLOW), hold, response, span, 0, started, times.token_timeout_s, sent_at)
             answer: EngineAnswer = _stream(begun, request) if request.streamed else _WholeAnswer(begun, _FORMAT)
             answer.overflow = self.name

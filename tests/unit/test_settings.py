@@ -102,6 +102,7 @@ def test_a_class_can_be_changed_alone(tmp_path: Path) -> None:
         ("[overflow]\nurl = 'https://h/v1?a'\nmodel = 'm'", "overflow.url: a query or a fragment"),
         ("[overflow]\nurl = 'https://u:p@h/v1'\nmodel = 'm'", "overflow.url: user and password do not belong here"),
         ("[overflow]\nurl = 'https://h/v1/chat/completions'\nmodel = 'm'", "overflow.url: the path of an endpoint"),
+        ("[overflow]\nurl = 'https://h\u00fc/v1'\nmodel = 'm'", "overflow.url: a host's name is written in ASCII"),
         ("[overflow]\nname = 'a b'", "overflow.name: String should match pattern"),
         (
             "[overflow]\nurl = 'https://h/v1'\nmodel = 'm'\nmax_in_flight = 1\n[server]\nworkers = 2",

@@ -345,7 +345,10 @@ async def test_a_client_that_leaves(tmp_path: Path, *, begun: bool) -> None:
         post.cancel()
         await _idle(at.outside)
         await at.ended()
-        assert ((await at.record())["outcome"], await at.metric("client_gone")) == ("client_gone", begun)
+        record = await at.record()
+        assert (record["outcome"], record["overflow"]) == ("client_gone", NAME if begun else None)
+        assert record["overflow_failure"] == (None if begun else "cancelled")
+        assert (await at.metric("client_gone"), await at.metric("cancelled")) == (begun, not begun)
 
 
 async def _idle(behaviour: Behaviour) -> None:
@@ -367,6 +370,19 @@ async def test_it_has_a_bound(tmp_path: Path) -> None:
         first.cancel()
         await _idle(at.outside)
         await at.ended()
+
+
+async def test_after_failures_it_rests(tmp_path: Path) -> None:
+    """Three failures in a row keep requests from it, until a probe succeeds; what it says of one request counts for none."""
+    slow = {"upstream": {"breaker_pause_s": 3600, "breaker_longest_pause_s": 3600}}
+    async with full(tmp_path, Behaviour(status=422), slow) as at:
+        for status, count in ((422, 9), (503, 3)):
+            at.outside.status = status
+            for _ in range(count):
+                await at.post("/generate", {"prompt": "hi"})
+        at.outside.status = 200
+        assert (await at.post("/generate", {"prompt": "hi"})).status_code == 503
+        assert ((await at.record())["overflow_failure"], len(at.outside.requests)) == ("paused", 12)
 
 
 async def test_requests_that_wait_go_there_later(tmp_path: Path) -> None:
