@@ -15,8 +15,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from router.auth.api_keys import add_key
+from router.cli.top.screen import _opened, _record_cells
+from router.monitoring.live import render_open
 from router.policy.decide import UNKNOWN_RETRY_S
 from router.policy.decision_log import OverflowRecord, read_log
+from router.telemetry.logs import request_line
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.router_stack import events, router_stack
 from tiers.spec import STANDARD_TIERS
@@ -341,7 +344,9 @@ async def test_a_client_that_leaves(tmp_path: Path, *, begun: bool) -> None:
             while not at.outside.running or (begun and not any(r.answer for r in at.router.pipeline.registry.open)):
                 await asyncio.sleep(0.01)
         (shown,) = at.router.pipeline.registry.open
-        assert shown.state == ("decode" if begun else "prefill")
+        rendered = render_open(shown, 0.0)
+        assert (rendered["overflow"], rendered["tier"], rendered["replica"]) == (NAME, None, None)
+        assert rendered["state"] == ("decode" if begun else "prefill")
         post.cancel()
         await _idle(at.outside)
         await at.ended()
@@ -452,6 +457,22 @@ async def test_the_report_says_who_answers(tmp_path: Path) -> None:
         answer = await at.post("/v1/chat/completions", {**CHAT, "qarr": {"report": True}})
         report = answer.json()["qarr"]
         assert (report["tier"], report["precision"], report["overflow"]) == (None, "unknown", NAME)
+
+
+async def test_people_are_shown_it(tmp_path: Path) -> None:
+    """The log's line of a request and ``qarr top`` name the overflow in the tier's place, or why it did not answer."""
+    async with full(tmp_path) as at:
+        await at.post("/generate", {"prompt": "hi"})
+        await at.ended()
+        answered = await at.record()
+        at.outside.status = 500
+        await at.post("/generate", {"prompt": "hi"})
+        refused = await at.record()
+    assert f" overflow={NAME} " in request_line(answered)
+    assert NAME in [cell.plain for cell in _record_cells(answered)]
+    assert " overflow_failure=failed " in request_line(refused)
+    for record, told in ((answered, NAME), (refused, "failed")):
+        assert any(line.plain.split() == ["overflow", told] for line in _opened(record, 200))
 
 
 async def test_its_spans(tmp_path: Path) -> None:
