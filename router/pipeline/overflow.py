@@ -33,6 +33,7 @@ FULL = {
     Refusal.AT_CAPACITY: "every tier that may serve this is full",
     Refusal.NOT_READY: "no tier that may serve this is ready",
 }
+AT_ONCE_MS = 1.0  # a refusal within this time was none of a request that waited
 FAILURES: dict[type[UpstreamError], str] = {Unsupported: "unsupported", NoSlot: "full", Paused: "paused"}
 
 
@@ -63,26 +64,29 @@ class Overflow:
             and not decision.query.over_budget
         )
 
+    def divert(self, entered: float) -> Diverted:
+        """Return what is noted of a request that goes to the overflow now.
+
+        Args:
+            entered: When it asked for a slot, by the monotonic clock.
+        """
+        now = time.monotonic()
+        waited_ms = (now - entered) * 1000
+        return Diverted(self.client.name, waited_ms if waited_ms >= AT_ONCE_MS else 0.0, now)
+
     async def open(
-        self, active: ActiveRequest, decision: Decision, request: ParsedRequest, asked: EngineRequest, sent_at: float
+        self, active: ActiveRequest, decision: Decision, asked: EngineRequest, sent_at: float
     ) -> EngineAnswer | None:
-        """Return the overflow's answer to a refused request, once it has begun; None: the refusal stands.
+        """Return the overflow's answer to a diverted request, once it has begun; None: the refusal stands.
 
         Args:
             active: The request; what becomes of it is noted there.
             decision: That refuses it.
-            request: As its endpoint has parsed it.
             asked: As an engine would be asked.
-            sent_at: When it asked for a slot, by the monotonic clock.
+            sent_at: When it was first to be sent, by the monotonic clock.
         """
-        if not self.takes(decision, request):
-            return None
         assert decision.refusal is not None
-        now, name = time.monotonic(), self.client.name
-        waited_ms = (now - sent_at) * 1000
-        active.diverted = Diverted(
-            name, waited_ms if waited_ms >= 1 else 0.0, now
-        )  # refused at once: it has not waited
+        assert active.diverted is not None
         try:
             answer = await self.client.open(asked, decision.query.sequences, sent_at)
         except UpstreamError as error:
@@ -91,7 +95,7 @@ class Overflow:
         except asyncio.CancelledError:
             active.diverted = active.diverted._replace(failure="cancelled")
             raise
-        why = f"{FULL[decision.refusal]} ({decision.reason}), so the overflow {name} answers"
+        why = f"{FULL[decision.refusal]} ({decision.reason}), so the overflow {answer.overflow} answers"
         active.decision = replace(decision, reason=why, degraded=("unmeasured",))
         return answer
 

@@ -155,7 +155,7 @@ class Pipeline:
 
     async def _open(self, active: ActiveRequest, grant: Grant, asked: EngineRequest, request: ParsedRequest) -> None:
         """Take quota, budget and slot, and open the answer."""
-        decision, caller = active.decision, active.context.caller
+        decision, caller, sent_at = active.decision, active.context.caller, time.monotonic()
         final = decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY
         if final and not self.overflow.takes(decision, request):
             raise Refused(decision)
@@ -165,7 +165,7 @@ class Pipeline:
             grant.budget = await self.charging.reserve(active)
             decision = active.decision
         try:
-            answer = active.answer = await self._answer(active, grant, asked, request)
+            answer = active.answer = await self._answer(active, grant, asked, request, sent_at)
         except (asyncio.CancelledError, EngineTooSlow):
             grant.used = decision.query.tokens_to_read  # an engine may have computed them
             if grant.slot is not None and grant.slot.decision.tier is not None and caller.key_id:
@@ -175,16 +175,17 @@ class Pipeline:
             self.telemetry.record_served(answer.tier, answer.replica_id, answer.failed_attempts)
 
     async def _answer(
-        self, active: ActiveRequest, grant: Grant, asked: EngineRequest, request: ParsedRequest
+        self, active: ActiveRequest, grant: Grant, asked: EngineRequest, request: ParsedRequest, sent_at: float
     ) -> EngineAnswer:
         """Take a slot and open the answer; if there is no slot, open the overflow's, where that may answer."""
-        sent_at = time.monotonic()
+        key_id, entered = active.context.caller.key_id, time.monotonic()
         try:
-            grant.slot = await self.admission.enter(
-                active.decision, active.context.caller.key_id, request.options.priority
-            )
+            grant.slot = await self.admission.enter(active.decision, key_id, request.options.priority)
         except Refused as refused:
-            answer = await self.overflow.open(active, refused.decision, request, asked, sent_at)
+            if not self.overflow.takes(refused.decision, request):
+                raise
+            active.diverted = self.overflow.divert(entered)
+            answer = await self.overflow.open(active, refused.decision, asked, sent_at)
             if answer is None:
                 raise
             return answer
