@@ -17,19 +17,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import jwt
 from pydantic import ValidationError
 
-from router.auth.api_keys import Caller, KeyRecord, KeysError, KeyStore, Unauthorized, UnknownSigner
+from router.auth.api_keys import Caller, KeyRecord, KeysError, KeyStore, TeamRecord, Unauthorized, UnknownSigner
 from router.policy.profiles import first_fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from router.auth.api_keys import TeamRecord
     from router.settings import JwtSettings, Settings
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -41,6 +41,7 @@ MOST_TOKEN_CHARS = 8192
 MOST_REMEMBERED = 4096  # checked tokens
 OWN = {"id", "name", "sha256", "created", "revoked", "expires"}  # fields of a key's record that are not rights
 PLAIN = re.compile(r"[A-Za-z0-9@._|-]{1,56}")
+NO_TEAMS: Mapping[str, TeamRecord] = MappingProxyType({})
 SAID = {
     jwt.ExpiredSignatureError: "the token has expired",
     jwt.ImmatureSignatureError: "the token is not valid yet",
@@ -87,14 +88,14 @@ class Tokens:
         self._wrong = ""
         self._fetching: asyncio.Task[None] | None = None
         self._known: dict[bytes, tuple[float, Caller]] = {}  # when it expires, by a token's hash
-        self._teams: Mapping[str, TeamRecord] = {}
+        self._teams = NO_TEAMS
         if self._url is None:
             try:
                 self._read_file()
             except IssuerError as error:
                 raise KeysError(f"jwt.jwks: {error}") from None
 
-    def find(self, token: str, teams: Mapping[str, TeamRecord]) -> Caller:
+    def find(self, token: str, teams: Mapping[str, TeamRecord] = NO_TEAMS) -> Caller:
         """Return a token's caller.
 
         Args:

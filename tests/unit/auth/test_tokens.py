@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import router.auth.tokens as module
-from router.auth.api_keys import Caller, KeysError, Quota, Unauthorized, UnknownSigner, add_key
+from router.auth.api_keys import Caller, KeysError, Quota, Unauthorized, UnknownSigner, add_key, set_team
 from router.auth.tokens import Access, Tokens, open_access
 from router.settings import JwtSettings, SettingsError, load_settings
 from tests.fakes.engine import serving
@@ -215,6 +215,17 @@ async def test_keys_serve_beside_tokens(tmp_path: Path) -> None:
     caller = access.find(issuer.sign())
     assert access.holds(caller)
     key, _ = add_key(keys, "me")
+    set_team(keys, "shop", engine_seconds_per_month=5)
+    access = open_access(settings)
+    rights = {"team": "shop", "money_per_day": 2, "over_budget": "cheapest"}
+    found = access.find(issuer.sign(qarr=rights))
+    assert [(account.id, [limit.name for limit in account.limits]) for account in found.accounts] == [
+        ("key:jwt:alice", ["money_per_day"]), ("team:shop", ["engine_seconds_per_month"]),
+    ]  # fmt: skip
+    assert (found.team, found.over_budget, access.holds(found)) == ("shop", "cheapest", True)
+    set_team(keys, "shop")
+    access.take(open_access(settings))
+    assert [account.id for account in access.find(issuer.sign(qarr=rights)).accounts] == ["key:jwt:alice"]
     assert Access(keys, None).find(key).name == "me"
     assert open_access(settings).find(key).name == "me"
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
+from router.upstream import transport
 from router.upstream.errors import EngineBroke, EngineStalled
 from router.upstream.progress import Progress
 from router.upstream.sse import Chunk, EventSource, parse_event
 from router.upstream.transport import Body
+from tests.unit.own_engines import until
 from tests.unit.upstream.test_transport import connection_with_request
 
 if TYPE_CHECKING:
@@ -198,17 +201,24 @@ async def test_a_fault_comes_after_what_came_before_it() -> None:
     assert reader.raw == chat("a") + b"\n\n"
 
 
-async def test_silence_between_plain_events_is_noticed() -> None:
+async def test_silence_between_plain_events_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time runs anew with each of them."""
+    now = 0.0
+    monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=lambda: now))
     reader = Reader()
-    reader.limit(0.2)
+    reader.limit(100)
     reading = asyncio.create_task(reader.read())
     await feed(reader.connection, HEAD)
     part = chat("a") + b"\n\n"
     for _ in range(4):  # together longer than one silence may be
-        await asyncio.sleep(0.07)
+        now += 35
         reader.connection.data_received(b"%x\r\n%b\r\n" % (len(part), part))
-    with pytest.raises(EngineStalled, match=r"0\.2 s"):
+        await until(lambda: reader.connection.waiter is not None)
+        now += 35
+        reader.connection.look(100)
+    now += 31
+    reader.connection.look(100)
+    with pytest.raises(EngineStalled, match="100 s"):
         await reading
     assert len(reader.plain) == 4
 

@@ -328,11 +328,11 @@ from router.workers.state import follow
 from router.workers.table import Table
 from tiers.replica import FleetOptions
 from tiers.spec import TierName
-row, fd, shape, bells, news = int(sys.argv[1]), int(sys.argv[2]), *pickle.loads(sys.stdin.buffer.read())
+row, fd, until, shape, bells, news = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), *pickle.loads(sys.stdin.buffer.read())
 table = Table(fd, shape, row, bells)
 fleet = SharedFleet((), "machine", FleetOptions(), table)
 follow(news, fleet)
-held, took, refused, most, until = [], 0, 0, 0, time.monotonic() + 2
+held, took, refused, most, until = [], 0, 0, 0, time.monotonic() + until
 while time.monotonic() < until:
     lease = fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1, sequences=random.choice((1, 1, 2)))
     if lease is None:
@@ -353,8 +353,8 @@ async def _hammer(router: Router, killed: int = 0) -> list[list[int]]:
     table, given = router.table, pickle.dumps((router.table.shape, router.table.bells, router.teller.all()))
     running = {
         row: await asyncio.create_subprocess_exec(
-            sys.executable, "-c", HAMMER, str(row), str(table.fd), pass_fds=table.inherited,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            sys.executable, "-c", HAMMER, str(row), str(table.fd), "inf" if row == killed else "2",
+            pass_fds=table.inherited, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )
         for row in (1, 2)
     }  # fmt: skip

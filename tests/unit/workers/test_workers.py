@@ -331,19 +331,18 @@ async def test_budgets_hold_over_all_workers(tmp_path: Path) -> None:
                 asked = {"prompt": "hi", "max_tokens": 20, "tier": "fast"}
                 return (await client.post(f"{router.url}/generate", json=asked)).status_code
 
-        assert await ask(rich) == 200
+        assert set(await asyncio.gather(*(ask(rich) for _ in range(20)))) == {200}
         async with asyncio.timeout(30):
             while not (shown := await get(router, "/usage", authorization=f"Bearer {rich}"))["usage"]:
                 await asyncio.sleep(0.1)
-        limit = 40 * shown["budgets"][0]["used"]
+        limit = 2 * shown["budgets"][0]["used"]
         poor, made = add_key(keys, "poor", engine_seconds_per_month=limit)
-        async with asyncio.timeout(30):
-            while await ask(poor) == 401:
-                await asyncio.sleep(0.1)
-        statuses = [status for _ in range(4) for status in await asyncio.gather(*(ask(poor) for _ in range(40)))]
-        assert set(statuses) <= {200, 429}
-        assert 429 in statuses
-        served = statuses.count(200) + 1
+        statuses: list[int] = []
+        async with asyncio.timeout(60):
+            while not {200, 429} <= set(statuses):  # how many fit hangs on the speed that is predicted for each
+                statuses += await asyncio.gather(*(ask(poor) for _ in range(40)))
+        assert set(statuses) <= {200, 400, 401, 429}  # larger than the budget; not read yet; used up
+        served = statuses.count(200)
         async with asyncio.timeout(30):
             while f'qarr_key_requests_total{{key="poor",team="",tier="fast"}} {served}.0' not in await get(
                 router, "/metrics", authorization=f"Bearer {rich}"
