@@ -3,10 +3,10 @@
 usage: python benchmarks/budget_routers.py [--requests 100000] [--ledger sqlite|redis]
 
 Five keys have a budget of engine-seconds a day each, and share a team's of the month; there is room for a part of the
-requests, which hangs on the speed that the routers learn of the stub. Exact: no budget is exceeded at any look; what the ledger holds at the end is the sum of what each request's
-record says it was charged, to the millionth; as many requests were charged as were answered with 200; and what is left of
-each used-up budget is less than one more request could cost. It fails if one of these does not hold. The engine is a stub;
-redis needs redis-server.
+requests, which hangs on the speed that the routers learn of the stub. Exact: no budget is exceeded at any look; what the
+ledger holds at the end is the sum of what each request's record says it was charged, to the millionth; as many requests
+were charged as were answered with 200; and what is left of a used-up budget is less than one more request could cost. It
+fails if one of these does not hold. The engine is a stub; redis needs redis-server.
 """
 
 from __future__ import annotations

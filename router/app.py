@@ -47,6 +47,7 @@ from router.pipeline.cascade import Cascade
 from router.pipeline.charging import Charging
 from router.pipeline.failover import Failover
 from router.pipeline.opening import Direct, Hedging
+from router.pipeline.overflow import Overflow
 from router.pipeline.pipeline import Pipeline
 from router.pipeline.queue_lines import Lines
 from router.pipeline.registry import RequestRegistry
@@ -66,6 +67,7 @@ from router.server.tls import TlsError, load_pair
 from router.telemetry.logs import Logging, log_request
 from router.telemetry.record import log_outcome
 from router.upstream.client import Upstream
+from router.upstream.overflow import OverflowClient
 from router.upstream.transport import EngineTransport
 from tiers.background import lasting
 from tiers.spec import ReplicaState
@@ -317,6 +319,7 @@ def _prepare(parts: _Parts, gate: Gate, links: Links | None, settings: Settings)
         wired.pipeline.charging.take(settings.policy.prices, settings.budgets)
         wired.pipeline.admission.take(settings.admission)
         wired.upstream.take(settings.upstream)
+        wired.pipeline.overflow.client.take(settings.overflow, settings.upstream)
         wired.evaluation.share = _evaluated_share(settings, links)
         wired.mirror.take(settings.mirror)
         wired.pipeline.telemetry.record_prompts = settings.telemetry.record_prompts
@@ -390,6 +393,7 @@ def _wire(
         admission=admission,
         opener=cascade,
         cascade=cascade,
+        overflow=Overflow(OverflowClient(settings.overflow, settings.upstream, telemetry), decisions, telemetry),
         registry=registry,
         decisions=decisions,
         telemetry=telemetry,
@@ -486,6 +490,7 @@ def _lifespan(
         await pipeline.charging.spending.aclose()
         await wired.database.aclose()
         await wired.upstream.aclose()
+        await pipeline.overflow.client.aclose()
         for writer in (pipeline.decisions, wired.samples):
             if writer is not None:
                 await asyncio.to_thread(writer.close)

@@ -39,7 +39,7 @@ from classifier import PromptClass
 from tiers.address import normalised, wrong_with
 from tiers.checkpoints.prepare import CALIBRATION_SAMPLES, CALIBRATION_TOKENS, DEFAULT_CALIBRATION, DEFAULT_MODEL
 from tiers.lifecycle.engine_args import check_own
-from tiers.spec import RESERVED, STANDARD_TIERS, TierName
+from tiers.spec import OVERFLOW, RESERVED, STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,8 +51,8 @@ MOST_REPLICAS = 64  # of a tier on one machine
 PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR", "QARR_KEY"}  # variables with the prefix that are not settings
 TRACE_ID = "{trace_id}"  # placeholder in the address of a trace viewer
 _SECRET = re.compile(
-    r"state\.redis_url|(engine|mirror)\.api_key|tiers\.[^.]+\.env(\..*)?"
-)  # never shown, nor in errors
+    r"state\.redis_url|(engine|mirror|overflow)\.api_key|tiers\.[^.]+\.env(\..*)?"
+)  # never shown, not even in an error
 _PASSWORD = re.compile(r"//[^/\s]*@")
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -852,6 +852,85 @@ class UpstreamSettings(Section):
     breaker_longest_pause_s: PositiveFloat = Field(30, description="Longest such pause.")
 
 
+def _overflow_address(url: str) -> str:
+    """Check the base address of an overflow.
+
+    Raises:
+        ValueError: It cannot be used.
+    """
+    if not url:
+        return url
+    allowed = "an address like https://api.example.com/v1 is allowed"
+    if "@" in url:
+        raise ValueError(f"user and password do not belong here: overflow.api_key holds the key; {allowed}")
+    if not url.isascii():
+        raise ValueError(f"a host's name is written in ASCII (xn--...); {allowed}")
+    base = url.rstrip("/")
+    if wrong := wrong_with(base.removesuffix("/v1")):
+        raise ValueError(f"{wrong}; {allowed}")
+    if base.endswith("/completions"):
+        raise ValueError(f"the path of an endpoint does not belong here; {allowed}")
+    address = urlsplit(url)
+    if address.scheme == "http" and address.hostname not in {"localhost", "127.0.0.1", "::1"}:
+        raise ValueError(
+            "prompts and the key would go over the network in the clear: https:// is allowed, or http:// of this machine"
+        )
+    return base
+
+
+def _secret_header_value(key: SecretStr) -> SecretStr:
+    """Check a key that is sent in a header.
+
+    Raises:
+        ValueError: It cannot be sent.
+    """
+    _header_value(key.get_secret_value())
+    return key
+
+
+class OverflowSettings(Section):
+    """A server of OpenAI's API that answers what all tiers are too full for."""
+
+    reloads: ClassVar[frozenset[str]] = frozenset(
+        {"url", "api_key", "model", "name", "max_in_flight", "first_token_timeout_s"}
+    )
+
+    url: Annotated[str, AfterValidator(_overflow_address)] = Field(
+        "",
+        description="Base address, as `https://api.example.com/v1`: https, or http on this machine. Prompts that it answers "
+        "leave the router's own engines. Empty: requests that all tiers are too full for are refused.",
+    )
+    api_key: Annotated[SecretStr, AfterValidator(_secret_header_value)] = Field(
+        SecretStr(""), description="Key for it, sent nowhere else; empty: none is sent."
+    )
+    model: str = Field("", description="Name of the model to ask it for.")
+    name: str = Field(
+        "",
+        pattern=r"^[A-Za-z0-9._-]{0,64}$",
+        description="What answers and records call it; empty: the host of `overflow.url`.",
+    )
+    max_in_flight: int = Field(
+        16, ge=1, description="Most requests that it has at once; with several workers, an equal part in each."
+    )
+    first_token_timeout_s: PositiveFloat = Field(
+        30,
+        description="From sending it a request to the first token. Other times are those of `upstream`: to connect, between "
+        "two tokens, and to the whole of an answer that is not streamed.",
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> OverflowSettings:
+        """Check that an address has the name of a model."""
+        if self.url and not self.model:
+            raise ValueError("url needs model: the name of the model to ask it for")
+        return self
+
+    @property
+    def shown_name(self) -> str:
+        """Return what answers and records call it; empty: there is none."""
+        return self.name or urlsplit(self.url).hostname or "" if self.url else ""
+
+
 class AdapterSettings(Section):
     """A LoRA adapter that engines started here load at their start."""
 
@@ -989,16 +1068,6 @@ def _mirror_address(url: str) -> str:
     if wrong := wrong_with(base.removesuffix("/v1")):
         raise ValueError(wrong)
     return base
-
-
-def _secret_header_value(key: SecretStr) -> SecretStr:
-    """Check a key that is sent in a header.
-
-    Raises:
-        ValueError: It cannot be sent.
-    """
-    _header_value(key.get_secret_value())
-    return key
 
 
 class MirrorSettings(Section):
@@ -1147,6 +1216,7 @@ class Settings(BaseSettings):
     profile: ProfileSettings = ProfileSettings()
     admission: AdmissionSettings = AdmissionSettings()
     upstream: UpstreamSettings = UpstreamSettings()
+    overflow: OverflowSettings = OverflowSettings()
     lora: LoraSettings = LoraSettings()
     openai: OpenAISettings = OpenAISettings()
     auth: AuthSettings = Field(default_factory=AuthSettings)
@@ -1161,6 +1231,15 @@ class Settings(BaseSettings):
         """Check that no adapter has the name of an alias."""
         for name in self.lora.adapters.keys() & self.openai.aliases.keys():
             raise ValueError(f"lora.adapters.{name} has the name of an alias in openai.aliases: give one another name")
+        return self
+
+    @model_validator(mode="after")
+    def _overflow_fits(self) -> Settings:
+        """Check that no tier has the overflow's name in metrics and usage, and that each worker has a part of it."""
+        if self.overflow.url and OVERFLOW in self.tiers.names:
+            raise ValueError(f"overflow.url: a tier is named {OVERFLOW}, as usage and metrics call it: rename the tier")
+        if self.overflow.url and self.overflow.max_in_flight < self.server.workers:
+            raise ValueError(f"overflow.max_in_flight: at least server.workers is allowed ({self.server.workers})")
         return self
 
     @model_validator(mode="after")

@@ -68,6 +68,7 @@ def _tier_name(text: str) -> TierName:
 
 SHOWN_DIGITS = 16  # of a digest, shown to people
 RESERVED = {"auto", "qarr"}  # names of models that stand for any tier
+OVERFLOW = "overflow"  # stands for a tier in counts of what a server outside of the fleet has answered
 TIER_NAMES = "1 to 32 lower-case letters, digits, - and _, beginning with a letter, and neither auto nor qarr,"
 _NAME = re.compile(r"^[a-z][a-z0-9_-]{0,31}$")
 _NAMES: WeakValueDictionary[str, TierName] = WeakValueDictionary()

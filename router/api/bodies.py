@@ -88,6 +88,7 @@ class RoutingFields(BaseModel):
     sla: SlaBody = SlaBody()
     priority: Priority = "standard"
     truncate: Truncate | None = None
+    overflow: Literal["allow", "never"] = "allow"
 
     @field_validator("tier")
     @classmethod
@@ -108,7 +109,8 @@ class RoutingFields(BaseModel):
         sla, hint = NO_BOUNDS, None if self.tier == "auto" else TierName(self.tier)
         if self.sla.model_fields_set:
             sla = Sla(self.sla.ttft_ms, self.sla.tpot_ms, self.sla.max_quality_loss, self.sla.confidence)
-        return RoutingOptions(hint, hint_field, self.tier_policy == "require", sla, priority, truncate=self.truncate)
+        require, may_overflow = self.tier_policy == "require", self.overflow == "allow"
+        return RoutingOptions(hint, hint_field, require, sla, priority, truncate=self.truncate, overflow=may_overflow)
 
 
 class AdapterBody(BaseModel):
@@ -221,6 +223,7 @@ def routing_allowed(rules: Rules) -> dict[str, str]:
         "sla.confidence": "a number from 0.5 to below 1",
         "priority": "interactive, standard or batch",
         "truncate": "oldest or middle",
+        "overflow": "allow or never",
     }
 
 

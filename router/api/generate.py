@@ -328,11 +328,12 @@ async def _collect(answer: EngineStream, context: RequestContext) -> bytes:
 
 def closing(answer: EngineStream) -> dict[str, Any]:
     """Return what a complete answer ends with."""
-    tpot_ms = answer.tpot_ms
+    tpot_ms, outside = answer.tpot_ms, answer.overflow is not None
     return {
-        "usage": answer.usage,
+        "usage": None if outside and not answer.usage else answer.usage,
         "finish_reason": answer.finish_reason,
-        "tier": answer.tier,
+        "tier": None if outside else answer.tier,
+        **({"overflow": answer.overflow} if outside else {}),
         "continued_on": continued_on(answer),
         "ttft_ms": round(answer.ttft_ms or 0.0, 1),
         "tpot_ms": round(tpot_ms, 2) if tpot_ms is not None else None,

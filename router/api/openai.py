@@ -41,6 +41,7 @@ HEADERS: dict[bytes, tuple[str, ...]] = {
     b"x-qarr-sla-max-quality-loss": ("sla", "max_quality_loss"),
     b"x-qarr-sla-confidence": ("sla", "confidence"),
     b"x-qarr-truncate": ("truncate",),
+    b"x-qarr-overflow": ("overflow",),
 }
 UNDRAFTABLE = ("min_p", "logit_bias")  # vLLM 0.32, SamplingParams
 
@@ -62,7 +63,7 @@ def _allowed(rules: Rules) -> dict[str, str]:
     return {
         **routing_allowed(rules),
         "report": "true or false",
-        "": "an object with any of tier, tier_policy, sla, priority, truncate, report",
+        "": "an object with any of tier, tier_policy, sla, priority, truncate, overflow, report",
     }
 
 

@@ -120,10 +120,12 @@ class RelayedEvents:
 
 def report_on(decision: Decision, answer: EngineAnswer) -> dict[str, Any]:
     """Return who serves an answer and why, for bodies whose caller asked for it."""
+    outside = answer.overflow is not None
     return {
-        "tier": answer.tier,
+        "tier": None if outside else answer.tier,
         "precision": answer.spec.precision,
         "checkpoint": answer.spec.checkpoint_id,
+        **({"overflow": answer.overflow} if outside else {}),
         "reason": reason_of(decision, answer),
         "class": decision.query.features.prompt_class.value,
     }

@@ -380,7 +380,8 @@ def _parameter(name: str) -> Schema:
 
 def _answer_headers() -> Schema:
     meanings = {
-        "x-qarr-tier": "The tier that serves it",
+        "x-qarr-tier": "The tier that serves it; absent if the overflow does",
+        "x-qarr-overflow": "The server outside of the fleet that answers, since every tier was full; absent otherwise",
         "x-qarr-precision": "Of the engine that answers, by its checkpoint: fp8; or fp8 (stated), or unknown",
         "x-qarr-reason": "Why this tier",
         "x-qarr-degraded": "What is not expected to be met: quality, latency, or unmeasured (not known); absent if nothing",

@@ -29,7 +29,14 @@ ForOperators = Annotated[str | None, Field(description="For operators; null to o
 Cut = Annotated[str | None, Field(description="What was cut of the prompt, as in x-qarr-truncated; null: nothing")]
 
 Usage = create_model("Usage", prompt_tokens=(int, 0), completion_tokens=(int, 0), total_tokens=(int, 0))
-Answer = _model("Answer", text=str, usage="Usage", finish_reason=str | None, tier=TierName, continued_on=list[TierName])
+Answer = _model(
+    "Answer",
+    text=str,
+    usage=Annotated["Usage | None", Field(description="null: the overflow has not told")],
+    finish_reason=str | None,
+    tier=Annotated[TierName | None, Field(description="null: the overflow answers, which a member of that name names")],
+    continued_on=list[TierName],
+)
 Verdict = _model(
     "Verdict",
     tier=TierName,
@@ -64,6 +71,10 @@ RequestRecord = _model(
     priority=Priority,
     tier=TierName | None,
     served_by=TierName | None,
+    overflow=Annotated[str | None, Field(description="The server outside of the fleet that answered; null: none")],
+    overflow_failure=Annotated[
+        str | None, Field(description="Why it did not: full, paused, unsupported, failed, cancelled; or null")
+    ],
     reason=str,
     basis=Basis,
     truncated=Cut,

@@ -118,14 +118,14 @@ def answer_headers(active: ActiveRequest, settings: TelemetrySettings) -> dict[s
     answer, decision, context, admitted = active.answer, active.decision, active.context, active.admitted
     assert answer is not None
     spec = answer.spec
-    headers = {
-        **context.headers,
-        "x-qarr-tier": answer.tier,
-        "x-qarr-precision": spec.precision,
-        "x-qarr-reason": reason_of(decision, answer),
-    }
-    if admitted is not None and admitted.waited_ms:
-        headers["x-qarr-queue-ms"] = f"{admitted.waited_ms:.0f}"
+    if answer.overflow is not None:  # no tier answers
+        who = {"x-qarr-overflow": answer.overflow}
+    else:
+        who = {"x-qarr-tier": answer.tier, "x-qarr-precision": spec.precision}
+    headers = {**context.headers, **who, "x-qarr-reason": reason_of(decision, answer)}
+    queued = admitted or active.diverted
+    if queued is not None and queued.waited_ms:
+        headers["x-qarr-queue-ms"] = f"{queued.waited_ms:.0f}"
     if decision.degraded:
         headers["x-qarr-degraded"] = ", ".join(decision.degraded)
     if address := settings.trace_address(context.trace_id):
@@ -142,6 +142,6 @@ def reason_of(decision: Decision, answer: EngineAnswer) -> str:
     instead = answer.escalation or answer.hedge
     if instead is not None:
         return f"{decision.reason}; {instead}"
-    if answer.tier is decision.tier:
+    if answer.tier is decision.tier or answer.overflow is not None:
         return decision.reason
     return f"{decision.reason}; {decision.tier} failed before the first token, so {answer.tier} took over"

@@ -102,6 +102,7 @@ class Caller:
         accounts: Whose budgets its requests count against: its own, and its team's.
         over_budget: What happens to a request beyond them: it is refused, or only the cheapest tier may serve it.
         expires: When the key ends to be valid; None: never.
+        overflow: Whether its prompts may leave the fleet when every tier is full.
     """
 
     key_id: str
@@ -115,6 +116,7 @@ class Caller:
     accounts: tuple[Account, ...] = ()
     over_budget: Literal["refuse", "cheapest"] = "refuse"
     expires: datetime | None = None
+    overflow: bool = False
 
     @property
     def sees_all(self) -> bool:
@@ -126,7 +128,7 @@ class Caller:
         return self.sees_all or key_id == self.key_id
 
 
-ANONYMOUS = Caller("", "anonymous")
+ANONYMOUS = Caller("", "anonymous", overflow=True)
 
 
 TeamName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -161,6 +163,7 @@ class KeyRecord(Budget):
     expires: AwareDatetime | None = None
     team: TeamName | None = None
     over_budget: Literal["refuse", "cheapest"] = "refuse"
+    overflow: bool | None = None  # None is not written: routers of older releases read the file
 
     @field_validator("tiers")
     @classmethod
@@ -191,6 +194,7 @@ class KeyRecord(Budget):
             accounts=tuple(account for account in (self.account(), shared) if account is not None),
             over_budget=self.over_budget,
             expires=self.expires,
+            overflow=bool(self.overflow),
         )
 
 

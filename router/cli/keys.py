@@ -64,6 +64,9 @@ def keys_add(
     over_budget: OverBudgetOption = "refuse",
     expires: ExpiresOption = None,
     team: TeamOption = None,
+    overflow: Annotated[
+        bool, typer.Option("--overflow", help="Allow its prompts to leave for overflow.url when every tier is full.")
+    ] = False,
     config: ConfigOption = None,
 ) -> None:
     """Make a key and print it. It is shown only this once: the file has its hash, not the key."""
@@ -81,6 +84,7 @@ def keys_add(
         "over_budget": over_budget,
         "expires": None if expires is None else expiry(expires, datetime.now(UTC)),
         "team": team,
+        "overflow": overflow or None,
         **_budget(settings, engine_seconds_day, engine_seconds_month, money_day, money_month),
     }
     if tier:

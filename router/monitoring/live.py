@@ -300,13 +300,19 @@ def _percentiles(values: list[float]) -> dict[str, float] | None:
 
 def render_open(request: ActiveRequest, now: float) -> dict[str, Any]:
     """Return what the page shows of an open request."""
-    answer, decision, admitted, part = request.answer, request.decision, request.admitted, request.now_on
-    replica = part.replica_id if part is not None else admitted.lease.replica.id if admitted is not None else None
+    answer, decision, part = request.answer, request.decision, request.now_on
+    tier, replica = part.tier if part is not None else decision.tier, part.replica_id if part is not None else None
+    overflow = request.diverted.name if request.diverted is not None else None
+    if overflow is not None:
+        tier = replica = None
+    elif part is None and request.admitted is not None:
+        replica = request.admitted.lease.replica.id
     return {
         "request_id": request.context.request_id,
         "trace_id": request.context.trace_id,
         "class": decision.query.features.prompt_class.value,
-        "tier": part.tier if part is not None else decision.tier,
+        "tier": tier,
+        "overflow": overflow,
         "replica": replica,
         "state": request.state,
         "age_ms": round((now - request.context.arrived) * 1000, 1),

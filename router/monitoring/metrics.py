@@ -27,7 +27,7 @@ from router.pipeline.registry import OVER_BUDGET, OVER_QUOTA
 from router.policy.decision import Refusal
 from router.telemetry.record import Outcome
 from tiers.breaker import BreakerState
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
+from tiers.spec import OVERFLOW, STANDARD_TIERS, ReplicaState, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -94,6 +94,11 @@ class RequestMetrics:
         switch = ("from_tier", "to_tier")
         self._continuations = counter("continuations", "Answers that another engine continued.", *switch)
         self._escalations = counter("escalations", "Answers started again at a higher precision.", *switch)
+        self._overflow = counter(
+            "overflow_requests", "Requests without a slot, by what the overflow made of them.", "outcome"
+        )
+        for outcome in ("ok", "error", "client_gone", "full", "paused", "unsupported", "failed", "cancelled"):
+            self._overflow.of(outcome)
         self._hedges = counter("hedges", "First tokens that a second tier had sooner.", "tier")
         for one, other in permutations(tiers, 2):
             self._continuations.of(one, other)
@@ -115,13 +120,16 @@ class RequestMetrics:
 
     def observe(self, record: RequestRecord) -> None:
         """Count one record."""
-        decision, outcome, served = record.decision, record.outcome, record.served_by
+        decision, outcome = record.decision, record.outcome
+        served = record.served_by or (OVERFLOW if record.overflow is not None else None)
         kind, decided, tier = decision.query.features.prompt_class, decision.tier or NO_TIER, served or NO_TIER
         requests, decisions = self._counts(kind, tier, outcome, decided, decision.basis)
         requests.value += 1
         decisions.value += 1
         if outcome is Outcome.REFUSED:
             self._refusals.of(str(record.error)).value += 1
+        if record.overflow is not None or record.overflow_failure is not None:
+            self._overflow.of(record.overflow_failure or outcome).value += 1
         if record.sla_met is not None:
             self._sla.of(kind, tier, "met" if record.sla_met else "missed").value += 1
         if served is None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from router.pipeline.cascade import Cascade
     from router.pipeline.charging import Charging
     from router.pipeline.opening import Opener
+    from router.pipeline.overflow import Overflow
     from router.pipeline.registry import ActiveRequest, RequestRegistry
     from router.pipeline.request import ParsedRequest, PromptText, RequestContext, RoutingOptions
     from router.policy.decision import Decision, PolicyParameters, Query
@@ -66,6 +67,7 @@ class Pipeline:
     Attributes:
         opener: Opens answers, with every strategy that is switched on.
         cascade: One of them: says which answers are checked.
+        overflow: Answers requests that no tier has a slot for, where it may.
         decisions: The decision log; None: none is written.
         prompt_observer: None: no prompt is sampled.
         answer_observer: None: no answer is evaluated.
@@ -81,6 +83,7 @@ class Pipeline:
     admission: Admission
     opener: Opener
     cascade: Cascade
+    overflow: Overflow
     registry: RequestRegistry
     decisions: DecisionLog | None
     telemetry: Telemetry
@@ -147,7 +150,7 @@ class Pipeline:
         active = self.registry.begin(request.context, decision, request.options.priority)
         grant, error = Grant(self.admission, request.context.caller.key_id), None
         try:
-            await self._open(active, grant, asked, request.options.priority)
+            await self._open(active, grant, asked, request)
             await consume(active)
         except BaseException as caught:
             error = caught
@@ -159,10 +162,11 @@ class Pipeline:
                 self.registry.end(active, error)
                 error = None  # its trace leads here
 
-    async def _open(self, active: ActiveRequest, grant: Grant, asked: EngineRequest, priority: int) -> None:
+    async def _open(self, active: ActiveRequest, grant: Grant, asked: EngineRequest, request: ParsedRequest) -> None:
         """Take quota, budget and slot, and open the answer."""
         decision, caller, sent_at = active.decision, active.context.caller, time.monotonic()
-        if decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY:
+        final = decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY
+        if final and not self.overflow.takes(decision, request):
             raise Refused(decision)
         tokens = min(decision.query.tokens_in_all, MAX_COUNT)
         grant.quota = await self.quotas.enter(caller, tokens, active.context.limits)
@@ -170,17 +174,33 @@ class Pipeline:
             grant.budget = await self.charging.reserve(active)
             decision = active.decision
         try:
-            grant.slot = await self.admission.enter(decision, caller.key_id, priority)
-            active.let_in(grant.slot)
-            active.expected = self.policy.admitted(active.decision)
-            answer = active.answer = await self.opener.open(grant.slot, asked, sent_at)
+            answer = active.answer = await self._answer(active, grant, asked, request, sent_at)
         except (asyncio.CancelledError, EngineTooSlow):
             grant.used = decision.query.tokens_to_read  # an engine may have computed them
             if grant.slot is not None and grant.slot.decision.tier is not None and caller.key_id:
                 active.visits = (Visit(grant.slot.decision.tier, grant.used, 0, 0),)
             raise
-        if active.context.traced:
+        if active.context.traced and answer.overflow is None:
             self.telemetry.record_served(answer.tier, answer.replica_id, answer.failed_attempts)
+
+    async def _answer(
+        self, active: ActiveRequest, grant: Grant, asked: EngineRequest, request: ParsedRequest, sent_at: float
+    ) -> EngineAnswer:
+        """Take a slot and open the answer; if there is no slot, open the overflow's, where that may answer."""
+        key_id, entered = active.context.caller.key_id, time.monotonic()
+        try:
+            grant.slot = await self.admission.enter(active.decision, key_id, request.options.priority)
+        except Refused as refused:
+            if not self.overflow.takes(refused.decision, request):
+                raise
+            active.diverted = self.overflow.divert(entered)
+            answer = await self.overflow.open(active, refused.decision, asked, sent_at)
+            if answer is None:
+                raise
+            return answer
+        active.let_in(grant.slot)
+        active.expected = self.policy.admitted(active.decision)
+        return await self.opener.open(grant.slot, asked, sent_at)
 
     async def _close(
         self, active: ActiveRequest, grant: Grant, asked: EngineRequest, error: BaseException | None
@@ -189,16 +209,19 @@ class Pipeline:
         answer = active.answer
         try:
             if answer is not None:
-                if active.context.caller.key_id:
+                ours = answer.overflow is None
+                if active.context.caller.key_id and ours:
                     active.visits = visits_of(active.decision, answer)
                 prompt_tokens = answer.usage.get("prompt_tokens", active.decision.query.tokens_to_read)
                 grant.used = prompt_tokens + answer.output_tokens
-                if answer.complete and self.answer_observer is not None:
+                if answer.complete and ours and self.answer_observer is not None:
                     self.answer_observer.offer(active.decision, answer.tier, asked.chat)
                 await answer.aclose(error or answer.error)
-                if answer.complete and error is None and self.mirror is not None and not active.context.mirrored:
-                    self.mirror.offer(active.decision, answer, asked, active.context.request_id)
+                mirror = self.mirror if ours and not active.context.mirrored else None
+                if mirror is not None and answer.complete and error is None:
+                    mirror.offer(active.decision, answer, asked, active.context.request_id)
         finally:
+            self.overflow.ended(active, error)
             try:
                 if grant.budget is not None:
                     cost = self.charging.tariff.charge(active.decision, active.visits)

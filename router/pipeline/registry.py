@@ -37,6 +37,23 @@ OVER_BUDGET = "over_budget"
 State = Literal["waiting", "prefill", "decode"]
 
 
+class Diverted(NamedTuple):
+    """What became of a request that no tier had a slot for.
+
+    Attributes:
+        name: Of the overflow.
+        waited_ms: Its time in the queue before.
+        at: When it was sent, in seconds by the monotonic clock.
+        failure: Why the overflow does not answer: ``full``, ``paused`` after failures, ``unsupported``: it was not asked;
+            ``failed``, ``cancelled`` before its first token: it was. None: it does, or has not begun.
+    """
+
+    name: str
+    waited_ms: float
+    at: float
+    failure: str | None = None
+
+
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
     """A request that is being served.
@@ -48,6 +65,7 @@ class ActiveRequest:
         expected: What the loss budget counts for it meanwhile.
         visits: What tiers have computed of it, once that is known; only of callers with a key.
         charge: To its caller's budgets; None: it has none.
+        diverted: What became of it at the overflow; None: it was not sent there.
     """
 
     context: RequestContext
@@ -59,13 +77,14 @@ class ActiveRequest:
     expected: Expectation | None = None
     visits: tuple[Visit, ...] = ()
     charge: Charge | None = None
+    diverted: Diverted | None = None
 
     @property
     def state(self) -> State:
         """Return its stage."""
         if self.answer is not None:
             return "decode"
-        return "waiting" if self.admitted is None else "prefill"
+        return "waiting" if self.admitted is None and self.diverted is None else "prefill"
 
     @property
     def now_on(self) -> EngineAnswer | None:
@@ -135,16 +154,16 @@ class RequestRegistry:
                 log.exception("a record was not taken by %r", observe)
 
     def _record(self, request: ActiveRequest, error: BaseException | None) -> RequestRecord:
-        now, context, admitted, answer = time.monotonic(), request.context, request.admitted, request.answer
+        now, context, answer, diverted = time.monotonic(), request.context, request.answer, request.diverted
         decision = error.decision if isinstance(error, Refused) else request.decision
         outcome, cause = self._outcome(answer, error)
-        queue_ms, overhead_ms, prompt_tokens = 0.0, None, decision.query.tokens_to_read
-        if admitted is not None:
-            queue_ms = admitted.waited_ms
-            overhead_ms = max((request.sent - context.arrived) * 1000 - queue_ms, 0.0)
+        (queue_ms, overhead_ms), prompt_tokens = _before(request), decision.query.tokens_to_read
         spec = ttft_ms = tpot_ms = None
+        within = answer if answer is not None and answer.overflow is None else None  # the fleet
+        if within is not None:
+            spec = within.spec
         if answer is not None:
-            spec, prompt_tokens = answer.spec, answer.usage.get("prompt_tokens", prompt_tokens)
+            prompt_tokens = answer.usage.get("prompt_tokens", prompt_tokens)
             ttft_ms, tpot_ms = ttft_from_arrival(context, answer), answer.tpot_ms
         return RequestRecord(
             at=time.time() - (now - context.arrived),
@@ -156,8 +175,8 @@ class RequestRegistry:
             decision=decision,
             outcome=outcome,
             error=cause,
-            served_by=answer.tier if answer is not None else None,
-            replica=answer.replica_id if answer is not None else None,
+            served_by=within.tier if within is not None else None,
+            replica=within.replica_id if within is not None else None,
             precision=spec.precision if spec is not None else None,
             checkpoint=spec.checkpoint_id if spec is not None else None,
             prompt_tokens=prompt_tokens,
@@ -179,6 +198,8 @@ class RequestRegistry:
             visits=request.visits,
             charge=request.charge,
             mirrored=context.mirrored,
+            overflow=answer.overflow if answer is not None else None,
+            overflow_failure=diverted.failure if diverted is not None else None,
         )
 
     def _outcome(self, answer: EngineAnswer | None, error: BaseException | None) -> tuple[Outcome, str | None]:
@@ -195,6 +216,18 @@ class RequestRegistry:
         if isinstance(failure, asyncio.CancelledError | OSError) and not self._server_state.deadline_passed:
             return Outcome.CLIENT_GONE, None
         return Outcome.ERROR, "Draining" if isinstance(failure, asyncio.CancelledError) else type(failure).__name__
+
+
+def _before(request: ActiveRequest) -> tuple[float, float | None]:
+    """Return a request's milliseconds in the queue, and the others from its arrival until it was sent; None: never."""
+    admitted, diverted, arrived = request.admitted, request.diverted, request.context.arrived
+    if admitted is not None:
+        queue_ms, sent = admitted.waited_ms, request.sent
+    elif diverted is not None:
+        queue_ms, sent = diverted.waited_ms, diverted.at
+    else:
+        return 0.0, None
+    return queue_ms, max((sent - arrived) * 1000 - queue_ms, 0.0)
 
 
 def ttft_from_arrival(context: RequestContext, answer: EngineAnswer) -> float | None:

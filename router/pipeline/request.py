@@ -135,6 +135,7 @@ class RoutingOptions:
         only: The tiers that may serve it; None: all.
         sort: What the choice is to be made by; None: by the policy.
         truncate: What is to be cut of a prompt that fits no context; None: nothing.
+        overflow: A server outside of the fleet may answer if every tier is full.
     """
 
     hint: TierName | None = None
@@ -146,6 +147,7 @@ class RoutingOptions:
     only: frozenset[TierName] | None = None
     sort: Sort | None = None
     truncate: Truncate | None = None
+    overflow: bool = True
 
 
 class ParsedRequest(Protocol):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from router.auth.budgets import periods, renews_at
 from router.policy.charge import MICRO
 from tiers.background import Faults
+from tiers.spec import OVERFLOW
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -87,7 +88,7 @@ class UsageLog:
 
     def offer(self, record: RequestRecord) -> None:
         """Take note of a request that has ended; what it cost is found out later."""
-        if record.visits:
+        if record.visits or (record.overflow is not None and record.key_id):
             self._records.append(record)
 
     async def run(self) -> None:
@@ -140,6 +141,9 @@ class UsageLog:
 
     def _used(self, record: RequestRecord) -> tuple[Row, Use]:
         costs, decision, visits = self._charging.tariff, record.decision, record.visits
+        if not visits:
+            row = Row(periods(record.at).day, record.key_id, record.team, OVERFLOW)
+            return row, Use(1, record.prompt_tokens, record.cached_prompt_tokens or 0, record.output_tokens)
         charge = costs.charge(decision, visits) if record.charge is None else record.charge
         whole = visits[-1]._replace(prompt=record.prompt_tokens, output=record.output_tokens)
         highest = costs.at_highest(decision, (whole._replace(cached=record.cached_prompt_tokens or 0),))

@@ -1,8 +1,9 @@
 """The decision log: everything that a decision was made from, so that it can be made again. It holds no prompts.
 
-JSON lines of three kinds. ``policy``: the policy's parameters, under the digest that decisions name them by; at the start
+JSON lines of four kinds. ``policy``: the policy's parameters, under the digest that decisions name them by; at the start
 of every file, and whenever they change. ``decision``: the request as the policy saw it, the fleet's snapshot, and what was
-decided. ``outcome``: how the request ended.
+decided. ``outcome``: how the request ended. ``overflow``: what became of it where no tier had a slot for it, and another
+server was to answer.
 """
 
 from __future__ import annotations
@@ -85,7 +86,25 @@ class OutcomeRecord:
     kind: Literal["outcome"] = "outcome"
 
 
-Record = PolicyRecord | DecisionRecord | OutcomeRecord
+@dataclass(frozen=True, slots=True)
+class OverflowRecord:
+    """A request that no tier had a slot for, and that another server was to answer.
+
+    Attributes:
+        overflow: The server's name.
+        failure: Why it did not answer; None: it did.
+        error: The kind of error that the request ended with.
+    """
+
+    request_id: str
+    overflow: str
+    failure: str | None
+    output_tokens: int = 0
+    error: str | None = None
+    kind: Literal["overflow"] = "overflow"
+
+
+Record = PolicyRecord | DecisionRecord | OutcomeRecord | OverflowRecord
 _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")])
 _PARAMETERS = TypeAdapter(PolicyParameters)
 
@@ -132,6 +151,10 @@ class DecisionLog:
     def ended(self, outcome: OutcomeRecord) -> None:
         """Write how a request ended."""
         self._writer.put(_line(outcome), self._head)
+
+    def overflowed(self, record: OverflowRecord) -> None:
+        """Write what became of a request that no tier had a slot for."""
+        self._writer.put(_line(record), self._head)
 
     def close(self) -> None:
         """Write what is queued, and close the file. Waits for seconds at most."""

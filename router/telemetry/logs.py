@@ -116,6 +116,7 @@ def request_line(record: Mapping[str, Any]) -> str:
     if served or decided:
         instead_of = f"(for {decided})" if served and decided not in {served, None} else ""
         parts.append(f"tier={served or decided}{instead_of}")
+    parts.extend(f"{name}={record[name]}" for name in ("overflow", "overflow_failure") if record.get(name))
     parts.extend(
         f"{name}={shown_ms(record[key])}"
         for name, key in (("queue", "queue_ms"), ("ttft", "ttft_ms"), ("tpot", "tpot_ms"))

@@ -51,6 +51,9 @@ class RequestRecord(NamedTuple):
         visits: What tiers computed of it; only of callers with a key.
         charge: To its caller's budgets; None: it has none.
         mirrored: Another router mirrors it here.
+        overflow: Name of the server outside of the fleet that answered; None: none did.
+        overflow_failure: Why that server did not answer: ``full``, ``paused`` or ``unsupported``, so that it was not asked;
+            ``failed`` or ``cancelled``; None: it did, or there was no need.
     """
 
     at: float
@@ -85,6 +88,8 @@ class RequestRecord(NamedTuple):
     visits: tuple[Visit, ...] = ()
     charge: Charge | None = None
     mirrored: bool = False
+    overflow: str | None = None
+    overflow_failure: str | None = None
 
     @property
     def undisturbed(self) -> bool:
@@ -113,6 +118,8 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
         "confidence": int(features.confidence * 1000 + 0.5) / 1000,
         "tier": decision.tier,
         "served_by": record.served_by,
+        "overflow": record.overflow,
+        "overflow_failure": record.overflow_failure,
         "replica": record.replica,
         "precision": record.precision,
         "checkpoint": record.checkpoint,

@@ -259,6 +259,8 @@ class Telemetry:
             "qarr.overhead_ms": record.overhead_ms,
             "qarr.served.precision": record.precision,
             "qarr.served.checkpoint": record.checkpoint,
+            "qarr.overflow": record.overflow,
+            "qarr.overflow.failure": record.overflow_failure,
             "qarr.prompt_tokens": record.prompt_tokens,
             "qarr.cached_prompt_tokens": record.predicted_cached_tokens,
             "qarr.reported_cached_tokens": record.cached_prompt_tokens,
@@ -357,6 +359,26 @@ class Telemetry:
                 "qarr.checkpoint": replica.spec.checkpoint_id or "",
                 "qarr.replica": replica.id,
                 "qarr.attempt": number,
+            },
+        )
+
+    def start_overflow(self, name: str, url: str, model: str, request: TracedRequest) -> Span:
+        """Start the span of a request to the overflow, as ``start_attempt``."""
+        current = trace.INVALID_SPAN if _PARENT.get() else trace.get_current_span()
+        if isinstance(current, trace.NonRecordingSpan):
+            return current
+        where = urlsplit(url)
+        return self._tracer.start_span(
+            f"{request.operation} {model}",
+            kind=trace.SpanKind.CLIENT,
+            attributes={
+                "gen_ai.operation.name": request.operation,
+                "gen_ai.request.model": model,
+                **request.parameters,
+                "gen_ai.output.type": "text",
+                "server.address": where.hostname or "",
+                "server.port": where.port or (443 if where.scheme == "https" else 80),
+                "qarr.overflow": name,
             },
         )
 

@@ -266,7 +266,7 @@ class Upstream:
         try:
             response = await self._transport.handle_async_request(self._http(lease.replica, request, span))
             if response.status_code != httpx.codes.OK:
-                raise _status_error(  # noqa: TRY301  one place ends the attempt
+                raise status_error(  # noqa: TRY301  one place ends the attempt
                     response.status_code, await body_of(response, MAX_ERROR_BYTES)
                 )
             begun = Attempt(tier, lease, response, span, number, started, options.token_timeout_s, sent_at)
@@ -274,7 +274,7 @@ class Upstream:
             await answer.begin()
             return answer  # noqa: TRY300  an else block would be far from here
         except BaseException as error:  # noqa: BLE001  raised again
-            failure = _translate(error, limit_s, streamed=request.streamed)
+            failure = translate(error, limit_s, streamed=request.streamed)
             try:
                 if isinstance(failure, UpstreamError) and not isinstance(failure, EngineRefused):
                     lease.failed(type(failure).__name__)
@@ -331,7 +331,8 @@ def _holds_object(content: bytes) -> bool:
         return False
 
 
-def _translate(error: BaseException, limit_s: float, *, streamed: bool) -> BaseException:
+def translate(error: BaseException, limit_s: float, *, streamed: bool) -> BaseException:
+    """Return the error for what went wrong before an answer began, where it is one of the connection."""
     if isinstance(error, httpx.ReadTimeout | EngineStalled):
         if streamed:
             return EngineUnreachable(f"no first token within {limit_s:g} s")
@@ -341,7 +342,7 @@ def _translate(error: BaseException, limit_s: float, *, streamed: bool) -> BaseE
     return error
 
 
-def _status_error(status: int, body: bytes) -> UpstreamError:
+def status_error(status: int, body: bytes) -> UpstreamError:
     """Return the error for an engine's answer that is not 200."""
     blamed = 400 <= status < 500 and status not in _NOT_THE_REQUEST  # noqa: PLR2004
     if not blamed and status != NOT_IMPLEMENTED:

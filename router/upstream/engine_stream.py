@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from router.upstream.progress import Resumption
     from router.upstream.sse import AnswerFormat, Chunk, PlainTexts, TakePlain
-    from tiers.fleet import Lease
-    from tiers.replica import Replica
+    from tiers.replica import Replica, Sent
+    from tiers.spec import TierSpec
 
 MAX_ANSWER_BYTES = 1 << 28  # of one that is not streamed: log-probabilities of a long prompt take many
 
@@ -92,6 +92,53 @@ class EngineRequest(Protocol):
         """Return the request's body for one replica."""
 
 
+class Answering(Protocol):
+    """Who answers."""
+
+    @property
+    def id(self) -> str:
+        """Return its id."""
+
+    @property
+    def spec(self) -> TierSpec:
+        """Return what it serves."""
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Return what it calls itself in answers; None: nothing."""
+
+
+class Hold(Protocol):
+    """A request's hold on who answers it; a ``Lease`` is one."""
+
+    @property
+    def replica(self) -> Answering:
+        """Return who answers."""
+
+    @property
+    def sequences(self) -> int:
+        """Return the request's answers."""
+
+    @property
+    def sent(self) -> Sent | None:
+        """Return what was known of its prompt there when it was sent; None: nothing."""
+
+    def first_token(self, ttft_ms: float | None = None) -> None:
+        """Note the first token."""
+
+    def produced(self, tokens: int = 1) -> None:
+        """Count output tokens that have arrived."""
+
+    def finished(self, tpot_ms: float | None, output_tokens: int = 0, cached_tokens: int | None = None) -> None:
+        """Note a complete answer."""
+
+    def failed(self, error: str) -> None:
+        """Note a failure."""
+
+    def release(self) -> None:
+        """End it. Only the first call counts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """One request at one replica that has answered 200.
@@ -104,7 +151,7 @@ class Attempt:
     """
 
     tier: TierName
-    lease: Lease
+    lease: Hold
     response: httpx.Response
     span: Span
     number: int
@@ -123,6 +170,7 @@ class EngineAnswer(ABC):
         sent_at: When the request was first sent, to whichever replica, by the monotonic clock in seconds.
         escalation: Why it was begun again at a higher precision; None: it was not.
         hedge: Why another tier was asked as well, and was quicker; None: it was not.
+        overflow: Name of the server outside of the fleet that answers; None: a tier does.
         parts: What other engines computed of it, in order.
         cached_tokens: Of its prompt, found in the prefix cache; None: the engine did not report them.
     """
@@ -139,6 +187,7 @@ class EngineAnswer(ABC):
         self.error: UpstreamError | None = None
         self.escalation: str | None = None
         self.hedge: str | None = None
+        self.overflow: str | None = None
         self.parts: list[EngineStream] = []
         self._attempt = attempt
         self._first_at = self._last_at = 0.0

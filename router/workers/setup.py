@@ -46,10 +46,17 @@ class Setup:
 
 def divided(settings: Settings, workers: int) -> Settings:
     """Return the settings with one worker's part of what a router has in all."""
-    server, mirror = settings.server, settings.mirror
+    server, mirror, overflow = settings.server, settings.mirror, settings.overflow
     part = {
         "max_connections": -(-server.max_connections // workers),
         "resume_streams": -(-server.resume_streams // workers),
     }
     mirrored = mirror.model_copy(update={"max_in_flight": -(-mirror.max_in_flight // workers)})
-    return settings.model_copy(update={"server": server.model_copy(update=part), "mirror": mirrored})
+    most = max(overflow.max_in_flight // workers, 1)
+    return settings.model_copy(
+        update={
+            "server": server.model_copy(update=part),
+            "mirror": mirrored,
+            "overflow": overflow.model_copy(update={"max_in_flight": most}),
+        }
+    )

@@ -107,6 +107,22 @@ def test_a_class_can_be_changed_alone(tmp_path: Path) -> None:
         ("[mirror]\ntimeout_s = 0", "mirror.timeout_s"),
         ("[mirror]\napi_key = 'hidden key'", "mirror.api_key: a key of printable ASCII"),
         ("[engine]\napi_key = 'a b'", "engine.api_key: a key of printable ASCII"),
+        ("[overflow]\nurl = 'https://h/v1'", "overflow: url needs model: the name of the model to ask it for"),
+        ("[overflow]\nurl = 'h/v1'\nmodel = 'm'", "overflow.url: this is no address that begins with http"),
+        ("[overflow]\nurl = 'http://h/v1'\nmodel = 'm'", "https:// is allowed, or http:// of this machine"),
+        ("[overflow]\nurl = 'https://h/v1?a'\nmodel = 'm'", "overflow.url: a query or a fragment"),
+        ("[overflow]\nurl = 'https://u:p@h/v1'\nmodel = 'm'", "overflow.url: user and password do not belong here"),
+        ("[overflow]\nurl = 'https://h/v1/chat/completions'\nmodel = 'm'", "overflow.url: the path of an endpoint"),
+        ("[overflow]\nurl = 'https://h\u00fc/v1'\nmodel = 'm'", "overflow.url: a host's name is written in ASCII"),
+        ("[overflow]\nname = 'a b'", "overflow.name: String should match pattern"),
+        (
+            "[overflow]\nurl = 'https://h/v1'\nmodel = 'm'\nmax_in_flight = 1\n[server]\nworkers = 2",
+            "overflow.max_in_flight: at least server.workers is allowed (2)",
+        ),
+        (
+            "[overflow]\nurl = 'https://h/v1'\nmodel = 'm'\n[tiers.overflow]\nurls = ['http://h:1']",
+            "overflow.url: a tier is named overflow",
+        ),
         ("[state]\nredis_url = 'http://h'", "state.redis_url: an address that begins with redis://"),
         ("[state]\nredis_url = 'redis://h:port'", "state.redis_url: an address that begins with redis://"),
     ],
@@ -303,3 +319,27 @@ def test_a_loss_budget_is_a_number_or_a_comparison(tmp_path: Path, value: str, e
     path.write_text(f"[policy]\nloss_budget = {value}\n")
     assert load_settings(path).policy.loss_budget == expected
     assert load_settings(None).policy.loss_budget == LikeTier(like=TierName.BALANCED)
+
+
+@pytest.mark.parametrize("key", ["sk secret", "sk-sécret"])
+def test_the_overflows_key_is_never_shown(tmp_path: Path, key: str) -> None:
+    """Neither in an error, nor in the settings as text; a key that a header cannot have is refused."""
+    file = tmp_path / "qarr.toml"
+    file.write_text(f"[overflow]\napi_key = '{key}'")
+    with pytest.raises(SettingsError, match=r"^overflow\.api_key: a key of printable ASCII") as wrong:
+        load_settings(file)
+    assert key not in str(wrong.value)
+    settings = load_settings(None, {"overflow": {"api_key": "sk-outside"}})
+    assert "sk-outside" not in repr(settings) + settings.model_dump_json()
+
+
+def test_an_overflow_is_named_by_its_host() -> None:
+    """Unless it has a name; without an address there is none. Addresses of this machine may do without TLS."""
+    for url, name, shown in (
+        ("https://api.example.com/v1/", "", "api.example.com"),
+        ("http://127.0.0.1:8000/v1", "spare", "spare"),
+        ("http://[::1]:8000/v1", "", "::1"),
+        ("", "spare", ""),
+    ):
+        options = load_settings(None, {"overflow": {"url": url, "model": "m", "name": name}}).overflow
+        assert (options.shown_name, options.url.endswith("/")) == (shown, False)

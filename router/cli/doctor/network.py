@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 from router.cli.client import KEY_NEEDED, authorization, trusted
 from router.cli.common import http_url
 from router.cli.doctor.findings import Check, Finding, local_engines, ok, problem, warning
+from router.cli.doctor.overflow import overflow
 from router.telemetry.tracing import TelemetryError, exporter_address
 from tiers.checkpoints.precision import root_precision, told_precision
 from tiers.errors import PortInUse, ProbeError
@@ -348,6 +349,7 @@ CHECKS: tuple[Check, ...] = (
     (GROUP, "engine ports", engine_ports),
     (GROUP, "Redis", redis),
     (GROUP, "OTLP", otlp),
+    (GROUP, "overflow", overflow),
     (RUNNING, "router", running_router),
     (RUNNING, "engines", engines),
 )

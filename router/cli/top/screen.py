@@ -306,7 +306,7 @@ def _window(
 
 
 def _open_cells(request: Mapping[str, Any]) -> list[Text]:
-    tier = request["tier"] or "-"
+    tier = request["tier"] or request.get("overflow") or "-"
     return [
         Text(request["class"]),
         Text(tier, style=TIERS.get(tier, ADDED_TIER)),
@@ -321,7 +321,7 @@ def _open_cells(request: Mapping[str, Any]) -> list[Text]:
 
 
 def _record_cells(record: Mapping[str, Any]) -> list[Text]:
-    outcome, tier = record["outcome"], record["served_by"] or record["tier"] or "-"
+    outcome, tier = record["outcome"], record["served_by"] or record.get("overflow") or record["tier"] or "-"
     late = outcome == "ok" and record["sla_met"] is False
     ended = time.localtime(record["at"] + record["duration_ms"] / 1000)
     reason = record["reason"]
@@ -364,6 +364,7 @@ def _opened(request: Mapping[str, Any], width: int) -> list[Text]:
         "served by": " ".join(
             request[name] for name in ("served_by", "replica", "precision", "checkpoint") if request[name]
         ),
+        "overflow": request.get("overflow") or request.get("overflow_failure"),
         "times": f"queue {shown_ms(request['queue_ms'])}, first token {shown_ms(request['ttft_ms'])} "
         f"(predicted {shown_ms(request['predicted_ttft_ms'])}), a token {shown_ms(request['tpot_ms'])} "
         f"(predicted {shown_ms(request['predicted_tpot_ms'])}), all {shown_ms(request['duration_ms'])}",

@@ -106,7 +106,8 @@ async function receive(response, began) {
   const tier = response.headers.get("x-qarr-tier"), id = response.headers.get("x-request-id");
   const reason = response.headers.get("x-qarr-reason");
   let first = null, ended = false;
-  facts.replaceChildren(...(tier ? [tierName(tier)] : []), " writes");
+  const overflow = response.headers.get("x-qarr-overflow");
+  facts.replaceChildren(...(tier ? [tierName(tier)] : overflow ? [`overflow: ${overflow}`] : []), " writes");
   if (reason) facts.title = reason;
   for await (const { name, data } of eventsOf(response)) {
     if (name === "message") {
@@ -124,7 +125,7 @@ async function receive(response, began) {
 }
 
 function closing(facts, done, first, whole, id) {
-  const tier = [tierName(done.tier), ...(done.continued_on ?? []).flatMap((t) => [" → ", tierName(t)])];
+  const tier = [done.tier ? tierName(done.tier) : `overflow: ${done.overflow}`, ...(done.continued_on ?? []).flatMap((t) => [" → ", tierName(t)])];
   const parts = [
     plural(done.usage?.completion_tokens ?? 0, "token"), `TTFT ${duration(done.ttft_ms)}`, `TPOT ${duration(done.tpot_ms)}`,
     `first token here after ${duration(first)}`, `${duration(whole)} in all`, ...(done.finish_reason === "length" ? ["cut at max tokens"] : []),

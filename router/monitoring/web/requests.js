@@ -67,6 +67,7 @@ function detours(r) {
   if (r.attempts_failed) found.push(plural(r.attempts_failed, "failed attempt"));
   if (r.escalated) found.push("escalated");
   if (r.hedged) found.push("hedged");
+  if (r.overflow_failure) found.push(`overflow ${r.overflow_failure}`);
   if (r.continued_on.length) found.push(`continued on ${r.continued_on.join(", ")}`);
   return [...found, ...notAssured(r.degraded)];
 }
@@ -81,6 +82,7 @@ function notAssured(degraded) {
 const briefly = (r) => r.reason.replace(`class ${r.class}: `, "");
 
 function tierCell(r) {
+  if (r.overflow) return el("span", { class: "moved", title: "every tier was full: a server outside of the fleet answered" }, `overflow: ${r.overflow}`);
   const served = r.served_by ?? r.tier;
   if (!served) return el("span", { class: "muted" }, "none");
   if (r.tier && r.served_by && r.tier !== r.served_by) {
@@ -115,9 +117,10 @@ function showInFlight({ in_flight, in_flight_total }) {
     (r) => el("li", { title: r.request_id }, el("span", {}), el("span", {}, r.class), el("span", { class: "stage" }), el("span", { class: "num" })),
     (node, r) => {
       const [tier, , stage, age] = node.children;
-      if (tier.dataset.tier !== String(r.tier)) {
-        tier.dataset.tier = String(r.tier);
-        tier.replaceChildren(r.tier ? tierName(r.tier) : "no tier yet");
+      const where = r.overflow ? `overflow: ${r.overflow}` : String(r.tier);
+      if (tier.dataset.tier !== where) {
+        tier.dataset.tier = where;
+        tier.replaceChildren(r.overflow ? where : r.tier ? tierName(r.tier) : "no tier yet");
       }
       put(stage, `${STAGES[r.state] ?? r.state} · ${plural(r.state === "decode" ? r.output_tokens : r.prompt_tokens, "token")}`);
       put(age, duration(r.age_ms));

@@ -104,6 +104,7 @@ async def test_a_token_has_the_rights_of_its_claims(tmp_path: Path, algorithm: s
     fast = frozenset({TierName.FAST})
     assert found == Caller("jwt:b@x.example", "b@x.example", fast, "refuse", "batch", Quota(3), admin=True)
     assert tokens.holds(found)
+    assert tokens.find(issuer.sign(qarr={"overflow": True})).overflow
     assert len(tokens.find(issuer.sign(sub="x" * 500)).key_id) <= 64
 
 

@@ -98,6 +98,23 @@ def test_the_page_is_as_it_was(name: str, accept: str, monkeypatch: pytest.Monke
     assert counted.page(accept) == Path(__file__).with_name(name).read_text("utf-8")
 
 
+def test_the_overflow_is_counted_by_what_became_of_requests() -> None:
+    """Answers that it began by their end, others by why there is none; its answers' tokens stand under its own tier."""
+    none = {"decision": decision(None), "served_by": None}
+    began = [record(**none, overflow="outside", outcome=end) for end in (Outcome.OK, Outcome.OK, Outcome.ERROR)]
+    refused = record(
+        **none, outcome=Outcome.REFUSED, error="at_capacity", overflow_failure="full", ttft_ms=None, tpot_ms=None
+    )
+    counted = Counted(*began, refused, record())
+    found = {end: counted.value("overflow_requests_total", outcome=end) for end in ("ok", "error", "full", "failed")}
+    assert found == {"ok": 2, "error": 1, "full": 1, "failed": 0}
+    labels = {"class": "chat", "tier": "overflow"}
+    assert counted.value("output_tokens_total", **labels) == 3 * record().output_tokens
+    assert counted.value("requests_total", **labels, outcome="ok") == 2
+    assert counted.value("cost_engine_seconds_total", **labels) == 0
+    assert counted.value("refusals_total", reason="at_capacity") == 1
+
+
 def test_what_several_processes_count_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that gets the others' counts shows what one that counted everything would; of exemplars the last ones."""
     ticks = count(1)

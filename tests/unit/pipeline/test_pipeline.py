@@ -20,6 +20,7 @@ from router.pipeline.cascade import Cascade
 from router.pipeline.charging import Charging
 from router.pipeline.failover import Failover
 from router.pipeline.opening import Direct
+from router.pipeline.overflow import Overflow
 from router.pipeline.pipeline import Pipeline, engine_request_id
 from router.pipeline.registry import RequestRegistry
 from router.pipeline.request import MAX_COUNT, PromptText, RequestContext, RoutingOptions
@@ -30,6 +31,7 @@ from router.upstream.engine_request import RelayRequest
 from router.upstream.engine_stream import EngineStream
 from router.upstream.errors import EngineBroke, EngineRefused, EngineTooSlow
 from router.upstream.json_object import JsonObject
+from router.upstream.overflow import OverflowClient
 from tests.fakes.engine import Behaviour
 from tests.unit.upstream_stack import HI, LIMIT, text_of, until, upstream_stack
 from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
@@ -187,6 +189,9 @@ async def line(
             admission=Admission(stack.fleet, stack.policy, settings.admission, stack.telemetry),
             opener=Failover(cascade, *parts, settings.upstream.attempts, 256),
             cascade=cascade,
+            overflow=Overflow(
+                OverflowClient(settings.overflow, settings.upstream, stack.telemetry), decisions, stack.telemetry
+            ),
             registry=RequestRegistry(ServerState(), 9),
             decisions=decisions,
             telemetry=stack.telemetry,

@@ -1,0 +1,122 @@
+"""The last resort: a request that every tier is too full for goes to a server outside of the fleet.
+
+Only where the operator has named one, the caller's key allows it, and the request asks for nothing that it cannot keep:
+its weights, and so its precision and loss, are unknown. If it fails before its first token, the refusal stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from router.pipeline.registry import Diverted
+from router.policy.decision import Refusal
+from router.policy.decision_log import OverflowRecord
+from router.upstream.errors import NoSlot, UpstreamError
+from router.upstream.overflow import Paused, Unsupported
+from tiers.spec import UNKNOWN
+
+if TYPE_CHECKING:
+    from router.pipeline.registry import ActiveRequest
+    from router.pipeline.request import ParsedRequest
+    from router.policy.decision import Decision
+    from router.policy.decision_log import DecisionLog
+    from router.telemetry.tracing import Telemetry
+    from router.upstream.engine_stream import EngineAnswer, EngineRequest
+    from router.upstream.overflow import OverflowClient
+
+log = logging.getLogger(f"qarr.{__name__}")
+FULL = {
+    Refusal.AT_CAPACITY: "every tier that may serve this is full",
+    Refusal.NOT_READY: "no tier that may serve this is ready",
+}
+AT_ONCE_MS = 1.0  # a refusal within this time was none of a request that waited
+FAILURES: dict[type[UpstreamError], str] = {Unsupported: "unsupported", NoSlot: "full", Paused: "paused"}
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """Decides which refused requests the overflow is asked to answer, and opens those answers."""
+
+    client: OverflowClient
+    decisions: DecisionLog | None
+    telemetry: Telemetry
+
+    def takes(self, decision: Decision, request: ParsedRequest) -> bool:
+        """Tell whether a refused request may go to the overflow.
+
+        ``Query.takes`` is what a lease asks; there is none here, so precisions are looked at here.
+        """
+        options, caller = request.options, request.context.caller
+        return (
+            bool(self.client.name)
+            and decision.refusal in FULL
+            and caller.overflow
+            and caller.tiers is None
+            and options.overflow
+            and not options.require
+            and options.only is None
+            and (options.precisions is None or UNKNOWN in options.precisions)
+            and request.adapter is None
+            and not decision.query.over_budget
+        )
+
+    def divert(self, entered: float) -> Diverted:
+        """Return what is noted of a request that goes to the overflow now.
+
+        Args:
+            entered: When it asked for a slot, by the monotonic clock.
+        """
+        now = time.monotonic()
+        waited_ms = (now - entered) * 1000
+        return Diverted(self.client.name, waited_ms if waited_ms >= AT_ONCE_MS else 0.0, now)
+
+    async def open(
+        self, active: ActiveRequest, decision: Decision, asked: EngineRequest, sent_at: float
+    ) -> EngineAnswer | None:
+        """Return the overflow's answer to a diverted request, once it has begun; None: the refusal stands.
+
+        Args:
+            active: The request; what becomes of it is noted there.
+            decision: That refuses it.
+            asked: As an engine would be asked.
+            sent_at: When it was first to be sent, by the monotonic clock.
+        """
+        assert decision.refusal is not None
+        assert active.diverted is not None
+        try:
+            answer = await self.client.open(asked, decision.query.sequences, sent_at)
+        except UpstreamError as error:
+            self._failed(active, active.diverted, error)
+            return None
+        except asyncio.CancelledError:
+            active.diverted = active.diverted._replace(failure="cancelled")
+            raise
+        why = f"{FULL[decision.refusal]} ({decision.reason}), so the overflow {answer.overflow} answers"
+        active.decision = replace(decision, reason=why, degraded=("unmeasured",))
+        return answer
+
+    def ended(self, active: ActiveRequest, error: BaseException | None) -> None:
+        """Write to the decision log what became of a request that no tier had a slot for."""
+        diverted, answer = active.diverted, active.answer
+        if diverted is None or self.decisions is None:
+            return
+        failure = error or (answer.error if answer is not None else None)
+        self.decisions.overflowed(
+            OverflowRecord(
+                request_id=active.context.request_id,
+                overflow=diverted.name,
+                failure=diverted.failure,
+                output_tokens=answer.output_tokens if answer is not None else 0,
+                error=type(failure).__name__ if failure is not None else None,
+            )
+        )
+
+    def _failed(self, active: ActiveRequest, diverted: Diverted, error: UpstreamError) -> None:
+        """Note that the overflow does not answer; what it has said is in no text here."""
+        active.diverted = diverted._replace(failure=FAILURES.get(type(error), "failed"))
+        log.warning("request %s: overflow %s: %s", active.context.request_id, diverted.name, error)
+        self.telemetry.record_failed_attempt(f"overflow {diverted.name}", error)

@@ -1,0 +1,294 @@
+"""Requests to the overflow: a server of OpenAI's API outside of the fleet, with its own model, tokenizer and key.
+
+Nothing of the caller's headers goes there, no trace context and no id. What the server says of an error is not read.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
+
+from router.upstream.client import status_error, translate
+from router.upstream.engine_stream import Attempt, BufferedAnswer, EngineStream, end_span
+from router.upstream.errors import EngineRefused, NoSlot, UpstreamError, without_trace
+from router.upstream.overflow_body import body_for
+from router.upstream.sse import COMPLETION_FORMAT
+from router.upstream.transport import Body, EngineTransport
+from tiers.breaker import Breaker, BreakerOptions
+from tiers.spec import OVERFLOW, TierName, TierSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from router.settings import OverflowSettings, UpstreamSettings
+    from router.telemetry.tracing import Telemetry
+    from router.upstream.engine_stream import EngineAnswer, EngineRequest
+    from router.upstream.sse import WholeAnswer
+    from tiers.replica import Sent
+
+CHARACTERS_PER_TOKEN = 4  # of English, about; for servers that tell no counts
+
+
+class Unsupported(UpstreamError):
+    """The request has a parameter that means nothing outside of the fleet, or something else there."""
+
+
+class Paused(UpstreamError):
+    """The overflow has failed lately, and gets no requests for a while."""
+
+
+class _Message(TypedDict, total=False):
+    content: str | None
+
+
+@with_config(ConfigDict(extra="ignore", cache_strings="keys", hide_input_in_errors=True))
+class _Choice(TypedDict, total=False):
+    finish_reason: str | None
+    message: _Message
+    text: str
+
+
+@with_config(ConfigDict(extra="ignore", cache_strings="keys", hide_input_in_errors=True))
+class _Whole(TypedDict, total=False):
+    choices: list[_Choice]
+    usage: dict[str, Any] | None
+
+
+_WHOLE: TypeAdapter[Any] = TypeAdapter(_Whole)
+
+
+def read_whole(content: bytes) -> WholeAnswer | None:
+    """Read an answer that is not streamed, with or without token counts; None where it is no completion."""
+    try:
+        answer = _WHOLE.validate_json(content)
+    except ValidationError:  # its own text quotes the answer
+        return None
+    choices = answer.get("choices")
+    if not choices or not all("message" in choice or "text" in choice for choice in choices):
+        return None
+    usage = answer.get("usage") or {}
+    if not all(isinstance(usage.get(name, 0), int) for name in ("prompt_tokens", "completion_tokens")):
+        return None
+    return choices[0].get("finish_reason"), usage
+
+
+_FORMAT = replace(COMPLETION_FORMAT, read_whole=read_whole)
+
+
+class _WholeAnswer(BufferedAnswer):
+    """A whole answer, perhaps without token counts: its tokens are then estimated by its length."""
+
+    def _note_usage(self, usage: Mapping[str, Any]) -> None:
+        if usage:
+            super()._note_usage(usage)
+            return
+        choices = _WHOLE.validate_json(self.content)["choices"]
+        texts = ((c.get("message") or {}).get("content") or c.get("text") or "" for c in choices)
+        self._tokens = sum(-(-len(text) // CHARACTERS_PER_TOKEN) for text in texts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Replica:
+    """What an answer says of the server."""
+
+    id: str
+    spec: TierSpec
+    fingerprint: None = None
+
+
+@dataclass(slots=True)
+class _Hold:
+    """A request's hold on one of the places at the overflow. Nothing is learned from its times."""
+
+    replica: _Replica
+    sequences: int
+    _free: Callable[[], None]
+    sent: Sent | None = None
+    _released: bool = False
+
+    def first_token(self, ttft_ms: float | None = None) -> None:
+        """Note the first token."""
+
+    def produced(self, tokens: int = 1) -> None:
+        """Count output tokens."""
+
+    def finished(self, tpot_ms: float | None, output_tokens: int = 0, cached_tokens: int | None = None) -> None:
+        """Note a complete answer."""
+
+    def failed(self, error: str) -> None:
+        """Note a failure."""
+
+    def release(self) -> None:
+        """Give the place back. Only the first call counts."""
+        if not self._released:
+            self._released = True
+            self._free()
+
+
+class _LineFeeds(Body):
+    """A body whose lines end with a line feed alone: servers may end those of events with a carriage return as well."""
+
+    __slots__ = ("_held", "_inner")
+
+    def __init__(self, inner: Body) -> None:
+        self._inner, self._held = inner, b""
+
+    def limit_reads(self, limit_s: float) -> None:
+        """See ``Body``."""
+        self._inner.limit_reads(limit_s)
+
+    async def __anext__(self) -> bytes:
+        while not (data := self._changed(await anext(self._inner))):
+            pass
+        return data
+
+    async def pump(self, take: Callable[[bytes], bool]) -> None:
+        """See ``Body``."""
+        await self._inner.pump(lambda data: not (changed := self._changed(data)) or take(changed))
+
+    async def aclose(self) -> None:
+        """See ``Body``."""
+        await self._inner.aclose()
+
+    def _changed(self, data: bytes) -> bytes:
+        data = self._held + data
+        self._held = b"\r" if data.endswith(b"\r") else b""
+        return data.removesuffix(b"\r").replace(b"\r\n", b"\n")
+
+
+class OverflowClient:
+    """Opens answers of the overflow. After failures it gets no requests for a while, as a replica of the fleet.
+
+    Attributes:
+        name: What answers and records call it; empty: there is none.
+        in_flight: Requests that it has.
+    """
+
+    def __init__(self, options: OverflowSettings, times: UpstreamSettings, telemetry: Telemetry) -> None:
+        self._transport, self._telemetry = EngineTransport(), telemetry
+        self.in_flight = 0
+        self.take(options, times)
+
+    def take(self, options: OverflowSettings, times: UpstreamSettings) -> None:
+        """Take new settings; requests that have begun keep theirs."""
+        self._options, self._times, self.name = options, times, options.shown_name
+        self._breaker = Breaker(
+            BreakerOptions(
+                times.breaker_failures,
+                times.breaker_failure_share,
+                times.breaker_pause_s,
+                times.breaker_longest_pause_s,
+            )
+        )
+        self._replica = _Replica(self.name, TierSpec(TierName(OVERFLOW), 0, 0, options.max_in_flight, replicas=0))
+
+    async def open(self, request: EngineRequest, sequences: int, sent_at: float) -> EngineAnswer:
+        """Return an answer that has begun.
+
+        Args:
+            request: As an engine would be asked.
+            sequences: Its answers.
+            sent_at: When the request was first sent, by the monotonic clock.
+
+        Raises:
+            Unsupported: It cannot be asked elsewhere.
+            NoSlot: The overflow has as many requests as it may have.
+            Paused: It has failed lately.
+            UpstreamError: It did not begin an answer.
+        """
+        options, breaker, now = self._options, self._breaker, time.monotonic()
+        content = body_for(request, options.model)
+        if content is None:
+            raise Unsupported("a parameter that only the fleet's engines understand")
+        if self.in_flight >= options.max_in_flight:
+            raise NoSlot(f"it has {self.in_flight} requests")
+        if not breaker.admits(now):
+            raise Paused(f"it has failed; it gets requests again in {breaker.admits_in_s(now):.1f} s")
+        probe = breaker.begin(now)
+        self.in_flight += 1
+        try:
+            answer = await self._begun(request, content, sequences, sent_at)
+        except EngineRefused:
+            breaker.given_up(probe=probe)
+            raise
+        except UpstreamError:
+            breaker.failed(time.monotonic(), probe=probe)
+            raise
+        except BaseException:
+            breaker.given_up(probe=probe)
+            raise
+        breaker.succeeded(probe=probe)
+        return answer
+
+    async def _begun(self, request: EngineRequest, content: bytes, sequences: int, sent_at: float) -> EngineAnswer:
+        """Send a request; its place, its connection and its span end with it unless an answer is returned."""
+        options, times = self._options, self._times
+        hold = _Hold(self._replica, sequences, self._freed)
+        span = self._telemetry.start_overflow(self.name, options.url, options.model, request)
+        limit_s = options.first_token_timeout_s if request.streamed else times.answer_timeout_s
+        response: httpx.Response | None = None
+        started = time.monotonic()
+        try:
+            response = await self._transport.handle_async_request(self._http(request, content, limit_s))
+            if response.status_code != httpx.codes.OK:
+                raise status_error(response.status_code, b"")  # noqa: TRY301  one place ends the attempt
+            response = _readable(response)
+            begun = Attempt(TierName(OVERFLOW), hold, response, span, 0, started, times.token_timeout_s, sent_at)
+            answer: EngineAnswer = _stream(begun, request) if request.streamed else _WholeAnswer(begun, _FORMAT)
+            answer.overflow = self.name
+            await answer.begin()
+            return answer  # noqa: TRY300  an else block would be far from here
+        except BaseException as error:  # noqa: BLE001  raised again
+            hold.release()
+            failure = translate(error, limit_s, streamed=request.streamed)
+            try:
+                end_span(span, failure)
+                if response is not None:
+                    await response.aclose()
+                if failure is error:
+                    raise
+                raise failure from without_trace(error)
+            finally:
+                del failure  # its trace leads here
+
+    def _freed(self) -> None:
+        self.in_flight -= 1
+
+    def _http(self, request: EngineRequest, content: bytes, limit_s: float) -> httpx.Request:
+        """Return the request as it is sent."""
+        url = httpx.URL(self._options.url + request.path.removeprefix("/v1"))
+        headers = [
+            (b"host", url.netloc),
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(content)),
+            (b"accept", b"text/event-stream" if request.streamed else b"application/json"),
+            (b"accept-encoding", b"identity"),
+            (b"user-agent", b"qarr"),
+        ]
+        if key := self._options.api_key.get_secret_value():
+            headers.append((b"authorization", b"Bearer " + key.encode("ascii")))
+        connect_s = self._times.connect_timeout_s
+        limits = {"timeout": {"connect": connect_s, "pool": connect_s, "read": limit_s}}
+        return httpx.Request("POST", url, headers=headers, stream=httpx.ByteStream(content), extensions=limits)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._transport.aclose()
+
+
+def _stream(begun: Attempt, request: EngineRequest) -> EngineStream:
+    """Return a stream that no engine can go on with, and that was not asked for log-probabilities."""
+    answer = EngineStream(begun, request)
+    answer.progress, answer.wants_logprobs = None, False
+    return answer
+
+
+def _readable(response: httpx.Response) -> httpx.Response:
+    """Return a response whose lines end as engines' do."""
+    assert isinstance(response.stream, Body)
+    return httpx.Response(response.status_code, headers=response.headers.raw, stream=_LineFeeds(response.stream))
