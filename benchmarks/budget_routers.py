@@ -2,11 +2,12 @@
 
 usage: python benchmarks/budget_routers.py [--requests 100000] [--ledger sqlite|redis]
 
-Five keys have a budget of engine-seconds a day each, and share a team's of the month; there is room for a part of the
-requests, which hangs on the speed that the routers learn of the stub. Exact: no budget is exceeded at any look; what the
-ledger holds at the end is the sum of what each request's record says it was charged, to the millionth; as many requests
-were charged as were answered with 200; and what is left of a used-up budget is less than one more request could cost. It
-fails if one of these does not hold. The engine is a stub; redis needs redis-server.
+Five keys have a budget of engine-seconds a day each, and share a team's of the month. What requests cost follows the speed
+that the routers learn of the stub, so budgets are of all sizes: some are used up soon, others late or not. Exact: no budget
+is exceeded at any look; what the ledger holds at the end is the sum of what each request's record says it was charged, to
+the millionth; as many requests were charged as were answered with 200; and of a key that was refused, what is left of its
+own budget or of the team's is less than one more request could cost. It fails if one of these does not hold. The engine is
+a stub; redis needs redis-server.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -32,13 +33,14 @@ from router.auth.api_keys import add_key, set_team
 from router.policy.charge import MICRO
 
 KEYS, CONNECTIONS = 5, 32
-TOKENS = 32  # of the stub's answer
-ENGINE_S = 0.002  # less than such a request costs at the speed that is learned of the stub
-MOST_S = 0.4  # more than one costs before it is known
+TOKENS = 32  # of the stub's answer, of which as many are charged as the request allows
+MOST_S = 0.4  # more than one request costs at any speed that is learned
+WARM = 20  # times as many requests as before
 TEAM = "bench"
-BODY = json.dumps(
-    {"model": "fast", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": TOKENS, "stream": True}
-)
+BODIES = [
+    json.dumps({"model": "fast", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": n, "stream": True})
+    for n in range(1, TOKENS + 1)
+]
 
 
 def main() -> int:
@@ -50,12 +52,7 @@ def main() -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         file = folder / "keys.json"
-        share = args.requests * ENGINE_S / KEYS * 2 / 3
-        set_team(file, TEAM, engine_seconds_per_month=share * KEYS * 0.9)
-        keys = [
-            add_key(file, f"key {n}", team=TEAM, engine_seconds_per_day=share * (0.5 + n / 4))[0] for n in range(KEYS)
-        ]
-        admin = add_key(file, "operator", admin=True)[0]
+        admin = add_key(file, "operator", admin=True, engine_seconds_per_day=1e9)[0]
         env = {**os.environ, "QARR_AUTH__KEYS_FILE": str(file), "QARR_BUDGETS__FILE": str(folder / "usage.sqlite")}
         if args.ledger == "redis":
             env["QARR_STATE__REDIS_URL"] = start_redis(stack)
@@ -65,7 +62,7 @@ def main() -> int:
             argv = [".venv/bin/qarr", "serve", "--fast", url, "--port", str(port)]
             stack.enter_context(process(argv, core, env=env, log=folder / f"router-{core}.log"))
             wait_for(port, "/readyz")
-        faults = asyncio.run(run(ports, keys, admin, args.requests, folder / "usage.sqlite"))
+        faults = asyncio.run(run(ports, file, admin, args.requests, folder / "usage.sqlite"))
         if faults:
             for log in sorted(folder.glob("router-*.log")):
                 print(log.read_text()[-3000:])
@@ -74,8 +71,11 @@ def main() -> int:
     return 1 if faults else 0
 
 
-async def run(ports: list[int], keys: list[str], admin: str, requests: int, usage: Path) -> list[str]:
+async def run(ports: list[int], file: Path, admin: str, requests: int, usage: Path) -> list[str]:
     """Send all requests, look at the budgets meanwhile, and print what was counted; return what does not hold."""
+    await send(ports, [admin], requests // WARM)
+    (cost,) = {float(str(each["used"])) * WARM / requests for each in await budgets(ports[0], admin)}
+    keys = await budgeted(ports, file, requests * cost / KEYS)
     began, exceeded, looks = time.monotonic(), set[str](), 0
     sending = asyncio.ensure_future(send(ports, keys, requests))
     while not sending.done():
@@ -83,18 +83,19 @@ async def run(ports: list[int], keys: list[str], admin: str, requests: int, usag
         looks += 1
         await asyncio.wait({sending}, timeout=0.5)
     statuses, took = await sending, time.monotonic() - began
-    rows = await settled(usage, statuses["200"])
-    at_end = await budgets(ports[1], admin)
+    answered = sum(count for name, count in statuses.items() if name.startswith("200"))
+    at_end = [each for each in await budgets(ports[1], admin) if each["name"] != "operator"]
+    rows = await settled(usage, [str(each["key"]) for each in at_end], answered)
     print(f"{requests} requests in {took:.0f} s over two routers and {len(keys)} keys of one team")
-    print("answers by status: " + ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items())))
+    print("answers by status and key: " + ", ".join(f"{name}: {count}" for name, count in sorted(statuses.items())))
     charged = sum(engine_us for _, engine_us in rows.values())
     whole = next(each for each in at_end if each["key"] is None)
     print(
         f"charged by the requests' records: {charged} us; in the ledger: {micro(whole)} us; budgets looked at {looks} times"
     )
     faults = [f"exceeded: {name}" for name in sorted(exceeded)]
-    if (counted := sum(count for count, _ in rows.values())) != statuses["200"]:
-        faults.append(f"{counted} requests are charged, and {statuses['200']} were answered")
+    if (counted := sum(count for count, _ in rows.values())) != answered:
+        faults.append(f"{counted} requests are charged, and {answered} were answered")
     if charged != micro(whole):
         faults.append("the team's budget differs from the sum of charges")
     faults += [
@@ -104,22 +105,38 @@ async def run(ports: list[int], keys: list[str], admin: str, requests: int, usag
     ]
     left = {each["name"] or "team": each["limit"] - each["used"] for each in at_end}
     print("left of each budget, in engine-seconds: " + ", ".join(f"{name}: {rest:.3f}" for name, rest in left.items()))
-    if min(left.values()) > MOST_S:
-        faults.append("requests were refused although there was room for them")
+    for number in range(KEYS):
+        if statuses[f"429 key {number}"] and min(left[f"key {number}"], left["team"]) > MOST_S:
+            faults.append(f"requests of key {number} were refused although there was room for them")
     return faults
 
 
+async def budgeted(ports: list[int], file: Path, share: float) -> list[str]:
+    """Make the keys, the first with so many engine-seconds, and return them once both routers know them."""
+    set_team(file, TEAM, engine_seconds_per_month=share)
+    keys = [add_key(file, f"key {n}", team=TEAM, engine_seconds_per_day=share / 4**n)[0] for n in range(KEYS)]
+    for port in ports:
+        while True:
+            with suppress(httpx.HTTPStatusError):
+                await budgets(port, keys[-1])
+                break
+            await asyncio.sleep(0.1)
+    return keys
+
+
 async def send(ports: list[int], keys: list[str], requests: int) -> Counter[str]:
-    """Send requests with random keys to both routers; return how many had which status."""
-    whose = iter(random.Random(5).choices(keys, k=requests))
+    """Send requests with random keys to both routers; return how many of each key had which status."""
+    source = random.Random(5)
+    whose = iter(source.choices(keys, k=requests))
     statuses: Counter[str] = Counter()
 
     async def client(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for key in whose:
+            body = source.choice(BODIES)
             writer.write(
                 f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\n"
-                f"content-type: application/json\r\ncontent-length: {len(BODY)}\r\n\r\n{BODY}".encode()
+                f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
             )
             head = await reader.readuntil(b"\r\n\r\n")
             length = head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
@@ -127,7 +144,7 @@ async def send(ports: list[int], keys: list[str], requests: int) -> Counter[str]
                 await reader.readexactly(int(length))
             else:
                 await reader.readuntil(b"0\r\n\r\n")
-            statuses[head[9:12].decode()] += 1
+            statuses[f"{head[9:12].decode()} key {keys.index(key)}"] += 1
         writer.close()
 
     await asyncio.gather(*(client(ports[n % len(ports)]) for n in range(CONNECTIONS)))
@@ -142,11 +159,12 @@ async def budgets(port: int, admin: str) -> list[dict[str, object]]:
     return found
 
 
-async def settled(usage: Path, answered: int) -> dict[str, tuple[int, int]]:
+async def settled(usage: Path, keys: list[str], answered: int) -> dict[str, tuple[int, int]]:
     """Return each key's requests and their charges in microseconds, once all answered ones are written."""
     for _ in range(60):
         with sqlite3.connect(usage) as sql:
             found = sql.execute("SELECT key, SUM(requests), SUM(engine_us) FROM usage GROUP BY key").fetchall()
+        found = [row for row in found if row[0] in keys]
         if sum(count for _, count, _ in found) >= answered:
             break
         await asyncio.sleep(0.5)
