@@ -294,10 +294,14 @@ class RedisLedger:
         seconds, microseconds = await self._redis.time()
         now = seconds + microseconds / 1e6
         for account in accounts:
-            living = set(await self._redis.zrangebyscore(_name("ends", account), now, "inf"))
-            held = await self._redis.hgetall(_name("held", account))
-            for period in named:
-                spent = await self._redis.hmget(_name("spent", account, period), "engine_us", "money_u")
+            # In one transaction: what is settled meanwhile would else be counted as held and as spent.
+            async with self._redis.pipeline(transaction=True) as reads:
+                reads.zrangebyscore(_name("ends", account), now, "inf")
+                reads.hgetall(_name("held", account))
+                for period in named:
+                    reads.hmget(_name("spent", account, period), "engine_us", "money_u")
+                living, held, *charges = await reads.execute()
+            for period, spent in zip(named, charges, strict=True):
                 total = Charge(*(int(amount or 0) for amount in spent))
                 for name, value in held.items():
                     engine, money, *of = value.split(" ")

@@ -231,3 +231,24 @@ async def test_a_killed_router_leaves_no_reservation_for_ever(
         assert (await ledger.used([name], DAY))[name, DAY.day] == Charge(50, 0)
         await database.aclose()
     await ledger.aclose()
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "redis"])
+async def test_a_look_counts_nothing_twice(kind: str, tmp_path: Path, redis_server: RedisServer) -> None:
+    """While requests are reserved and settled, no look sees more than the budget."""
+    where = redis_server.url if kind == "redis" else ""
+    ledger = RedisLedger(where) if where else SqliteLedger(Database(tmp_path / "usage.sqlite"))
+    who, most = caller(engine_seconds_per_day=300e-6), 0
+    account, today = who.accounts[0].id, [periods(Clock().now).day]
+    async with spending(ledger, Clock()) as spends:
+
+        async def client() -> None:
+            while (grant := await enters(spends, who, 10)) is not None:
+                await grant.settle(Charge(1, 0))
+
+        clients = asyncio.gather(*(client() for _ in range(5)))
+        while not clients.done():
+            most = max(most, (await ledger.used([account], today))[account, today[0]].engine_us)
+        await clients
+        assert 290 < (await ledger.used([account], today))[account, today[0]].engine_us <= 300
+    assert 0 < most <= 300
