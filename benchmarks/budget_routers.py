@@ -1,4 +1,4 @@
-"""Are budgets exact over HTTP? Requests with random keys, far over their budgets, through two routers on one ledger.
+"""Are budgets exact over HTTP? Requests with random keys through two routers on one ledger.
 
 usage: python benchmarks/budget_routers.py [--requests 100000] [--ledger sqlite|redis]
 

@@ -60,12 +60,17 @@ WORDS = 40_000  # token ids to draw prompts from: no two share a prefix
 
 
 class Engine(NamedTuple):
-    """One running engine."""
+    """One running engine.
+
+    Attributes:
+        ready_at: When it was healthy, by the monotonic clock.
+    """
 
     tier: TierName
     plugin: bool
     url: str
     client: httpx.Client
+    ready_at: float
 
     def seconds(self, prompts: int, prompt_tokens: int, output: int) -> float:
         """Return how long one batch takes."""
@@ -107,21 +112,29 @@ class Engine(NamedTuple):
 
 
 @contextmanager
-def engine(spec: TierSpec, python: Path, logs: Path, *, plugin: bool) -> Iterator[Engine]:
+def engine(spec: TierSpec, python: Path, logs: Path, *, plugin: bool, extra: tuple[str, ...] = ()) -> Iterator[Engine]:
     """Run one tier's engine on one core, as three of them share two. It ends with this program, also by SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     port = free_port()
     place = Placement(threads=1, kv_cache_gib=1)
     launch = EngineLaunch(
-        tier=spec, placement=place, python=python, served_model="m", host="127.0.0.1", port=port, api_key=""
+        tier=spec,
+        placement=place,
+        python=python,
+        served_model="m",
+        host="127.0.0.1",
+        port=port,
+        api_key="",
+        extra_args=extra,
     )
     env = {**engine_environment(launch, os.environ), **({} if plugin else {"VLLM_PLUGINS": "none"})}
     with (logs / f"{spec.name}-{plugin}.log").open("w") as log:
         process = Popen(engine_argv(launch), env=env, stdin=DEVNULL, stdout=log, stderr=STDOUT, start_new_session=True)
     try:
         wait_for(port, "/health", 300, process=process)
+        ready_at = time.monotonic()
         with httpx.Client(timeout=600, trust_env=False) as client:
-            running = Engine(spec.name, plugin, f"http://127.0.0.1:{port}", client)
+            running = Engine(spec.name, plugin, f"http://127.0.0.1:{port}", client, ready_at)
             for batch in BATCHES:  # the first requests of an engine take seconds
                 running.seconds(batch, 16, 2)
             yield running
@@ -143,7 +156,7 @@ def main() -> None:
     with ExitStack() as stack:
         logs = Path(stack.enter_context(TemporaryDirectory()))
         engines = [
-            stack.enter_context(engine(_spec(c.tier, c.path), settings.engine.python, logs, plugin=plugin))
+            stack.enter_context(engine(spec_of(c.tier, c.path), settings.engine.python, logs, plugin=plugin))
             for c in checkpoints
             for plugin in ((False, True) if c.tier is not TierName.PRECISE else (True,))
         ]
@@ -158,7 +171,8 @@ def main() -> None:
         compare({(running.tier, running.plugin): running for running in engines})
 
 
-def _spec(tier: TierName, path: Path) -> TierSpec:
+def spec_of(tier: TierName, path: Path) -> TierSpec:
+    """Return a tier of a checkpoint."""
     return TierSpec(name=tier, max_model_len=2048, max_num_seqs=16, max_in_flight=16, checkpoint=path)
 
 

@@ -221,8 +221,8 @@ class Pipeline:
                 if mirror is not None and answer.complete and error is None:
                     mirror.offer(active.decision, answer, asked, active.context.request_id)
         finally:
-            self.overflow.ended(active, error)
             try:
+                self.overflow.ended(active, error)
                 if grant.budget is not None:
                     cost = self.charging.tariff.charge(active.decision, active.visits)
                     active.charge = grant.charge = cost.at_most(grant.budget.hold.reserved)
