@@ -6,6 +6,7 @@ Precedence, highest first: command line, environment (``QARR_SERVER__PORT=8081``
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import tomllib
@@ -13,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -36,6 +37,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from redis.asyncio.connection import parse_url
 
 from classifier import PromptClass
+from router.removed import removed_setting, without_ignored
 from tiers.address import normalised, wrong_with
 from tiers.checkpoints.prepare import CALIBRATION_SAMPLES, CALIBRATION_TOKENS, DEFAULT_CALIBRATION, DEFAULT_MODEL
 from tiers.lifecycle.engine_args import check_own
@@ -1261,7 +1263,12 @@ class Settings(BaseSettings):
     @classmethod
     def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[PydanticBaseSettingsSource, ...]:
         """Read the environment, then the caller's values (the file): no .env and no secrets folder."""
-        return sources["env_settings"], sources["init_settings"]
+        return _without_ignored(sources["env_settings"]), sources["init_settings"]
+
+
+def _without_ignored(source: PydanticBaseSettingsSource) -> PydanticBaseSettingsSource:
+    """Return a source of settings that leaves out those that are gone and ignored."""
+    return cast("PydanticBaseSettingsSource", lambda: without_ignored(source())[0])
 
 
 class _Overlaid(Settings):
@@ -1296,11 +1303,14 @@ def load_settings(path: Path | None = None, overrides: dict[str, Any] | None = N
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        values, ignored = without_ignored(tomllib.loads(path.read_text("utf-8")))
     except OSError as error:
         raise SettingsError(f"settings file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"settings file {path} is not TOML: {error}") from error
+    for key, instead in ignored.items():
+        logging.getLogger(__name__).warning("%s is ignored, the setting is gone: %s", key, instead)
+    return values
 
 
 def _overlay(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -1316,6 +1326,8 @@ def _overlay(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def _explain(error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
+        if gone := removed_setting(key):
+            return f"{key}: this setting is gone: {gone.instead}"
         return f"{key}: there is no such setting ('qarr settings' lists all)"
     text = error["msg"].removeprefix("Value error, ")
     if _SECRET.fullmatch(key) or isinstance(error["input"], dict):
@@ -1333,8 +1345,13 @@ def _check_variables() -> None:
         if not name.startswith(PREFIX) or name in PLAIN_VARIABLES:
             continue
         parts = name.removeprefix(PREFIX).lower().split("__")
-        if not _known(Settings, parts):
-            raise SettingsError(f"environment variable {name}: there is no setting {'.'.join(parts)}")
+        key = ".".join(parts)
+        if gone := removed_setting(key):
+            if gone.refused:
+                raise SettingsError(f"environment variable {name}: this setting is gone: {gone.instead}")
+            logging.getLogger(__name__).warning("%s is ignored, the setting is gone: %s", name, gone.instead)
+        elif not _known(Settings, parts):
+            raise SettingsError(f"environment variable {name}: there is no setting {key}")
 
 
 def _known(model: type[BaseModel], parts: list[str]) -> bool:

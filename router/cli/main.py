@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from router.cli.common import fail
+from router.removed import removed_argument
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -54,6 +55,8 @@ EXPECTED = (
 def main() -> None:
     """Run the command; expected errors end it with their text and status 2, not with a traceback."""
     named = sys.argv[1] if len(sys.argv) > 1 else ""
+    if gone := removed_argument(sys.argv[1:]):
+        fail(gone)
     try:
         make_app((named,) if named in COMMANDS else () if named == "--version" else COMMANDS)()
     except Exception as error:

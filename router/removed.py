@@ -1,0 +1,58 @@
+"""Settings, commands and options of earlier releases that are gone, and what to use instead.
+
+A setting without which a deployment would do something else is refused; one that changes nothing that callers see is
+ignored, with one warning. Entries are deleted a release later.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Removed(NamedTuple):
+    """A setting, or all settings of a section, that is gone.
+
+    Attributes:
+        instead: What to do now: the end of a sentence that begins with the setting's name.
+        refused: Whether the router refuses to start with it; otherwise it is ignored with a warning.
+    """
+
+    instead: str
+    refused: bool
+
+
+SETTINGS: dict[str, Removed] = {}  # by "section.name", or "section" for all of it
+COMMANDS: dict[str, str] = {}  # by the command's name: what to use
+OPTIONS: dict[str, str] = {}  # by the option, such as --workers: what to use
+
+
+def removed_setting(key: str) -> Removed | None:
+    """Return what became of a setting or its section, such as ``server.workers``; None: it was never there."""
+    return SETTINGS.get(key) or SETTINGS.get(key.partition(".")[0])
+
+
+def without_ignored(values: dict[str, Any], prefix: str = "") -> tuple[dict[str, Any], dict[str, str]]:
+    """Return nested settings without those that are ignored, and for each of these what to do instead."""
+    kept: dict[str, Any] = {}
+    ignored: dict[str, str] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        gone = SETTINGS.get(key)
+        if gone is not None and not gone.refused:
+            ignored[key] = gone.instead
+        elif isinstance(value, dict):
+            kept[name], more = without_ignored(value, f"{key}.")
+            ignored |= more
+        else:
+            kept[name] = value
+    return kept, ignored
+
+
+def removed_argument(arguments: list[str]) -> str | None:
+    """Return why a command line (without the program's name) no longer works; None: nothing in it is gone."""
+    if arguments and (instead := COMMANDS.get(arguments[0])):
+        return f"qarr {arguments[0]} is gone: {instead}"
+    for argument in arguments:
+        if instead := OPTIONS.get(argument.partition("=")[0]):
+            return f"{argument.partition('=')[0]} is gone: {instead}"
+    return None
