@@ -2,9 +2,10 @@
 
 usage: .venv/bin/python benchmarks/budgets.py [--requests 100000] [--redis URL] [--out FILE]
 
-Without ``--redis`` both processes share a SQLite file, as the workers of one router do. Each sends its half of the requests,
-50 at a time, from five keys that have a budget each and share a team's; there is room for about two thirds of them. A third
-process reads the ledger meanwhile. It fails if a budget was ever exceeded, or if the ledger differs from the sum of charges.
+Without ``--redis`` both processes share a SQLite file, as two routers of one machine may. Each sends its half of the
+requests, 50 at a time, from five keys that have a budget each and share a team's; there is room for about two thirds of
+them. A third process reads the ledger meanwhile. It fails if a budget was ever exceeded, or if the ledger differs from the
+sum of charges.
 """
 
 from __future__ import annotations

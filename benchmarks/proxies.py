@@ -8,13 +8,14 @@ import shutil
 import subprocess
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from measure import ROOT, free_port, process, wait_for
 from token_load import Question
 from token_stub import MODEL
 
-from router.settings import Settings, cache_dir
+from router.settings import cache_dir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import psutil
 
 BASE = "vllm-router cache_aware"  # what all ratios are to
-OURS, OURS_GENERATE, OURS_TWO = "QARR /v1/chat/completions", "QARR /generate", "QARR /v1, 2 workers"
+OURS, OURS_GENERATE = "QARR /v1/chat/completions", "QARR /generate"
 PROMPT = "Explain how a reverse proxy works, and what one does that a load balancer does not. " * 3
 WHOLE_TOKENS, STREAM_TOKENS = 8, 64
 NGINX = """worker_processes 1; daemon off; pid {folder}/nginx.pid; error_log {folder}/nginx.log warn;
@@ -83,7 +84,6 @@ class Proxy:
         ours: Whether it is this project.
         generate: Whether it is asked on ``/generate``.
         shares: Name of the row whose process it is measured on.
-        workers: Processes that it is told to have.
     """
 
     version: Callable[[], str]
@@ -91,7 +91,6 @@ class Proxy:
     ours: bool = False
     generate: bool = False
     shares: str = ""
-    workers: int = 1
 
     def question(self, *, streamed: bool) -> Question:
         """Return what it is asked; the answer is the same for all."""
@@ -154,45 +153,48 @@ def _rust_options(place: Place, policy: str) -> list[str]:
     return ["--worker-urls", *place.engines, "--policy", policy, *listen, "--worker-startup-check-interval", "1"]
 
 
-def commit() -> str:
-    """Return the commit of this project that runs, and whether something else than results differs from it."""
+def commit(checkout: Path = ROOT) -> str:
+    """Return the commit of a checkout of this project, and whether something else than results differs from it."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        return subprocess.run(["git", *arguments], cwd=checkout, capture_output=True, text=True, check=False)
 
     changed = git("diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results").returncode == 1
     return (git("rev-parse", "--short", "HEAD").stdout.strip() or "unknown") + (" with changes" if changed else "")
 
 
-def _two_workers() -> str:
-    if "workers" not in type(Settings().server).model_fields:
-        raise Skipped("this QARR has no setting server.workers")
-    return commit()
+def _qarr(place: Place) -> tuple[list[str], dict[str, str]]:
+    return _started_from(ROOT, place)
 
 
-def _qarr(workers: int) -> Callable[[Place], tuple[list[str], dict[str, str]]]:
-    def command(place: Place) -> tuple[list[str], dict[str, str]]:
-        config = place.folder / "qarr.toml"
-        config.write_text(f"[server]\nworkers = {workers}\n" if workers > 1 else "")
-        fast, balanced, precise = place.engines
-        argv = [".venv/bin/qarr", "serve", "--config", str(config), "--port", str(place.port)]
-        argv += ["--fast", fast, "--balanced", balanced, "--precise", precise]
-        argv += ["--tokenizer", str(place.tokenizer)] if place.tokenizer else []
-        inherited = {
-            n: v for n, v in os.environ.items() if not n.startswith(("QARR_", "OTEL_")) or n == "QARR_CACHE_DIR"
-        }
-        return argv, inherited | {
-            "QARR_ENGINE__LOG_DIR": str(place.folder),
-            "QARR_POLICY__PROFILES": str(place.folder / "profiles"),
-            "QARR_TELEMETRY__RECENT_TRACES": "0",  # none but the sampled ones is recorded
-            "QARR_TELEMETRY__KEEP_FAILURES": "false",
-            "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
-            "OTEL_TRACES_SAMPLER_ARG": "0.01",
-            "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
-            "OTEL_EXPORTER_OTLP_ENDPOINT": fast,
-        }
+def _started_from(checkout: Path, place: Place) -> tuple[list[str], dict[str, str]]:
+    """Return the command that starts the router of a checkout."""
+    fast, balanced, precise = place.engines
+    argv = [str(checkout / ".venv/bin/qarr"), "serve", "--port", str(place.port)]
+    argv += ["--fast", fast, "--balanced", balanced, "--precise", precise]
+    argv += ["--tokenizer", str(place.tokenizer)] if place.tokenizer else []
+    inherited = {n: v for n, v in os.environ.items() if not n.startswith(("QARR_", "OTEL_")) or n == "QARR_CACHE_DIR"}
+    return argv, inherited | {
+        "QARR_ENGINE__LOG_DIR": str(place.folder),
+        "QARR_POLICY__PROFILES": str(place.folder / "profiles"),
+        "QARR_TELEMETRY__RECENT_TRACES": "0",  # none but the sampled ones is recorded
+        "QARR_TELEMETRY__KEEP_FAILURES": "false",
+        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+        "OTEL_TRACES_SAMPLER_ARG": "0.01",
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": fast,
+    }
 
-    return command
+
+def of_checkout(checkout: Path) -> dict[str, Proxy]:
+    """Return the rows of another checkout of this project, to be compared with this one. It has a ``.venv``."""
+    name = f"QARR {commit(checkout)}"
+    chat, generate = f"{name} /v1", f"{name} /generate"
+    command = partial(_started_from, checkout)
+    return {
+        chat: Proxy(partial(commit, checkout), command, ours=True),
+        generate: Proxy(partial(commit, checkout), command, ours=True, generate=True, shares=chat),
+    }
 
 
 PROXIES: dict[str, Proxy] = {
@@ -201,9 +203,8 @@ PROXIES: dict[str, Proxy] = {
     "vllm-router round_robin": Proxy(from_index("vllm-router"), _router("round_robin")),
     BASE: Proxy(from_index("vllm-router"), _router("cache_aware")),
     "smg cache_aware": Proxy(from_index("smg"), _smg),
-    OURS: Proxy(commit, _qarr(1), ours=True),
-    OURS_GENERATE: Proxy(commit, _qarr(1), ours=True, generate=True, shares=OURS),
-    OURS_TWO: Proxy(_two_workers, _qarr(2), ours=True, workers=2),
+    OURS: Proxy(commit, _qarr, ours=True),
+    OURS_GENERATE: Proxy(commit, _qarr, ours=True, generate=True, shares=OURS),
 }
 
 

@@ -1,12 +1,10 @@
 """Are quotas exact? Requests with random keys, far over their quotas, through two routers that share a Redis.
 
-usage: python benchmarks/quota.py [--requests 100000] [--keys 40] [--workers N]
-
-With --workers, through one router with N workers, without Redis.
+usage: python benchmarks/quota.py [--requests 100000] [--keys 40]
 
 Every key offers more than it may use. Exact: within the first minute each key is served as many requests as its quota
 allows, not one more or fewer; and no 60 seconds, wherever they start, hold more. A request is within 60 seconds if it was
-sent and answered within them. Without --workers it needs redis-server; the engine is a stub.
+sent and answered within them. It needs redis-server; the engine is a stub.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--keys", type=int, default=40)
-    parser.add_argument("--workers", type=int, default=0)
     args = parser.parse_args()
     source = random.Random(5)
     with ExitStack() as stack:
@@ -45,19 +42,15 @@ def main() -> None:
         file = folder / "keys.json"
         keys = {name: add_key(file, name, requests_per_minute=quota)[0] for name, quota in quotas.items()}
         os.environ["QARR_AUTH__KEYS_FILE"] = str(file)
-        if args.workers:
-            os.environ["QARR_SERVER__WORKERS"] = str(args.workers)
-        else:
-            os.environ["QARR_STATE__REDIS_URL"] = start_redis(stack)
+        os.environ["QARR_STATE__REDIS_URL"] = start_redis(stack)
         url, _ = stack.enter_context(stub())
-        ports = [free_port() for _ in range(1 if args.workers else 2)]
+        ports = [free_port() for _ in range(2)]
         for core, port in enumerate(ports):
-            pinned = None if args.workers else core
-            stack.enter_context(process([".venv/bin/qarr", "serve", "--fast", url, "--port", str(port)], pinned))
+            stack.enter_context(process([".venv/bin/qarr", "serve", "--fast", url, "--port", str(port)], core))
             wait_for(port, "/readyz")
         started = time.monotonic()
         answers = asyncio.run(send(ports, keys, args.requests, source))
-    report(answers, quotas, started, f"one router with {args.workers} workers" if args.workers else "two routers")
+    report(answers, quotas, started, "two routers")
 
 
 def start_redis(stack: ExitStack) -> str:

@@ -1,6 +1,6 @@
 """What each proxy costs on one core: nginx, vllm-router, smg and QARR in front of one stub engine, side by side.
 
-usage: python benchmarks/side_by_side.py [--seconds 5] [--passes 3] [--only ROW,ROW] [--json FILE]
+usage: python benchmarks/side_by_side.py [--seconds 5] [--passes 3] [--only ROW,ROW] [--beside DIR] [--json FILE]
 
 Proxies have the first core; stub engine and load share the last one (from four cores on, each has its own). All proxies
 run, one is asked at a time, and every pass asks each, so that a slow minute hits all. Trust CPU time an answer first, and
@@ -33,7 +33,6 @@ from proxies import (
     BASE,
     OURS,
     OURS_GENERATE,
-    OURS_TWO,
     PROXIES,
     STREAM_TOKENS,
     WHOLE_TOKENS,
@@ -42,6 +41,7 @@ from proxies import (
     Started,
     commit,
     default_tokenizer,
+    of_checkout,
     started,
 )
 from token_load import load
@@ -200,7 +200,7 @@ def _table(asked: Load, rows: dict[str, Row]) -> list[str]:
 
 def _verdicts(asked: Load, rows: dict[str, Row]) -> Iterator[str]:
     """Say of each target whether it is met."""
-    targets = {name: (rows[name].ratio, asked.target, BASE) for name in (OURS, OURS_TWO) if name in rows}
+    targets = {OURS: (rows[OURS].ratio, asked.target, BASE)} if OURS in rows else {}
     if OURS_GENERATE in rows and OURS in rows:
         targets[OURS_GENERATE] = (rows[OURS_GENERATE].cpu_us / rows[OURS].cpu_us, GENERATE_TARGET, OURS)
     for name, (ratio, target, other) in targets.items():
@@ -216,7 +216,10 @@ def main() -> None:
     parser.add_argument("--only", help=f"rows, with commas between: {', '.join(PROXIES)}")
     parser.add_argument("--tokenizer", type=Path, default=default_tokenizer(), help="model folder, for QARR's counts")
     parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--beside", type=Path, metavar="DIR", help="another checkout of QARR with a .venv, as rows")
     options = parser.parse_args()
+    if options.beside:
+        PROXIES.update(of_checkout(options.beside.resolve()))
     wanted = [name.strip() for name in options.only.split(",")] if options.only else list(PROXIES)
     if unknown := [name for name in wanted if name not in PROXIES]:
         parser.error(f"no such rows: {', '.join(unknown)}; there are: {', '.join(PROXIES)}")
@@ -250,7 +253,7 @@ def _head(options: argparse.Namespace, cores: Sequence[int]) -> list[str]:
 
 
 def _stub_core(cores: Sequence[int]) -> int:
-    """Return the core of the stub engine: one of its own where two remain for a proxy's workers."""
+    """Return the core of the stub engine: one of its own from four cores on."""
     return cores[-2] if len(cores) > 3 else cores[-1]
 
 
@@ -273,11 +276,8 @@ def _start(
             elif proxy.shares in running:
                 running[name] = running[proxy.shares]
             else:
-                spread = proxy.workers > 1 and len(cores) > proxy.workers
-                core = ",".join(map(str, cores[: proxy.workers])) if spread else str(cores[0])
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                run.versions[name] += f", on cores {core}" if spread else ""
-                place = Place(engines, free_port(), core, folder, tokenizer)
+                place = Place(engines, free_port(), str(cores[0]), folder, tokenizer)
                 running[name] = stack.enter_context(started(proxy, place))
             say(f"{name}: {run.versions[name]}")
         except Skipped as why:

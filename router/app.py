@@ -49,7 +49,6 @@ from router.pipeline.failover import Failover
 from router.pipeline.opening import Direct, Hedging
 from router.pipeline.overflow import Overflow
 from router.pipeline.pipeline import Pipeline
-from router.pipeline.queue_lines import Lines
 from router.pipeline.registry import RequestRegistry
 from router.pipeline.shared_load import SharedLoad
 from router.pipeline.usage import UsageLog
@@ -73,17 +72,14 @@ from tiers.background import lasting
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable
     from contextlib import AbstractAsyncContextManager
 
     from starlette.requests import Request
     from starlette.types import ASGIApp
 
     from classifier import TokenCounter
-    from router.auth.quota import LocalLedger
-    from router.monitoring.live import TracesElsewhere
     from router.monitoring.usage import UsageMetrics
-    from router.pipeline.pipeline import AnswerObserver
     from router.reload import Reloads
     from router.server.tls import Tls
     from router.settings import Settings
@@ -96,44 +92,14 @@ LEAST_REQUESTS = 64  # that engines may have at once, however few they are
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
-    """What ties one of several processes that serve as one router to the others.
-
-    Attributes:
-        serves: Whether it answers requests; the first process does not, and does what is done once for all.
-        lines: Makes its queue.
-        ledger: Counts quotas.
-        stream_name: How the ids of its resumable streams begin.
-        busy: Tells whether requests are open in other processes.
-        on_request: Called with each request; None: measurements give way.
-        observer: Gets answered prompts for shadow evaluation; None: evaluated here.
-        traces: Those of other processes.
-    """
-
-    serves: bool
-    lines: Callable[[Mapping[str, int]], Lines[Any]]
-    ledger: LocalLedger
-    stream_name: str = ""
-    busy: Callable[[], bool] = lambda: False
-    on_request: Callable[[], None] | None = None
-    observer: AnswerObserver | None = None
-    traces: TracesElsewhere | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Router:
-    """A wired router: its application, and what the other processes of one router ask of it.
+    """A wired router.
 
     Attributes:
         prepare: Checks new settings, and returns what makes the router take them; see ``Reloads.add``.
     """
 
     app: ASGIApp
-    pipeline: Pipeline
-    evaluation: ShadowEvaluation
-    profiling: AutoProfile
-    live: Live
-    metrics: Metrics
     prepare: Callable[[Settings], Callable[[], None]]
 
 
@@ -173,7 +139,6 @@ def wire_router(
     keys: KeyStore,
     server_state: ServerState | None = None,
     operations: Operations | None = None,
-    links: Links | None = None,
     reloads: Reloads | None = None,
     tls: Tls | None = None,
 ) -> Router:
@@ -188,36 +153,32 @@ def wire_router(
         keys: Keys of those who may use the router.
         server_state: Whether requests are taken; None: always.
         operations: What operators may do; None: nothing.
-        links: To the other processes of the router; None: this one is all of it.
         reloads: What operators reload the settings with; None: they cannot.
         tls: What the server shows; None: it serves plain HTTP.
     """
     server_state = server_state or ServerState()
-    wired = _wire(settings, fleet, counter, telemetry, model, state=server_state, links=links)
+    wired = _wire(settings, fleet, counter, telemetry, model, state=server_state)
     pipeline = wired.pipeline
     live = Live(pipeline, wired.profiling, server_state, keys, wired.about, loss_budget=wired.loss_budget)
     metrics = _metrics(wired, settings, tls)
     usage = metrics.count_keys(wired.usage, pipeline.charging, Labels(keys, settings.budgets.metrics_keys))
-    streams = ResumableStreams(settings.server, links.stream_name if links is not None else "")
-    traces = links.traces if links is not None else None
+    streams = ResumableStreams(settings.server)
     routes = [
-        *LiveEndpoints(pipeline, wired.evaluation, live, settings.telemetry, traces).routes(),
+        *LiveEndpoints(pipeline, wired.evaluation, live, settings.telemetry).routes(),
         Endpoint("/metrics", metrics.answer),
         *UsageEndpoint(wired.database, pipeline.charging, keys).routes(),
         MirrorEndpoint(metrics.collect, wired.mirror).route(),
     ]
     if reloads is not None:
         routes.append(ReloadEndpoint(reloads, keys).route())
-    lifespan = _lifespan(wired, streams, live, links, usage, keys=keys, tls=tls)
+    lifespan = _lifespan(wired, streams, live, usage, keys=keys, tls=tls)
     parts = _Parts(wired, server_state, keys, streams, operations, routes, lifespan, tls)
     served = _served(parts, settings)
     gate = Gate(
         served.app, keys, telemetry, server_state,
         answered=metrics.answered, direct=served.direct, local_names=served.local_names,
     )  # fmt: skip
-    prepare = partial(_prepare, parts, gate, links)
-    app = telemetry.instrument(gate)
-    return Router(app, pipeline, wired.evaluation, wired.profiling, live, metrics, prepare)
+    return Router(telemetry.instrument(gate), partial(_prepare, parts, gate))
 
 
 def _metrics(wired: _Wired, settings: Settings, tls: Tls | None) -> Metrics:
@@ -291,7 +252,7 @@ def _served(parts: _Parts, settings: Settings) -> _Served:
     return _Served(app, direct, local_names)
 
 
-def _prepare(parts: _Parts, gate: Gate, links: Links | None, settings: Settings) -> Callable[[], None]:
+def _prepare(parts: _Parts, gate: Gate, settings: Settings) -> Callable[[], None]:
     """Check new settings; return what makes the router take them, without disturbing open requests.
 
     Raises:
@@ -320,7 +281,7 @@ def _prepare(parts: _Parts, gate: Gate, links: Links | None, settings: Settings)
         wired.pipeline.admission.take(settings.admission)
         wired.upstream.take(settings.upstream)
         wired.pipeline.overflow.client.take(settings.overflow, settings.upstream)
-        wired.evaluation.share = _evaluated_share(settings, links)
+        wired.evaluation.share = settings.policy.live_check_share
         wired.mirror.take(settings.mirror)
         wired.pipeline.telemetry.record_prompts = settings.telemetry.record_prompts
         if Logging.current is not None:
@@ -336,7 +297,6 @@ class _Wired:
     Attributes:
         about: Version, model and trace viewer, for the page and the metrics.
         loss_budget: Returns it as JSON values.
-        observer: Gets answered prompts while they are evaluated.
     """
 
     pipeline: Pipeline
@@ -349,7 +309,6 @@ class _Wired:
     usage: UsageLog
     about: dict[str, str]
     loss_budget: Callable[[], dict[str, Any]]
-    observer: AnswerObserver
     mirror: Mirror
 
 
@@ -361,7 +320,6 @@ def _wire(
     model: str,
     *,
     state: ServerState,
-    links: Links | None,
 ) -> _Wired:
     """Wire the pipeline."""
     kept = settings.telemetry
@@ -376,10 +334,9 @@ def _wire(
     upstream = Upstream(fleet, EngineTransport(LEAST_REQUESTS), settings.upstream, telemetry, policy)
     upstream.fit()
     fleet.on_members = upstream.fit
-    served = links.busy if links is not None else lambda: bool(registry.open)
-    profiling = AutoProfile(settings, fleet, policy, model, served)
-    evaluation = ShadowEvaluation(_evaluated_share(settings, links), fleet, upstream, policy, telemetry)
-    admission = Admission(fleet, policy, settings.admission, telemetry, links.lines if links is not None else Lines)
+    profiling = AutoProfile(settings, fleet, policy, model, lambda: bool(registry.open))
+    evaluation = ShadowEvaluation(settings.policy.live_check_share, fleet, upstream, policy, telemetry)
+    admission = Admission(fleet, policy, settings.admission, telemetry)
     samples = None
     if kept.sampled_prompts is not None and kept.prompt_share:
         samples = PromptSamples(kept.sampled_prompts, kept.prompt_share)
@@ -388,7 +345,7 @@ def _wire(
         fleet=fleet,
         counter=counter,
         policy=policy,
-        quotas=Quotas(redis_url, local=links.ledger if links is not None else None),
+        quotas=Quotas(redis_url),
         charging=_charging(settings, fleet, policy, database),
         admission=admission,
         opener=cascade,
@@ -399,16 +356,15 @@ def _wire(
         telemetry=telemetry,
         prompt_observer=samples,
         answer_observer=None,
-        on_request=(links.on_request if links is not None else None) or profiling.give_way,
+        on_request=profiling.give_way,
     )
     usage = UsageLog(database, pipeline.charging, settings.budgets.keep_days)
     registry.observers.append(usage.offer)
-    shared = SharedLoad("" if links is not None and links.serves else redis_url, fleet, admission.waiting_for)
+    shared = SharedLoad(redis_url, fleet, admission.waiting_for)
     about = {"version": version("qarr"), "model": model, "trace_url": kept.trace_url}
     loss_budget = partial(render_budget, policy, settings.policy.budget_half_life_s)
-    observer = (links.observer if links is not None else None) or evaluation
     wired = _Wired(
-        pipeline, upstream, shared, evaluation, profiling, samples, database, usage, about, loss_budget, observer,
+        pipeline, upstream, shared, evaluation, profiling, samples, database, usage, about, loss_budget,
         Mirror(settings.mirror),
     )  # fmt: skip
     return replace(wired, pipeline=_pipeline(wired, settings))
@@ -422,15 +378,9 @@ def _pipeline(wired: _Wired, settings: Settings) -> Pipeline:
     cascade = Cascade(opener, policy, upstream, telemetry)
     attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
     failover = Failover(cascade, base.fleet, policy, upstream, telemetry, attempts, max_tokens)
-    observer = wired.observer if settings.policy.live_check_share else None
+    observer = wired.evaluation if settings.policy.live_check_share else None
     mirror = wired.mirror if settings.mirror.active else None
     return replace(base, opener=failover, cascade=cascade, answer_observer=observer, mirror=mirror)
-
-
-def _evaluated_share(settings: Settings, links: Links | None) -> float:
-    """Return the share of the answered prompts offered here that are evaluated."""
-    share = settings.policy.live_check_share
-    return 1.0 if share and links is not None and not links.serves else share  # workers have drawn the sample
 
 
 def _charging(settings: Settings, fleet: Fleet, policy: PolicyStore, database: Database) -> Charging:
@@ -450,7 +400,6 @@ def _lifespan(
     wired: _Wired,
     streams: ResumableStreams,
     live: Live,
-    links: Links | None,
     usage: UsageMetrics,
     *,
     keys: KeyStore,
@@ -468,16 +417,15 @@ def _lifespan(
             "sharing load": wired.shared.run,
             "the live stream": live.run,
             "returning memory": keep_handing_back,
+            "shadow evaluation": wired.evaluation.run,
+            "measuring": wired.profiling.run,
+            "looking at budgets": usage.run,
+            "writing usage": wired.usage.run,
         }
         if tls is not None:
             work["watching the certificate"] = tls.watch
         if isinstance(keys, Access):
             work["the issuer's keys"] = keys.run
-        if links is None or not links.serves:
-            work |= {"shadow evaluation": wired.evaluation.run, "measuring": wired.profiling.run}
-            work |= {"looking at budgets": usage.run}
-        if links is None or links.serves:
-            work |= {"writing usage": wired.usage.run}
         tasks = [asyncio.create_task(lasting(each, name), name=name) for name, each in work.items()]
         yield
         await streams.aclose()

@@ -21,9 +21,14 @@ class Removed(NamedTuple):
     refused: bool
 
 
-SETTINGS: dict[str, Removed] = {}  # by "section.name", or "section" for all of it
+SEVERAL_ROUTERS = "run several routers behind nginx or systemd's template unit, as docs/outgrowing.md shows"
+# By "section.name", or "section" for all of it.
+SETTINGS: dict[str, Removed] = {
+    "server.workers": Removed(SEVERAL_ROUTERS, refused=True),
+    "server.worker_timeout_s": Removed(SEVERAL_ROUTERS, refused=True),
+}
 COMMANDS: dict[str, str] = {}  # by the command's name: what to use
-OPTIONS: dict[str, str] = {}  # by the option, such as --workers: what to use
+OPTIONS: dict[str, str] = {"--workers": SEVERAL_ROUTERS}  # by the option: what to use
 
 
 def removed_setting(key: str) -> Removed | None:

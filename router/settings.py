@@ -105,7 +105,6 @@ class ServerSettings(Section):
 
     reloads: ClassVar[frozenset[str]] = frozenset(
         {
-            "worker_timeout_s",
             "page",
             "allowed_hosts",
             "max_body_bytes",
@@ -125,12 +124,6 @@ class ServerSettings(Section):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
-    workers: int = Field(
-        1, ge=1, le=64, description="Processes that answer on the port; with several, one more supervises engines."
-    )
-    worker_timeout_s: PositiveFloat = Field(
-        30, description="With several workers, one that does nothing at all for this long is killed and replaced."
-    )
     page: Literal["auto", "on", "off"] = Field(
         "auto", description="The page at `/`: `auto` serves it on loopback, and wherever requests need keys."
     )
@@ -911,9 +904,7 @@ class OverflowSettings(Section):
         pattern=r"^[A-Za-z0-9._-]{0,64}$",
         description="What answers and records call it; empty: the host of `overflow.url`.",
     )
-    max_in_flight: int = Field(
-        16, ge=1, description="Most requests that it has at once; with several workers, an equal part in each."
-    )
+    max_in_flight: int = Field(16, ge=1, description="Most requests that it has at once.")
     first_token_timeout_s: PositiveFloat = Field(
         30,
         description="From sending it a request to the first token. Other times are those of `upstream`: to connect, between "
@@ -1237,11 +1228,9 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _overflow_fits(self) -> Settings:
-        """Check that no tier has the overflow's name in metrics and usage, and that each worker has a part of it."""
+        """Check that no tier has the overflow's name in metrics and usage."""
         if self.overflow.url and OVERFLOW in self.tiers.names:
             raise ValueError(f"overflow.url: a tier is named {OVERFLOW}, as usage and metrics call it: rename the tier")
-        if self.overflow.url and self.overflow.max_in_flight < self.server.workers:
-            raise ValueError(f"overflow.max_in_flight: at least server.workers is allowed ({self.server.workers})")
         return self
 
     @model_validator(mode="after")

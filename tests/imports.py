@@ -20,7 +20,6 @@ RANKS = (
     {"api"},
     {"monitoring", "server"},
     {"app"},
-    {"workers"},
     {"deployment"},
     {"cli"},
 )

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from dataclasses import astuple, dataclass, field, replace
 from time import monotonic
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tiers.choice import Ask, Warmth, tell_apart, uncached
 from tiers.preparing import Preparations
@@ -215,7 +215,6 @@ class Fleet:
         preparations: What tiers need before they serve for the first time.
     """
 
-    lease_type: ClassVar[type[Lease]] = Lease
     specs: tuple[TierSpec, ...]
     replicas: list[Replica] = field(default_factory=list)
     template: TemplateTokens = field(default_factory=TemplateTokens)
@@ -393,7 +392,7 @@ class Fleet:
         replica.prompt_tokens += to_read
         replica.output_tokens += output_tokens
         replica.kv_tokens_held += kv_tokens
-        return self.lease_type(
+        return Lease(
             replica,
             predicted,
             sequences,

@@ -21,8 +21,6 @@ from tiers.speed import BUSY_MEMORY_S, PREFILL_MEMORY_MS, STEADY, Seen, SpeedMod
 from tiers.turnover import Turnover
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from tiers.prefix_memory import Prefix
 
 SHORTEST_HOLD_S = 1e-3  # of a slot
@@ -90,32 +88,6 @@ class Sent(NamedTuple):
     def take_back(self, memory: PrefixMemory) -> None:
         """Forget a prompt that the replica has not computed, as far as it did not hold it before."""
         memory.forget(self.prefix.blocks[self.blocks :])
-
-
-class ReplicaReport(NamedTuple):
-    """What the process that watches an engine tells the other processes of one router.
-
-    Attributes:
-        foreign: Sequences of clients that only the gauges show.
-        peers: Other routers' load.
-        peers_until: Until when that counts, in monotonic seconds.
-    """
-
-    spec: TierSpec
-    model: str
-    takes_priority: bool
-    fingerprint: str | None
-    pid: int | None
-    state: ReplicaState
-    detail: str | None
-    gauges: Gauges | None
-    kv_tokens: int
-    kv_pressure: bool
-    foreign: int
-    speed: SpeedModel | None
-    share: Share | None
-    peers: PeerLoad
-    peers_until: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,96 +388,6 @@ class Replica:
         self.in_flight += change
         self.slots = taken + change * slots
         self.stale_at = 0.0
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Return what requests do to the replica: its present load, then totals since its start."""
-        return (
-            self.in_flight,
-            self.slots,
-            self.prompt_tokens,
-            self.output_tokens,
-            self.kv_tokens_held,
-            self.served,
-            self.failed,
-            self.generated,
-            self._prompts_sent,
-        )
-
-    @property
-    def progressed_at(self) -> float:
-        """Return when the engine last made progress, in monotonic seconds; 0: none since a request was sent or ended."""
-        return 0.0 if self._silence_s else self._silent_from
-
-    def add(self, more: Iterable[int], freed: int, progressed_at: float, now: float) -> None:
-        """Count what other processes of this router have done since the last call.
-
-        Args:
-            more: The difference to their ``counts`` then.
-            freed: Slots that they have freed.
-            progressed_at: When they last saw progress; 0: not since the last call.
-            now: The present time.
-        """
-        in_flight, slots, prompt_tokens, output_tokens, kv_tokens, served, failed, generated, prompts = more
-        before = self._summed_at
-        if progressed_at:
-            self._silence_s, self._silent_from = 0.0, progressed_at
-        if self.in_flight:
-            self._silence_s += now - self._silent_from
-        self._silent_from = self._summed_at = now
-        self._sequence_s += self.sequences * (now - before)
-        self.turnover.note(now, self.slots, freed)
-        if prompts:
-            self.prompt_sent(prompts, now)
-        self.in_flight += in_flight
-        self.slots += slots
-        self.prompt_tokens += prompt_tokens
-        if prompt_tokens < 0:
-            self._prompts_at = now
-        self.output_tokens += output_tokens
-        self.kv_tokens_held += kv_tokens
-        self.served += served
-        self.failed += failed
-        self.generated += generated
-        self.stale_at = 0.0
-
-    def report(self) -> ReplicaReport:
-        """Return what other processes of this router have to know."""
-        return ReplicaReport(
-            self.spec,
-            self.model,
-            self.takes_priority,
-            self.fingerprint,
-            self.pid,
-            self.state,
-            self.detail,
-            self.gauges,
-            self.kv_tokens,
-            self.kv_pressure,
-            self._foreign,
-            self.speed,
-            self.share,
-            self._others,
-            self._others_until,
-        )
-
-    def follow(self, report: ReplicaReport) -> None:
-        """Take over what the process that watches the engine has found."""
-        if report.state not in {ReplicaState.READY, ReplicaState.DRAINING}:
-            self.turnover = Turnover()
-            self.seen.clear()
-            self.noted = 0
-            self.prefixes.clear()
-        elif report.pid != self.pid or _began_anew(self.gauges, report.gauges):
-            self.prefixes.clear()
-        self.spec, self.model, self.takes_priority, self.fingerprint, self.pid, self.state, self.detail = report[:7]
-        self.gauges, self.kv_tokens, self.kv_pressure, self._foreign = report[7:11]
-        if report.speed != self.speed:
-            self.speed = None
-            if report.speed is not None:
-                self.measured(report.speed)
-        self.share = report.share
-        self.note_others(report.peers, report.peers_until)
 
     @property
     def learns(self) -> bool:

@@ -1,6 +1,6 @@
 """Hours of ordinary and hostile use: does memory stay flat, does everything that was taken come back?
 
-    python benchmarks/soak/soak.py [--minutes 30] [--seed 1] [--workers 1]
+    python benchmarks/soak/soak.py [--minutes 30] [--seed 1]
 
 One router in front of three fake engines that now and then break a stream or fail, and one of which is killed and
 started again every minute. Callers stream, wait for whole answers, leave midway, send garbage. Every five seconds the
@@ -244,8 +244,7 @@ async def soak(
     minutes = [s.minute for s in half]
     resident, taken = [s.rss_mb for s in half], [float(s.blocks) for s in half]
     dice = random.Random(options.seed)
-    workers = f" --workers {options.workers}" if options.workers > 1 else ""
-    print(f"$ python benchmarks/soak/soak.py --minutes {options.minutes:g} --seed {options.seed}{workers}")
+    print(f"$ python benchmarks/soak/soak.py --minutes {options.minutes:g} --seed {options.seed}")
     print(f"requests {sum(seen.values())}, engines killed {kills} times")
     print("; ".join(f"{name}: {count}" for name, count in sorted(seen.items())))
     print(
@@ -267,7 +266,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
@@ -276,7 +274,6 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         *ports, listening = (free_port() for _ in range(4))
         env = {**os.environ, "QARR_SERVER__PORT": str(listening)}
-        env["QARR_SERVER__WORKERS"] = str(options.workers)
         env["QARR_POLICY__PROFILES"] = stack.enter_context(tempfile.TemporaryDirectory())
         env["QARR_UPSTREAM__TOKEN_TIMEOUT_S"] = "5"  # noqa: S105  no password
         engines = [start(port, number) for number, port in enumerate(ports)]

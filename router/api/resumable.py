@@ -61,8 +61,8 @@ class ResumableStream:
 
     write = None  # events wait for a reader, and have ids
 
-    def __init__(self, owner: str, max_bytes: int, name: str = "") -> None:
-        self.id = name + secrets.token_urlsafe(12)
+    def __init__(self, owner: str, max_bytes: int) -> None:
+        self.id = secrets.token_urlsafe(12)
         self.owner = owner
         self.headers: Mapping[str, str] | None = None
         self.over = False
@@ -185,11 +185,10 @@ class ResumableStreams:
 
     Args:
         bounds: How many, how large, how long.
-        name: How their ids begin.
     """
 
-    def __init__(self, bounds: ServerSettings, name: str = "") -> None:
-        self.bounds, self._name = bounds, name
+    def __init__(self, bounds: ServerSettings) -> None:
+        self.bounds = bounds
         self._streams: dict[str, ResumableStream] = {}
         self._ended: dict[str, str] = {}  # owners by id
         self._ending: set[asyncio.Task[None]] = set()
@@ -206,7 +205,7 @@ class ResumableStreams:
         """
         if not self._has_capacity(owner):
             return None
-        stream = ResumableStream(owner, self.bounds.resume_bytes, self._name)
+        stream = ResumableStream(owner, self.bounds.resume_bytes)
         self._streams[stream.id] = stream
         stream.task = asyncio.create_task(_made(stream, work, request_id))
         self._wait_for_reader(stream)  # its request may end before it reads
@@ -224,8 +223,6 @@ class ResumableStreams:
         stream = self._streams.get(name)
         if number is not None and self._ended.get(name) == owner:
             raise StreamGone(f"the stream ended, or was not resumed within {self.bounds.resume_s:g} s: ask again")
-        if not name.startswith(self._name) and name.count(".") == self._name.count("."):
-            raise StreamGone("the process that kept the stream has ended, and the stream with it: ask again")
         if number is None or stream is None or stream.owner != owner or number > stream.newest:
             raise UnknownStream(
                 "Last-Event-ID names no event of a stream that this key may resume here: only streams asked for with "

@@ -123,10 +123,8 @@ class Grant:
 class Quotas:
     """Admits requests as their callers' quotas allow."""
 
-    def __init__(
-        self, redis_url: str = "", now: Callable[[], float] = time.monotonic, local: LocalLedger | None = None
-    ) -> None:
-        self._local = LocalLedger(now) if local is None else local
+    def __init__(self, redis_url: str = "", now: Callable[[], float] = time.monotonic) -> None:
+        self._local = LocalLedger(now)
         self._shared = RedisLedger(redis_url) if redis_url else None
         self._lost = False
         self._slots: dict[str, set[str]] = defaultdict(set)

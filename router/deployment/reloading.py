@@ -53,14 +53,14 @@ class Asked:
 
 
 class Parts:
-    """The parts of the first process.
+    """The parts of a running router.
 
     Args:
         deployment: As started; on Ray its settings differ from those that were read.
         read: The settings that were read.
-        router: Of this process.
-        server: Of this process; with several workers it passes the settings on.
-        fleet: Of this process.
+        router: Takes them.
+        server: Likewise.
+        fleet: Likewise.
         roster: Which engines elsewhere belong to the fleet.
     """
 
@@ -75,7 +75,7 @@ class Parts:
         self._check_urls(settings)
         sections = {change.key.partition(".")[0] for change in changes(self._read, settings)}
         own = self._own.model_copy(update={name: getattr(settings, name) for name in sections})
-        take, pass_on = self._router.prepare(own), await self._server.prepare(own)
+        take = self._router.prepare(own)
         urls = {name: own.tiers.of(name).urls for name in own.tiers.names if own.tiers.of(name).urls}
 
         async def commit() -> None:
@@ -84,7 +84,7 @@ class Parts:
             if urls != self._urls:
                 self._roster.name(Source.SETTINGS, urls)
             self._read, self._own = settings, own
-            await pass_on()
+            self._server.take(own.server)
 
         return commit
 

@@ -15,7 +15,6 @@ from router.deployment.layout import elsewhere, speed_machine
 from router.deployment.on_ray import OnRay
 from router.deployment.options import fleet_options, supervisor_options
 from router.deployment.reloading import Parts
-from router.deployment.shared import Shared
 from router.lifecycle import ServerState
 from router.line_file import LineFile
 from router.server.handover import TakenError, TakeoverError, control_path, handing_over
@@ -34,12 +33,10 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from router.app import Router
     from router.auth.api_keys import KeyStore
     from router.deployment.layout import Deployment
     from router.deployment.reloading import Asked
     from router.server.handover import HandoverClient
-    from router.server.tls import Tls
     from router.settings import Settings
     from tiers.plan import Plan
     from tiers.replica import Replica
@@ -120,23 +117,18 @@ async def run(
     """
     settings, tls = deployment.settings, make_tls(deployment.settings.tls)
     telemetry = make_telemetry(version("qarr"), settings.telemetry)
-    shared = Shared(deployment) if settings.server.workers > 1 else None
-    fleet = shared.fleet if shared is not None else Fleet(
-        deployment.specs, machine=speed_machine(settings), options=fleet_options(settings)
-    )  # fmt: skip
-    changed = shared.telling(observer.changed) if shared is not None else observer.changed
-    supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), changed, EngineTransport())
+    fleet = Fleet(deployment.specs, machine=speed_machine(settings), options=fleet_options(settings))
+    supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), observer.changed, EngineTransport())
     state, reloads = ServerState(), asked.reloads(sock)
     router = wire_router(
         settings, fleet, deployment.counter, telemetry, deployment.model,
         keys=keys,
         server_state=state,
         operations=supervisor.operations,
-        links=shared.links if shared is not None else None,
         reloads=reloads,
         tls=tls,
     )  # fmt: skip
-    server = _server(settings, router, state, shared, tls)
+    server = Server(router.app, state, settings.server, protocol_for(settings.server), tls)
     roster = supervisor.operations.roster
     reloads.add(Parts(deployment, asked.settings, router, server, fleet=fleet, roster=roster).prepare)
     server.end_on_signals(reloads.request)
@@ -154,13 +146,6 @@ async def run(
             await asyncio.gather(starting, return_exceptions=True)
         await asyncio.gather(supervisor.stop(), on_ray.stop())
         telemetry.shutdown()
-
-
-def _server(settings: Settings, router: Router, state: ServerState, shared: Shared | None, tls: Tls | None) -> Server:
-    """Return what answers on the port: this process, or its workers."""
-    if shared is not None:
-        return shared.pool(router, state)
-    return Server(router.app, state, settings.server, protocol_for(settings.server), tls)
 
 
 async def _serve(

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
@@ -63,16 +63,6 @@ TOTALS = {
     "continuations": "continuations",
     "escalations": "escalations",
 }
-
-
-class TracesElsewhere(Protocol):
-    """Traces that other processes of this router keep."""
-
-    async def listed(self, caller: Caller, limit: int) -> list[dict[str, Any]]:
-        """Return the last ones that a caller may see, as one line of a list each."""
-
-    async def found(self, trace_id: str, caller: Caller) -> dict[str, Any] | None:
-        """Return one of them; None: none of them has it."""
 
 
 class Ended(NamedTuple):
@@ -222,9 +212,8 @@ class Live:
                 replica["tokens_per_s"] = round(self._rates.get(replica["id"], 0.0), 1)
             tier["tokens_per_s"] = round(sum(r["tokens_per_s"] for r in tier["replicas"]), 1)
             tier.update(_summary([Ended._make(entry) for entry in self._window if entry[1] is tier["tier"]]))
-        registry, served, totals = pipeline.registry, pipeline.registry.open, pipeline.registry.totals
+        served, totals = pipeline.registry.open, pipeline.registry.totals
         shown = [render_open(r, now) for r in served if caller.sees(r.context.caller.key_id)][:MOST_SHOWN]
-        shown += [request.shown for request in registry.elsewhere if caller.sees(request.key_id)]
         return {
             "at": round(time.time(), 3),
             "version": self._about["version"],
@@ -234,8 +223,8 @@ class Live:
             "profiling": self._profiling.render(inside=caller.sees_all),
             "loss_budget": self.loss_budget(),
             "waiting": pipeline.admission.waiting,
-            "in_flight": shown[:MOST_SHOWN],
-            "in_flight_total": len(served) + registry.open_elsewhere,
+            "in_flight": shown,
+            "in_flight_total": len(served),
             "totals": {name: totals[total] for name, total in TOTALS.items()},
         }
 
@@ -250,24 +239,6 @@ class Live:
         self._forget(now)
         tier = record.served_by or record.decision.tier
         self._window.append((now, tier, failed, record.ttft_ms, record.tpot_ms, record.sla_met))
-        self._show(record)
-
-    @property
-    def readers(self) -> int:
-        """Return how many clients read the stream."""
-        return len(self._readers)
-
-    def ended_since(self, at: float) -> list[WindowEntry]:
-        """Return what the window has from a monotonic time on."""
-        return [entry for entry in self._window if entry[0] > at]
-
-    def take(self, records: Sequence[RequestRecord], ended: Sequence[WindowEntry]) -> None:
-        """Take in what other processes of this router have served."""
-        self._window.extend(sorted(ended, key=lambda entry: entry[0]))
-        for record in records:
-            self._show(record)
-
-    def _show(self, record: RequestRecord) -> None:
         if self._readers:
             event = _event(b"request", render_record(record))
             for reader in self._readers:
@@ -334,10 +305,8 @@ class LiveEndpoints:
         evaluation: ShadowEvaluation,
         live: Live,
         settings: TelemetrySettings,
-        elsewhere: TracesElsewhere | None = None,
     ) -> None:
         self._pipeline, self._evaluation, self._live, self._settings = pipeline, evaluation, live, settings
-        self._elsewhere = elsewhere
 
     def routes(self) -> list[Endpoint]:
         """Return the endpoints' routes."""
@@ -359,38 +328,25 @@ class LiveEndpoints:
     async def _traces(self, request: Request) -> Response:
         """Answer with the kept traces that the caller may see, newest first."""
         limit, caller = _limit(request), context_of(request.scope).caller
-        shown = self.listed(caller, limit)
-        if self._elsewhere is not None:
-            shown += await self._elsewhere.listed(caller, limit)
-            shown = sorted(shown, key=lambda trace: trace["at"], reverse=True)[:limit]
+        traces = self._pipeline.telemetry.traces
+        kept = traces.recent() if traces is not None else []
+        seen = (own for own in (_seen(trace, caller) for trace in kept) if own is not None)
+        shown = [render_listed(trace) for trace in islice(seen, limit)]
         return _json({"scope": scope_of(everything=caller.sees_all), "traces": shown})
 
     async def _trace(self, request: Request) -> Response:
         """Answer with one trace; another key's counts as unknown."""
         caller, trace_id = context_of(request.scope).caller, request.path_params["trace_id"]
-        rendered = self.found(trace_id, caller)
-        if rendered is None and self._elsewhere is not None:
-            rendered = await self._elsewhere.found(trace_id, caller)
-        if rendered is None:
+        traces = self._pipeline.telemetry.traces
+        kept = traces.find(trace_id) if traces is not None else None
+        trace = _seen(kept, caller) if kept is not None else None
+        if trace is None:
             raise UnknownTrace(
                 "a router keeps as many of its own last traces as telemetry.recent_traces says, and of a busy router's not "
                 "every one: ask the router that served the request, or look in the trace viewer"
             )
+        rendered = render_trace(trace, inside=caller.sees_all)
         return _json({**rendered, "trace_url": self._settings.trace_address(rendered["trace_id"])})
-
-    def listed(self, caller: Caller, limit: int) -> list[dict[str, Any]]:
-        """Return the last traces of this process that a caller may see, newest first, as one line of a list each."""
-        traces = self._pipeline.telemetry.traces
-        kept = traces.recent() if traces is not None else []
-        seen = (own for own in (_seen(trace, caller) for trace in kept) if own is not None)
-        return [render_listed(trace) for trace in islice(seen, limit)]
-
-    def found(self, trace_id: str, caller: Caller) -> dict[str, Any] | None:
-        """Return one trace of this process; None: it has none with this id that the caller may see."""
-        traces = self._pipeline.telemetry.traces
-        kept = traces.find(trace_id) if traces is not None else None
-        trace = _seen(kept, caller) if kept is not None else None
-        return render_trace(trace, inside=caller.sees_all) if trace is not None else None
 
     async def _policy(self, _request: Request) -> Response:
         """Answer with the parameters of decisions."""

@@ -11,7 +11,7 @@ import asyncio
 import sys
 import time
 from itertools import permutations
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -331,18 +331,10 @@ class Load(Collector):
         return state, about, in_flight, taken, limit, opened, is_open, usage, drafted, accepted, queries, hits
 
 
-class Source(Protocol):
-    """What a scrape is made of."""
-
-    def collect(self) -> Iterable[Metric]:
-        """Return every family."""
-
-
 class Metrics:
     """All of the router's metrics.
 
     Attributes:
-        source: What a scrape is made of.
         tally: What is counted of requests.
     """
 
@@ -355,7 +347,6 @@ class Metrics:
         half_life_s: float,
     ) -> None:
         registry, self.tally = CollectorRegistry(), Tally()
-        self.source: Source = registry
         self._registry = registry
         requests = RequestMetrics(self.tally, [spec.name for spec in pipeline.fleet.specs])
         self.answered = requests.answered
@@ -381,7 +372,7 @@ class Metrics:
 
     def collect(self) -> Iterable[Metric]:
         """Return every family, of the whole router."""
-        return self.source.collect()
+        return self._registry.collect()
 
     def show_expiry(self, expires: Callable[[], float]) -> None:
         """Show when the router's certificate expires, in seconds since 1970."""
@@ -391,4 +382,4 @@ class Metrics:
     async def answer(self, request: Request) -> Response:
         """Answer a scrape; on the event loop, which owns the state that is read."""
         encode, media_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(self.source), media_type=media_type)
+        return Response(encode(self._registry), media_type=media_type)

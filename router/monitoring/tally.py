@@ -1,4 +1,4 @@
-"""Counters and histograms as plain values: cheap to count in, and to add to those of another process.
+"""Counters and histograms as plain values: cheap to count in.
 
 prometheus_client's own take a lock, and look their labels up, at each step: 1 to 4 µs each, for a dozen in a request. What
 is counted here is rendered by that library's exposition. One thread counts.
@@ -9,12 +9,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client.core import Exemplar, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
-from pydantic_core import from_json, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,15 +57,6 @@ class Counter:
         for labels, count in self.series.items():
             metric.add_sample(f"{self.name}_total", dict(zip(self.labels, labels, strict=True)), count.value)
         return metric
-
-    def export(self) -> list[Any]:
-        """Return its counts as a JSON value."""
-        return [(labels, count.value) for labels, count in self.series.items()]
-
-    def take(self, exported: list[Any]) -> None:
-        """Add another one's counts."""
-        for labels, value in exported:
-            self.of(*labels).value += value
 
 
 @dataclass(slots=True)
@@ -136,21 +126,6 @@ class Histogram:
             metric.add_sample(f"{self.name}_sum", labels, buckets.sum)
         return metric
 
-    def export(self) -> list[Any]:
-        """Return its series as a JSON value."""
-        return [(labels, each.counts, each.exemplars, each.sum) for labels, each in self.series.items()]
-
-    def take(self, exported: list[Any]) -> None:
-        """Add another one's series; of two exemplars the later one stays."""
-        for labels, counts, exemplars, total in exported:
-            mine = self.of(*labels)
-            mine.counts[:] = [one + other for one, other in zip(mine.counts, counts, strict=True)]
-            mine.sum += total
-            for place, seen in enumerate(exemplars):
-                before = mine.exemplars[place]
-                if seen is not None and (before is None or before[2] < seen[2]):
-                    mine.exemplars[place] = tuple(seen)
-
 
 class Tally(Collector):
     """Counters and histograms, in the order in which they are shown."""
@@ -172,20 +147,6 @@ class Tally(Collector):
         """Yield the samples of each."""
         for family in self._families.values():
             yield family.metric()
-
-    def export(self) -> bytes:
-        """Return everything counted, as JSON."""
-        return to_json({name: family.export() for name, family in self._families.items()})
-
-    def add(self, exported: bytes) -> None:
-        """Add what another process, of the same release, has counted.
-
-        Raises:
-            ValueError: It is no export, or has other buckets.
-            KeyError: It has a family that is unknown here.
-        """
-        for name, counted in from_json(exported).items():
-            self._families[name].take(counted)
 
 
 def _shown(bound: float) -> str:

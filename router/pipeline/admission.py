@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from router.pipeline.queue_lines import Entry, Lines
 from router.pipeline.request import class_of
@@ -28,7 +28,7 @@ from router.policy.decision import PRIORITIES, Basis, Refusal, Refused
 from tiers.fleet import Demand
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Collection
 
     from router.auth.quota import Grant as QuotaGrant
     from router.auth.spending import BudgetGrant
@@ -110,11 +110,10 @@ class Admission:
         policy: PolicyStore,
         options: AdmissionSettings,
         telemetry: Telemetry,
-        lines: Callable[[Mapping[str, int]], Lines[Any]] = Lines,
     ) -> None:
         self._fleet, self._policy, self._options, self._telemetry = fleet, policy, options, telemetry
         self._held: Counter[str] = Counter()  # slots, by key
-        self._lines: Lines[_Waiting] = lines(self._held)
+        self._lines: Lines[_Waiting] = Lines(self._held)
         self._granted: Counter[TierName] = Counter()
         self._scheduled = False
         fleet.on_capacity = self._schedule

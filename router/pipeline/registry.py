@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from router.auth.budgets import OverBudget
 from router.auth.quota import OverQuota
@@ -96,13 +96,6 @@ class ActiveRequest:
         self.admitted, self.decision, self.sent = admitted, admitted.decision, time.monotonic()
 
 
-class OpenElsewhere(NamedTuple):
-    """A request that another process of this router serves: whose, and what the page shows of it."""
-
-    key_id: str
-    shown: dict[str, Any]
-
-
 class RequestRegistry:
     """Holds the open requests and the last records. One event loop owns it.
 
@@ -110,8 +103,6 @@ class RequestRegistry:
         recent: The last records, at most ``kept``.
         observers: Called with each record, in order.
         totals: Since the start: records by outcome, requests, retries, continuations and escalations.
-        elsewhere: Open requests of other processes of this router; not more than are shown.
-        open_elsewhere: Their number.
     """
 
     def __init__(self, server_state: ServerState, kept: int) -> None:
@@ -120,8 +111,6 @@ class RequestRegistry:
         self.recent: deque[RequestRecord] = deque(maxlen=kept)
         self.observers: list[Callable[[RequestRecord], None]] = []
         self.totals: Counter[str] = Counter()
-        self.elsewhere: list[OpenElsewhere] = []
-        self.open_elsewhere = 0
 
     @property
     def open(self) -> list[ActiveRequest]:

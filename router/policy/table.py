@@ -76,7 +76,6 @@ class PolicyStore:
         self.budget = LossBudget(settings.budget_half_life_s)
         self._seen: list[float | None] = []
         self.learned = Learned()
-        self._follows = False
         self.quality: QualityProfile | None = None
         self._answers: deque[Observation] = deque(maxlen=LIVE_ANSWERS)
         self._learned = 0
@@ -190,14 +189,6 @@ class PolicyStore:
         self.learned = replace(self.learned, promoted=promoted)
         self.table = replace(self.table, promoted=promoted)
 
-    def follow(self, learned: Learned) -> None:
-        """Take over what another process has learned; from now on it fits the regressions for this one too."""
-        self._follows, self.learned = True, learned
-        losses = _with_live(policy_table(self._settings, self.quality).losses, learned.losses)
-        self.table = replace(
-            self.table, losses=losses, promoted=learned.promoted, prompt_losses=in_use(learned.regressions)
-        )
-
     async def learn(self, answer: Observation) -> None:
         """Fit the expected loss of prompts to a live answer too, with the next few. No answer outlasts its checkpoints."""
         self._answers.append(answer)
@@ -268,10 +259,7 @@ class PolicyStore:
         table = replace(policy_table(self._settings, quality), adapters=self._adapter_losses(adapter_files))
         learned = self.learned
         self.table = replace(table, promoted=learned.promoted, losses=_with_live(table.losses, learned.losses))
-        if self._follows:
-            self.table = replace(self.table, prompt_losses=in_use(learned.regressions))
-        else:
-            self._set_regressions(regressions(quality, self._answers) if quality is not None else {})
+        self._set_regressions(regressions(quality, self._answers) if quality is not None else {})
         if quality is not None and quality.version == 1:
             log.info(
                 "the quality profile is of an earlier release, so loss is known by class only; 'qarr profile quality' "

@@ -16,12 +16,12 @@ from router.server.http_protocol import allow_files
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Callable, Iterator
 
     from starlette.types import ASGIApp
 
     from router.server.tls import Tls
-    from router.settings import ServerSettings, Settings
+    from router.settings import ServerSettings
 
 POLL_S = 0.05
 IDLE_S = 5  # after a handover, for which idle connections may still send a request
@@ -81,14 +81,6 @@ class Server(uvicorn.Server):
                 "ssl_handshake_timeout": settings.header_timeout_s,
                 "ssl_shutdown_timeout": SHUTDOWN_S,
             }
-
-    async def prepare(self, settings: Settings) -> Callable[[], Awaitable[None]]:
-        """Return what makes the server take new settings; see ``Reloads.add``."""
-
-        async def commit() -> None:
-            self.take(settings.server)
-
-        return commit
 
     def make_protocol(self) -> asyncio.Protocol:
         """Return the protocol of a new connection."""

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 QARR = str(Path(sys.executable).with_name("qarr"))
 
 
+@asynccontextmanager
+async def connection(**headers: str) -> AsyncIterator[httpx.AsyncClient]:
+    """Give a client whose connections are new."""
+    async with httpx.AsyncClient(trust_env=False, timeout=30, headers=headers) as client:
+        yield client
+
+
 @dataclass(slots=True)
 class OwnRouter:
     """A router in a process of its own.

@@ -116,10 +116,6 @@ def test_a_class_can_be_changed_alone(tmp_path: Path) -> None:
         ("[overflow]\nurl = 'https://h\u00fc/v1'\nmodel = 'm'", "overflow.url: a host's name is written in ASCII"),
         ("[overflow]\nname = 'a b'", "overflow.name: String should match pattern"),
         (
-            "[overflow]\nurl = 'https://h/v1'\nmodel = 'm'\nmax_in_flight = 1\n[server]\nworkers = 2",
-            "overflow.max_in_flight: at least server.workers is allowed (2)",
-        ),
-        (
             "[overflow]\nurl = 'https://h/v1'\nmodel = 'm'\n[tiers.overflow]\nurls = ['http://h:1']",
             "overflow.url: a tier is named overflow",
         ),

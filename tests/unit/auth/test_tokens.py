@@ -25,8 +25,7 @@ from router.settings import JwtSettings, SettingsError, load_settings
 from tests.fakes.engine import serving
 from tests.imports import ROOT
 from tests.unit.own_engines import until
-from tests.unit.own_router import own_router
-from tests.unit.workers.test_workers import connection
+from tests.unit.own_router import connection, own_router
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -299,15 +298,13 @@ async def test_keys_do_not_stay_in_force_for_ever() -> None:
         assert tokens.find(token).name == "alice"
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-async def test_a_router_serves_callers_with_tokens(tmp_path: Path, workers: str) -> None:
+async def test_a_router_serves_callers_with_tokens(tmp_path: Path) -> None:
     """A token lets its caller in, after a rotation too, and its rights count: tiers, quota, operations; logs name it."""
     async with issuing() as (issuer, url):
         given = {
             "QARR_JWT__ISSUER": ISSUER,
             "QARR_JWT__AUDIENCE": AUDIENCE,
             "QARR_JWT__JWKS": url,
-            "QARR_SERVER__WORKERS": workers,
             "QARR_AUTH__KEYS_FILE": str(tmp_path / "none.json"),
             "QARR_TELEMETRY__REQUEST_LINES": "stderr",
         }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -274,26 +273,3 @@ async def test_live_answers_are_learned_from_until_the_checkpoints_change(tmp_pa
     write(tmp_path, quality(loss(FAST, 0.3), observations=by_length(40)), at=3.0)
     store.take_up()
     assert store.learned.regressions[FAST].prompts == 40
-
-
-@pytest.mark.anyio
-async def test_a_worker_takes_over_what_the_scoring_process_has_learned(tmp_path: Path) -> None:
-    """At once, and whichever of them reads a new profile first."""
-    write(tmp_path, quality(loss(FAST, 0.3), observations=by_length(35)))
-    first, worker = (PolicyStore(settings(tmp_path), made_fleet()) for _ in range(2))
-    live = ExpectedLoss(0.5, 0.4, 0.6)
-    first.observe(FAST, PromptClass.CODE, live)
-    first.promote({PromptClass.CODE: BALANCED})
-    for answer in by_length(FIT_EVERY, first=35):
-        await first.learn(answer)
-    worker.follow(pickle.loads(pickle.dumps(first.learned)))  # noqa: S301  as processes send it
-    assert worker.table == first.table
-    assert worker.table.losses[FAST][PromptClass.CODE] == live
-    assert worker.table.prompt_losses
-    write(tmp_path, quality(loss(FAST, 0.4), observations=by_length(35)), at=2.0)
-    worker.take_up()
-    assert worker.table.prompt_losses == first.table.prompt_losses
-    first.take_up()
-    worker.follow(first.learned)
-    assert worker.table == first.table
-    assert worker.table.losses[FAST][PromptClass.CHAT].mean == 0.4

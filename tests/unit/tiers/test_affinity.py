@@ -142,32 +142,16 @@ def test_a_replica_that_restarts_holds_nothing(state: ReplicaState) -> None:
 
 
 def test_an_engine_elsewhere_that_restarts_between_two_readings_holds_nothing() -> None:
-    """Its counters begin anew; in workers too, which are told what was read."""
+    """Its counters begin anew."""
     fleet = make_fleet(1)
     replica = fleet.replicas[0]
     read, again, anew = (Gauges(0, 0, 0.0, cache_queries=count) for count in (900, 900, 50))
-    for note in (replica.note_gauges, lambda gauges: replica.follow(replica.report()._replace(gauges=gauges))):
-        replica.note_gauges(read)
-        sent(fleet, chat(4)).release()
-        note(again)
-        assert held(fleet, chat(5)) == [512]
-        note(anew)
-        assert held(fleet, chat(5)) == [0]
-
-
-def test_workers_learn_of_restarts_by_the_state_and_by_the_process() -> None:
-    """A report may come only when the engine is ready again, under another process id."""
-    fleet = make_fleet(1)
-    replica = fleet.replicas[0]
-    for report, left in (
-        (replica.report(), 512),
-        (replica.report()._replace(pid=7), 0),
-        (replica.report()._replace(pid=7, state=ReplicaState.WARMING), 0),
-    ):
-        sent(fleet, chat(4), over_limit=True).release()
-        replica.follow(report)
-        assert held(fleet, chat(5)) == [left]
-        replica.mark(ReplicaState.READY)
+    replica.note_gauges(read)
+    sent(fleet, chat(4)).release()
+    replica.note_gauges(again)
+    assert held(fleet, chat(5)) == [512]
+    replica.note_gauges(anew)
+    assert held(fleet, chat(5)) == [0]
 
 
 def test_a_prompt_that_an_engine_failed_is_not_remembered() -> None:

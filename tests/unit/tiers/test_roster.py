@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from router.workers.fleet import SharedFleet
-from router.workers.table import Table
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.unit.own_engines import until
 from tiers.errors import NotPossible
@@ -19,7 +17,6 @@ from tiers.lifecycle.discovery import DiscoveryOptions
 from tiers.lifecycle.operations import OperationOptions
 from tiers.lifecycle.roster import Source, all_wanted
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
-from tiers.replica import FleetOptions
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
@@ -169,25 +166,6 @@ async def test_what_was_removed_can_be_added_anew(tmp_path: Path) -> None:
         assert supervisor.fleet.spec(FAST).precision == "awq-int4"
         assert add(supervisor, urls[1]).id == "fast-2"
         await until(lambda: ids(supervisor) == ["fast-0", "fast-2"])
-
-
-async def test_a_fleet_without_space_refuses_and_tries_again(tmp_path: Path) -> None:
-    """An operator is told, and nothing is left of the attempt; what a file names is added once there is space."""
-    specs = TierSpec(FAST, 2048, 16, 32, replicas=0), TierSpec(PRECISE, 8192, 16, 32, replicas=0)
-    fleet = SharedFleet(specs, "machine", FleetOptions(), Table.make(1, 1))
-    supervisor = Supervisor(fleet, SupervisorOptions(tmp_path))
-    supervisor.start([], specs)
-    try:
-        add(supervisor, "http://127.0.0.1:9")
-        with pytest.raises(NotPossible, match="several workers share at most 1 replicas"):
-            add(supervisor, "http://127.0.0.2:9", PRECISE)
-        assert (ids(supervisor, None), fleet.spec(PRECISE).absent) == (["fast-0"], True)
-        supervisor.operations.roster.name(Source.FILE, {PRECISE: ("http://127.0.0.2:9",)})
-        assert (ids(supervisor, None), fleet.snapshot().tier(PRECISE).state) == (["fast-0"], ReplicaState.WAITING)
-        await removed(supervisor, "fast-0")
-        await until(lambda: ids(supervisor, None) == ["precise-0"])
-    finally:
-        await supervisor.stop()
 
 
 async def test_an_engine_that_changes_its_tier_leaves_the_old_one_first(tmp_path: Path) -> None:

@@ -1,1 +1,0 @@
-"""Several processes that serve as one router: what they share, and how they find one another."""

@@ -1,0 +1,227 @@
+"""Four routers on one machine over one Redis, behind nginx, set up by the commands of docs/outgrowing.md.
+
+The commands run as they stand. What they name of the machine is replaced: ports, and /etc by a folder. ``systemctl`` is a
+stand-in that starts the command of the unit file; nginx and redis-server are the real programs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import re
+import signal
+import time
+from collections import Counter
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from router.auth.api_keys import add_key
+from tests.deploy.services import DEPLOY, ROOT, eventually, program
+from tests.deploy.test_nginx import configure
+from tests.fakes.engine import Behaviour, FakeEngine, serving_all
+from tests.ports import reserved_ports
+from tests.unit.own_engines import until
+from tests.unit.own_router import QARR
+from tests.unit.router_stack import events
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(240)]
+LIMITS = {"fast": 12, "balanced": 12, "precise": 24}  # of each engine; three and four routers share them evenly
+QUOTA = 25
+UNIT = DEPLOY / "systemd/qarr-router@.service"
+
+
+@dataclass(slots=True)
+class Machine:
+    """Four routers, their engines, and nginx in front of them."""
+
+    url: str
+    folder: Path
+    ports: list[int]
+    operator: str
+    behaviours: dict[str, Behaviour]
+    most: Counter[str] = field(default_factory=Counter)  # requests that an engine had at once
+
+    def pid(self, port: int) -> int:
+        """Return the process of a router."""
+        return int((self.folder / f"{port}.pid").read_text())
+
+    async def limits(self, ports: list[int]) -> dict[str, int]:
+        """Return the slots of each tier over several routers; without those of replicas that are not ready."""
+        total: Counter[str] = Counter()
+        headers = {"authorization": f"Bearer {self.operator}"}
+        async with httpx.AsyncClient(trust_env=False, headers=headers, timeout=20) as client:
+            for port in ports:
+                tiers = (await client.get(f"http://127.0.0.1:{port}/tiers")).json()["tiers"]
+                total.update(
+                    {t["tier"]: sum(r["limit"] for r in t["replicas"] if r["state"] == "ready") for t in tiers}
+                )
+        return dict(total)
+
+    async def watch(self) -> None:
+        """Note the most that each engine has at once, until cancelled."""
+        while True:
+            for tier, behaviour in self.behaviours.items():
+                self.most[tier] = max(self.most[tier], behaviour.running)
+            await asyncio.sleep(0.002)
+
+
+def commands() -> str:
+    """Return the commands of the document."""
+    section = (
+        (ROOT / "docs/outgrowing.md").read_text("utf-8").partition("\n## Several routers")[2].partition("\n## ")[0]
+    )
+    (block,) = re.findall(r"^```bash\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    return str(block)
+
+
+def shims(folder: Path, nginx_port: int) -> Path:
+    """Write stand-ins for what would change this machine, and return their folder."""
+    start = re.search(r"^ExecStart=/opt/qarr/\.venv/bin/qarr (.*)$", UNIT.read_text("utf-8"), re.MULTILINE)
+    assert start is not None
+    arguments = start[1].replace("%i", "$port").replace("/etc/", f"{folder}/etc/").replace("$ROUTER_OPTIONS", "")
+    nginx = f"{program('nginx')} -p {folder}/nginx -c {folder}/nginx/nginx.conf -e stderr"
+    written = {
+        "apt-get": "exit 0",
+        "qarr": f'exec {QARR} "$@"',
+        "systemctl": f"""
+            if [ "$1 $2" = "reload nginx" ]; then
+                cp {folder}/etc/nginx/qarr-routers.inc {folder}/nginx/
+                {nginx} > {folder}/nginx.out 2>&1 & echo $! > {folder}/nginx.pid; exit 0
+            fi
+            test "$1 $2" = "enable --now"; shift 2
+            set -a; . {folder}/etc/qarr/router.env; set +a
+            for unit in "$@"; do
+                port=${{unit#qarr-router@}}
+                QARR_SERVER__RUNTIME_DIR={folder}/run-$port {QARR} {arguments} > {folder}/$port.out 2>&1 &
+                echo $! > {folder}/$port.pid
+            done""",
+    }
+    bin_ = folder / "bin"
+    bin_.mkdir()
+    for name, body in written.items():
+        (bin_ / name).write_text(f"#!/bin/sh\nset -eu\n{body}\n")
+        (bin_ / name).chmod(0o755)
+    configure(folder / "nginx", nginx_port, "")
+    return bin_
+
+
+@asynccontextmanager
+async def machine(tmp_path: Path) -> AsyncIterator[Machine]:
+    """Run the document's commands, and wait until four routers share their engines."""
+    redis_port, nginx_port, *ports = reserved_ports(6)
+    behaviours = {tier: Behaviour(delay_s=0.02) for tier in LIMITS}
+    keys = tmp_path / "etc/qarr/keys.json"
+    for name in ("etc/qarr", "etc/nginx/conf.d", "etc/systemd/system", "var"):
+        (tmp_path / name).mkdir(parents=True)
+    operator, _ = add_key(keys, "operator", admin=True)
+    text = commands().replace("/etc/", f"{tmp_path}/etc/").replace(":6379", f":{redis_port}")
+    for old, new in zip(("8080", "8081", "8082", "8083"), ports, strict=True):
+        assert text.count(old) == 2
+        text = text.replace(old, str(new))
+    async with AsyncExitStack() as stack:
+        urls = await stack.enter_async_context(serving_all(*(FakeEngine(b).app for b in behaviours.values())))
+        redis = await asyncio.create_subprocess_exec(
+            program("redis-server"), "--port", str(redis_port), "--bind", "127.0.0.1", "--save", "",
+            stdout=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        stack.callback(redis.kill)
+        found = Machine(f"http://127.0.0.1:{nginx_port}", tmp_path, ports, operator, behaviours)
+        path = f"{shims(tmp_path, nginx_port)}:{os.environ['PATH']}"
+        # The operator's two changes: the engines' names, and where this machine keeps its files.
+        tiers = "".join(
+            f'[tiers.{tier}]\nmax_in_flight = {LIMITS[tier]}\nurls = ["{url}"]\n'
+            for tier, url in zip(LIMITS, urls, strict=True)
+        )
+        (tmp_path / "engines.toml").write_text(
+            f'{tiers}[auth]\nkeys_file = "{keys}"\n[policy]\nprofiles = "{tmp_path}/var"\nmax_slowdown = 1e9\n'
+            f'[engine]\nlog_dir = "{tmp_path}/var"\n[budgets]\nfile = "{tmp_path}/var/usage.sqlite"\n'
+            "[admission.max_wait_s]\ninteractive = 1e6\nstandard = 1e6\nbatch = 1e6\n"
+        )
+        text = text.replace("deploy/settings/routers-redis.toml", str(tmp_path / "engines.toml"))
+        env = {**os.environ, "PATH": path, "XDG_CONFIG_HOME": str(tmp_path / "config")}
+        script = await asyncio.create_subprocess_exec("bash", "-euc", text, cwd=ROOT, env=env)
+        assert await script.wait() == 0
+        for name in (*ports, "nginx"):
+            stack.callback(ended, tmp_path / f"{name}.pid")
+
+        async def shared() -> bool:
+            try:
+                return await found.limits(ports) == LIMITS
+            except (httpx.TransportError, KeyError):
+                return False
+
+        await eventually(shared, 90)
+        yield found
+
+
+def ended(pid: Path) -> None:
+    """Kill a process that is left."""
+    with suppress(ProcessLookupError):
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+async def ask(client: httpx.AsyncClient, url: str, **body: Any) -> str:
+    """Ask for an answer, and return how it ended."""
+    try:
+        answer = await client.post(f"{url}/generate", json={"prompt": "hi", "max_tokens": 8, **body})
+    except httpx.TransportError:
+        return "broken"
+    if answer.status_code != httpx.codes.OK:
+        return answer.json()["type"].rpartition(":")[2]
+    return "done" if events(answer.text)[-1][0] == "done" else "cut"
+
+
+async def test_four_routers_are_one_to_their_callers(tmp_path: Path) -> None:
+    """One is killed under load: others answer, engines never have more than their limit, and a quota is kept exactly."""
+    async with machine(tmp_path) as found, AsyncExitStack() as stack:
+        key, _ = add_key(tmp_path / "etc/qarr/keys.json", "limited", requests_per_minute=QUOTA)
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(
+                trust_env=False, timeout=120, limits=httpx.Limits(max_connections=60),
+                headers={"authorization": f"Bearer {found.operator}"},
+            )
+        )  # fmt: skip
+        watching = asyncio.create_task(found.watch())
+        outcomes: list[str] = []
+        going = True
+
+        async def ask_on(tier: str) -> None:
+            while going:
+                outcomes.append(await ask(client, found.url, tier=tier, tier_policy="require"))
+
+        askers = [asyncio.create_task(ask_on(tier)) for tier in LIMITS for _ in range(2 * LIMITS[tier])]
+        await until(lambda: len(outcomes) > 150)
+        killed, *left = found.ports
+        os.kill(found.pid(killed), signal.SIGKILL)
+        before = len(outcomes)
+        await until(lambda: len(outcomes) > before + 200)
+
+        async def all_theirs() -> bool:
+            return await found.limits(left) == LIMITS
+
+        await eventually(all_theirs)
+        going = False
+        await asyncio.gather(*askers)
+        watching.cancel()
+        lost = [o for o in outcomes if o != "done"]
+        # What the killed router had: streams break off; an unanswered request is not sent again, and nginx says so.
+        assert set(lost) <= {"broken", "no-router", "cut"}, Counter(outcomes)
+        assert len(lost) <= sum(LIMITS.values()) * 2
+        assert all(found.most[tier] <= limit for tier, limit in LIMITS.items()), found.most
+
+        began = time.monotonic()
+        async with httpx.AsyncClient(trust_env=False, timeout=120, headers={"authorization": f"Bearer {key}"}) as other:
+            said = Counter(await asyncio.gather(*(ask(other, found.url) for _ in range(3 * QUOTA))))
+        minutes = math.ceil((time.monotonic() - began) / 60)
+        assert QUOTA <= said["done"] <= QUOTA * minutes, said
+        assert set(said) == {"done", "over-quota"}
+        assert not any("Traceback" in (tmp_path / f"{port}.out").read_text() for port in left)
