@@ -39,7 +39,6 @@ from router.auth.tokens import Access, open_access
 from router.lifecycle import ServerState
 from router.monitoring.live import Live, LiveEndpoints
 from router.monitoring.metrics import Metrics
-from router.monitoring.mirror import MirrorEndpoint
 from router.monitoring.page import Page
 from router.monitoring.usage import Labels, UsageEndpoint
 from router.pipeline.admission import Admission
@@ -56,7 +55,6 @@ from router.policy.decision_log import DecisionLog
 from router.policy.render import render_budget
 from router.policy.table import PolicyStore
 from router.profiling.auto_profile import AutoProfile
-from router.profiling.mirror import Mirror
 from router.profiling.prompt_samples import PromptSamples
 from router.profiling.shadow_evaluation import ShadowEvaluation
 from router.reload import ReloadError
@@ -167,7 +165,6 @@ def wire_router(
         *LiveEndpoints(pipeline, wired.evaluation, live, settings.telemetry).routes(),
         Endpoint("/metrics", metrics.answer),
         *UsageEndpoint(wired.database, pipeline.charging, keys).routes(),
-        MirrorEndpoint(metrics.collect, wired.mirror).route(),
     ]
     if reloads is not None:
         routes.append(ReloadEndpoint(reloads, keys).route())
@@ -185,7 +182,6 @@ def _metrics(wired: _Wired, settings: Settings, tls: Tls | None) -> Metrics:
     """Return what is scraped."""
     half_life_s = settings.policy.budget_half_life_s
     metrics = Metrics(wired.pipeline, wired.evaluation, wired.upstream.retries, wired.about, half_life_s)
-    metrics.count_mirrored(wired.mirror)
     if tls is not None:
         metrics.show_expiry(lambda: tls.expires)
     return metrics
@@ -282,7 +278,6 @@ def _prepare(parts: _Parts, gate: Gate, settings: Settings) -> Callable[[], None
         wired.upstream.take(settings.upstream)
         wired.pipeline.overflow.client.take(settings.overflow, settings.upstream)
         wired.evaluation.share = settings.policy.live_check_share
-        wired.mirror.take(settings.mirror)
         wired.pipeline.telemetry.record_prompts = settings.telemetry.record_prompts
         if Logging.current is not None:
             Logging.current.set_level(settings.telemetry)
@@ -309,7 +304,6 @@ class _Wired:
     usage: UsageLog
     about: dict[str, str]
     loss_budget: Callable[[], dict[str, Any]]
-    mirror: Mirror
 
 
 def _wire(
@@ -365,7 +359,6 @@ def _wire(
     loss_budget = partial(render_budget, policy, settings.policy.budget_half_life_s)
     wired = _Wired(
         pipeline, upstream, shared, evaluation, profiling, samples, database, usage, about, loss_budget,
-        Mirror(settings.mirror),
     )  # fmt: skip
     return replace(wired, pipeline=_pipeline(wired, settings))
 
@@ -379,8 +372,7 @@ def _pipeline(wired: _Wired, settings: Settings) -> Pipeline:
     attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
     failover = Failover(cascade, base.fleet, policy, upstream, telemetry, attempts, max_tokens)
     observer = wired.evaluation if settings.policy.live_check_share else None
-    mirror = wired.mirror if settings.mirror.active else None
-    return replace(base, opener=failover, cascade=cascade, answer_observer=observer, mirror=mirror)
+    return replace(base, opener=failover, cascade=cascade, answer_observer=observer)
 
 
 def _charging(settings: Settings, fleet: Fleet, policy: PolicyStore, database: Database) -> Charging:
@@ -430,7 +422,6 @@ def _lifespan(
         yield
         await streams.aclose()
         await end_tasks(tasks)
-        await wired.mirror.aclose()
         await wired.profiling.aclose()
         await wired.shared.aclose()
         await pipeline.policy.aclose()

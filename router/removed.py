@@ -21,13 +21,17 @@ class Removed(NamedTuple):
     refused: bool
 
 
+MIRROR = (
+    "mirror traffic with the proxy in front: Envoy's request_mirror_policies or nginx's mirror (docs/operations.md)"
+)
 SEVERAL_ROUTERS = "run several routers behind nginx or systemd's template unit, as docs/outgrowing.md shows"
 # By "section.name", or "section" for all of it.
 SETTINGS: dict[str, Removed] = {
+    "mirror": Removed(MIRROR, refused=False),
     "server.workers": Removed(SEVERAL_ROUTERS, refused=True),
     "server.worker_timeout_s": Removed(SEVERAL_ROUTERS, refused=True),
 }
-COMMANDS: dict[str, str] = {}  # by the command's name: what to use
+COMMANDS: dict[str, str] = {"mirror": MIRROR}  # by the command's name: what to use
 OPTIONS: dict[str, str] = {"--workers": SEVERAL_ROUTERS}  # by the option: what to use
 
 

@@ -53,7 +53,7 @@ MOST_REPLICAS = 64  # of a tier on one machine
 PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR", "QARR_KEY"}  # variables with the prefix that are not settings
 TRACE_ID = "{trace_id}"  # placeholder in the address of a trace viewer
 _SECRET = re.compile(
-    r"state\.redis_url|(engine|mirror|overflow)\.api_key|tiers\.[^.]+\.env(\..*)?"
+    r"state\.redis_url|(engine|overflow)\.api_key|tiers\.[^.]+\.env(\..*)?"
 )  # never shown, not even in an error
 _PASSWORD = re.compile(r"//[^/\s]*@")
 PROJECT = Path(__file__).resolve().parents[1]
@@ -1045,50 +1045,6 @@ def _redis_address(url: SecretStr) -> SecretStr:
     return url
 
 
-def _mirror_address(url: str) -> str:
-    """Check the base of a fleet's OpenAI API; return it without a slash at its end.
-
-    Raises:
-        ValueError: It is not one.
-    """
-    base = url.rstrip("/")
-    if not base:
-        return base
-    if "@" in urlsplit(base).netloc:
-        raise ValueError("user and password do not belong here: mirror.api_key holds the key")
-    if not base.endswith("/v1"):
-        raise ValueError("the base of an OpenAI API is allowed, such as http://10.0.0.7:8080/v1")
-    if wrong := wrong_with(base.removesuffix("/v1")):
-        raise ValueError(wrong)
-    return base
-
-
-class MirrorSettings(Section):
-    """A second fleet that answers a share of the requests again, to be compared. Prompts leave for it."""
-
-    reloads: ClassVar[frozenset[str]] = frozenset({"url", "api_key", "model", "share", "max_in_flight", "timeout_s"})
-
-    url: Annotated[str, AfterValidator(_mirror_address)] = Field(
-        "",
-        description="Base of its OpenAI API, such as `http://10.0.0.7:8080/v1`: another QARR router, or any server of that "
-        "API. Empty: nothing is mirrored.",
-    )
-    api_key: Annotated[SecretStr, AfterValidator(_secret_header_value)] = Field(
-        SecretStr(""), description="Key sent to it; empty: none."
-    )
-    model: str = Field("", max_length=200, description="Model asked of it; empty: the first of its `/v1/models`.")
-    share: Share = Field(0.01, description="Share of answered requests that are mirrored, drawn at random.")
-    max_in_flight: int = Field(
-        8, ge=1, le=1000, description="Mirrored requests at once; beyond it they are dropped and counted."
-    )
-    timeout_s: PositiveFloat = Field(60, le=3600, description="For one whole answer of it.")
-
-    @property
-    def active(self) -> bool:
-        """Tell whether anything is mirrored."""
-        return bool(self.url and self.share)
-
-
 class StateSettings(Section):
     """What several routers share."""
 
@@ -1215,7 +1171,6 @@ class Settings(BaseSettings):
     auth: AuthSettings = Field(default_factory=AuthSettings)
     jwt: JwtSettings = JwtSettings()
     state: StateSettings = StateSettings()
-    mirror: MirrorSettings = MirrorSettings()
     budgets: BudgetSettings = Field(default_factory=BudgetSettings)
     telemetry: TelemetrySettings = TelemetrySettings()
 

@@ -34,7 +34,6 @@ COMMANDS = (
     ("model", "list"),
     ("settings",),
     ("reload",),
-    ("mirror",),
     ("top",),
     ("logs",),
     ("trace",),

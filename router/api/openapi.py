@@ -323,7 +323,6 @@ def _observed() -> dict[str, Schema]:
         "/traces/{trace_id}": {"get": _get("One trace, with its spans", _ref("Trace"), 404, of="trace_id")},
         "/policy": {"get": _get("The parameters of decisions", _ref("Policy"))},
         "/usage": {"get": usage},
-        "/mirror": {"get": _get("What became of mirrored requests", _ref("MirrorReport"), 403)},
     }
 
 

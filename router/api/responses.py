@@ -227,25 +227,6 @@ UsageRow = _model(
     money=float | None,
     highest_money=float | None,
 )
-MirrorSummary = _model(
-    "MirrorSummary",
-    "Mirrored requests by what became of them; medians are of the second fleet's value by the served one",
-    same=int,
-    differs=int,
-    sampled=int,
-    failed=int,
-    dropped=int,
-    same_share=Annotated[float | None, Field(description="Of greedy answers; null: there are none")],
-    finish_reason_differs=int,
-    tier_differs=Annotated[int, Field(description="Served there by a tier of another name")],
-    common_prefix=Annotated[float | None, Field(description="Median share of a greedy text that both begin with")],
-    length_ratio=float | None,
-    ttft_ratio=float | None,
-    duration_ratio=float | None,
-)
-_LABELS: Any = {"class": (PromptClass, ...), "tier": (TierName, ...)}
-MirrorRow = create_model("MirrorRow", __base__=MirrorSummary, **_LABELS)
-MirrorReport = _model("MirrorReport", url=str | None, share=float, all=MirrorSummary, rows=list[MirrorRow])
 UsageReport = _model("UsageReport", scope=Scope, budgets="list[UsedBudget]", usage="list[UsageRow]")
 ChangedSetting = _model("ChangedSetting", setting=str, before=str, after=str)
 ReloadAnswer = _model("ReloadAnswer", "What a reload has changed; secrets are masked", changed="list[ChangedSetting]")

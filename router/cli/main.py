@@ -29,7 +29,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("plan", "plan"),
     "settings": ("settings", "show_settings"),
     "reload": ("reload", "reload"),
-    "mirror": ("mirror", "mirror"),
     "model": ("model", "model_app"),
     "keys": ("keys", "keys_app"),
     "profile": ("profile", "profile_app"),

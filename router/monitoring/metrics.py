@@ -19,7 +19,6 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from router.monitoring.mirror import MirrorMetrics
 from router.monitoring.scaling import Scaling
 from router.monitoring.tally import Tally
 from router.monitoring.usage import UsageMetrics
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from router.policy.budget_store import LossBudget
     from router.policy.decision import TierReport
     from router.policy.table import PolicyStore
-    from router.profiling.mirror import Mirror
     from router.profiling.shadow_evaluation import ShadowEvaluation
     from router.telemetry.record import RequestRecord
 
@@ -365,14 +363,6 @@ class Metrics:
         usage.observers.append(metrics.observe)
         self._registry.register(metrics)
         return metrics
-
-    def count_mirrored(self, mirror: Mirror) -> None:
-        """Count what becomes of mirrored requests as well."""
-        mirror.observers.append(MirrorMetrics(self.tally).observe)
-
-    def collect(self) -> Iterable[Metric]:
-        """Return every family, of the whole router."""
-        return self._registry.collect()
 
     def show_expiry(self, expires: Callable[[], float]) -> None:
         """Show when the router's certificate expires, in seconds since 1970."""

@@ -53,13 +53,6 @@ class AnswerObserver(Protocol):
         """Take note of the decision, the tier that served it, and the messages it answers; None: not known."""
 
 
-class AnswerMirror(Protocol):
-    """Is shown every complete answer that its caller has, with its text."""
-
-    def offer(self, decision: Decision, answer: EngineAnswer, request: EngineRequest, request_id: str) -> None:
-        """Take note of an answer and of the request to the engine; must neither wait nor raise."""
-
-
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """Decides and serves. Wired once, in ``create_app``.
@@ -72,7 +65,6 @@ class Pipeline:
         prompt_observer: None: no prompt is sampled.
         answer_observer: None: no answer is evaluated.
         on_request: Called before the decision on a request that is to be served.
-        mirror: None: nothing is mirrored.
     """
 
     fleet: Fleet
@@ -90,7 +82,6 @@ class Pipeline:
     prompt_observer: PromptObserver | None
     answer_observer: AnswerObserver | None
     on_request: Callable[[], None]
-    mirror: AnswerMirror | None = None
 
     def decide(self, request: ParsedRequest, *, serve: bool = True) -> Decision:
         """Classify a request and decide, each under its span where the request has spans.
@@ -217,9 +208,6 @@ class Pipeline:
                 if answer.complete and ours and self.answer_observer is not None:
                     self.answer_observer.offer(active.decision, answer.tier, asked.chat)
                 await answer.aclose(error or answer.error)
-                mirror = self.mirror if ours and not active.context.mirrored else None
-                if mirror is not None and answer.complete and error is None:
-                    mirror.offer(active.decision, answer, asked, active.context.request_id)
         finally:
             try:
                 self.overflow.ended(active, error)

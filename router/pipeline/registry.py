@@ -186,7 +186,6 @@ class RequestRegistry:
             team=context.caller.team,
             visits=request.visits,
             charge=request.charge,
-            mirrored=context.mirrored,
             overflow=answer.overflow if answer is not None else None,
             overflow_failure=diverted.failure if diverted is not None else None,
         )

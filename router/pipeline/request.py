@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from classifier import PromptClass, extract
 from router.auth.api_keys import ANONYMOUS, BeyondKey, Caller
 from router.policy.decision import PRIORITIES, Query, Sla
-from router.upstream.engine_request import MIRROR_HEADER
 from tiers.prefix_memory import Part, Prefix
 
 if TYPE_CHECKING:
@@ -54,11 +53,6 @@ class RequestContext:
         """Return one of the request's headers."""
         value = self.sent.get(name)
         return None if value is None else value.decode("latin-1")
-
-    @property
-    def mirrored(self) -> bool:
-        """Tell whether another router mirrors it."""
-        return MIRROR_HEADER in self.sent
 
     @property
     def ids(self) -> dict[str, str]:

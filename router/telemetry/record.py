@@ -50,7 +50,6 @@ class RequestRecord(NamedTuple):
         team: Of the caller's key; empty: none.
         visits: What tiers computed of it; only of callers with a key.
         charge: To its caller's budgets; None: it has none.
-        mirrored: Another router mirrors it here.
         overflow: Name of the server outside of the fleet that answered; None: none did.
         overflow_failure: Why that server did not answer: ``full``, ``paused`` or ``unsupported``, so that it was not asked;
             ``failed`` or ``cancelled``; None: it did, or there was no need.
@@ -87,7 +86,6 @@ class RequestRecord(NamedTuple):
     team: str = ""
     visits: tuple[Visit, ...] = ()
     charge: Charge | None = None
-    mirrored: bool = False
     overflow: str | None = None
     overflow_failure: str | None = None
 
@@ -147,7 +145,6 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
         "hedged": record.hedged,
         "continued_on": list(record.continued_on),
         "cost": chosen.cost if chosen else None,
-        "mirrored": record.mirrored,
     }
 
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from tiers.replica import Replica
 
 LOGPROBS = {"logprobs": True, "top_logprobs": 1}  # how sure an engine is of its first choices
-MIRROR_HEADER = b"x-qarr-mirror"  # of a request that another router mirrors, which is not mirrored again
 DEFAULT_COMPLETION = 16  # tokens of a completion that gives no limit, as OpenAI and vLLM have it
 _NUMBERS = {
     "n": "gen_ai.request.choice.count",

@@ -68,7 +68,6 @@ def test_the_commands_for_operators_are_there() -> None:
     [
         "first-fault.md",
         "install.md",
-        "mirroring.md",
         "observing.md",
         "outgrowing.md",
         "page.md",

@@ -40,7 +40,7 @@ def test_changes_are_listed_by_field_without_secrets() -> None:
             "policy": {"max_loss": {"code": 0.01}},
             "tiers": {"fast": {"env": {"A": "hidden"}}},
             "engine": {"api_key": "hidden"},
-            "mirror": {"api_key": "hidden"},
+            "overflow": {"api_key": "hidden"},
             "state": {"redis_url": "redis://:hidden@localhost"},
         },
     )
@@ -52,7 +52,7 @@ def test_changes_are_listed_by_field_without_secrets() -> None:
         "engine.api_key": False,
         "policy.max_loss": True,
         "state.redis_url": False,
-        "mirror.api_key": True,
+        "overflow.api_key": True,
     }
     assert str(found["limits.max_tokens"]) == "limits.max_tokens: 4096 -> 7"
     assert "hidden" not in "".join(map(str, found.values()))
