@@ -98,6 +98,7 @@ class Router:
     """
 
     app: ASGIApp
+    pipeline: Pipeline
     prepare: Callable[[Settings], Callable[[], None]]
 
 
@@ -175,7 +176,7 @@ def wire_router(
         served.app, keys, telemetry, server_state,
         answered=metrics.answered, direct=served.direct, local_names=served.local_names,
     )  # fmt: skip
-    return Router(telemetry.instrument(gate), partial(_prepare, parts, gate))
+    return Router(telemetry.instrument(gate), pipeline, partial(_prepare, parts, gate))
 
 
 def _metrics(wired: _Wired, settings: Settings, tls: Tls | None) -> Metrics:

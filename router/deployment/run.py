@@ -16,7 +16,7 @@ from router.deployment.on_ray import OnRay
 from router.deployment.options import fleet_options, supervisor_options
 from router.deployment.reloading import Parts
 from router.lifecycle import ServerState
-from router.line_file import LineFile
+from router.line_file import PrivateFile
 from router.server.handover import TakenError, TakeoverError, control_path, handing_over
 from router.server.http_protocol import protocol_for
 from router.server.memory import set_aside
@@ -63,12 +63,10 @@ def check_files(settings: Settings) -> None:
     for key, path in written.items():
         if path is None or path.is_fifo():  # opening one waits for a reader
             continue
-        file = LineFile(path)
         try:
-            file.open()
+            PrivateFile(path, 0, 0, key).close()
         except OSError as error:
             raise SettingsError(f"{key}: {path} cannot be written ({error.strerror})") from error
-        file.close()
     if profiles.exists() and not profiles.is_dir():
         raise SettingsError(f"policy.profiles: {profiles} is not a folder")
 

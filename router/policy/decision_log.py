@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from router.line_file import LineFile, LineWriter
+from router.line_file import LineWriter
 from router.policy.decision import PolicyParameters, Query, Refusal
 from router.policy.profiles import ProfileError, first_fault
 from tiers.snapshot import FleetSnapshot  # noqa: TC001  pydantic reads these
@@ -113,7 +113,7 @@ class DecisionLog:
     """Writes records to a file that is rotated by size, in a thread."""
 
     def __init__(self, path: Path, max_bytes: int = 0) -> None:
-        self._writer = LineWriter(LineFile(path, max_bytes, KEPT_FILES), "the decision log")
+        self._writer = LineWriter(path, "the decision log", max_bytes, KEPT_FILES)
         self._table: PolicyParameters | None = None
         self._policy, self._head = "", b""
 

@@ -7,7 +7,7 @@ import random
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from router.line_file import LineFile, LineWriter
+from router.line_file import LineWriter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +22,7 @@ class PromptSamples:
 
     def __init__(self, path: Path, share: float) -> None:
         self._share, self._left = share, MAX_PROMPTS - _count_lines(path)
-        self._writer = LineWriter(LineFile(path), "the file of sampled prompts")
+        self._writer = LineWriter(path, "the file of sampled prompts")
 
     def offer(self, text: str, features: PromptFeatures) -> None:
         """Write a prompt, by chance."""

@@ -2,10 +2,7 @@
 
 Every line of a request carries its ids. No line has prompts, keys, headers or query strings. A thread writes the lines, so
 that a stopped terminal or a slow disk delays no request; where more come than can be written, some are left out, and the
-log says how many.
-
-There is a line for every inference request, so it is made once, for one of the two (``telemetry.request_lines``), and
-never is a ``logging.LogRecord``.
+log says how many. ``telemetry.request_lines`` says where the line of each inference request goes.
 """
 
 from __future__ import annotations
@@ -17,16 +14,13 @@ import os
 import re
 import sys
 import time
-from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from logging.handlers import QueueHandler
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
 
-from pydantic_core import to_json
-
-from router.line_file import Batches, LineFile, LostLines
+from router.line_file import Losses, PrivateFile, Writer, made_record
 from router.telemetry.record import Outcome, render_summary
 
 if TYPE_CHECKING:
@@ -39,7 +33,6 @@ if TYPE_CHECKING:
     from router.telemetry.record import RequestRecord
 
 ROUTER_FILE = "router-{port}.log"
-QUEUED_LINES = 10_000
 MAX_CHARS = 4_000  # of one message: an engine's error may have any length
 PATH_CHARS = 120
 NOT_LOGGED = {"/health", "/healthz", "/readyz"}  # their 503 is no failure, and load balancers ask every second
@@ -151,13 +144,6 @@ def shown_ms(milliseconds: float | None) -> str:
     return f"{milliseconds:.0f}ms" if milliseconds >= 100 else f"{milliseconds:.1f}ms"  # noqa: PLR2004
 
 
-class _ShownLine(NamedTuple):
-    """A request's line that standard error gets, and perhaps the file as well."""
-
-    text: bytes
-    line: bytes | None
-
-
 class Logging:
     """The process's logging, to standard error and perhaps a file, until ``stop``.
 
@@ -172,8 +158,9 @@ class Logging:
         self._telemetry = telemetry
         self._stderr = _Stream(telemetry)
         self._file: _File | None = None
-        self._lines = _Lines("writes the log", self._write, QUEUED_LINES)
-        self._handler = _RequestHandler(self._lines)  # type: ignore[arg-type]
+        self._writer = Writer(self._stderr)
+        self._handler = _Queued(self._writer.queue)
+        self._handler.put = self._writer.put
         logging.basicConfig(level=logging.WARNING, handlers=[self._handler], force=True)
         logging.getLogger("qarr").setLevel(min(_level(telemetry), logging.INFO))
         Logging.current = self
@@ -193,15 +180,17 @@ class Logging:
             return None
         path = folder / ROUTER_FILE.format(port=port)
         try:
-            self._file = _File(path, self._telemetry.log_file_mb << 20, self._telemetry.log_files)
+            self._file = file = _File(path, self._telemetry.log_file_mb << 20, self._telemetry.log_files, "the log")
         except OSError as error:
             logging.getLogger("qarr.router").warning("no log is kept in %s: %s", path, error.strerror)
             return None
-        self._file.setLevel(min(_level(self._telemetry), logging.INFO))
+        file.setFormatter(JsonFormatter())
+        file.setLevel(min(_level(self._telemetry), logging.INFO))
         wanted, stderr = self._telemetry.request_lines, self._stderr
-        self._file.requests = wanted != "stderr"
+        file.requests = wanted != "stderr"
         stderr.requests &= wanted != "auto" or stderr.json
-        return path if self._file.requests and not stderr.requests else None
+        self._writer.handlers = (stderr, file)
+        return path if file.requests and not stderr.requests else None
 
     def set_level(self, telemetry: TelemetrySettings) -> None:
         """Take the level of new settings."""
@@ -213,87 +202,41 @@ class Logging:
 
     def request(self, record: RequestRecord, level: int) -> None:
         """Write the line of a request that has ended, to what such lines are for; of one that went wrong, to both."""
-        file, stderr, wrong = self._file, self._stderr, level >= logging.WARNING
-        in_file = file is not None and (file.requests or wrong)
-        shown = stderr.requests or (wrong and level >= stderr.level)
-        if not (in_file or shown):
+        if level < logging.WARNING and not any(handler.requests for handler in (self._stderr, self._file) if handler):
             return
-        line = _json_line(record, level) if in_file or stderr.json else None
-        if shown:
-            text = stderr.text(record, level) if line is None or not stderr.json else line
-            self._lines.put(_ShownLine(text, line if in_file else None))
-        else:
-            self._lines.put(line)
+        fields = render_summary(record)
+        text = f"POST {record.route} {fields['outcome']}"
+        ids = record.request_id, record.trace_id
+        self._writer.put(made_record("qarr.request", level, text, fields={"event": "request", **fields}, ids=ids))
 
     def say(self, write: Callable[[], None]) -> None:
         """Have the thread write something else to standard error, in order."""
-        self._lines.put(write)
+        self._writer.put(write)
 
     def stop(self) -> bool:
         """Write what is queued, and release the log; return False if it cannot be written, as to a stopped terminal."""
         logging.getLogger().removeHandler(self._handler)
         Logging.current = None
         atexit.unregister(self.stop)
-        return self._lines.close()
-
-    def _write(self, batch: list[Any]) -> None:
-        """Write lines, and call the functions that write something else; in the thread."""
-        file, stderr = self._file, self._stderr
-        sinks: list[_Sink] = [stderr] if file is None else [stderr, file]
-        for item in batch:
-            if isinstance(item, bytes):
-                sinks[-1].lines.append(item)
-            elif isinstance(item, _ShownLine):
-                stderr.lines.append(item.text)
-                if item.line is not None:
-                    sinks[-1].lines.append(item.line)
-            elif isinstance(item, logging.LogRecord):
-                for sink in sinks:
-                    if item.levelno >= sink.level:
-                        sink.handle(item)
-            else:
-                stderr.flush()
-                with suppress(Exception):  # nobody reads standard error any longer
-                    item()
-        for sink in sinks:
-            sink.flush()
-
-
-def _json_line(record: RequestRecord, level: int) -> bytes:
-    """Return a request's line as JSON. Its message is short: ``request_line`` makes the whole one from the same fields."""
-    line = render_summary(record)
-    line["arrived_at"], line["at"] = line["at"], int(time.time() * 1000) / 1000
-    line["level"] = "info" if level == logging.INFO else "warning"
-    line["logger"], line["event"] = "qarr.request", "request"
-    line["message"] = f"POST {record.route} {line['outcome']}"
-    return to_json(line)
+        written = self._writer.close()
+        if written and self._file is not None:
+            self._file.close()
+        return written
 
 
 def _level(telemetry: TelemetrySettings) -> int:
     return logging.getLevelNamesMapping()[telemetry.log_level.upper()]
 
 
-class _Lines(Batches[Any]):
-    """Log records, request lines and functions for the thread that writes; those that do not fit are counted."""
-
-    _left_out = 0
-
-    def put(self, item: Any) -> bool:
-        """Queue a line; if the queue is full, count it."""
-        if self._left_out:
-            text = f"{self._left_out} lines are left out here: they came faster than they could be written"
-            notice = logging.makeLogRecord({
-                "name": "qarr.router", "levelno": logging.WARNING, "levelname": "WARNING", "msg": text})  # fmt: skip
-            self._left_out = 0 if super().put(notice) else self._left_out
-        taken = super().put(item)
-        self._left_out += not taken
-        return taken
+def _is_request(record: logging.LogRecord) -> bool:
+    """Tell whether a record is the line of a request that has ended well."""
+    return record.name == log.name and record.levelno < logging.WARNING and hasattr(record, "fields")
 
 
-class _RequestHandler(QueueHandler):
+class _Queued(QueueHandler):
     """Queues log records for the thread that writes them, with the ids of their request."""
 
-    queue: Any
+    put: Callable[[logging.LogRecord], None]
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         """Format the message now: its arguments may change. The record is not copied: no other handler gets it."""
@@ -305,100 +248,60 @@ class _RequestHandler(QueueHandler):
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Queue a line."""
-        self.queue.put(record)
+        """Queue a line; one that does not fit is counted."""
+        self.put(record)
 
 
-class _Sink(logging.Handler):
-    """Gathers lines, which ``flush`` writes all at once.
+class _File(PrivateFile):
+    """The log file.
 
     Attributes:
-        lines: Those gathered.
         requests: Whether the lines of requests that ended well are for it.
     """
 
-    def __init__(self, what: str, formatter: logging.Formatter) -> None:
-        super().__init__()
-        self.setFormatter(formatter)
-        self.lines: list[bytes] = []
-        self.requests = True
-        self._losses = LostLines(what)
+    requests = True
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Gather a line; no error stops the thread."""
-        try:
-            self.lines.append(self.format(record).encode("utf-8", "backslashreplace"))
-        except Exception as error:  # noqa: BLE001  one line must not end the log
-            self._losses.failed(error)
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Leave out lines that are not for it."""
+        return self.requests or not _is_request(record)
 
 
-class _File(_Sink):
-    """A file rotated by size; during a handover another router on the same port may rotate it too."""
-
-    def __init__(self, path: Path, max_bytes: int, kept: int) -> None:
-        """Open the file.
-
-        Raises:
-            OSError: It cannot be opened.
-        """
-        super().__init__(f"the log {path}", JsonFormatter())
-        self._file = LineFile(path, max_bytes, kept)
-        self._file.open()
-
-    def flush(self) -> None:
-        """Write what is gathered."""
-        lines, self.lines = self.lines, []
-        if lines:
-            self._losses.write(self._file, lines)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-        super().close()
-
-
-class _Stream(_Sink):
+class _Stream(Losses, logging.StreamHandler[Any]):
     """Standard error, which may be a file on a full disk, or a pipe that nobody reads any longer.
 
     Attributes:
         json: Whether its lines are JSON, as the file's are.
+        requests: Whether the lines of requests that ended well are for it.
     """
 
+    what = "standard error"
+
     def __init__(self, telemetry: TelemetrySettings) -> None:
-        self.json, self._stream = telemetry.log_format == "json", sys.stderr
-        self._text = TextFormatter(colour=sys.stderr.isatty() and not os.environ.get("NO_COLOR"))
-        super().__init__("standard error", JsonFormatter() if self.json else self._text)
+        super().__init__(sys.stderr)
+        self.json = telemetry.log_format == "json"
+        colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        self.setFormatter(JsonFormatter() if self.json else TextFormatter(colour=colour))
         self.setLevel(_level(telemetry))
         self.requests = telemetry.request_lines != "file" and self.level <= logging.INFO
-        if not self.json:
-            self.addFilter(
-                lambda record: not record.name.startswith(SHOWN_BY_THE_COMMAND) or record.levelno >= logging.ERROR
-            )
 
-    def text(self, record: RequestRecord, level: int) -> bytes:
-        """Return a request's line for a person."""
-        text, ids = request_line(render_summary(record)), (record.request_id, record.trace_id)
-        return self._text.line(time.time(), logging.getLevelName(level), text, ids).encode("utf-8", "backslashreplace")
-
-    def flush(self) -> None:
-        """Write what is gathered; the log file says how many lines are lost."""
-        lines, self.lines = self.lines, []
-        if not lines:
-            return
-        try:
-            self._stream.write(b"\n".join((*lines, b"")).decode())
-            self._stream.flush()
-        except Exception as error:  # noqa: BLE001  nobody reads it any longer
-            self._losses.failed(error, len(lines))
-        else:
-            self._losses.written()
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Leave out lines that are not for it, and states of replicas, for which the command has lines of its own."""
+        if not self.json and record.name.startswith(SHOWN_BY_THE_COMMAND) and record.levelno < logging.ERROR:
+            return False
+        return self.requests or not _is_request(record)
 
 
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: ``at`` in Unix seconds, ``level``, ``logger``, ``message``, ids, and a record's own fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Return the line; it is made once, for its size is asked for before it is written."""
+        made: str | None = getattr(record, "json", None)
+        if made is None:
+            made = record.__dict__["json"] = self._made(record)
+        return made
+
+    def _made(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
             "at": round(record.created, 3),
             "level": record.levelname.lower(),
@@ -407,7 +310,10 @@ class JsonFormatter(logging.Formatter):
         }
         if ids := getattr(record, "ids", None):
             line["request_id"], line["trace_id"] = ids
-        line |= getattr(record, "fields", {})
+        fields = getattr(record, "fields", {})
+        line |= fields
+        if fields.get("event") == "request":
+            line |= {"arrived_at": fields["at"], "at": round(record.created, 3)}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str, separators=(",", ":"))
@@ -423,24 +329,12 @@ class TextFormatter(logging.Formatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a log record's line."""
+        """Return a log record's line, with control characters escaped."""
         fields = getattr(record, "fields", {})
-        ids = getattr(record, "ids", None) or (fields.get("request_id"), fields.get("trace_id"))
-        trace = "\n" + self.formatException(record.exc_info) if record.exc_info else ""
-        return self.line(record.created, record.levelname, record.msg, ids) + trace
-
-    def line(self, at: float, level: str, message: str, ids: tuple[str | None, str | None]) -> str:
-        """Return a line, with control characters escaped.
-
-        Args:
-            at: Unix seconds.
-            level: In capitals.
-            message: What it says.
-            ids: The request's and the trace's, if there are any.
-        """
-        clock = time.strftime("%H:%M:%S", time.localtime(at))
-        text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", message)
-        request_id, trace_id = ids
+        message = request_line(fields) if fields.get("event") == "request" else str(record.msg)
+        request_id, trace_id = getattr(record, "ids", None) or (fields.get("request_id"), fields.get("trace_id"))
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        text, level = escaped(message), record.levelname
         tail = f" trace={trace_id}" if trace_id else ""
         if trace_id and str(request_id) not in text:
             tail += f" request={request_id}"
@@ -448,4 +342,10 @@ class TextFormatter(logging.Formatter):
             tail = f"\x1b[2m{tail}\x1b[0m" if tail else ""
             clock, shade = f"\x1b[2m{clock}\x1b[0m", self._COLOURS.get(level)
             level = f"\x1b[{shade}m{level}\x1b[0m" if shade else level
-        return f"{clock} {level} {text}{tail}"
+        trace = "\n" + self.formatException(record.exc_info) if record.exc_info else ""
+        return f"{clock} {level} {text}{tail}{trace}"
+
+
+def escaped(text: str) -> str:
+    """Return a text without control characters, which would reach a terminal."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from router.cli.log_reader import Filter, Logs
 from router.settings import TelemetrySettings
-from router.telemetry.logs import Logging, begin_request, log_failure, log_request
+from router.telemetry.logs import Logging, begin_request, log_failure, log_request, request_line
 from router.telemetry.record import Outcome, render_summary
 from tests.unit.own_router import own_router
 from tests.unit.records import decision, record
@@ -99,7 +98,7 @@ def test_a_request_has_its_line_where_the_settings_say(
 
 @pytest.mark.parametrize("each", [GOOD, BAD], ids=["good", "bad"])
 def test_a_line_has_the_whole_record(each: RequestRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every field in the file; for a person the same text on standard error as `qarr logs` makes of the file's line."""
+    """Every field in the file; for a person the text on standard error is made of the same fields."""
     log = Log(tmp_path, request_lines="both")
     log_request(each)
     (line,) = log.end()
@@ -110,16 +109,12 @@ def test_a_line_has_the_whole_record(each: RequestRecord, tmp_path: Path, capsys
     assert (line["event"], line["logger"], line["level"]) == ("request", "qarr.request", "warning" if wrong else "info")
     assert line["at"] > line["arrived_at"]
     (shown,) = capsys.readouterr().err.splitlines()
-    logs = Logs(tmp_path, "router", Filter())
-    (entry,) = logs.last(None)
-    logs.close()
+    text = request_line(line)
     assert shown.partition(" ")[2] == (
-        f"{'WARNING' if wrong else 'INFO'} {entry.text} trace={each.trace_id} request={each.request_id}"
+        f"{'WARNING' if wrong else 'INFO'} {text} trace={each.trace_id} request={each.request_id}"
     )
-    assert entry.text.startswith(
-        "POST /generate refused (too_long) " if wrong else "POST /generate ok class=chat tier="
-    )
-    assert ("why: the cheapest" in entry.text) is wrong
+    assert text.startswith("POST /generate refused (too_long) " if wrong else "POST /generate ok class=chat tier=")
+    assert ("why: the cheapest" in text) is wrong
 
 
 @pytest.mark.parametrize("took", [0.0, 0.004, 0.016, 1.0, 2.345678, 235.12345, 99.994, 99.996, 640_000.987, 1e12])
@@ -129,15 +124,6 @@ def test_times_are_shown_in_hundredths(took: float) -> None:
     shown = render_summary(record(**dict.fromkeys(names, took)))
     assert [shown[name] for name in names] == [round(took, 2)] * 5
     assert render_summary(record(ttft_ms=None))["ttft_ms"] is None
-
-
-def test_lines_of_another_release_show_their_message(tmp_path: Path) -> None:
-    """It may have other fields."""
-    line = {"at": 1e9, "level": "info", "logger": "qarr.request", "event": "request", "message": "POST /generate ok"}
-    (tmp_path / "router-1.log").write_text(json.dumps(line) + "\n")
-    logs = Logs(tmp_path, "router", Filter())
-    assert [entry.text for entry in logs.last(None)] == ["POST /generate ok"]
-    logs.close()
 
 
 def test_a_logged_request_has_no_second_line(tmp_path: Path) -> None:
@@ -156,34 +142,11 @@ def test_a_logged_request_has_no_second_line(tmp_path: Path) -> None:
     assert [(line["request_id"], line["event"]) for line in log.end()] == [("bad-1", "request"), ("other-1", "http")]
 
 
-def test_lines_are_written_many_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that have come meanwhile in one write, in order, among the lines of other loggers."""
-    writes = []
-    write = os.write
-
-    def counted(descriptor: int, data: bytes) -> int:
-        writes.append(data)
-        return write(descriptor, data)
-
-    log = Log(tmp_path)
-    released = log.hold()
-    monkeypatch.setattr("os.write", counted)
-    for number in range(200):
-        if number == 100:
-            logging.getLogger("qarr.router").info("half of them")
-        log_request(record(request_id=f"r{number}"))
-    released.set()
-    lines = log.end()
-    names = [line.get("request_id", line["message"]) for line in lines]
-    assert names == [*(f"r{n}" for n in range(100)), "half of them", *(f"r{n}" for n in range(100, 200))]
-    assert sum(b'"r199"' in data and b'"r0"' in data for data in writes) == 1
-
-
 def test_lines_that_do_not_fit_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """While nothing can be written nobody waits; afterwards the log says how many are left out, and goes on."""
-    monkeypatch.setattr("router.telemetry.logs.QUEUED_LINES", 10)
+    monkeypatch.setattr("router.line_file.QUEUED_LINES", 10)
     log = Log(tmp_path)
     released = log.hold()
     for number in range(25):
