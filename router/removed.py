@@ -22,7 +22,9 @@ class Removed(NamedTuple):
 
 
 SETTINGS: dict[str, Removed] = {}  # by "section.name", or "section" for all of it
-COMMANDS: dict[str, str] = {}  # by the command's name: what to use
+COMMANDS: dict[str, str] = {
+    "replay": "run '.venv/bin/python benchmarks/replay.py' from a checkout of the project",
+}  # by the command's name: what to use
 OPTIONS: dict[str, str] = {}  # by the option, such as --workers: what to use
 
 

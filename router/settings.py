@@ -1167,7 +1167,8 @@ class TelemetrySettings(Section):
     )
     prompt_share: Share = Field(0.01, description="Share of prompts that are sampled to that file.")
     decision_log: Path | None = Field(
-        None, description="File for every decision with all its inputs except the prompt; `qarr replay` reads it."
+        None,
+        description="File for every decision with all its inputs except the prompt; `benchmarks/replay.py` reads it.",
     )
     decision_log_mb: int = Field(100, ge=1, description="Size at which that file is rotated; three old ones are kept.")
     log_format: Literal["text", "json"] = Field("text", description="Format of the router's log on standard error.")

@@ -6,7 +6,6 @@ from html import escape
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from router.policy.loss_regression import NEEDED, regressions
 from router.policy.profiles import CHECK_TOKENS, REFERENCE
 from tiers.spec import PRECISIONS, TierName, in_order
 
@@ -47,38 +46,11 @@ Measured {profile.created:%Y-%m-%d %H:%M} UTC on checkpoints {escape(digests)}.<
 <th>not first choice, %</th><th>KL, mean</th><th>KL, 95th percentile</th><th>perplexity ratio</th>
 <th>leaves the reference after</th><th>never leaves</th></tr></thead>
 <tbody>{"".join(map(_row, profile.losses))}</tbody></table></div>
-{_by_prompt(profile)}
 {_certainty(profile)}
 <p><small>Beside each estimate its 95&nbsp;% bootstrap interval over prompts. KL in nats per token, of the
 {profile.top_k} likeliest tokens of each side and one rest: a lower bound.</small></p>
 </body></html>
 """
-
-
-def _by_prompt(profile: QualityProfile) -> str:
-    """Return a table of how well prompts' features predict their loss."""
-    rows = []
-    for tier, found in regressions(profile).items():
-        cells = [
-            tier,
-            "yes" if found.used else "no",
-            str(found.prompts),
-            f"{found.error:.4f}",
-            f"{found.class_error:.4f}",
-            f"{found.gain:.1f}",
-            f"{found.rank_correlation:.2f}",
-            f"{found.class_rank_correlation:.2f}",
-        ]
-        rows.append(_cells(cells))
-    if not rows:
-        return ""
-    return f"""<h2>Loss by prompt</h2>
-<p>A regression on a prompt's length, code and the classifier's certainty predicts how its loss differs from its class's
-mean. Decisions use it only if its squared error on held-out prompts is at least {NEEDED:g} standard errors below that of the
-class's mean.</p>
-<div class="wide"><table><thead><tr><th>tier</th><th>used</th><th>prompts</th><th>error</th><th>of the class's mean</th>
-<th>gain, standard errors</th><th>rank correlation</th><th>of the class's mean</th></tr></thead>
-<tbody>{"".join(rows)}</tbody></table></div>"""
 
 
 def _certainty(profile: QualityProfile) -> str:

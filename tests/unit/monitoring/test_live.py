@@ -165,7 +165,7 @@ async def test_the_policy_is_shown_as_it_is_now(tmp_path: Path) -> None:
     async with router_stack(tmp_path, {"policy": {"max_loss": {"code": 0.25}, "sla_confidence": 0.8}}) as stack:
         policy = (await stack.client.get(f"{stack.url}/policy")).json()
         assert (policy["max_loss"]["code"], policy["sla_confidence"]) == (0.25, 0.8)
-        assert policy["losses"] == policy["prompt_losses"] == policy["promoted"] == {}
+        assert policy["losses"] == policy["promoted"] == {}
         assert policy["live_losses"] == []
         assert policy["max_loss"].keys() == {"code"}
         assert len(policy["class_floor"]) > 1

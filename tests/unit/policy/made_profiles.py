@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from classifier import PromptClass
 from router.policy.profiles import (
@@ -13,7 +13,6 @@ from router.policy.profiles import (
     Interval,
     LatencyProfile,
     Loss,
-    Observation,
     QualityProfile,
     Sample,
 )
@@ -40,23 +39,12 @@ def quality(
     *losses: Loss,
     identities: Identities = IDENTITIES,
     certainties: tuple[Certainty, ...] = (),
-    observations: tuple[Observation, ...] = (),
 ) -> QualityProfile:
     """Return a quality profile."""
     return QualityProfile(
         created=AT, model="m", checkpoints=identities, answer_tokens=8, top_k=10, prompts="p", losses=losses,
-        certainties=certainties, observations=observations,
+        certainties=certainties,
     )  # fmt: skip
-
-
-def observed(tier: TierName, kind: PromptClass, chars: int, disagreed: int, tokens: int, **changes: Any) -> Observation:
-    """Return what was seen of an answer to a prompt, with words of five letters unless their number is given."""
-    plain: dict[str, Any] = {
-        "words": max(chars // 6, 1), "confidence": 0.9, "contains_code": False, "asks_for_code": False,
-    }  # fmt: skip
-    return Observation(
-        tier=tier, prompt_class=kind, chars=chars, disagreed=disagreed, tokens=tokens, **(plain | changes)
-    )
 
 
 def certainties(tier: TierName, count: int) -> tuple[Certainty, ...]:

@@ -97,6 +97,14 @@ def test_files_are_named_by_what_was_measured() -> None:
     assert len(set(names)) == len(names)
 
 
+def test_fields_of_earlier_releases_are_ignored(tmp_path: Path) -> None:
+    """Whatever a profile of version 1 or 2 had beside the losses."""
+    earlier = {"version": 1, "observations": [{"tier": "fast", "chars": 20}], "certainties": [{"logprob": -1.0}]}
+    path = tmp_path / "quality.json"
+    path.write_text(json.dumps(json.loads(quality(loss(FAST, 0.2)).model_dump_json()) | earlier))
+    assert load_profile(path).losses == (loss(FAST, 0.2),)
+
+
 def test_profiles_are_the_same_after_a_file(tmp_path: Path) -> None:
     """Both kinds, with all that is in them."""
     path = tmp_path / "profile"

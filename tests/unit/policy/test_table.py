@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import pickle
@@ -14,9 +13,9 @@ import pytest
 from classifier import PromptClass
 from router.policy.decision import ExpectedLoss
 from router.policy.profiles import latency_name, profile_name
-from router.policy.table import FIT_EVERY, LIVE_ANSWERS, PolicyStore, policy_table
+from router.policy.table import PolicyStore, policy_table
 from router.settings import CLASS_FLOOR, load_settings
-from tests.unit.policy.made_profiles import IDENTITIES, certainties, fit, latency, loss, observed, quality
+from tests.unit.policy.made_profiles import IDENTITIES, certainties, fit, latency, loss, quality
 from tests.unit.policy.test_decide import query
 from tiers.fleet import Fleet
 from tiers.replica import Replica
@@ -25,7 +24,7 @@ from tiers.spec import STANDARD_TIERS, ReplicaState, TierSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from router.policy.profiles import LatencyProfile, Observation, QualityProfile
+    from router.policy.profiles import LatencyProfile, QualityProfile
     from router.settings import PolicySettings
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
@@ -214,86 +213,13 @@ def test_successors_are_those_of_the_fleet_now() -> None:
     assert store.successors(BALANCED, query()) == (fast.spec.name,)
 
 
-def by_length(count: int = 60, *, first: int = 0) -> tuple[Observation, ...]:
-    """Return chats that the fast tier loses the more of the longer they are."""
-    return tuple(observed(FAST, PromptClass.CHAT, 20 * (n + 1), n // 3, 32) for n in range(first, first + count))
-
-
-def test_loss_by_prompt_comes_and_goes_with_the_profile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is used where it predicts better, and the log says so once."""
-    with caplog.at_level(logging.INFO):
-        store = PolicyStore(settings(tmp_path), made_fleet())
-        assert (store.learned.regressions, store.table.prompt_losses) == ({}, {})
-        path = write(tmp_path, quality(loss(FAST, 0.3), observations=by_length()))
-        store.take_up()
-        assert store.learned.regressions[FAST].used
-        assert store.table.prompt_losses == {FAST: store.learned.regressions[FAST].model}
-        write(tmp_path, quality(loss(FAST, 0.3), observations=by_length()), at=2.0)
-        store.take_up()
-    assert caplog.text.count("loss of each prompt on fast, predicted by its features: used: error on 60") == 1
-    path.unlink()
-    store.take_up()
-    assert (store.learned.regressions, store.table.prompt_losses) == ({}, {})
-
-
-def test_a_profile_of_an_earlier_release_gives_loss_by_class(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And the log says what to run for more."""
-    path = write(tmp_path, quality(loss(FAST, 0.3), observations=by_length()))
-    earlier = json.loads(path.read_text()) | {"version": 1}
-    del earlier["observations"]
-    path.write_text(json.dumps(earlier))
-    with caplog.at_level(logging.INFO):
-        store = PolicyStore(settings(tmp_path), made_fleet())
-    assert store.table.losses[FAST][PromptClass.CHAT].mean == 0.3
-    assert store.table.prompt_losses == {}
-    assert "is of an earlier release, so loss is known by class only; 'qarr profile quality' adds" in caplog.text
-
-
-@pytest.mark.anyio
-async def test_live_answers_are_learned_from_until_the_checkpoints_change(tmp_path: Path) -> None:
-    """Every few of them; the newest are kept."""
-    write(tmp_path, quality(loss(FAST, 0.3), observations=by_length(35)))
-    store = PolicyStore(settings(tmp_path), made_fleet())
-    assert store.learned.regressions == {}
-    learned = by_length(FIT_EVERY, first=35)
-    for answer in learned[:-1]:
-        await store.learn(answer)
-    assert store.learned.regressions == {}
-    await store.learn(learned[-1])
-    assert store.learned.regressions[FAST].prompts == 35 + FIT_EVERY
-    assert store.table.prompt_losses
-    write(tmp_path, quality(loss(FAST, 0.4), observations=by_length(36)), at=2.0)  # measured anew: they still count
-    store.take_up()
-    assert store.learned.regressions[FAST].prompts == 35 + FIT_EVERY
-    for answer in by_length(LIVE_ANSWERS + FIT_EVERY - LIVE_ANSWERS % FIT_EVERY, first=100):
-        await store.learn(answer)
-    assert store.learned.regressions[FAST].prompts == 36 + LIVE_ANSWERS
-    (tmp_path / profile_name(IDENTITIES)).unlink()
-    store.take_up()
-    await store.learn(learned[0])
-    write(tmp_path, quality(loss(FAST, 0.3), observations=by_length(40)), at=3.0)
-    store.take_up()
-    assert store.learned.regressions[FAST].prompts == 40
-
-
-@pytest.mark.anyio
-async def test_a_worker_takes_over_what_the_scoring_process_has_learned(tmp_path: Path) -> None:
+def test_a_worker_takes_over_what_the_scoring_process_has_learned(tmp_path: Path) -> None:
     """At once, and whichever of them reads a new profile first."""
-    write(tmp_path, quality(loss(FAST, 0.3), observations=by_length(35)))
+    write(tmp_path, quality(loss(FAST, 0.3)))
     first, worker = (PolicyStore(settings(tmp_path), made_fleet()) for _ in range(2))
     live = ExpectedLoss(0.5, 0.4, 0.6)
     first.observe(FAST, PromptClass.CODE, live)
     first.promote({PromptClass.CODE: BALANCED})
-    for answer in by_length(FIT_EVERY, first=35):
-        await first.learn(answer)
     worker.follow(pickle.loads(pickle.dumps(first.learned)))  # noqa: S301  as processes send it
     assert worker.table == first.table
     assert worker.table.losses[FAST][PromptClass.CODE] == live
-    assert worker.table.prompt_losses
-    write(tmp_path, quality(loss(FAST, 0.4), observations=by_length(35)), at=2.0)
-    worker.take_up()
-    assert worker.table.prompt_losses == first.table.prompt_losses
-    first.take_up()
-    worker.follow(first.learned)
-    assert worker.table == first.table
-    assert worker.table.losses[FAST][PromptClass.CHAT].mean == 0.4

@@ -8,9 +8,8 @@ from datetime import UTC, datetime
 import pytest
 
 from classifier import PromptClass
-from router.policy.profiles import MIN_CERTAINTIES, TOP_K, Certainty, Interval, Loss, Observation, QualityProfile
+from router.policy.profiles import MIN_CERTAINTIES, TOP_K, Certainty, Interval, Loss, QualityProfile
 from router.profiling.quality_report import render
-from tests.unit.policy.made_profiles import observed
 from tiers.spec import TierName
 
 
@@ -27,12 +26,12 @@ def loss(share: float, prompts: int = 40) -> Loss:
     )  # fmt: skip
 
 
-def report(*losses: Loss, certainties: tuple[Certainty, ...] = (), observations: tuple[Observation, ...] = ()) -> str:
+def report(*losses: Loss, certainties: tuple[Certainty, ...] = ()) -> str:
     """Return a profile's report."""
     return render(
         QualityProfile(
             created=datetime(2026, 1, 2, 3, 4, tzinfo=UTC), model="m", checkpoints={TierName.FAST: "f" * 64},
-            answer_tokens=32, top_k=TOP_K, prompts="c", losses=losses, certainties=certainties, observations=observations,
+            answer_tokens=32, top_k=TOP_K, prompts="c", losses=losses, certainties=certainties,
         )
     )  # fmt: skip
 
@@ -70,20 +69,6 @@ def test_the_least_certain_answers_are_set_against_the_others() -> None:
     (row,) = re.findall(r"<tr><td>fast</td><td>10%</td>(.*?)</tr>", text)
     assert row.endswith("<td>50.0%</td><td>0.0%</td>")
     assert "certainty" not in report(certainties=(unsure,) * (MIN_CERTAINTIES - 1))  # too few for a threshold
-
-
-def test_how_well_prompts_are_predicted_is_set_against_the_class() -> None:
-    """Whether it is used, and both errors and rank correlations."""
-    losing = (loss(0.1).model_copy(update={"prompt_class": PromptClass.CHAT}),)
-    for disagreed, used in ((lambda n: n // 3, "yes"), (lambda n: n * 7 % 5, "no")):
-        seen = tuple(observed(TierName.FAST, PromptClass.CHAT, 20 * (n + 1), disagreed(n), 32) for n in range(60))
-        (row,) = re.findall(r"<tr><td>fast</td>(<td>[a-z]+</td>.*?)</tr>", report(*losing, observations=seen))
-        cells = re.findall(r"<td>(.*?)</td>", row)
-        assert cells[:2] == [used, "60"]
-        assert (float(cells[2]) < float(cells[3])) is (float(cells[4]) > 0) is (used == "yes")
-        assert (float(cells[5]) > 0.9) is (used == "yes")
-        assert float(cells[6]) == 0  # of one class
-    assert "Loss by prompt" not in report(*losing)
 
 
 def test_a_class_is_named_once_whichever_tiers_there_are() -> None:
