@@ -43,10 +43,8 @@ from router.monitoring.mirror import MirrorEndpoint
 from router.monitoring.page import Page
 from router.monitoring.usage import Labels, UsageEndpoint
 from router.pipeline.admission import Admission
-from router.pipeline.cascade import Cascade
 from router.pipeline.charging import Charging
 from router.pipeline.failover import Failover
-from router.pipeline.opening import Direct, Hedging
 from router.pipeline.overflow import Overflow
 from router.pipeline.pipeline import Pipeline
 from router.pipeline.queue_lines import Lines
@@ -383,7 +381,6 @@ def _wire(
     samples = None
     if kept.sampled_prompts is not None and kept.prompt_share:
         samples = PromptSamples(kept.sampled_prompts, kept.prompt_share)
-    cascade = Cascade(Direct(upstream), policy, upstream, telemetry)
     pipeline = Pipeline(
         fleet=fleet,
         counter=counter,
@@ -391,8 +388,9 @@ def _wire(
         quotas=Quotas(redis_url, local=links.ledger if links is not None else None),
         charging=_charging(settings, fleet, policy, database),
         admission=admission,
-        opener=cascade,
-        cascade=cascade,
+        failover=Failover(
+            fleet, policy, upstream, telemetry, settings.upstream.attempts, settings.limits.default_max_tokens
+        ),
         overflow=Overflow(OverflowClient(settings.overflow, settings.upstream, telemetry), decisions, telemetry),
         registry=registry,
         decisions=decisions,
@@ -415,16 +413,13 @@ def _wire(
 
 
 def _pipeline(wired: _Wired, settings: Settings) -> Pipeline:
-    """Return the pipeline with the strategies that the settings switch on."""
-    base, upstream = wired.pipeline, wired.upstream
-    policy, telemetry = base.policy, base.telemetry
-    opener = Hedging(upstream, telemetry) if settings.upstream.hedge else Direct(upstream)
-    cascade = Cascade(opener, policy, upstream, telemetry)
+    """Return the pipeline as the settings have it."""
+    base = wired.pipeline
     attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
-    failover = Failover(cascade, base.fleet, policy, upstream, telemetry, attempts, max_tokens)
+    failover = replace(base.failover, attempts=attempts, default_max_tokens=max_tokens)
     observer = wired.observer if settings.policy.live_check_share else None
     mirror = wired.mirror if settings.mirror.active else None
-    return replace(base, opener=failover, cascade=cascade, answer_observer=observer, mirror=mirror)
+    return replace(base, failover=failover, answer_observer=observer, mirror=mirror)
 
 
 def _evaluated_share(settings: Settings, links: Links | None) -> float:

@@ -21,7 +21,11 @@ class Removed(NamedTuple):
     refused: bool
 
 
-SETTINGS: dict[str, Removed] = {}  # by "section.name", or "section" for all of it
+SETTINGS: dict[str, Removed] = {
+    "policy.check_share": Removed("lower policy.loss_budget for more answers at a higher precision", refused=False),
+    "policy.check_wait_s": Removed("first tokens are no longer held", refused=False),
+    "upstream.hedge": Removed("late first tokens are no longer asked of a second tier", refused=False),
+}  # by "section.name", or "section" for all of it
 COMMANDS: dict[str, str] = {
     "replay": "run '.venv/bin/python benchmarks/replay.py' from a checkout of the project",
 }  # by the command's name: what to use

@@ -671,8 +671,6 @@ class PolicySettings(Section):
             "prices",
             "min_confidence",
             "max_slowdown",
-            "check_share",
-            "check_wait_s",
             "live_check_share",
         }
     )
@@ -722,14 +720,6 @@ class PolicySettings(Section):
         "precision is not used.",
     )
 
-    check_share: float = Field(
-        0,
-        ge=0,
-        lt=1,
-        description="Cascade: share of a cheap tier's streamed answers, the least certain ones, that a higher "
-        "precision answers instead, before the first byte. Needs a quality profile. 0: off.",
-    )
-    check_wait_s: PositiveFloat = Field(2, description="Longest time that first tokens are held for the cascade.")
     live_check_share: Share = Field(
         0,
         description="Shadow evaluation: share of prompts served by a cheap tier that are answered again and scored "
@@ -820,7 +810,6 @@ class UpstreamSettings(Section):
             "attempts",
             "retry_share",
             "retry_reserve",
-            "hedge",
             "breaker_failures",
             "breaker_failure_share",
             "breaker_pause_s",
@@ -839,11 +828,6 @@ class UpstreamSettings(Section):
         0.2, description="Retries before the first byte that each request adds to a budget shared by all requests."
     )
     retry_reserve: NonNegativeInt = Field(50, description="Retries in that budget at the start, and at most.")
-    hedge: bool = Field(
-        False,
-        description="If the first token of a streamed request with an SLA on TTFT is later than its predicted 95th "
-        "percentile, ask a second tier too, and use the answer that begins first.",
-    )
     breaker_failures: int = Field(3, ge=1, description="Failures in a row after which a replica gets no requests.")
     breaker_failure_share: float = Field(
         0.5, gt=0, le=1, description="Share of failures among its last attempts with the same effect."

@@ -60,7 +60,6 @@ TOTALS = {
     "client_gone": Outcome.CLIENT_GONE.value,
     "retries": "retries",
     "continuations": "continuations",
-    "escalations": "escalations",
 }
 
 

@@ -26,10 +26,8 @@ REFERENCE = TierName.PRECISE
 TOP_K = 10  # logprobs a token; vLLM's own maximum is 20 by default
 
 MIN_SPREAD = 0.05  # of log(seen / predicted): live requests scatter by this much even where the fit is perfect
-MIN_CERTAINTIES = 20  # answers that a threshold is taken from
 MIN_PROMPTS = 5  # of a class; resampling fewer tells nothing about other prompts
 MIN_LIVE = 8  # answers of a class that shadow evaluation scored, before they count
-CHECK_TOKENS = 8  # first tokens of an answer that show how certain a tier is of it
 
 
 class Frozen(BaseModel):
@@ -64,19 +62,6 @@ class Loss(Frozen):
     def certain(self) -> bool:
         """Tell whether there were enough prompts for the intervals to mean anything."""
         return self.prompts >= MIN_PROMPTS
-
-
-class Certainty(Frozen):
-    """How certain a tier was of one answer's beginning, and what the answer lost.
-
-    Attributes:
-        logprob: Mean log-probability of its first choice over the first ``CHECK_TOKENS`` tokens.
-        disagreement: Share of the answer's tokens that are not the reference's first choice.
-    """
-
-    tier: TierName
-    logprob: float
-    disagreement: float
 
 
 class _Profile(Frozen):
@@ -123,13 +108,7 @@ class QualityProfile(_Profile):
     top_k: int
     prompts: str
     losses: tuple[Loss, ...]
-    certainties: tuple[Certainty, ...] = ()
     adapter: str | None = None
-
-    def threshold(self, tier: TierName, share: float) -> float | None:
-        """Return the certainty that a share (0..1) of a tier's answers stays under; None: too few answers were measured."""
-        found = [c.logprob for c in self.certainties if c.tier is tier]
-        return percentile(found, share) if len(found) >= MIN_CERTAINTIES else None
 
     def loss(self, prompt_class: PromptClass, tier: TierName) -> Loss | None:
         """Return what was measured for a class and tier."""

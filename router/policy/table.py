@@ -69,7 +69,6 @@ class PolicyStore:
         self._seen: list[float | None] = []
         self.learned = Learned()
         self.quality: QualityProfile | None = None
-        self._thresholds: dict[TierName, float] = {}
         self.table = policy_table(settings)
         self._load()
 
@@ -95,20 +94,6 @@ class PolicyStore:
         names = {name for spec in self._fleet.specs for name in spec.adapters}
         identities, folder = self._identities, self._settings.profiles
         return {name: folder / profile_name(identities, name) for name in sorted(names)}
-
-    @property
-    def check_enabled(self) -> bool:
-        """Tell whether the cascade checks answers' first tokens."""
-        return self._settings.check_share > 0
-
-    @property
-    def check_wait_s(self) -> float:
-        """Return the longest time that first tokens are held for the check, in seconds."""
-        return self._settings.check_wait_s
-
-    def check_threshold(self, tier: TierName) -> float | None:
-        """Return the certainty under which a higher tier begins the answer again; None: not measured."""
-        return self._thresholds.get(tier)
 
     def successors(self, tier: TierName, query: Query) -> tuple[TierName, ...]:
         """Return the tiers that may take over now from one that failed, in order."""
@@ -222,14 +207,6 @@ class PolicyStore:
             self.learned = replace(self.learned, losses={})
         self.quality = quality
         self._fleet.rank_by_loss(_mean_losses(quality) if quality is not None else {})
-        share = self._settings.check_share
-        tiers = self._identities
-        found = {tier: quality.threshold(tier, share) for tier in tiers} if quality and share else {}
-        self._thresholds = {tier: value for tier, value in found.items() if value is not None}
-        if share and not self._thresholds:
-            log.warning(
-                "policy.check_share is set, but no quality profile has the tiers' certainty: nothing is checked"
-            )
         table = replace(policy_table(self._settings, quality), adapters=self._adapter_losses(adapter_files))
         learned = self.learned
         self.table = replace(table, promoted=learned.promoted, losses=_with_live(table.losses, learned.losses))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from classifier import EstimatingCounter, PromptClass, extract
 from router.policy.profiles import REFERENCE, TOP_K, ProfileError, QualityProfile
 from router.profiling.client import first_of
-from router.profiling.quality import Score, certainties, judge, summarise
+from router.profiling.quality import Score, judge, summarise
 from router.profiling.scoring import GreedyAnswer, greedy_body, read_greedy, read_scored, scoring_body
 
 if TYPE_CHECKING:
@@ -114,7 +114,6 @@ async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int]
         top_k=TOP_K,
         prompts=_digest("".join(sorted(p.digest for p in plan.prompts))),
         losses=await asyncio.to_thread(summarise, scores),  # seconds, of resampling
-        certainties=certainties(scores),
         adapter=plan.adapter,
     )
 

@@ -68,7 +68,6 @@ class CheckRequest:
     request_id: str = field(default_factory=lambda: f"check-{secrets.token_hex(8)}")
     operation: str = "chat"
     streamed: bool = False
-    wants_logprobs: bool = False
     wants_usage: bool = False
     priority: int = PRIORITIES["batch"]
     resumption: None = None

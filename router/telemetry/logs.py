@@ -134,7 +134,7 @@ def request_line(record: Mapping[str, Any]) -> str:
         parts.append(f"retries={record['attempts_failed']}")
     if record["continued_on"]:
         parts.append("continued_on=" + ",".join(record["continued_on"]))
-    parts.extend(name for name in ("escalated", "hedged", "mirrored") if record.get(name))
+    parts += ["mirrored"] if record.get("mirrored") else []
     if record["key"]:
         parts.append(f"key={record['key']}")
     if record["outcome"] == Outcome.REFUSED:

@@ -97,7 +97,6 @@ async def test_a_new_reader_sees_the_last_requests_then_the_fleet(tmp_path: Path
         fleet = seen[3][1]
         assert fleet["totals"] == {
             "requests": 3, "ok": 2, "refused": 1, "errors": 0, "client_gone": 0, "retries": 0, "continuations": 0,
-            "escalations": 0,
         }  # fmt: skip
         fast = fleet["tiers"][0]
         assert (fast["requests"], fast["errors"], fast["sla"]) == (2, 0, {"asked": 2, "met": 2})

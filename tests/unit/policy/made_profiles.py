@@ -1,4 +1,4 @@
-"""Profiles with given losses, certainties and speeds, for tests of what is done with them."""
+"""Profiles with given losses and speeds, for tests of what is done with them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from classifier import PromptClass
 from router.policy.profiles import (
-    Certainty,
     Fit,
     FitError,
     Interval,
@@ -38,18 +37,11 @@ def loss(tier: TierName, mean: float, kind: PromptClass = PromptClass.CHAT, prom
 def quality(
     *losses: Loss,
     identities: Identities = IDENTITIES,
-    certainties: tuple[Certainty, ...] = (),
 ) -> QualityProfile:
     """Return a quality profile."""
     return QualityProfile(
         created=AT, model="m", checkpoints=identities, answer_tokens=8, top_k=10, prompts="p", losses=losses,
-        certainties=certainties,
     )  # fmt: skip
-
-
-def certainties(tier: TierName, count: int) -> tuple[Certainty, ...]:
-    """Return answers whose certainty is -1, -2, and so on."""
-    return tuple(Certainty(tier=tier, logprob=-float(n), disagreement=0.1) for n in range(1, count + 1))
 
 
 def fit(tier: TierName, step_ms: float, spread: float = 0.2) -> Fit:

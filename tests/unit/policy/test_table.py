@@ -15,7 +15,7 @@ from router.policy.decision import ExpectedLoss
 from router.policy.profiles import latency_name, profile_name
 from router.policy.table import PolicyStore, policy_table
 from router.settings import CLASS_FLOOR, load_settings
-from tests.unit.policy.made_profiles import IDENTITIES, certainties, fit, latency, loss, quality
+from tests.unit.policy.made_profiles import IDENTITIES, fit, latency, loss, quality
 from tests.unit.policy.test_decide import query
 from tiers.fleet import Fleet
 from tiers.replica import Replica
@@ -179,23 +179,6 @@ def test_promotions_outlast_new_profiles(tmp_path: Path) -> None:
     store.promote({PromptClass.CODE: PRECISE})
     assert store.table.promoted == {PromptClass.CODE: PRECISE}
     assert before.promoted == {}
-
-
-def test_thresholds_are_the_share_of_answers_to_check(tmp_path: Path) -> None:
-    """Of tiers with enough answers; by default, with a share of 0, no answer is checked."""
-    write(tmp_path, quality(certainties=certainties(FAST, 21) + certainties(BALANCED, 3)))
-    store = PolicyStore(settings(tmp_path, check_share=0.5, check_wait_s=7), made_fleet())
-    assert (store.check_enabled, store.check_wait_s) == (True, 7)
-    assert [store.check_threshold(tier) for tier in STANDARD_TIERS] == [-11, None, None]
-    off = PolicyStore(settings(tmp_path), made_fleet())
-    assert not off.check_enabled
-    assert off.check_threshold(FAST) is None
-
-
-def test_checks_without_a_measurement_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Who asks for checks learns that there are none."""
-    PolicyStore(settings(tmp_path, check_share=0.5), made_fleet())
-    assert "nothing is checked" in caplog.text
 
 
 def test_successors_are_those_of_the_fleet_now() -> None:

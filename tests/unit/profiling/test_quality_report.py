@@ -1,4 +1,4 @@
-"""The report of a quality profile: every figure with its interval, and the certainty that a check could use."""
+"""The report of a quality profile: every figure with its interval."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import pytest
 
 from classifier import PromptClass
-from router.policy.profiles import MIN_CERTAINTIES, TOP_K, Certainty, Interval, Loss, QualityProfile
+from router.policy.profiles import TOP_K, Interval, Loss, QualityProfile
 from router.profiling.quality_report import render
 from tiers.spec import TierName
 
@@ -26,12 +26,12 @@ def loss(share: float, prompts: int = 40) -> Loss:
     )  # fmt: skip
 
 
-def report(*losses: Loss, certainties: tuple[Certainty, ...] = ()) -> str:
+def report(*losses: Loss) -> str:
     """Return a profile's report."""
     return render(
         QualityProfile(
             created=datetime(2026, 1, 2, 3, 4, tzinfo=UTC), model="m", checkpoints={TierName.FAST: "f" * 64},
-            answer_tokens=32, top_k=TOP_K, prompts="c", losses=losses, certainties=certainties,
+            answer_tokens=32, top_k=TOP_K, prompts="c", losses=losses,
         )
     )  # fmt: skip
 
@@ -58,17 +58,6 @@ def test_the_scale_holds_the_largest_interval(share: float, top: str) -> None:
 def test_an_empty_profile_is_a_report_too() -> None:
     text = report()
     assert "<tbody></tbody>" in text
-    assert "certainty" not in text
-
-
-def test_the_least_certain_answers_are_set_against_the_others() -> None:
-    """Of 20 answers the two least certain lose half of their tokens, the others nothing."""
-    sure = Certainty(tier=TierName.FAST, logprob=-0.1, disagreement=0.0)
-    unsure = Certainty(tier=TierName.FAST, logprob=-2.0, disagreement=0.5)
-    text = report(certainties=(unsure,) * 2 + (sure,) * (MIN_CERTAINTIES - 2))
-    (row,) = re.findall(r"<tr><td>fast</td><td>10%</td>(.*?)</tr>", text)
-    assert row.endswith("<td>50.0%</td><td>0.0%</td>")
-    assert "certainty" not in report(certainties=(unsure,) * (MIN_CERTAINTIES - 1))  # too few for a threshold
 
 
 def test_a_class_is_named_once_whichever_tiers_there_are() -> None:
