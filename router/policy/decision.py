@@ -227,7 +227,6 @@ class TierReport:
         cost: Engine-seconds, times the tier's price.
         verdict: ``chosen``, or why not.
         cached_prompt_tokens: Tokens of the prompt that the replica that would serve it is likely to have in its cache.
-        meets: It can serve the request within the bounds asked for.
     """
 
     tier: TierName
@@ -237,7 +236,6 @@ class TierReport:
     expected_loss: ExpectedLoss | None
     cost: float | None
     verdict: str
-    meets: bool = False
     cached_prompt_tokens: int | None = None
 
 
