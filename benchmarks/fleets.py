@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from router.policy.replay import Summary
+    from recording import Summary
 
 QARR = ROOT / ".venv/bin/qarr"
 NOTHING: dict[str, dict[str, Any]] = {}

@@ -81,11 +81,11 @@ from open_loop import (
     write_lines,
 )
 from plots import Point, Series, chart
+from policy_simulation import simulate
+from recording import differing, read_recording, seen, summarise
 from simulated_engine import HARDWARE, offline
 
 from router.policy.profiles import percentile
-from router.policy.replay import differing, read_recording, seen, summarise
-from router.policy.simulation import simulate
 from router.settings import cache_dir
 from tiers.spec import STANDARD_TIERS, TierName
 
@@ -93,9 +93,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import psutil
+    from recording import Result as Replayed
 
     from router.policy.profiles import Interval, LatencyProfile, QualityProfile
-    from router.policy.replay import Result as Replayed
 
 ROWS = {
     "a": "all precise",

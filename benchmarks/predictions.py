@@ -8,7 +8,7 @@ tier gets a third of each, so that every precision is judged. The engines run si
 
 A prediction is that of the decision, before the request is sent. An error is abs(predicted - seen) / seen. Requests that
 failed, waited for a slot or were served by another tier than decided on do not count. The first minute is not counted: the
-router has just been started then. At last the arrivals in the decision log are simulated (``qarr replay``), beside what was
+router has just been started then. At last the arrivals in the decision log are simulated (``replay.py``), beside what was
 seen of the same requests.
 """
 
@@ -28,17 +28,18 @@ from typing import TYPE_CHECKING, Any
 from fleets import Engines, Router, beside, give_profiles, kept_profiles, measure_speed, real_engines, router
 from open_loop import Arrival, Workload, arrivals, read_prompts, send, write_lines
 from plots import Point, Series, chart
+from policy_simulation import simulate
+from recording import read_recording, seen, summarise
 
 from router.policy.profiles import percentile
-from router.policy.replay import read_recording, seen, summarise
-from router.policy.simulation import simulate
 from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from recording import Result
+
     from router.policy.decision_log import DecisionRecord, OutcomeRecord
-    from router.policy.replay import Result
 
 LENGTHS = (12, 24, 48, 64)
 LONG = 0.25  # share of requests that are several prompts at once

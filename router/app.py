@@ -42,10 +42,8 @@ from router.monitoring.metrics import Metrics
 from router.monitoring.page import Page
 from router.monitoring.usage import Labels, UsageEndpoint
 from router.pipeline.admission import Admission
-from router.pipeline.cascade import Cascade
 from router.pipeline.charging import Charging
 from router.pipeline.failover import Failover
-from router.pipeline.opening import Direct, Hedging
 from router.pipeline.overflow import Overflow
 from router.pipeline.pipeline import Pipeline
 from router.pipeline.registry import RequestRegistry
@@ -335,7 +333,6 @@ def _wire(
     samples = None
     if kept.sampled_prompts is not None and kept.prompt_share:
         samples = PromptSamples(kept.sampled_prompts, kept.prompt_share)
-    cascade = Cascade(Direct(upstream), policy, upstream, telemetry)
     pipeline = Pipeline(
         fleet=fleet,
         counter=counter,
@@ -343,8 +340,9 @@ def _wire(
         quotas=Quotas(redis_url),
         charging=_charging(settings, fleet, policy, database),
         admission=admission,
-        opener=cascade,
-        cascade=cascade,
+        failover=Failover(
+            fleet, policy, upstream, telemetry, settings.upstream.attempts, settings.limits.default_max_tokens
+        ),
         overflow=Overflow(OverflowClient(settings.overflow, settings.upstream, telemetry), decisions, telemetry),
         registry=registry,
         decisions=decisions,
@@ -365,15 +363,12 @@ def _wire(
 
 
 def _pipeline(wired: _Wired, settings: Settings) -> Pipeline:
-    """Return the pipeline with the strategies that the settings switch on."""
-    base, upstream = wired.pipeline, wired.upstream
-    policy, telemetry = base.policy, base.telemetry
-    opener = Hedging(upstream, telemetry) if settings.upstream.hedge else Direct(upstream)
-    cascade = Cascade(opener, policy, upstream, telemetry)
+    """Return the pipeline as the settings have it."""
+    base = wired.pipeline
     attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
-    failover = Failover(cascade, base.fleet, policy, upstream, telemetry, attempts, max_tokens)
+    failover = replace(base.failover, attempts=attempts, default_max_tokens=max_tokens)
     observer = wired.evaluation if settings.policy.live_check_share else None
-    return replace(base, opener=failover, cascade=cascade, answer_observer=observer)
+    return replace(base, failover=failover, answer_observer=observer)
 
 
 def _charging(settings: Settings, fleet: Fleet, policy: PolicyStore, database: Database) -> Charging:

@@ -28,10 +28,17 @@ SEVERAL_ROUTERS = "run several routers behind nginx or systemd's template unit, 
 # By "section.name", or "section" for all of it.
 SETTINGS: dict[str, Removed] = {
     "mirror": Removed(MIRROR, refused=False),
+    "policy.check_share": Removed("lower policy.loss_budget for more answers at a higher precision", refused=False),
+    "policy.check_wait_s": Removed("first tokens are no longer held", refused=False),
     "server.workers": Removed(SEVERAL_ROUTERS, refused=True),
     "server.worker_timeout_s": Removed(SEVERAL_ROUTERS, refused=True),
+    "upstream.hedge": Removed("late first tokens are no longer asked of a second tier", refused=False),
 }
-COMMANDS: dict[str, str] = {"mirror": MIRROR}  # by the command's name: what to use
+# By the command's name: what to use.
+COMMANDS: dict[str, str] = {
+    "mirror": MIRROR,
+    "replay": "run '.venv/bin/python benchmarks/replay.py' from a checkout of the project",
+}
 OPTIONS: dict[str, str] = {"--workers": SEVERAL_ROUTERS}  # by the option: what to use
 
 

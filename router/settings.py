@@ -664,8 +664,6 @@ class PolicySettings(Section):
             "prices",
             "min_confidence",
             "max_slowdown",
-            "check_share",
-            "check_wait_s",
             "live_check_share",
         }
     )
@@ -715,14 +713,6 @@ class PolicySettings(Section):
         "precision is not used.",
     )
 
-    check_share: float = Field(
-        0,
-        ge=0,
-        lt=1,
-        description="Cascade: share of a cheap tier's streamed answers, the least certain ones, that a higher "
-        "precision answers instead, before the first byte. Needs a quality profile. 0: off.",
-    )
-    check_wait_s: PositiveFloat = Field(2, description="Longest time that first tokens are held for the cascade.")
     live_check_share: Share = Field(
         0,
         description="Shadow evaluation: share of prompts served by a cheap tier that are answered again and scored "
@@ -813,7 +803,6 @@ class UpstreamSettings(Section):
             "attempts",
             "retry_share",
             "retry_reserve",
-            "hedge",
             "breaker_failures",
             "breaker_failure_share",
             "breaker_pause_s",
@@ -832,11 +821,6 @@ class UpstreamSettings(Section):
         0.2, description="Retries before the first byte that each request adds to a budget shared by all requests."
     )
     retry_reserve: NonNegativeInt = Field(50, description="Retries in that budget at the start, and at most.")
-    hedge: bool = Field(
-        False,
-        description="If the first token of a streamed request with an SLA on TTFT is later than its predicted 95th "
-        "percentile, ask a second tier too, and use the answer that begins first.",
-    )
     breaker_failures: int = Field(3, ge=1, description="Failures in a row after which a replica gets no requests.")
     breaker_failure_share: float = Field(
         0.5, gt=0, le=1, description="Share of failures among its last attempts with the same effect."
@@ -1114,7 +1098,8 @@ class TelemetrySettings(Section):
     )
     prompt_share: Share = Field(0.01, description="Share of prompts that are sampled to that file.")
     decision_log: Path | None = Field(
-        None, description="File for every decision with all its inputs except the prompt; `qarr replay` reads it."
+        None,
+        description="File for every decision with all its inputs except the prompt; `benchmarks/replay.py` reads it.",
     )
     decision_log_mb: int = Field(100, ge=1, description="Size at which that file is rotated; three old ones are kept.")
     log_format: Literal["text", "json"] = Field("text", description="Format of the router's log on standard error.")

@@ -28,7 +28,6 @@ COMMANDS = (
     ("serve",),
     ("classify",),
     ("plan",),
-    ("replay",),
     ("model",),
     ("model", "prepare"),
     ("model", "list"),

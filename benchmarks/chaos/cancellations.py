@@ -2,7 +2,7 @@
 
     python benchmarks/chaos/cancellations.py [--rounds 2000] [--clients 500] [--seed 1]
 
-A router over fake engines in this process, with quotas, a queue, hedging, the check of first tokens and continuation.
+A router over fake engines in this process, with quotas, a queue and continuation.
 First, requests of every kind and in every trouble are cut off at an await, one after another: the work is cancelled while
 it waits, or when what it waits for is just there, or the client disconnects, or the server stops. Then clients come over
 sockets, many at once, and leave at random moments while engines fail at random. Prints what was cut off, and what was
@@ -99,7 +99,6 @@ def _disturb(engine: Any, dice: random.Random) -> None:
     engine.delay_s = dice.choice((0, 0.01, 0.03))
     engine.break_after = dice.choice((None, None, None, 0, 2, 5))
     engine.status = dice.choice((200,) * 9 + (500,))
-    engine.certainty = dice.choice((-0.1, -3.0))
 
 
 async def run(folder: Path, options: argparse.Namespace) -> list[str]:

@@ -198,12 +198,8 @@ QUALITY: dict[str, tuple[Chart, ...]] = {
               ((rate("qarr_live_checked_answers_total", "class, tier"), "{{class}} on {{tier}}"),), "stacked"),
     ),
     "Answers that changed tier": (
-        Chart("Escalations", PER_S, "Begun again at a higher precision, before the first byte.",
-              ((rate("qarr_escalations_total", "from_tier, to_tier") + " or vector(0)", "{{from_tier}} → {{to_tier}}"),), "stacked"),
         Chart("Continuations", PER_S, "Answers that another engine went on with.",
               ((rate("qarr_continuations_total", "from_tier, to_tier") + " or vector(0)", "{{from_tier}} → {{to_tier}}"),), "stacked"),
-        Chart("Hedges", PER_S, "First tokens that a second tier had sooner.",
-              ((rate("qarr_hedges_total", "tier") + " or vector(0)", "{{tier}}"),), "stacked"),
     ),
     "Predictions": (
         Chart("Error of predicted TTFT", SHARE, "Of what was seen.",

@@ -61,7 +61,6 @@ class GenerateRequest:
     max_tokens: int
     sampling: Mapping[str, Any]
     messages: tuple[Mapping[str, str], ...]
-    checkable: bool
     sequences: int = 1
     undraftable: str = ""
     adapter: str | None = None
@@ -72,7 +71,7 @@ class GenerateRequest:
         """Return what its caller names its conversation by."""
         return session_of(self.context)
 
-    def engine_request(self, decision: Decision, *, wants_logprobs: bool) -> ChatRequest:
+    def engine_request(self, decision: Decision) -> ChatRequest:
         """Return what the engine is asked: the prompt goes through the model's own chat template there."""
         return ChatRequest(
             messages=self.messages,
@@ -80,7 +79,6 @@ class GenerateRequest:
             sampling=self.sampling,
             priority=self.options.priority,
             request_id=engine_request_id(self.context),
-            wants_logprobs=wants_logprobs,
             adapter=self.adapter,
         )
 
@@ -108,7 +106,6 @@ def read_request(
         max_tokens=body.max_tokens or limits.default_max_tokens,
         sampling=_sampling(body, limits),
         messages=tuple(messages),
-        checkable=body.stream and body.adapter is None,  # thresholds are the model's, not an adapter's
         adapter=body.adapter,
     )
 

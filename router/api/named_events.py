@@ -89,16 +89,15 @@ class PassedCall:
     session: str
     sequences: int = 1
     truncated: str = ""  # nothing is cut here
-    checkable: bool = False  # these endpoints give no log-probabilities that the cascade could look at
 
     @property
     def undraftable(self) -> str:
         """Return its parameters that vLLM refuses with speculative decoding."""
         return undraftable_of(self.document)
 
-    def engine_request(self, decision: Decision, *, wants_logprobs: bool) -> PassedRequest:
+    def engine_request(self, decision: Decision) -> PassedRequest:
         """Return what the engine is asked."""
-        del decision, wants_logprobs
+        del decision
         return PassedRequest(
             document=self.document,
             path=self.path,

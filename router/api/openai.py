@@ -107,13 +107,7 @@ class CompletionRequest:
         """Return its parameters that vLLM refuses with speculative decoding."""
         return undraftable_of(self.document)
 
-    @property
-    def checkable(self) -> bool:
-        """Tell whether its first tokens could be held while the engine's certainty is looked at."""
-        plain = self.path == CHAT and self.sequences == 1 and not as_boolean(self.document.get("logprobs"))
-        return self.streamed and plain and self.adapter is None  # thresholds are the model's, not an adapter's
-
-    def engine_request(self, decision: Decision, *, wants_logprobs: bool) -> RelayRequest:
+    def engine_request(self, decision: Decision) -> RelayRequest:
         """Return what the engine is asked."""
         del decision
         chat, resumption = self.path == CHAT, None
@@ -128,7 +122,6 @@ class CompletionRequest:
             priority=self.priority,
             wants_usage=self.wants_usage,
             resumption=resumption,
-            wants_logprobs=wants_logprobs,
             adapter=self.adapter,
         )
 

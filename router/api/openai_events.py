@@ -2,7 +2,7 @@
 
 The router asks every engine for token counts: the final chunk that holds only them is left out where the caller did not ask
 for it, and then the engine's fingerprint, which vLLM would have put on the last chunk of each choice, is put back there.
-Token ids, which failover needs, and log-probabilities, which the cascade needs, are taken out.
+Token ids, which failover needs, are taken out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from router.api.paths import ErrorForm
 from router.api.problems import describe
 from router.api.serving import reason_of
 from router.upstream.engine_stream import continued_on
-from router.upstream.json_object import read_json
 from router.upstream.sse import DONE, SEPARATOR
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from router.upstream.sse import Chunk, PlainTexts
 
 # Quotes in a JSON string are escaped, so these stand only where a member of that name does.
-_LOGPROBS, _FINGERPRINT = b'"logprobs":{', b'"system_fingerprint"'
+_FINGERPRINT = b'"system_fingerprint"'
 _IDS = (b'"token_ids":[', b'"prompt_token_ids":[')
 _PLAIN_IDS = re.compile(rb'"token_ids":\[[\d,]*+\]')
 
@@ -91,8 +90,6 @@ class RelayedEvents:
             if chunk.token_ids and not chunk.finish_reason and chunk.choice and chunk.choice.get("delta") == {}:
                 return None
             raw = _without_ids(raw)
-        if self._answer.wants_logprobs and _LOGPROBS in raw:
-            raw = _without_logprobs(raw)
         if chunk.finish_reason is not None and not self._wants_usage and _FINGERPRINT not in raw and raw.endswith(b"}"):
             fingerprint = self._answer.fingerprint
             if fingerprint:
@@ -144,11 +141,3 @@ def _without_ids(event: bytes) -> bytes:
         if found:
             event = head + name[:-1] + b"null" + rest.partition(b"]")[2]
     return event
-
-
-def _without_logprobs(raw: bytes) -> bytes:
-    """Return an event as the engine would have sent it without log-probabilities."""
-    chunk = read_json(raw.removeprefix(b"data:"))
-    for choice in chunk["choices"]:
-        choice["logprobs"] = None
-    return b"data: " + to_json(chunk)

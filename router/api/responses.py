@@ -96,17 +96,6 @@ RequestList = _model("RequestList", scope=Scope, requests="list[RequestRecord]")
 ListedTrace = _model("ListedTrace", trace_id=str, name=str, at=float, duration_ms=float, spans=int, kept_for=KeptFor)
 TraceList = _model("TraceList", scope=Scope, traces="list[ListedTrace]")
 Trace = _model("Trace", trace_id=str, at=float, duration_ms=float, spans=list[dict[str, Any]])
-LossRegression = _model(
-    "LossRegression",
-    "How well the features of prompts predict their loss on a tier, and how well its class's mean does",
-    used=bool,
-    prompts=int,
-    error=float,
-    class_error=float,
-    rank_correlation=float,
-    class_rank_correlation=float,
-    gain=Annotated[float, Field(description="How much lower its squared error is, in standard errors")],
-)
 BudgetLike = _model("BudgetLike", "As much as if this tier served everything", like=TierName)
 LossBudget = _model(
     "LossBudget",
@@ -123,7 +112,6 @@ Policy = _model(
     max_loss=Annotated[dict[PromptClass, float], Field(description="Caps of single requests; of some classes or none")],
     loss_budget="LossBudget",
     losses=dict[TierName, dict[PromptClass, ExpectedLoss]],
-    prompt_losses="dict[TierName, LossRegression]",
 )
 Operation = _model(
     "Operation",

@@ -20,7 +20,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("serve", "up"),
     "serve": ("serve", "serve"),
     "router": ("serve", "serve"),  # what it is called elsewhere
-    "replay": ("replay", "replay"),
     "logs": ("logs", "logs"),
     "top": ("top.app", "top"),
     "trace": ("trace", "trace"),

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from router.cli.client import URL, UrlOption, trusted
 from router.cli.common import ConfigOption, clock, err, plain, print_table
-from router.policy.loss_regression import regressions
 from router.policy.profiles import ProfileError, load_latency
 from router.profiling.client import connect
 from router.profiling.measure_latency import LatencyPlan, measure_latency
@@ -176,8 +175,6 @@ def _show(profile: QualityProfile) -> None:
             _shown(loss, loss.perplexity_ratio),
         )
     print_table(table)
-    for tier, regression in regressions(profile).items():
-        typer.echo(f"loss by prompt on {tier}: {regression}")
 
 
 def _shown(loss: Loss, value: Interval, factor: float = 1, digits: int = 3) -> str:

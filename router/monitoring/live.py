@@ -21,7 +21,6 @@ from router.api.asgi import body_message, cancel_on_disconnect, context_of, star
 from router.api.bodies import json_response, render_fleet, scope_of
 from router.api.paths import MOST_LISTED
 from router.policy.profiles import percentile
-from router.policy.render import render_regression
 from router.telemetry.record import Outcome, render_record
 from router.telemetry.trace_store import UnknownTrace, render_listed, render_trace
 
@@ -61,7 +60,6 @@ TOTALS = {
     "client_gone": Outcome.CLIENT_GONE.value,
     "retries": "retries",
     "continuations": "continuations",
-    "escalations": "escalations",
 }
 
 
@@ -362,9 +360,6 @@ class LiveEndpoints:
                         for kind, loss in losses.items()
                     }
                     for tier, losses in table.losses.items()
-                },
-                "prompt_losses": {
-                    tier: render_regression(found) for tier, found in self._pipeline.policy.learned.regressions.items()
                 },
                 "promoted": {kind.value: tier for kind, tier in table.promoted.items()},
                 "live_losses": [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
@@ -89,15 +89,13 @@ class RequestMetrics:
         self._sla = counter("sla_requests", "Requests with bounds on times, by whether they were met.", *KIND, "result")
         for reason in (*(refusal.value for refusal in Refusal), OVER_QUOTA, OVER_BUDGET):
             self._refusals.of(reason)  # at 0 from the start: a rate cannot see the first event of a new series
-        switch = ("from_tier", "to_tier")
-        self._continuations = counter("continuations", "Answers that another engine continued.", *switch)
-        self._escalations = counter("escalations", "Answers started again at a higher precision.", *switch)
+        text = "Answers that another engine continued."
+        self._continuations = counter("continuations", text, "from_tier", "to_tier")
         self._overflow = counter(
             "overflow_requests", "Requests without a slot, by what the overflow made of them.", "outcome"
         )
         for outcome in ("ok", "error", "client_gone", "full", "paused", "unsupported", "failed", "cancelled"):
             self._overflow.of(outcome)
-        self._hedges = counter("hedges", "First tokens that a second tier had sooner.", "tier")
         for one, other in permutations(tiers, 2):
             self._continuations.of(one, other)
         self._cost = counter("cost_engine_seconds", "Predicted engine time of requests, by price.", *KIND)
@@ -136,8 +134,8 @@ class RequestMetrics:
         self._measure(record, kind, tier, (chosen.cost if chosen else None) or 0.0)
         if outcome is Outcome.OK and chosen is not None and record.undisturbed:
             self._observe_predictions(record, tier, chosen)
-        if record.escalated or record.hedged or record.continued_on:
-            self._observe_switches(record, decided, tier)
+        for before, after in pairwise((tier, *record.continued_on)):
+            self._continuations.of(before, after).value += 1
 
     def _counts(self, kind: str, tier: str, outcome: str, decided: str, basis: str) -> tuple[Count, Count]:
         """Return the counts of requests and of decisions."""
@@ -172,16 +170,6 @@ class RequestMetrics:
             of.tpot.observe(record.tpot_ms / 1000, trace_id, now)
         if record.outcome is Outcome.OK:
             of.duration.observe(record.duration_ms / 1000, trace_id, now)
-
-    def _observe_switches(self, record: RequestRecord, decided: str, tier: str) -> None:
-        if record.escalated:
-            self._escalations.of(decided, tier).value += 1
-        if record.hedged:
-            self._hedges.of(tier).value += 1
-        before = tier
-        for after in record.continued_on:
-            self._continuations.of(before, after).value += 1
-            before = after
 
     def _observe_predictions(self, record: RequestRecord, tier: str, chosen: TierReport) -> None:
         """Compare predictions with what was seen of an undisturbed answer."""

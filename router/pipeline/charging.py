@@ -10,7 +10,6 @@ from router.auth.spending import HARD_STOP
 from router.policy.charge import Visit, tariff
 from router.policy.decide import decide
 from router.policy.decision import Refusal
-from router.policy.profiles import CHECK_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,11 +103,9 @@ class Charging:
 
 
 def visits_of(decision: Decision, answer: EngineAnswer) -> tuple[Visit, ...]:
-    """Return what each tier computed of an answer: the cheap start that was given up, the answer, its continuations."""
+    """Return what each tier computed of an answer and its continuations."""
     prompt = answer.usage.get("prompt_tokens", decision.query.tokens_to_read)
     parts, found, done = answer.parts, [], answer.output_tokens
-    if answer.escalation is not None and decision.tier is not None:
-        found.append(Visit(decision.tier, prompt, 0, CHECK_TOKENS))
     if parts:
         done = max(done - sum(part.output_tokens for part in parts), 0)
     found.append(Visit(answer.tier, prompt, answer.cached_tokens or 0, done))

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 
     from router.pipeline.admission import Admitted
-    from router.pipeline.opening import Opener
     from router.policy.decision import Decision
     from router.policy.table import PolicyStore
     from router.telemetry.tracing import Telemetry
@@ -57,7 +56,6 @@ class ContinuedRequest:
     operation: str = "text_completion"
     answers: AnswerFormat = COMPLETION_FORMAT
     streamed: bool = True
-    wants_logprobs: bool = False
     wants_usage: bool = False
     chat: None = None
     resumption: None = None
@@ -170,7 +168,6 @@ class Failover:
         default_max_tokens: What a tier's context must leave for a request without a limit of its own.
     """
 
-    opener: Opener
     fleet: Fleet
     policy: PolicyStore
     upstream: Upstream
@@ -179,8 +176,17 @@ class Failover:
     default_max_tokens: int
 
     async def open(self, admitted: Admitted, request: EngineRequest, sent_at: float) -> EngineAnswer:
-        """Open an answer, as ``Opener.open``."""
-        answer = await self.opener.open(admitted, request, sent_at)
+        """Open an answer that has begun.
+
+        Args:
+            admitted: The decision and its slot.
+            request: The request to an engine.
+            sent_at: When the request was first sent, by the monotonic clock.
+
+        Raises:
+            UpstreamError: As ``Upstream.open``.
+        """
+        answer = await self.upstream.open(admitted.decision, request, sent_at, lease=admitted.lease)
         if isinstance(answer, EngineStream) and answer.progress is not None and request.resumption is not None:
             rest = _Continuation(self, admitted.decision, request, request.resumption, answer.progress)
             answer.resume = rest.chunks

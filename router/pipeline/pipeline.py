@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from classifier import PromptFeatures, TokenCounter
     from router.auth.quota import Quotas
     from router.pipeline.admission import Admission
-    from router.pipeline.cascade import Cascade
     from router.pipeline.charging import Charging
-    from router.pipeline.opening import Opener
+    from router.pipeline.failover import Failover
     from router.pipeline.overflow import Overflow
     from router.pipeline.registry import ActiveRequest, RequestRegistry
     from router.pipeline.request import ParsedRequest, PromptText, RequestContext, RoutingOptions
@@ -58,8 +57,7 @@ class Pipeline:
     """Decides and serves. Wired once, in ``create_app``.
 
     Attributes:
-        opener: Opens answers, with every strategy that is switched on.
-        cascade: One of them: says which answers are checked.
+        failover: Opens answers.
         overflow: Answers requests that no tier has a slot for, where it may.
         decisions: The decision log; None: none is written.
         prompt_observer: None: no prompt is sampled.
@@ -73,8 +71,7 @@ class Pipeline:
     quotas: Quotas
     charging: Charging
     admission: Admission
-    opener: Opener
-    cascade: Cascade
+    failover: Failover
     overflow: Overflow
     registry: RequestRegistry
     decisions: DecisionLog | None
@@ -136,8 +133,7 @@ class Pipeline:
             Refused: No tier serves the request, or no slot was free in time.
             UpstreamError: No engine began an answer.
         """
-        wants_logprobs = request.checkable and self.cascade.watches(decision)
-        asked = request.engine_request(decision, wants_logprobs=wants_logprobs)
+        asked = request.engine_request(decision)
         active = self.registry.begin(request.context, decision, request.options.priority)
         grant, error = Grant(self.admission, request.context.caller.key_id), None
         try:
@@ -191,7 +187,7 @@ class Pipeline:
             return answer
         active.let_in(grant.slot)
         active.expected = self.policy.admitted(active.decision)
-        return await self.opener.open(grant.slot, asked, sent_at)
+        return await self.failover.open(grant.slot, asked, sent_at)
 
     async def _close(
         self, active: ActiveRequest, grant: Grant, asked: EngineRequest, error: BaseException | None

@@ -102,7 +102,7 @@ class RequestRegistry:
     Attributes:
         recent: The last records, at most ``kept``.
         observers: Called with each record, in order.
-        totals: Since the start: records by outcome, requests, retries, continuations and escalations.
+        totals: Since the start: records by outcome, requests, retries and continuations.
     """
 
     def __init__(self, server_state: ServerState, kept: int) -> None:
@@ -135,7 +135,6 @@ class RequestRegistry:
         totals[record.outcome] += 1
         totals["retries"] += record.attempts_failed
         totals["continuations"] += len(record.continued_on)
-        totals["escalations"] += record.escalated
         for observe in self.observers:
             try:
                 observe(record)
@@ -177,8 +176,6 @@ class RequestRegistry:
             duration_ms=(now - context.arrived) * 1000,
             sla_met=_kept(decision.query.sla, outcome, ttft_ms, tpot_ms),
             attempts_failed=answer.failed_attempts if answer is not None else 0,
-            escalated=answer is not None and answer.escalation is not None,
-            hedged=answer is not None and answer.hedge is not None,
             continued_on=tuple(continued_on(answer)) if answer is not None and answer.parts else (),
             expected=request.expected,
             cached_prompt_tokens=answer.cached_tokens if answer is not None else None,

@@ -183,11 +183,7 @@ class ParsedRequest(Protocol):
     def session(self) -> str:
         """Return what its caller names its conversation by; empty: nothing."""
 
-    @property
-    def checkable(self) -> bool:
-        """Tell whether the cascade may hold its first tokens while it checks their log-probabilities."""
-
-    def engine_request(self, decision: Decision, *, wants_logprobs: bool) -> EngineRequest:
+    def engine_request(self, decision: Decision) -> EngineRequest:
         """Return the request to an engine."""
 
 

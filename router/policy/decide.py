@@ -360,7 +360,6 @@ class _Case:
             expected_loss=estimate.loss,
             cost=round(cost, 4) if cost is not None else None,
             verdict=self._verdict(estimate),
-            meets=estimate.meets,
             cached_prompt_tokens=estimate.cached,
         )
 

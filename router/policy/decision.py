@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping  # noqa: TC003  pydantic reads it for the decision log
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
-from math import hypot, log
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol, Self
 
@@ -19,7 +18,6 @@ from tiers.spec import ReplicaState, TierName
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from router.policy.profiles import Observation
     from tiers.replica import Replica
     from tiers.spec import TierSpec
 
@@ -46,69 +44,6 @@ class ExpectedLoss:
 NO_LOSS = ExpectedLoss(0.0, 0.0, 0.0)
 
 
-def loss_features(prompt: PromptFeatures | Observation) -> tuple[float, float, float, bool, bool]:
-    """Return the numbers that ``PromptLoss`` is linear in.
-
-    Logarithm of the characters, and of the characters a word (it tells scripts without spaces, and code, from English);
-    the classifier's confidence; whether there is code; whether code is asked for. None depends on the tokenizer.
-    """
-    chars = prompt.chars or 1
-    return log(chars), log(chars / (prompt.words or 1)), prompt.confidence, prompt.contains_code, prompt.asks_for_code
-
-
-@dataclass(frozen=True, slots=True)
-class ClassLine:
-    """How the loss on a class's prompts differs from its mean.
-
-    Attributes:
-        offset: Difference where every feature is 0.
-        error: Half width of the 95 % interval of a difference, the largest of the class.
-        slopes: Of each of ``loss_features``.
-        seen: Lowest and highest value of each of the first three.
-    """
-
-    offset: float
-    error: float
-    slopes: tuple[float, float, float, float, float]
-    seen: tuple[float, float, float, float, float, float]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLoss:
-    """How a prompt's features change its loss on one tier; fitted by ``router/policy/loss_regression.py``."""
-
-    classes: Mapping[PromptClass, ClassLine]
-
-    def expected(self, prompt: PromptFeatures | Observation, mean: ExpectedLoss) -> ExpectedLoss:
-        """Return the loss on a prompt. A feature counts as no further out than was seen of the class.
-
-        Args:
-            prompt: Of a class that is known.
-            mean: Of the class. Each half of its interval h becomes sqrt(h^2 + error^2).
-        """
-        line = self.classes.get(prompt.prompt_class)
-        if line is None:
-            return mean
-        a, b, c, code, asked = loss_features(prompt)
-        a0, a1, b0, b1, c0, c1 = line.seen
-        by_a, by_b, by_c, by_code, by_asked = line.slopes
-        middle, error = mean.mean, line.error
-        share = (  # min and max take several times as long as comparisons
-            middle
-            + line.offset
-            + by_a * (a0 if a < a0 else a1 if a > a1 else a)  # noqa: FURB136
-            + by_b * (b0 if b < b0 else b1 if b > b1 else b)  # noqa: FURB136
-            + by_c * (c0 if c < c0 else c1 if c > c1 else c)  # noqa: FURB136
-        )
-        if code:
-            share += by_code
-        if asked:
-            share += by_asked
-        share = 0.0 if share < 0 else 1.0 if share > 1 else share
-        low, high = share - hypot(middle - mean.low, error), share + hypot(mean.high - middle, error)
-        return ExpectedLoss(share, 0.0 if low < 0 else low, 1.0 if high > 1 else high)
-
-
 class Priced(NamedTuple):
     """A tier that a request may take, as the price of loss weighs it.
 
@@ -130,7 +65,6 @@ class PolicyParameters:
         max_loss: By class; a class without one has no bound of its own.
         loss_budget: Mean loss, 0..1, or the tier that may not be lost more than.
         losses: By tier and class, from the quality profile; empty: not measured.
-        prompt_losses: By tier, where a prompt's features and its class predict its loss better than its class alone.
         promoted: Classes that lose more than they may in live answers, with the lowest tier that they get until they do not.
         adapters: By LoRA adapter, what ``losses`` is for the model itself.
     """
@@ -144,7 +78,6 @@ class PolicyParameters:
     max_slowdown: float = 4.0
     prices: Mapping[TierName, float] = field(default_factory=dict)
     losses: Mapping[TierName, Mapping[PromptClass, ExpectedLoss]] = field(default_factory=dict)
-    prompt_losses: Mapping[TierName, PromptLoss] = field(default_factory=dict)
     promoted: Mapping[PromptClass, TierName] = field(default_factory=dict)
     adapters: Mapping[str, Mapping[TierName, Mapping[PromptClass, ExpectedLoss]]] = field(default_factory=dict)
 
@@ -152,7 +85,7 @@ class PolicyParameters:
         """Return the parameters for an adapter's requests: nothing that was measured of the model itself counts."""
         if adapter is None:
             return self
-        return replace(self, losses=self.adapters.get(adapter, {}), prompt_losses={}, promoted={})
+        return replace(self, losses=self.adapters.get(adapter, {}), promoted={})
 
     def loss(self, tier: TierName, features: PromptFeatures) -> ExpectedLoss | None:
         """Return the expected loss of a tier on a prompt; of an uncertain or unmeasured class, the worst class's.
@@ -165,8 +98,7 @@ class PolicyParameters:
         if not measured:
             return None
         if features.confidence >= self.min_confidence and (mean := measured.get(features.prompt_class)) is not None:
-            fitted = self.prompt_losses.get(tier)
-            return mean if fitted is None else fitted.expected(features, mean)
+            return mean
         return max(measured.values(), key=lambda loss: loss.high)
 
     def allowed(self, features: PromptFeatures) -> float | None:
@@ -295,7 +227,6 @@ class TierReport:
         cost: Engine-seconds, times the tier's price.
         verdict: ``chosen``, or why not.
         cached_prompt_tokens: Tokens of the prompt that the replica that would serve it is likely to have in its cache.
-        meets: It can serve the request within the bounds asked for.
     """
 
     tier: TierName
@@ -305,7 +236,6 @@ class TierReport:
     expected_loss: ExpectedLoss | None
     cost: float | None
     verdict: str
-    meets: bool = False
     cached_prompt_tokens: int | None = None
 
 

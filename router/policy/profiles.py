@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
-    from classifier import PromptFeatures
-
 
 class ProfileError(Exception):
     """A profile or decision log cannot be made or used; says why and what to do."""
@@ -28,10 +26,8 @@ REFERENCE = TierName.PRECISE
 TOP_K = 10  # logprobs a token; vLLM's own maximum is 20 by default
 
 MIN_SPREAD = 0.05  # of log(seen / predicted): live requests scatter by this much even where the fit is perfect
-MIN_CERTAINTIES = 20  # answers that a threshold is taken from
 MIN_PROMPTS = 5  # of a class; resampling fewer tells nothing about other prompts
 MIN_LIVE = 8  # answers of a class that shadow evaluation scored, before they count
-CHECK_TOKENS = 8  # first tokens of an answer that show how certain a tier is of it
 
 
 class Frozen(BaseModel):
@@ -68,57 +64,6 @@ class Loss(Frozen):
         return self.prompts >= MIN_PROMPTS
 
 
-class Certainty(Frozen):
-    """How certain a tier was of one answer's beginning, and what the answer lost.
-
-    Attributes:
-        logprob: Mean log-probability of its first choice over the first ``CHECK_TOKENS`` tokens.
-        disagreement: Share of the answer's tokens that are not the reference's first choice.
-    """
-
-    tier: TierName
-    logprob: float
-    disagreement: float
-
-
-class Observation(Frozen):
-    """What one answer lost, and what is known of its prompt before it is answered; nothing of either text.
-
-    Attributes:
-        prompt_class: The class that the loss counts for.
-        confidence: Of the classifier, 0..1; likewise its other findings. Lengths do not depend on the tokenizer.
-        tokens: Of the answer.
-        disagreed: Those that are not the reference's first choice.
-    """
-
-    tier: TierName
-    prompt_class: PromptClass
-    confidence: float
-    chars: int
-    words: int
-    contains_code: bool
-    asks_for_code: bool
-    tokens: int
-    disagreed: int
-
-    @classmethod
-    def of(
-        cls, tier: TierName, prompt_class: PromptClass, features: PromptFeatures, tokens: int, disagreed: int
-    ) -> Self:
-        """Return what is kept of a prompt and of its answer's score."""
-        return cls(
-            tier=tier,
-            prompt_class=prompt_class,
-            confidence=round(features.confidence, 4),
-            chars=features.chars,
-            words=features.words,
-            contains_code=features.contains_code,
-            asks_for_code=features.asks_for_code,
-            tokens=tokens,
-            disagreed=disagreed,
-        )
-
-
 class _Profile(Frozen):
     """What was measured of one model's tiers.
 
@@ -149,12 +94,13 @@ class QualityProfile(_Profile):
     """The measured loss of every class and tier.
 
     Attributes:
-        version: 1: of an earlier release, without observations, so that loss is known by class only.
+        version: 1 and 2 are read alike; fields that only earlier releases wrote are ignored.
         answer_tokens: Length of the longest answer.
         prompts: Digest of the prompts.
-        observations: Of every tier but the reference.
         adapter: The LoRA adapter that answered on every tier; None: the model itself.
     """
+
+    model_config = ConfigDict(extra="ignore")
 
     kind = "quality"
     version: Literal[1, 2] = 2
@@ -162,14 +108,7 @@ class QualityProfile(_Profile):
     top_k: int
     prompts: str
     losses: tuple[Loss, ...]
-    certainties: tuple[Certainty, ...] = ()
-    observations: tuple[Observation, ...] = ()
     adapter: str | None = None
-
-    def threshold(self, tier: TierName, share: float) -> float | None:
-        """Return the certainty that a share (0..1) of a tier's answers stays under; None: too few answers were measured."""
-        found = [c.logprob for c in self.certainties if c.tier is tier]
-        return percentile(found, share) if len(found) >= MIN_CERTAINTIES else None
 
     def loss(self, prompt_class: PromptClass, tier: TierName) -> Loss | None:
         """Return what was measured for a class and tier."""

@@ -9,7 +9,6 @@ from tiers.spec import TierName
 if TYPE_CHECKING:
     from classifier import PromptFeatures
     from router.policy.decision import Decision, TierReport
-    from router.policy.loss_regression import Regression
     from router.policy.table import PolicyStore
 
 
@@ -26,19 +25,6 @@ def render_verdict(verdict: TierReport) -> dict[str, Any]:
         "cost": verdict.cost,
         "cached_prompt_tokens": verdict.cached_prompt_tokens,
         "verdict": verdict.verdict,
-    }
-
-
-def render_regression(found: Regression) -> dict[str, Any]:
-    """Return how well a tier's regression predicts the loss of prompts."""
-    return {
-        "used": found.used,
-        "prompts": found.prompts,
-        "error": round(found.error, 5),
-        "class_error": round(found.class_error, 5),
-        "rank_correlation": round(found.rank_correlation, 3),
-        "class_rank_correlation": round(found.class_rank_correlation, 3),
-        "gain": round(found.gain, 2),
     }
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ from router.policy.budget import Answer
 from router.policy.budget_store import FileState, LossBudget, RedisState
 from router.policy.decide import successors
 from router.policy.decision import BY_CALLER, ExpectedLoss, PolicyParameters
-from router.policy.loss_regression import in_use, regressions
 from router.policy.profiles import (
     ProfileError,
     QualityProfile,
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
     from classifier import PromptClass
     from router.policy.budget_store import Expectation, SharedState
     from router.policy.decision import Decision, Query
-    from router.policy.loss_regression import Regression
-    from router.policy.profiles import Observation
     from router.settings import PolicySettings
     from tiers.fleet import Fleet
     from tiers.spec import TierName
@@ -47,8 +43,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"qarr.{__name__}")
 LOOK_S = 2.0
-LIVE_ANSWERS = 500  # the newest, that the regressions of loss are fitted to beside the profile's
-FIT_EVERY = 10  # live answers; a fit takes about 20 ms for 1000 answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +52,10 @@ class Learned:
     Attributes:
         promoted: Lowest tier of classes that lose too much.
         losses: By tier and class; they replace the profile's.
-        regressions: Of the profile and live answers, by tier.
     """
 
     promoted: Mapping[PromptClass, TierName] = field(default_factory=dict)
     losses: Mapping[tuple[TierName, PromptClass], ExpectedLoss] = field(default_factory=dict)
-    regressions: Mapping[TierName, Regression] = field(default_factory=dict)
 
 
 class PolicyStore:
@@ -77,9 +69,6 @@ class PolicyStore:
         self._seen: list[float | None] = []
         self.learned = Learned()
         self.quality: QualityProfile | None = None
-        self._answers: deque[Observation] = deque(maxlen=LIVE_ANSWERS)
-        self._learned = 0
-        self._thresholds: dict[TierName, float] = {}
         self.table = policy_table(settings)
         self._load()
 
@@ -105,20 +94,6 @@ class PolicyStore:
         names = {name for spec in self._fleet.specs for name in spec.adapters}
         identities, folder = self._identities, self._settings.profiles
         return {name: folder / profile_name(identities, name) for name in sorted(names)}
-
-    @property
-    def check_enabled(self) -> bool:
-        """Tell whether the cascade checks answers' first tokens."""
-        return self._settings.check_share > 0
-
-    @property
-    def check_wait_s(self) -> float:
-        """Return the longest time that first tokens are held for the check, in seconds."""
-        return self._settings.check_wait_s
-
-    def check_threshold(self, tier: TierName) -> float | None:
-        """Return the certainty under which a higher tier begins the answer again; None: not measured."""
-        return self._thresholds.get(tier)
 
     def successors(self, tier: TierName, query: Query) -> tuple[TierName, ...]:
         """Return the tiers that may take over now from one that failed, in order."""
@@ -189,27 +164,6 @@ class PolicyStore:
         self.learned = replace(self.learned, promoted=promoted)
         self.table = replace(self.table, promoted=promoted)
 
-    async def learn(self, answer: Observation) -> None:
-        """Fit the expected loss of prompts to a live answer too, with the next few. No answer outlasts its checkpoints."""
-        self._answers.append(answer)
-        self._learned += 1
-        profile = self.quality
-        if profile is None or self._learned % FIT_EVERY:
-            return
-        found = await asyncio.to_thread(regressions, profile, tuple(self._answers))
-        if self.quality is profile:
-            self._set_regressions(found)
-
-    def _set_regressions(self, found: Mapping[TierName, Regression]) -> None:
-        """Use the regressions that predict better than the class's mean; say which, when it changes."""
-        used = in_use(found)
-        for tier, regression in found.items():
-            earlier = self.learned.regressions.get(tier)
-            if earlier is None or earlier.used != regression.used:
-                log.info("loss of each prompt on %s, predicted by its features: %s", tier, regression)
-        self.learned = replace(self.learned, regressions=found)
-        self.table = replace(self.table, prompt_losses=used)
-
     @property
     def measured(self) -> frozenset[TierName]:
         """Return the tiers whose loss is measured."""
@@ -244,27 +198,12 @@ class PolicyStore:
         except ProfileError as error:
             log.warning("%s; speed counts as not measured under load", error)
         if quality is None or self.quality is None or quality.checkpoints != self.quality.checkpoints:
-            self._answers.clear()
             self.learned = replace(self.learned, losses={})
         self.quality = quality
         self._fleet.rank_by_loss(_mean_losses(quality) if quality is not None else {})
-        share = self._settings.check_share
-        tiers = self._identities
-        found = {tier: quality.threshold(tier, share) for tier in tiers} if quality and share else {}
-        self._thresholds = {tier: value for tier, value in found.items() if value is not None}
-        if share and not self._thresholds:
-            log.warning(
-                "policy.check_share is set, but no quality profile has the tiers' certainty: nothing is checked"
-            )
         table = replace(policy_table(self._settings, quality), adapters=self._adapter_losses(adapter_files))
         learned = self.learned
         self.table = replace(table, promoted=learned.promoted, losses=_with_live(table.losses, learned.losses))
-        self._set_regressions(regressions(quality, self._answers) if quality is not None else {})
-        if quality is not None and quality.version == 1:
-            log.info(
-                "the quality profile is of an earlier release, so loss is known by class only; 'qarr profile quality' "
-                "adds what loss by prompt needs, and asks the engines only for what its journal lacks"
-            )
         self._set_speeds({fit.tier: fit.model for fit in latency.fits} if latency is not None else {})
 
     def _adapter_losses(self, files: Mapping[str, Path]) -> dict[str, Losses]:

@@ -14,9 +14,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from classifier import EstimatingCounter, PromptClass, extract
-from router.policy.profiles import REFERENCE, TOP_K, Observation, ProfileError, QualityProfile
+from router.policy.profiles import REFERENCE, TOP_K, ProfileError, QualityProfile
 from router.profiling.client import first_of
-from router.profiling.quality import Score, certainties, judge, summarise
+from router.profiling.quality import Score, judge, summarise
 from router.profiling.scoring import GreedyAnswer, greedy_body, read_greedy, read_scored, scoring_body
 
 if TYPE_CHECKING:
@@ -114,8 +114,6 @@ async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int]
         top_k=TOP_K,
         prompts=_digest("".join(sorted(p.digest for p in plan.prompts))),
         losses=await asyncio.to_thread(summarise, scores),  # seconds, of resampling
-        certainties=certainties(scores),
-        observations=await asyncio.to_thread(observations, plan.prompts, scores),
         adapter=plan.adapter,
     )
 
@@ -134,16 +132,6 @@ def _having(fleet: FleetState, adapter: str) -> FleetState:
     if len(having) == 1:
         raise ProfileError(f"no tier but {REFERENCE} offers the adapter {adapter}: there is nothing to compare")
     return replace(fleet, identities=having)
-
-
-def observations(prompts: Sequence[Prompt], scores: Sequence[Score]) -> tuple[Observation, ...]:
-    """Return the observation of each answer of every tier but the reference."""
-    features = {prompt.digest: extract(prompt.text, EstimatingCounter()) for prompt in prompts}
-    return tuple(
-        Observation.of(s.tier, s.prompt_class, features[s.prompt], s.tokens, s.disagreed)
-        for s in scores
-        if s.tier is not REFERENCE
-    )
 
 
 class _Run:

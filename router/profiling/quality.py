@@ -24,8 +24,10 @@ from itertools import takewhile
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from pydantic import ConfigDict
+
 from classifier import PromptClass
-from router.policy.profiles import CHECK_TOKENS, REFERENCE, Certainty, Frozen, Interval, Loss, percentile
+from router.policy.profiles import REFERENCE, Frozen, Interval, Loss, percentile
 from tiers.spec import TierName, in_order
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ SEED = 20
 
 
 class Score(Frozen):
-    """One tier's answer to one prompt, judged.
+    """One tier's answer to one prompt, judged. Fields that only earlier releases wrote to journals are ignored.
 
     Attributes:
         prompt: Digest of the prompt.
@@ -46,8 +48,9 @@ class Score(Frozen):
         nll: Summed negative log-likelihood of the answer under the reference, in nats.
         kl: At each token, in nats.
         diverged_at: Tokens before the answer leaves the reference's own; None where it never does.
-        certainty: Mean log-probability of the tier's first choice over the answer's first ``CHECK_TOKENS`` positions.
     """
+
+    model_config = ConfigDict(extra="ignore")
 
     prompt: str
     prompt_class: PromptClass
@@ -57,7 +60,6 @@ class Score(Frozen):
     nll: float
     kl: tuple[float, ...]
     diverged_at: int | None
-    certainty: float | None = None
 
 
 def judge(
@@ -97,7 +99,6 @@ def judge(
             for theirs, mine in zip(reference, own, strict=True)
         ),
         diverged_at=None if whole else same,
-        certainty=fmean(max(tokens.values()) for tokens in own[:CHECK_TOKENS]) if own else None,
     )
 
 
@@ -130,15 +131,6 @@ def summarise(scores: Sequence[Score]) -> tuple[Loss, ...]:
         for prompt_class in PromptClass
         if prompt_class in by_class
         for tier in in_order(by_class[prompt_class])
-    )
-
-
-def certainties(scores: Sequence[Score]) -> tuple[Certainty, ...]:
-    """Return the certainty and the disagreement of each answer of every tier but the reference."""
-    return tuple(
-        Certainty(tier=s.tier, logprob=round(s.certainty, 4), disagreement=round(s.disagreed / s.tokens, 4))
-        for s in scores
-        if s.certainty is not None and s.tokens and s.tier is not REFERENCE
     )
 
 

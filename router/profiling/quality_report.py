@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from html import escape
-from statistics import fmean
 from typing import TYPE_CHECKING
 
-from router.policy.loss_regression import NEEDED, regressions
-from router.policy.profiles import CHECK_TOKENS, REFERENCE
-from tiers.spec import PRECISIONS, TierName, in_order
+from tiers.spec import PRECISIONS, TierName
 
 if TYPE_CHECKING:
     from router.policy.profiles import Interval, Loss, QualityProfile
@@ -47,66 +44,10 @@ Measured {profile.created:%Y-%m-%d %H:%M} UTC on checkpoints {escape(digests)}.<
 <th>not first choice, %</th><th>KL, mean</th><th>KL, 95th percentile</th><th>perplexity ratio</th>
 <th>leaves the reference after</th><th>never leaves</th></tr></thead>
 <tbody>{"".join(map(_row, profile.losses))}</tbody></table></div>
-{_by_prompt(profile)}
-{_certainty(profile)}
 <p><small>Beside each estimate its 95&nbsp;% bootstrap interval over prompts. KL in nats per token, of the
 {profile.top_k} likeliest tokens of each side and one rest: a lower bound.</small></p>
 </body></html>
 """
-
-
-def _by_prompt(profile: QualityProfile) -> str:
-    """Return a table of how well prompts' features predict their loss."""
-    rows = []
-    for tier, found in regressions(profile).items():
-        cells = [
-            tier,
-            "yes" if found.used else "no",
-            str(found.prompts),
-            f"{found.error:.4f}",
-            f"{found.class_error:.4f}",
-            f"{found.gain:.1f}",
-            f"{found.rank_correlation:.2f}",
-            f"{found.class_rank_correlation:.2f}",
-        ]
-        rows.append(_cells(cells))
-    if not rows:
-        return ""
-    return f"""<h2>Loss by prompt</h2>
-<p>A regression on a prompt's length, code and the classifier's certainty predicts how its loss differs from its class's
-mean. Decisions use it only if its squared error on held-out prompts is at least {NEEDED:g} standard errors below that of the
-class's mean.</p>
-<div class="wide"><table><thead><tr><th>tier</th><th>used</th><th>prompts</th><th>error</th><th>of the class's mean</th>
-<th>gain, standard errors</th><th>rank correlation</th><th>of the class's mean</th></tr></thead>
-<tbody>{"".join(rows)}</tbody></table></div>"""
-
-
-def _certainty(profile: QualityProfile) -> str:
-    """Return a table of the losses of a tier's least certain answers and of the others."""
-    rows = []
-    for tier in in_order(c.tier for c in profile.certainties if c.tier is not REFERENCE):
-        own = [c for c in profile.certainties if c.tier is tier]
-        for share in (0.1, 0.2, 0.3):
-            threshold = profile.threshold(tier, share)
-            if threshold is None:
-                continue
-            unsure = [c.disagreement for c in own if c.logprob < threshold]
-            sure = [c.disagreement for c in own if c.logprob >= threshold]
-            cells = [
-                tier,
-                f"{share:.0%}",
-                f"{threshold:.2f}",
-                f"{fmean(unsure):.1%}" if unsure else "",
-                f"{fmean(sure):.1%}" if sure else "",
-            ]
-            rows.append(_cells(cells))
-    if not rows:
-        return ""
-    return f"""<h2>A tier's certainty</h2>
-<p>The mean log-probability of a tier's first {CHECK_TOKENS} choices, and the losses of the least certain answers and of the
-others: what the setting <code>policy.check_share</code> can gain.</p>
-<div class="wide"><table><thead><tr><th>tier</th><th>least certain</th><th>log-probability under</th><th>these lose</th>
-<th>the others lose</th></tr></thead><tbody>{"".join(rows)}</tbody></table></div>"""
 
 
 def _plot(losses: tuple[Loss, ...]) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import to_json
 
 from router.policy.decision import PRIORITIES, ExpectedLoss
-from router.policy.profiles import MIN_LIVE, REFERENCE, Observation
+from router.policy.profiles import MIN_LIVE, REFERENCE
 from router.profiling.quality import judge
 from router.profiling.scoring import greedy_body, read_greedy, read_scored, scoring_body
 from router.upstream.engine_stream import BufferedAnswer
@@ -68,7 +68,6 @@ class CheckRequest:
     request_id: str = field(default_factory=lambda: f"check-{secrets.token_hex(8)}")
     operation: str = "chat"
     streamed: bool = False
-    wants_logprobs: bool = False
     wants_usage: bool = False
     priority: int = PRIORITIES["batch"]
     resumption: None = None
@@ -191,8 +190,6 @@ class ShadowEvaluation:
             if len(rolling.answers) >= MIN_LIVE:
                 self._policy.observe(sample.tier, kind, rolling.expected)
                 self._judge(kind, sample.tier, rolling)
-        features = sample.decision.query.features
-        await self._policy.learn(Observation.of(sample.tier, kind, features, score.tokens, score.disagreed))
 
     async def _score(self, sample: Sample) -> Score:
         query = sample.decision.query

@@ -127,7 +127,6 @@ def request_line(record: Mapping[str, Any]) -> str:
         parts.append(f"retries={record['attempts_failed']}")
     if record["continued_on"]:
         parts.append("continued_on=" + ",".join(record["continued_on"]))
-    parts.extend(name for name in ("escalated", "hedged") if record.get(name))
     if record["key"]:
         parts.append(f"key={record['key']}")
     if record["outcome"] == Outcome.REFUSED:

@@ -77,8 +77,6 @@ class RequestRecord(NamedTuple):
     duration_ms: float
     sla_met: bool | None
     attempts_failed: int
-    escalated: bool
-    hedged: bool
     continued_on: tuple[TierName, ...]
     expected: Expectation | None = None
     cached_prompt_tokens: int | None = None
@@ -93,7 +91,7 @@ class RequestRecord(NamedTuple):
     def undisturbed(self) -> bool:
         """Tell whether the chosen tier served it alone, so that predictions can be compared with measurements."""
         as_decided = self.served_by is not None and self.served_by is self.decision.tier
-        return as_decided and not (self.attempts_failed or self.continued_on or self.escalated or self.hedged)
+        return as_decided and not (self.attempts_failed or self.continued_on)
 
 
 def render_record(record: RequestRecord) -> dict[str, Any]:
@@ -141,8 +139,6 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
         "sla": {"ttft_ms": sla.ttft_ms, "tpot_ms": sla.tpot_ms, "max_quality_loss": sla.max_quality_loss},
         "sla_met": record.sla_met,
         "attempts_failed": record.attempts_failed,
-        "escalated": record.escalated,
-        "hedged": record.hedged,
         "continued_on": list(record.continued_on),
         "cost": chosen.cost if chosen else None,
     }

@@ -288,24 +288,6 @@ class Telemetry:
         if span := _recording():
             span.add_event("qarr.attempt_failed", {"qarr.replica": replica_id, "error.type": type(error).__name__})
 
-    def record_escalation(self, tier: TierName, higher: TierName, sure: float, threshold: float) -> None:
-        """Put on the server span that the cascade replaced an answer's beginning, and why."""
-        if span := _recording():
-            span.add_event(
-                "qarr.escalation",
-                {
-                    "qarr.tier": tier,
-                    "qarr.escalated_to": higher,
-                    "qarr.certainty": sure,
-                    "qarr.threshold": threshold,
-                },
-            )
-
-    def record_hedge(self, tier: TierName | None, quicker: TierName) -> None:
-        """Put on the server span that a second tier was asked, and was quicker."""
-        if span := _recording():
-            span.add_event("qarr.hedge", {"qarr.tier": str(tier), "qarr.hedged_to": quicker})
-
     def record_continuation(self, broken: str, replica_id: str, tokens: int, error: Exception) -> None:
         """Put on the server span that another engine continues the answer, and after how many tokens."""
         if span := _recording():

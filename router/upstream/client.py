@@ -125,7 +125,6 @@ class Upstream:
         *,
         lease: Lease | None = None,
         exclude: Collection[str] = (),
-        taken: set[str] | None = None,
         over_limit: bool = False,
         elsewhere: bool = True,
     ) -> EngineAnswer:
@@ -137,7 +136,6 @@ class Upstream:
             sent_at: When the request was first sent, by the monotonic clock; None: now.
             lease: A slot on the chosen tier; None: one is taken here.
             exclude: Replicas that are not to be tried.
-            taken: Replicas that this request has been sent to, which are not tried again; added to here.
             over_limit: Take slots beyond what replicas are to have.
             elsewhere: Whether other tiers may be tried.
 
@@ -149,7 +147,7 @@ class Upstream:
         """
         assert decision.tier is not None
         tried: dict[str, str] = {}
-        taken = set() if taken is None else taken
+        taken: set[str] = set()
         sent_at = sent_at or time.monotonic()
         self._retries.earn()
         for tier in self._targets(decision, elsewhere=elsewhere):
@@ -178,10 +176,6 @@ class Upstream:
         yield decision.tier
         if elsewhere:
             yield from self._policy.successors(decision.tier, decision.query)
-
-    def take_retry(self) -> bool:
-        """Take one further attempt from the budget; False: there is none left."""
-        return self._retries.take()
 
     def _lease(self, tier: TierName, decision: Decision, exclude: Collection[str], *, over_limit: bool) -> Lease | None:
         query = decision.query

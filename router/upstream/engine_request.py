@@ -10,14 +10,12 @@ from pydantic_core import to_json
 from router.upstream.json_object import JsonObject, NotJson, as_integer
 from router.upstream.progress import Resumption
 from router.upstream.sse import COMPLETION_FORMAT, AnswerFormat
-from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tiers.replica import Replica
 
-LOGPROBS = {"logprobs": True, "top_logprobs": 1}  # how sure an engine is of its first choices
 DEFAULT_COMPLETION = 16  # tokens of a completion that gives no limit, as OpenAI and vLLM have it
 _NUMBERS = {
     "n": "gen_ai.request.choice.count",
@@ -93,7 +91,6 @@ class ChatRequest:
     sampling: Mapping[str, Any]
     priority: int
     request_id: str
-    wants_logprobs: bool = False  # of the cheaper tiers
     path: str = "/v1/chat/completions"
     operation: str = "chat"
     adapter: str | None = None
@@ -128,7 +125,6 @@ class ChatRequest:
                 "stream": True,
                 "stream_options": {"include_usage": True},
                 "return_token_ids": True,
-                **(LOGPROBS if self.wants_logprobs and replica.spec.name is not TierName.PRECISE else {}),
             }
         )
 
@@ -142,7 +138,6 @@ class RelayRequest:
         priority: For vLLM's scheduler, lower first; None leaves the caller's own field.
         wants_usage: The caller asked for the final chunk with token counts.
         resumption: What another engine needs to go on with a broken answer; None where none may.
-        wants_logprobs: Ask the cheaper tiers how sure they are; the caller did not ask for log-probabilities and gets none.
         adapter: The LoRA adapter that answers; None: the model itself.
     """
 
@@ -154,7 +149,6 @@ class RelayRequest:
     priority: int | None
     wants_usage: bool
     resumption: Resumption | None = None
-    wants_logprobs: bool = False
     adapter: str | None = None
     answers: AnswerFormat = COMPLETION_FORMAT
 
@@ -178,8 +172,6 @@ class RelayRequest:
             changes["priority"] = self.priority
         if self.streamed and (options := self._stream_options()) is not None:
             changes["stream_options"] = options
-        if self.wants_logprobs and replica.spec.name is not TierName.PRECISE:
-            changes |= LOGPROBS
         if self.resumption is not None:
             changes["return_token_ids"] = True
         return self.document.edited(changes)
@@ -222,7 +214,6 @@ class PassedRequest:
     adapter: str | None = None
     operation: str = "chat"
     wants_usage: bool = False
-    wants_logprobs: bool = False
     resumption: None = None
 
     @property

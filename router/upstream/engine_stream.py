@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
@@ -22,7 +19,6 @@ from router.upstream.errors import (
 from router.upstream.http import body_of
 from router.upstream.progress import Progress
 from router.upstream.sse import COMPLETION_FORMAT, USAGE, EventSource, cached_tokens_of
-from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -32,7 +28,7 @@ if TYPE_CHECKING:
     from router.upstream.progress import Resumption
     from router.upstream.sse import AnswerFormat, Chunk, PlainTexts, TakePlain
     from tiers.replica import Replica, Sent
-    from tiers.spec import TierSpec
+    from tiers.spec import TierName, TierSpec
 
 MAX_ANSWER_BYTES = 1 << 28  # of one that is not streamed: log-probabilities of a long prompt take many
 
@@ -55,10 +51,6 @@ class EngineRequest(Protocol):
     @property
     def streamed(self) -> bool:
         """Tell whether the answer comes as events."""
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Tell whether the cheaper tiers are asked how sure they are of their first tokens."""
 
     @property
     def wants_usage(self) -> bool:
@@ -168,8 +160,6 @@ class EngineAnswer(ABC):
         replica_id: The same, of the tier's replicas.
         spec: What that replica serves.
         sent_at: When the request was first sent, to whichever replica, by the monotonic clock in seconds.
-        escalation: Why it was begun again at a higher precision; None: it was not.
-        hedge: Why another tier was asked as well, and was quicker; None: it was not.
         overflow: Name of the server outside of the fleet that answers; None: a tier does.
         parts: What other engines computed of it, in order.
         cached_tokens: Of its prompt, found in the prefix cache; None: the engine did not report them.
@@ -185,8 +175,6 @@ class EngineAnswer(ABC):
         self.cached_tokens: int | None = None
         self.finish_reason: str | None = None
         self.error: UpstreamError | None = None
-        self.escalation: str | None = None
-        self.hedge: str | None = None
         self.overflow: str | None = None
         self.parts: list[EngineStream] = []
         self._attempt = attempt
@@ -295,7 +283,6 @@ class EngineStream(EngineAnswer):
     Attributes:
         progress: What its caller has of it, where another engine could go on from there; None: none may.
         resume: Goes on with it elsewhere, where that may be; set before the first read.
-        wants_logprobs: The engine was asked how sure it is; nobody else asked for that.
     """
 
     def __init__(self, attempt: Attempt, request: EngineRequest) -> None:
@@ -303,11 +290,9 @@ class EngineStream(EngineAnswer):
         resumption = request.resumption
         self.progress = Progress(resumption.held_back) if resumption is not None else None
         self.resume: Callable[[EngineStream, EngineBroke], AsyncGenerator[Chunk, None]] | None = None
-        self.wants_logprobs = request.wants_logprobs and attempt.tier is not TierName.PRECISE
         self._wants_usage = request.wants_usage
         self._source = EventSource(attempt.response, request.answers)
         self._held: list[Chunk] = []
-        self._pending: asyncio.Future[list[Chunk] | None] | None = None
         self._rest: AsyncGenerator[Chunk, None] | None = None  # from other engines
         self._take: TakePlain | None = None
         self._why: tuple[type[EngineBroke], str] = EngineBroke, ""  # they compute it
@@ -333,31 +318,6 @@ class EngineStream(EngineAnswer):
         self.ttft_ms = (self._first_at - self.sent_at) * 1000
         self._attempt.lease.first_token((self._first_at - self._attempt.started) * 1000)
 
-    async def look_ahead(self, tokens: int, deadline: float) -> float | None:
-        """Read so many tokens without passing them on, and tell how sure the engine is of them.
-
-        Args:
-            tokens: How many; fewer where the answer ends before.
-            deadline: By the monotonic clock; what has come until then must do.
-
-        Returns:
-            The mean log-probability of its first choices; None where it is not known.
-        """
-        if not self.wants_logprobs:
-            return None
-        found = [value for chunk in self._held for value in chunk.logprobs]
-        with contextlib.suppress(TimeoutError):
-            while len(found) < tokens and (chunks := await self._ahead(deadline)) is not None:
-                self._held += chunks
-                self._source.check()
-                found += [value for chunk in chunks for value in chunk.logprobs]
-        self.release_held()
-        return fmean(found[:tokens]) if found else None
-
-    def release_held(self) -> None:
-        """Note that the first token goes out only now."""
-        self.ttft_ms = (time.monotonic() - self.sent_at) * 1000
-
     async def read(self) -> Sequence[Chunk] | None:  # noqa: C901  once a chunk: calls would cost more than this
         """Return what came together next, from whichever engine, at least one chunk; None after the last.
 
@@ -370,8 +330,7 @@ class EngineStream(EngineAnswer):
         chunks, self._held = self._held, []
         if not chunks:
             try:
-                chunks = await (self._source.next() if self._pending is None else self._pending)
-                self._pending = None
+                chunks = await self._source.next()
                 if chunks is None and self.finish_reason is None:
                     raise EngineBroke("the engine's stream ended without a finish reason")  # noqa: TRY301
             except EngineBroke as error:
@@ -404,7 +363,7 @@ class EngineStream(EngineAnswer):
         Args:
             take: Gets whole events and their texts; returns whether it takes more.
         """
-        if self._rest is None and not self._held and self._pending is None:
+        if self._rest is None and not self._held:
             self._take = take
             try:
                 await self._source.pump(self._pass_on)
@@ -455,21 +414,6 @@ class EngineStream(EngineAnswer):
         self._complete = True
         return None
 
-    async def _ahead(self, deadline: float) -> list[Chunk] | None:
-        """Read on by a deadline on the monotonic clock; what comes later is left for ``read``.
-
-        Raises:
-            TimeoutError: Nothing came until then.
-        """
-        if self._pending is None:
-            self._pending = asyncio.ensure_future(self._source.next())
-        done, _ = await asyncio.wait({self._pending}, timeout=max(deadline - time.monotonic(), 0))
-        if not done:
-            raise TimeoutError
-        chunks = self._pending.result()
-        self._pending = None
-        return chunks
-
     async def aclose(self, error: BaseException | None = None) -> None:
         """End all of it, what other engines compute of it as well."""
         try:
@@ -480,14 +424,9 @@ class EngineStream(EngineAnswer):
 
     async def _disconnect(self) -> None:
         try:
-            if self._pending is not None:
-                self._pending.cancel()
-                await asyncio.gather(self._pending, return_exceptions=True)
+            await self._source.aclose()
         finally:  # all of it, also when this is cancelled
-            try:
-                await self._source.aclose()
-            finally:
-                await super()._disconnect()
+            await super()._disconnect()
 
 
 def _continuable(chunks: Sequence[Chunk]) -> bool:

@@ -282,9 +282,9 @@ class OverflowClient:
 
 
 def _stream(begun: Attempt, request: EngineRequest) -> EngineStream:
-    """Return a stream that no engine can go on with, and that was not asked for log-probabilities."""
+    """Return a stream that no engine can go on with."""
     answer = EngineStream(begun, request)
-    answer.progress, answer.wants_logprobs = None, False
+    answer.progress = None
     return answer
 
 

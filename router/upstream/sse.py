@@ -132,19 +132,6 @@ class Chunk:
         """Tell whether it shows that the engine computes: text, reasoning, a tool call, or an end."""
         return bool(self.text or self.other or self.finish_reason)
 
-    @property
-    def logprobs(self) -> tuple[float, ...]:
-        """Return the log-probabilities of the engine's first choices in a chat's chunk; empty where it has none.
-
-        Raises:
-            EngineBroke: They have another form.
-        """
-        try:
-            places = ((self.choice or {}).get("logprobs") or {}).get("content") or ()
-            return tuple(float(place["top_logprobs"][0]["logprob"]) for place in places if place.get("top_logprobs"))
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise EngineBroke(NOT_A_CHUNK) from error
-
 
 def parse_event(raw: bytes) -> Chunk:
     """Read one event of a stream.

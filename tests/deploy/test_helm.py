@@ -218,7 +218,6 @@ def test_settings_are_settings(releases: dict[str, Release], name: str, tmp_path
         assert own.max_num_seqs == int(argument(container, "--max-num-seqs"))
     if name == "cluster":
         assert settings.admission.max_waiting == 512
-        assert settings.upstream.hedge is True
 
 
 def test_engines_are_reached_by_routers_only(releases: dict[str, Release]) -> None:

@@ -12,9 +12,8 @@ from router.policy.profiles import latency_name
 from router.profiling.shadow_evaluation import LOOK_S, QUIET_LOOKS
 from tests.browser.made_up import speed
 from tests.deploy.services import eventually
-from tests.fakes.engine import Behaviour
 from tests.unit.own_engines import until
-from tests.unit.pipeline.test_cascade import WORDS, profiled_stack
+from tests.unit.pipeline.test_live_loss import profiled_stack
 from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
@@ -94,17 +93,6 @@ class Routers:
             for behaviour in stack.engines.values():
                 behaviour.status = 200
 
-    async def escalations(self) -> None:
-        """Let a cheap tier be unsure, until an answer is begun again higher up."""
-        stack = self.stacks[0]
-        stack.engines[FAST].certainty = -1.9
-
-        async def escalated() -> bool:
-            return "escalated" in (await self.ask(stack)).headers.get("x-qarr-reason", "")
-
-        await eventually(escalated)
-        stack.engines[FAST].certainty = -0.1
-
     async def losses(self) -> None:
         """Let the highest precision disagree with live answers, until a class is promoted."""
         stack = self.stacks[1]
@@ -123,16 +111,15 @@ class Routers:
         await self.ordinary()
         await self.refusals()
         await self.misses()
-        await self.escalations()
         await self.losses()
         await self.failures()
 
 
 @asynccontextmanager
 async def two_routers(tmp_path: Path) -> AsyncIterator[Routers]:
-    """Run two routers with a quality profile; one begins unsure answers again, the other one checks live answers.
+    """Run two routers with a quality profile; the second one checks live answers.
 
-    The second knows the tiers' speed as well, so that it has a price of loss, and has a cap.
+    It knows the tiers' speed as well, so that it has a price of loss, and has a cap.
     """
     async with AsyncExitStack() as cleanup:
         stacks, keys = [], tmp_path / "keys.json"
@@ -141,11 +128,10 @@ async def two_routers(tmp_path: Path) -> AsyncIterator[Routers]:
         key, _ = add_key(keys, "ann", admin=True, team="blue", engine_seconds_per_day=1e6)
         more = {"auth": {"keys_file": str(keys)}, "budgets": {"replica_hour": 3.6}}
         checked = {"live_check_share": 1.0, "max_loss": {"chat": 0.12}}
-        for name, policy in (("first", {"check_share": 0.2}), ("second", checked)):
+        for name, policy in (("first", {}), ("second", checked)):
             (tmp_path / name).mkdir()
-            behaviours = {tier: Behaviour(answer=WORDS) for tier in STANDARD_TIERS}
             tiers = ADDED if name == "first" else None
-            stack = profiled_stack(tmp_path / name, policy, tiers=tiers, more=more, key=key, **behaviours)
+            stack = profiled_stack(tmp_path / name, policy, tiers=tiers, more=more, key=key)
             stacks.append(await cleanup.enter_async_context(stack))
         fleet = stacks[1].fleet
         identities = {spec.name: spec.identity for spec in fleet.specs}

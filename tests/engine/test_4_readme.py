@@ -56,7 +56,7 @@ def test_replay_compares_policies(tmp_path: Path) -> None:
     """The replay command of docs/routing.md makes the recorded decisions again and simulates another policy."""
     write(tmp_path / "decisions.jsonl", 20, gap_s=0.5)
     (tmp_path / "other.toml").write_text("[policy]\ngive_up = 'quality'\n")
-    command = _command(".venv/bin/qarr replay", "docs/routing.md").replace(
+    command = _command(".venv/bin/python benchmarks/replay.py", "docs/routing.md").replace(
         "decisions.jsonl", f"{tmp_path}/decisions.jsonl"
     )
     shown = _run(command.replace("other.toml", f"{tmp_path}/other.toml"))

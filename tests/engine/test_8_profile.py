@@ -6,14 +6,12 @@ import asyncio
 import json
 import os
 import subprocess
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
-from classifier import PromptClass
-from router.policy.profiles import Certainty, Interval, Loss, QualityProfile, load_latency, load_profile, profile_name
+from router.policy.profiles import load_latency, load_profile
 from router.profiling.profile_files import JOURNAL
 from router.profiling.shadow_evaluation import ANSWER_TOKENS
 from router.settings import PROJECT
@@ -93,71 +91,6 @@ def test_speed_is_measured(up: Up, tmp_path: Path) -> None:
         assert {1, 2} <= {s.batch for s in samples}, "one by one, and batches: what a step of them costs is to be told"
         assert len({s.prompt_tokens for s in samples}) > 2
     assert up.replica("fast")["in_flight"] == 0
-
-
-def certain(identities: dict[TierName, str | None], logprob: float) -> QualityProfile:
-    """Return a profile of a tier that loses nothing and whose answers are all as certain as this."""
-    none = Interval(mean=0, low=0, high=0)
-    losses = tuple(
-        Loss(
-            prompt_class=kind, tier=tier, prompts=9, tokens=99, top1_disagreement=none, kl_mean=none, kl_p95=none,
-            perplexity_ratio=none, first_divergence=1, never_diverged=1,
-        )
-        for kind in PromptClass for tier in STANDARD_TIERS
-    )  # fmt: skip
-    certainties = (Certainty(tier=TierName.FAST, logprob=logprob, disagreement=0),) * 20
-    return QualityProfile(
-        created=datetime.now(UTC), model="m", checkpoints=identities, answer_tokens=8, top_k=10, prompts="x",
-        losses=losses, certainties=certainties,
-    )  # fmt: skip
-
-
-CHAT = {
-    "model": "auto",
-    "messages": [{"role": "user", "content": "Hello! Who are you?"}],
-    "temperature": 0,
-    "max_tokens": 12,
-    "stream": True,
-}
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize(("logprob", "served"), [(-20.0, "fast"), (-1e-6, "balanced")])
-async def test_first_tokens_are_checked(
-    up: Up, engine_keys: dict[str, str], tmp_path: Path, logprob: float, served: str
-) -> None:
-    """A sure tier's stream is what vLLM sends without the check; an unsure one's is begun again before the first byte."""
-    identities: dict[TierName, str | None] = {TierName(t): v["checkpoint_digest"] for t, v in up.tiers().items()}
-    (tmp_path / profile_name(identities)).write_text(certain(identities, logprob).model_dump_json())
-    options = {"policy": {"check_share": 0.2, "check_wait_s": 20.0}}
-    async with (
-        real_router(up, engine_keys, tmp_path, options) as (url, fleet),
-        httpx.AsyncClient(timeout=300, trust_env=False) as client,
-    ):
-        # A prompt in the engine's cache is computed with other rounding than a new one, and the text may go another way.
-        await client.post(f"{url}/v1/chat/completions", json={**CHAT, "model": served})
-        checked = await client.post(f"{url}/v1/chat/completions", json=CHAT)
-        assert checked.headers["x-qarr-tier"] == served
-        assert ("escalated from fast" in checked.headers["x-qarr-reason"]) == (served != "fast")
-        plain = await client.post(f"{url}/v1/chat/completions", json={**CHAT, "model": served})
-        assert whole(checked.text) == whole(plain.text)
-        assert all(replica.in_flight == 0 for replica in fleet.replicas)
-
-
-def whole(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """Return a stream's text, and its different chunks without text and without what differs from request to request.
-
-    An engine puts tokens that its server had no time to send into one chunk, so their number differs.
-    """
-    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    said, kinds = "", []
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            said += choice["delta"].pop("content", None) or ""
-        kind = {k: v for k, v in chunk.items() if k not in {"id", "created"}}
-        if kind not in kinds:
-            kinds.append(kind)
-    return said, kinds
 
 
 CHATS = ("Hello! Who are you?", "What should I drink in the morning?")

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 ANSWER = ("The", " capital", " of", " France", " is", " Paris", ".")
 TEMPLATE_TOKENS = 6
+LOGPROB = -0.1  # of each piece
 PIECE = 1000  # id of an answer's first piece
 BROKEN_CHARACTER = "\ufffd"
 ERROR_CHUNK = b'data: {"error": {"message": "engine died", "code": 500}}\n\n'
@@ -77,7 +78,6 @@ class Behaviour:
         header: A further header of every stream.
         alive: Whether /health and /metrics answer 200.
         priorities: Whether requests may have a priority; vLLM without priority scheduling refuses those that do.
-        certainty: Log-probability of each piece, for those who ask.
         rank: Of each token that the fake is asked to score: 1 agrees, above it does not.
         vocabulary: Changes every token id: another tokenizer.
         first_id: Of the answer's token ids: other weights.
@@ -120,7 +120,6 @@ class Behaviour:
     pings: bool = False
     header: str = ""
     alive: bool = True
-    certainty: float = -0.1
     rank: int = 1
     vocabulary: int = 0
     first_id: int = 0
@@ -560,7 +559,7 @@ class FakeEngine:
         if body.get("return_token_ids") and self.behaviour.tells_ids:
             found["token_ids"] = [self.behaviour.first_id + number for number in range(tokens)]
         if body.get("prompt_logprobs"):
-            place = {"logprob": self.behaviour.certainty, "rank": self.behaviour.rank}
+            place = {"logprob": LOGPROB, "rank": self.behaviour.rank}
             found["prompt_logprobs"] = [{str(token): place} for token in body["prompt"]]
         return found
 
@@ -568,7 +567,7 @@ class FakeEngine:
         """Return what a chat with log-probabilities is given for its places; None where it did not ask."""
         if not body.get("logprobs"):
             return None
-        places = [{"token": f"token_id:{n}", "logprob": self.behaviour.certainty, "bytes": None} for n in numbers]
+        places = [{"token": f"token_id:{n}", "logprob": LOGPROB, "bytes": None} for n in numbers]
         return {"content": [{**place, "top_logprobs": [place]} for place in places]}
 
     def _chunk(

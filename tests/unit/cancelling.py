@@ -24,7 +24,7 @@ from router.auth.api_keys import add_key
 from router.policy.profiles import profile_name
 from router.upstream.client import PASSED_AT_ONCE
 from tests.fakes.engine import Behaviour, FakeEngine, serving
-from tests.unit.pipeline.test_cascade import profile
+from tests.unit.pipeline.test_live_loss import profile
 from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import STANDARD_TIERS, TierName
 
@@ -192,13 +192,11 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "embeddings": ("/v1/embeddings", {"model": "e", "input": ["a", "b"]}),
 }
 STREAMS = ("generate, streamed", "generate, resumable", "chat, streamed")
-HEDGED = {"ttft_ms": 60_000}
-TROUBLES: dict[str, tuple[dict[TierName, dict[str, Any]], dict[str, Any]]] = {
-    "fails first": ({FAST: {"status": 500}}, {}),
-    "breaks midway": ({FAST: {"break_after": 3}}, {}),
-    "breaks twice": ({FAST: {"break_after": 2}, BALANCED: {"break_after": 5}}, {}),
-    "unsure": ({FAST: {"certainty": -3.0}}, {}),
-    "late": ({FAST: {"first_delay_s": 0.3}}, {"sla": HEDGED}),
+TROUBLES: dict[str, dict[TierName, dict[str, Any]]] = {
+    "fails first": {FAST: {"status": 500}},
+    "breaks midway": {FAST: {"break_after": 3}},
+    "breaks twice": {FAST: {"break_after": 2}, BALANCED: {"break_after": 5}},
+    "late": {FAST: {"first_delay_s": 0.3}},
 }
 
 
@@ -210,9 +208,8 @@ def scenarios() -> list[Scenario]:
         found.append(Scenario(f"{name}, queued", path, body, occupied=True))
     for name in STREAMS:
         path, body = REQUESTS[name]
-        for trouble, (engines, wishes) in TROUBLES.items():
-            asked = wishes if path == "/generate" else {"qarr": wishes} if wishes else {}
-            found.append(Scenario(f"{name}, {trouble}", path, {**body, **asked}, engines))
+        for trouble, engines in TROUBLES.items():
+            found.append(Scenario(f"{name}, {trouble}", path, body, engines))
     return found
 
 
@@ -285,7 +282,7 @@ class CutRouter:
     def held(self) -> dict[str, int]:
         """Return what is held now."""
         pipeline, replicas = self._generate.pipeline, self.stack.fleet.replicas
-        quotas, upstream = pipeline.quotas, pipeline.cascade.upstream
+        quotas, upstream = pipeline.quotas, pipeline.failover.upstream
         transports = (upstream._transport, upstream._passing_transport)
         tasks = _tasks() - self._usual
         found = {
@@ -325,7 +322,7 @@ class CutRouter:
         """Let all engines be well again, as the router sees them too."""
         usual = Behaviour()
         for engine in self.engines.values():
-            for name in ("status", "break_after", "certainty", "delay_s", "first_delay_s"):
+            for name in ("status", "break_after", "delay_s", "first_delay_s"):
                 setattr(engine, name, getattr(usual, name))
         for replica in self.stack.fleet.replicas:
             if replica.breaker._held_until is None:
@@ -350,7 +347,7 @@ def _release(leases: list[Lease]) -> None:
 
 @asynccontextmanager
 async def cut_router(folder: Path, redis_url: str = "") -> AsyncIterator[CutRouter]:
-    """Run a router with quotas, a queue, hedging and the check of first tokens, all tiers profiled and warm."""
+    """Run a router with quotas and a queue, all tiers profiled and warm."""
     async with AsyncExitStack() as cleanup:
         spans, tracing, embeddings = OpenSpans(), TracerProvider(), Behaviour()
         tracing.add_span_processor(spans)
@@ -361,20 +358,18 @@ async def cut_router(folder: Path, redis_url: str = "") -> AsyncIterator[CutRout
         settings = {
             "auth": {"keys_file": str(keys)},
             "openai": {"embeddings_urls": [url]},
-            "policy": {"profiles": str(profiles), "max_slowdown": 1e9, "check_share": 0.2, "check_wait_s": 1},
+            "policy": {"profiles": str(profiles), "max_slowdown": 1e9},
             "server": {"resume_s": 0.05},
             "state": {"redis_url": redis_url},
             "tiers": {tier: {"max_in_flight": 4} for tier in STANDARD_TIERS},
-            "upstream": {"hedge": True, "retry_reserve": 10**6, "breaker_failures": 10**6},
+            "upstream": {"retry_reserve": 10**6, "breaker_failures": 10**6},
         }
         stack = await cleanup.enter_async_context(router_stack(folder, settings, tracing))
         identities = {spec.name: spec.identity for spec in stack.fleet.specs}
         (profiles / profile_name(identities)).write_text(profile(identities).model_dump_json())
         generate = _endpoint(stack.app)
         async with asyncio.timeout(60):
-            while any(r.speed is None for r in stack.fleet.replicas) or not generate.pipeline.policy.check_enabled:
-                await asyncio.sleep(0.02)
-            while generate.pipeline.policy.check_threshold(FAST) is None:
+            while any(r.speed is None for r in stack.fleet.replicas) or not generate.pipeline.policy.measured:
                 await asyncio.sleep(0.02)
         engines: dict[TierName | str, Behaviour] = {**stack.engines, "embeddings": embeddings}
         router = CutRouter(stack, engines, spans, key, generate)

@@ -28,6 +28,6 @@ def record(**fields: Any) -> RequestRecord:
         "decision": decision(), "outcome": Outcome.OK, "error": None, "served_by": TierName.FAST, "replica": "fast-0",
         "precision": "awq", "checkpoint": None, "prompt_tokens": 20, "output_tokens": 7, "queue_ms": 30.0,
         "overhead_ms": 5.0, "ttft_ms": 235.0, "tpot_ms": 25.0, "duration_ms": 400.0, "sla_met": None,
-        "attempts_failed": 0, "escalated": False, "hedged": False, "continued_on": (),
+        "attempts_failed": 0, "continued_on": (),
     }  # fmt: skip
     return RequestRecord(**{**values, **fields})

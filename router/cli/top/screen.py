@@ -166,7 +166,7 @@ def _summary(fleet: Mapping[str, Any], width: int, view: ViewState) -> Text:
         *_budget(fleet.get("loss_budget") or {}),
         Text(f"total {totals['requests']}, {totals['refused']} refused, {totals['errors']} errors", style="dim"),
     ]
-    events = f"{totals['retries']} retries, {totals['continuations']} continued, {totals['escalations']} escalated"
+    events = f"{totals['retries']} retries, {totals['continuations']} continued"
     parts.append(Text(events, style="dim"))
     between = " \u00b7 " if view.unicode else " | "
     line = Text(" ")

@@ -11,7 +11,7 @@ const FILTERS = {
   all: () => true,
   missed: (r) => r.sla_met === false,
   failed: (r) => r.outcome !== "ok",
-  moved: (r) => r.attempts_failed > 0 || r.escalated || r.hedged || r.continued_on.length > 0,
+  moved: (r) => r.attempts_failed > 0 || r.continued_on.length > 0,
   degraded: (r) => r.degraded.length > 0,
 };
 
@@ -65,8 +65,6 @@ function outcome(r) {
 function detours(r) {
   const found = [];
   if (r.attempts_failed) found.push(plural(r.attempts_failed, "failed attempt"));
-  if (r.escalated) found.push("escalated");
-  if (r.hedged) found.push("hedged");
   if (r.overflow_failure) found.push(`overflow ${r.overflow_failure}`);
   if (r.continued_on.length) found.push(`continued on ${r.continued_on.join(", ")}`);
   return [...found, ...notAssured(r.degraded)];

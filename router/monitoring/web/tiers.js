@@ -71,7 +71,7 @@ function showMeasuring(profiling) {
 
 const TOTALS = [
   ["requests", "request", "requests"], ["ok", "answered"], ["refused", "refused"], ["errors", "failed"], ["client_gone", "given up by clients"],
-  ["retries", "retry", "retries"], ["continuations", "continued elsewhere"], ["escalations", "escalated"],
+  ["retries", "retry", "retries"], ["continuations", "continued elsewhere"],
 ];
 
 function showTitle({ tiers }) {

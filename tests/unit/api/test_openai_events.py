@@ -35,7 +35,6 @@ def relayed(*, wants_usage: bool = False, report: dict[str, Any] | None = None, 
         "parts": [],
         "failed_over": False,
         "usage": {},
-        "wants_logprobs": False,
         "fingerprint": "vllm-1",
     }
     stream = cast("EngineStream", SimpleNamespace(**usual | answer))
@@ -84,13 +83,6 @@ def test_a_token_without_text_is_told_only_because_of_its_ids() -> None:
     silent = {"index": 0, "delta": {}, "finish_reason": None, "token_ids": [5]}
     assert sent(relayed(progress=object()), event(silent)) == []
     assert len(sent(relayed(progress=object()), event({**silent, "finish_reason": "stop"}))) == 1
-
-
-def test_log_probabilities_that_the_cascade_asked_for_are_taken_out() -> None:
-    chunk = event(text("a", logprobs={"content": [{"token": "a", "logprob": -0.1, "top_logprobs": []}]}))
-    (seen,) = sent(relayed(wants_logprobs=True), chunk)
-    assert json.loads(seen.removeprefix(b"data: "))["choices"] == [text("a")]
-    assert sent(relayed(), chunk) == [chunk + b"\n\n"], "those of the caller stay"
 
 
 def test_what_another_engine_computed_looks_like_the_first_ones() -> None:

@@ -11,7 +11,6 @@ import pytest
 from router.cli.profile import _Log, _show, _show_latency
 from router.policy.profiles import Fit, FitError, Interval, LatencyProfile, Loss, ProfileError, QualityProfile
 from tests.unit.cli.stub_router import qarr
-from tests.unit.policy.made_profiles import observed
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -58,17 +57,6 @@ def test_losses_are_shown_with_their_intervals(capsys: pytest.CaptureFixture[str
     assert sure.split()[:6] == ["chat", "fast", "640", "12.3", "(10.0", "to"]
     assert "0.123 (0.100 to 0.250)" in sure
     assert unsure.count("(too few prompts)") == 4
-
-
-def test_how_well_prompts_are_predicted_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line a tier, beneath the losses."""
-    seen = tuple(observed(TierName.FAST, PromptClass.CHAT, 20 * (n + 1), n // 3, 32) for n in range(60))
-    _show(quality(loss(60)).model_copy(update={"observations": seen}))
-    assert (
-        capsys.readouterr()
-        .out.splitlines()[-1]
-        .startswith("loss by prompt on fast: used: error on 60 held-out prompts 0.0")
-    )
 
 
 def test_fits_are_shown_as_formulas(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,9 +49,7 @@ DOWN = {
     "limit": None,
     "kv_cache_usage": None,
 }
-TOTALS = dict.fromkeys(
-    ("requests", "ok", "refused", "errors", "client_gone", "retries", "continuations", "escalations"), 7
-)
+TOTALS = dict.fromkeys(("requests", "ok", "refused", "errors", "client_gone", "retries", "continuations"), 7)
 FLEET: dict[str, Any] = {
     "at": 1795283000.0, "model": "a-model", "version": "0.1.0", "machine": "a CPU (2 cores)", "waiting": 2, "window_s": 60,
     "trace_url": None, "in_flight_total": 2, "totals": TOTALS,
@@ -77,7 +75,7 @@ RECORD: dict[str, Any] = {
     "checkpoint": None, "reason": "class chat: \x1b[2Jlowest", "basis": "table", "degraded": [], "outcome": "ok", "error": None,
     "prompt_tokens": 31, "output_tokens": 12, "queue_ms": 0.0, "overhead_ms": 1.9, "ttft_ms": 210.0, "tpot_ms": None,
     "duration_ms": 700.0, "predicted_ttft_ms": None, "predicted_tpot_ms": None, "sla": {"ttft_ms": 100.0, "tpot_ms": None},
-    "sla_met": False, "attempts_failed": 0, "escalated": False, "hedged": False, "continued_on": [], "cost": 1.2, "tiers": [VERDICT],
+    "sla_met": False, "attempts_failed": 0, "continued_on": [], "cost": 1.2, "tiers": [VERDICT],
 }  # fmt: skip
 
 

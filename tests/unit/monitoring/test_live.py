@@ -97,7 +97,6 @@ async def test_a_new_reader_sees_the_last_requests_then_the_fleet(tmp_path: Path
         fleet = seen[3][1]
         assert fleet["totals"] == {
             "requests": 3, "ok": 2, "refused": 1, "errors": 0, "client_gone": 0, "retries": 0, "continuations": 0,
-            "escalations": 0,
         }  # fmt: skip
         fast = fleet["tiers"][0]
         assert (fast["requests"], fast["errors"], fast["sla"]) == (2, 0, {"asked": 2, "met": 2})
@@ -165,7 +164,7 @@ async def test_the_policy_is_shown_as_it_is_now(tmp_path: Path) -> None:
     async with router_stack(tmp_path, {"policy": {"max_loss": {"code": 0.25}, "sla_confidence": 0.8}}) as stack:
         policy = (await stack.client.get(f"{stack.url}/policy")).json()
         assert (policy["max_loss"]["code"], policy["sla_confidence"]) == (0.25, 0.8)
-        assert policy["losses"] == policy["prompt_losses"] == policy["promoted"] == {}
+        assert policy["losses"] == policy["promoted"] == {}
         assert policy["live_losses"] == []
         assert policy["max_loss"].keys() == {"code"}
         assert len(policy["class_floor"]) > 1

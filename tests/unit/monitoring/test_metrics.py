@@ -42,8 +42,8 @@ RECORDS = [
     record(
         trace_id="b2", decision=decision(PRECISE, PromptClass.MATH), served_by=PRECISE, output_tokens=1, tpot_ms=None
     ),
-    record(trace_id="c1", served_by=PRECISE, escalated=True),
-    record(trace_id="c2", served_by=BALANCED, hedged=True, priority="interactive"),
+    record(trace_id="c1", served_by=PRECISE),
+    record(trace_id="c2", served_by=BALANCED, priority="interactive"),
     record(trace_id="c3", continued_on=(BALANCED, PRECISE), attempts_failed=1),
     record(trace_id="d1", outcome=Outcome.ERROR, error="EngineBroke", overhead_ms=None),
     record(trace_id="d2", outcome=Outcome.CLIENT_GONE, served_by=None, ttft_ms=None, tpot_ms=None),
@@ -204,9 +204,7 @@ def test_predictions_are_compared_with_the_engines_own_time() -> None:
     assert counted.value("prediction_error_ratio_sum", tier="fast", kind="tpot") == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize(
-    "fields", [{"attempts_failed": 1}, {"hedged": True}, {"escalated": True}, {"served_by": BALANCED}]
-)
+@pytest.mark.parametrize("fields", [{"attempts_failed": 1}, {"continued_on": (BALANCED,)}, {"served_by": BALANCED}])
 def test_disturbed_answers_are_not_compared(fields: dict[str, Any]) -> None:
     assert Counted(record(**fields)).total("prediction_error_ratio_count") == 0
 
@@ -223,9 +221,6 @@ def test_each_switch_of_tiers_counts() -> None:
     assert counted.value("continuations_total", from_tier="fast", to_tier="precise") == 1
     assert counted.value("continuations_total", from_tier="precise", to_tier="balanced") == 1
     assert counted.value("continuations_total", from_tier="fast", to_tier="balanced") == 0
-    changed = Counted(record(escalated=True, served_by=PRECISE), record(hedged=True, served_by=BALANCED))
-    assert changed.value("escalations_total", from_tier="fast", to_tier="precise") == 1
-    assert changed.value("hedges_total", tier="balanced") == 1
 
 
 def test_classes_have_series_of_their_own() -> None:

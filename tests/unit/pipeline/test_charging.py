@@ -16,11 +16,8 @@ from router.auth.budget_ledger import SqliteLedger
 from router.auth.budgets import Hold, periods
 from router.auth.database import Database
 from router.policy.charge import MICRO, Charge
-from router.policy.profiles import CHECK_TOKENS
 from router.telemetry.record import Outcome
-from tests.fakes.engine import Behaviour
 from tests.unit.own_engines import until
-from tests.unit.pipeline.test_cascade import WORDS, profiled_stack
 from tests.unit.router_stack import Stack, events, router_stack
 from tiers.spec import TierName
 
@@ -31,6 +28,7 @@ if TYPE_CHECKING:
     import httpx
 
     from tests.conftest import RedisServer
+    from tests.fakes.engine import Behaviour
 
 pytestmark = pytest.mark.anyio
 PLENTY = 1e6
@@ -237,19 +235,3 @@ async def test_callers_without_budgets_do_not_touch_the_ledger(tmp_path: Path) -
     async with shop(tmp_path, {"ann": {}}) as at:
         assert (await at.ask("ann")).status_code == 200
         assert at.stacks[0].pipeline.charging.spending._keeper is None
-
-
-async def test_a_start_that_was_given_up_is_charged_as_well(tmp_path: Path) -> None:
-    """The unsure tier read the prompt and computed the tokens that were checked; the answer is the higher tier's."""
-    keys = tmp_path / "keys.json"
-    key, _ = add_key(keys, "ann", engine_seconds_per_day=PLENTY)
-    unsure, more = Behaviour(answer=WORDS, certainty=-1.9), {"auth": {"keys_file": str(keys)}}
-    async with profiled_stack(tmp_path, {"check_share": 0.2}, more=more, key=key, fast=unsure) as stack:
-        answer = await stack.generate(prompt="Hello, how are you today?", stream=True)
-        assert "escalated" in answer.headers["x-qarr-reason"]
-        await ended([stack])
-        record = stack.pipeline.registry.recent[-1]
-        given_up, whole = record.visits
-        assert (given_up.tier, given_up.output, given_up.prompt) == (TierName.FAST, CHECK_TOKENS, whole.prompt)
-        assert (whole.tier, whole.output) == (record.served_by, record.output_tokens)
-        assert record.charge == stack.pipeline.charging.tariff.charge(record.decision, record.visits)

@@ -16,10 +16,8 @@ from router.auth.quota import OverQuota, Quotas
 from router.auth.spending import Spending
 from router.lifecycle import ServerState
 from router.pipeline.admission import Admission
-from router.pipeline.cascade import Cascade
 from router.pipeline.charging import Charging
 from router.pipeline.failover import Failover
-from router.pipeline.opening import Direct
 from router.pipeline.overflow import Overflow
 from router.pipeline.pipeline import Pipeline, engine_request_id
 from router.pipeline.registry import RequestRegistry
@@ -64,15 +62,13 @@ class Asked:
     prompt: PromptText = field(default_factory=lambda: PromptText("hi", READ))
     max_tokens: int = 100
     sequences: int = 1
-    checkable: bool = False
     undraftable: str = ""
     truncated: str = ""
     adapter: str | None = None
     session: str = ""
     asked: EngineRequest = HI
 
-    def engine_request(self, _decision: Decision, *, wants_logprobs: bool) -> EngineRequest:
-        assert not wants_logprobs
+    def engine_request(self, _decision: Decision) -> EngineRequest:
         return self.asked
 
 
@@ -172,11 +168,10 @@ class Line:
 async def line(
     log: Path | None = None, options: dict[str, Any] | None = None, **behaviours: Behaviour
 ) -> AsyncIterator[Line]:
-    """Wire a pipeline as ``create_app`` does, without hedging."""
+    """Wire a pipeline as ``create_app`` does."""
     async with upstream_stack(options, **behaviours) as stack:
         noted, settings = Noted(), stack.settings
         parts = (stack.fleet, stack.policy, stack.upstream, stack.telemetry)
-        cascade = Cascade(Direct(stack.upstream), *parts[1:])
         decisions = DecisionLog(log) if log is not None else None
         pipeline = Pipeline(
             fleet=stack.fleet,
@@ -187,8 +182,7 @@ async def line(
                 Spending(MemoryLedger(), currency="USD", priced=False), stack.fleet, stack.policy, {}, None
             ),
             admission=Admission(stack.fleet, stack.policy, settings.admission, stack.telemetry),
-            opener=Failover(cascade, *parts, settings.upstream.attempts, 256),
-            cascade=cascade,
+            failover=Failover(*parts, settings.upstream.attempts, 256),
             overflow=Overflow(
                 OverflowClient(settings.overflow, settings.upstream, stack.telemetry), decisions, stack.telemetry
             ),

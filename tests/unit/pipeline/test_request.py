@@ -42,13 +42,12 @@ class Asked:
     options: RoutingOptions = field(default_factory=RoutingOptions)
     max_tokens: int = 100
     sequences: int = 1
-    checkable: bool = False
     undraftable: str = ""
     truncated: str = ""
     adapter: str | None = None
     session: str = ""
 
-    def engine_request(self, decision: Decision, *, wants_logprobs: bool) -> Any:
+    def engine_request(self, decision: Decision) -> Any:
         raise NotImplementedError
 
 

@@ -268,36 +268,6 @@ async def test_retries_are_bounded(tmp_path: Path) -> None:
         assert sum(len(e.requests) for e in stack.engines.values()) == 6 + 4
 
 
-async def test_a_late_first_token_is_asked_for_twice(tmp_path: Path) -> None:
-    """With hedging, a stalled tier's request is answered by the next one, and the stalled one is ended."""
-    async with router_stack(tmp_path, {"upstream": {"hedge": True}}) as stack:
-        while any(r.speed is None for r in stack.fleet.replicas):
-            await asyncio.sleep(0.05)
-        stack.engines[FAST].stall_after = 0
-        answer = await stack.generate(tier="fast", sla={"ttft_ms": 60_000})
-        assert answer.headers["x-qarr-tier"] == "balanced"
-        assert "fast was late with its first token" in answer.headers["x-qarr-reason"]
-        assert "Paris" in answer.text
-        async with asyncio.timeout(5):
-            while stack.leases() or stack.engines[FAST].running:
-                await asyncio.sleep(0.01)
-
-
-async def test_a_hedge_and_a_retry_do_not_meet(tmp_path: Path) -> None:
-    """While the second tier is asked because the first is late, the first fails: it is retried on a third one."""
-    async with router_stack(tmp_path, {"upstream": {"hedge": True, "first_token_timeout_s": 1}}) as stack:
-        while any(r.speed is None for r in stack.fleet.replicas):
-            await asyncio.sleep(0.05)
-        for engine in stack.engines.values():
-            engine.requests.clear()
-        for tier in (FAST, TierName.BALANCED):
-            stack.engines[tier].stall_after = 0
-        answer = await stack.generate(tier="fast", sla={"ttft_ms": 60_000})
-        assert answer.headers["x-qarr-tier"] == "precise"
-        assert [len(engine.requests) for engine in stack.engines.values()] == [1, 1, 1]
-        assert stack.leases() == 0
-
-
 def test_breaker_takes_one_probe_at_a_time() -> None:
     """Closed, open, half-open with one request, and a longer pause after each probe that fails."""
     breaker = Breaker(BreakerOptions(failures=2, pause_s=1, longest_pause_s=3))

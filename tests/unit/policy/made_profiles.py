@@ -1,19 +1,17 @@
-"""Profiles with given losses, certainties and speeds, for tests of what is done with them."""
+"""Profiles with given losses and speeds, for tests of what is done with them."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from classifier import PromptClass
 from router.policy.profiles import (
-    Certainty,
     Fit,
     FitError,
     Interval,
     LatencyProfile,
     Loss,
-    Observation,
     QualityProfile,
     Sample,
 )
@@ -39,29 +37,11 @@ def loss(tier: TierName, mean: float, kind: PromptClass = PromptClass.CHAT, prom
 def quality(
     *losses: Loss,
     identities: Identities = IDENTITIES,
-    certainties: tuple[Certainty, ...] = (),
-    observations: tuple[Observation, ...] = (),
 ) -> QualityProfile:
     """Return a quality profile."""
     return QualityProfile(
         created=AT, model="m", checkpoints=identities, answer_tokens=8, top_k=10, prompts="p", losses=losses,
-        certainties=certainties, observations=observations,
     )  # fmt: skip
-
-
-def observed(tier: TierName, kind: PromptClass, chars: int, disagreed: int, tokens: int, **changes: Any) -> Observation:
-    """Return what was seen of an answer to a prompt, with words of five letters unless their number is given."""
-    plain: dict[str, Any] = {
-        "words": max(chars // 6, 1), "confidence": 0.9, "contains_code": False, "asks_for_code": False,
-    }  # fmt: skip
-    return Observation(
-        tier=tier, prompt_class=kind, chars=chars, disagreed=disagreed, tokens=tokens, **(plain | changes)
-    )
-
-
-def certainties(tier: TierName, count: int) -> tuple[Certainty, ...]:
-    """Return answers whose certainty is -1, -2, and so on."""
-    return tuple(Certainty(tier=tier, logprob=-float(n), disagreement=0.1) for n in range(1, count + 1))
 
 
 def fit(tier: TierName, step_ms: float, spread: float = 0.2) -> Fit:

@@ -95,7 +95,7 @@ def test_a_refusal_has_reports_and_no_chosen_one() -> None:
     """It can be raised, and says why."""
     decision = decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaState.FAILED)), TABLE)
     assert decision.chosen is None
-    assert [report.meets for report in decision.verdicts] == [False] * 3
+    assert len(decision.verdicts) == 3
     assert str(Refused(decision)) == "fast is failed; balanced is failed; precise is failed"
 
 

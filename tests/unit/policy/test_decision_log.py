@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from classifier import PromptClass
 from router.policy.decide import decide
-from router.policy.decision import ClassLine, PromptLoss, Refusal, Sla
+from router.policy.decision import Refusal, Sla
 from router.policy.decision_log import (
     DecisionLog,
     DecisionRecord,
@@ -135,19 +134,3 @@ def test_a_log_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """With the system's reason."""
     with pytest.raises(ProfileError, match=r"the decision log .*/none cannot be read: No such file or directory"):
         list(read_log(tmp_path / "none"))
-
-
-def test_loss_by_prompt_is_part_of_the_parameters(tmp_path: Path) -> None:
-    """It comes out as it went in, changes their digest, and is empty in a log of a release without it."""
-    line = ClassLine(0.1 / 3, 0.01, (0.1, 0.2, 0.3, 0.4, 0.5), (1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
-    table = replace(PROFILED, prompt_losses={FAST: PromptLoss({PromptClass.CHAT: line})})
-    assert digest_of(table) != digest_of(PROFILED)
-    log = DecisionLog(tmp_path / "log")
-    log.decided("r1", decide(query(), fleet(), table), fleet(), table)
-    log.close()
-    policy, _ = read_log(tmp_path / "log")
-    assert policy == PolicyRecord(digest_of(table), table)
-    row = json.loads((tmp_path / "log").read_text().splitlines()[0])
-    del row["table"]["prompt_losses"]
-    (tmp_path / "earlier").write_text(json.dumps(row))
-    assert list(read_log(tmp_path / "earlier")) == [PolicyRecord(digest_of(table), PROFILED)]

@@ -1,4 +1,4 @@
-"""Profiles as values and files: thresholds, percentiles, names, and what is said of one that cannot be used."""
+"""Profiles as values and files: percentiles, names, and what is said of one that cannot be used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pydantic import ValidationError
 
 from classifier import PromptClass
 from router.policy.profiles import (
-    MIN_CERTAINTIES,
     MIN_PROMPTS,
     MIN_SPREAD,
     LatencyProfile,
@@ -23,7 +22,7 @@ from router.policy.profiles import (
     percentile,
     profile_name,
 )
-from tests.unit.policy.made_profiles import IDENTITIES, certainties, fit, latency, loss, quality
+from tests.unit.policy.made_profiles import IDENTITIES, fit, latency, loss, quality
 from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
@@ -48,14 +47,6 @@ FAST, BALANCED, PRECISE = STANDARD_TIERS
 def test_percentiles_are_interpolated(values: list[float], share: float, expected: float) -> None:
     """In any order of the values, up to both ends, and of none."""
     assert percentile(values, share) == pytest.approx(expected)
-
-
-def test_a_threshold_needs_enough_answers_of_its_own_tier() -> None:
-    """Others' answers do not make up for a tier's own, and the share is of its own answers only."""
-    few = quality(certainties=certainties(FAST, MIN_CERTAINTIES - 1) + certainties(BALANCED, 100))
-    assert few.threshold(FAST, 0.5) is None
-    enough = quality(certainties=certainties(FAST, 21) + certainties(BALANCED, 1000))
-    assert [enough.threshold(FAST, share) for share in (0.0, 0.5, 1.0)] == [-21, -11, -1]
 
 
 def test_a_loss_is_found_by_class_and_tier() -> None:
@@ -100,7 +91,7 @@ def test_files_are_named_by_what_was_measured() -> None:
 def test_profiles_are_the_same_after_a_file(tmp_path: Path) -> None:
     """Both kinds, with all that is in them."""
     path = tmp_path / "profile"
-    measured = quality(loss(FAST, 0.2), certainties=certainties(FAST, 2))
+    measured = quality(loss(FAST, 0.2))
     path.write_text(measured.model_dump_json())
     assert load_profile(path) == measured
     speeds = latency({FAST: 10})
@@ -109,12 +100,12 @@ def test_profiles_are_the_same_after_a_file(tmp_path: Path) -> None:
 
 
 def test_files_of_earlier_releases_are_read(tmp_path: Path) -> None:
-    """Their fields may come in any order, and certainties may be missing."""
+    """Their fields may come in any order; those that only they have are ignored."""
     path = tmp_path / "profile"
-    content = json.loads(quality(loss(FAST, 0.2)).model_dump_json())
-    del content["certainties"]
+    earlier = {"version": 1, "observations": [{"tier": "fast", "chars": 20}], "certainties": [{"logprob": -1.0}]}
+    content = json.loads(quality(loss(FAST, 0.2)).model_dump_json()) | earlier
     path.write_text(json.dumps(dict(reversed(content.items()))))
-    assert load_profile(path) == quality(loss(FAST, 0.2))
+    assert load_profile(path).losses == (loss(FAST, 0.2),)
 
 
 @pytest.mark.parametrize(("load", "kind"), [(load_profile, "quality"), (load_latency, "latency")])

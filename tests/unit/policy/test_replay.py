@@ -1,31 +1,32 @@
-"""Decisions are reproducible from their log alone, and recorded arrivals can be run through another policy."""
+"""Decisions are reproducible from their log alone, by ``benchmarks/replay.py``, which also simulates another policy."""
 
 from __future__ import annotations
 
 import asyncio
+import gzip
+import importlib
 import json
 import random
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from typer.testing import CliRunner
 
-from router.cli.main import make_app
 from router.policy.decide import decide
-from router.policy.decision import PolicyParameters, Sla
+from router.policy.decision import Sla
 from router.policy.decision_log import DecisionLog, DecisionRecord, OutcomeRecord, digest_of, read_log
 from router.policy.profiles import ProfileError
-from router.policy.replay import Recording, differing, read_recording, seen, summarise
-from router.policy.simulation import simulate
+from router.settings import PROJECT
 from tests.fakes.engine import Behaviour
-from tests.unit.policy.test_decide import FAST, MEASURED, PRECISE, PROFILED, fleet, query
+from tests.unit.policy.test_decide import FAST, MEASURED, PROFILED, fleet, query
 from tests.unit.router_stack import router_stack
 from tiers.spec import STANDARD_TIERS
 from tiers.speed import Load
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from router.policy.decision import PolicyParameters
 
 REQUESTS = 1000
 PROMPTS = (
@@ -37,8 +38,21 @@ PROMPTS = (
 )
 
 
+@pytest.fixture
+def logs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the module of benchmarks/ that reads logs."""
+    monkeypatch.syspath_prepend(PROJECT / "benchmarks")
+    return importlib.import_module("recording")
+
+
+def replay(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run the command."""
+    argv = [sys.executable, "benchmarks/replay.py", *map(str, arguments)]
+    return subprocess.run(argv, cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False)
+
+
 @pytest.mark.anyio
-async def test_a_thousand_decisions_come_out_again(tmp_path: Path) -> None:
+async def test_a_thousand_decisions_come_out_again(tmp_path: Path, logs: Any) -> None:
     """Requests of all kinds through a router under changing load: made again from the file, every tier is the same."""
     path = tmp_path / "decisions.jsonl"
     source = random.Random(4)
@@ -65,18 +79,26 @@ async def test_a_thousand_decisions_come_out_again(tmp_path: Path) -> None:
 
         statuses = await asyncio.gather(*(one() for _ in range(REQUESTS)))
     assert set(statuses) <= {200, 422, 503}
-    recording = read_recording(path)
+    recording = logs.read_recording(path)
     assert len(recording.decisions) == REQUESTS
     assert {r.tier for r in recording.decisions} == {*STANDARD_TIERS, None}
-    assert differing(recording) == []
+    assert logs.differing(recording) == []
     assert len(recording.outcomes) == statuses.count(200)
     assert not any(prompt[:12] in path.read_text("utf-8") for prompt in PROMPTS)
-    shown = CliRunner().invoke(make_app(), ["replay", str(path)])
-    assert shown.exit_code == 0
-    assert f"{REQUESTS} of {REQUESTS} decisions come out as recorded" in shown.output
+    shown = replay(path)
+    assert (shown.returncode, shown.stdout) == (0, f"{REQUESTS} of {REQUESTS} decisions come out as recorded\n")
 
 
-def test_a_decision_that_was_tampered_with_is_found(tmp_path: Path) -> None:
+def test_decisions_of_an_earlier_run_come_out_again(tmp_path: Path, logs: Any) -> None:
+    """Six minutes of ``benchmarks/predictions.py --auto`` on real engines, as the router decided then."""
+    path = tmp_path / "decisions.jsonl"
+    path.write_bytes(gzip.decompress(Path(__file__).with_name("recorded.jsonl.gz").read_bytes()))
+    recording = logs.read_recording(path)
+    assert len(recording.decisions) > 150
+    assert logs.differing(recording) == []
+
+
+def test_a_decision_that_was_tampered_with_is_found(tmp_path: Path, logs: Any) -> None:
     """A record whose tier does not follow from it is named, and the command fails."""
     path = tmp_path / "log.jsonl"
     write(path, 3)
@@ -84,10 +106,10 @@ def test_a_decision_that_was_tampered_with_is_found(tmp_path: Path) -> None:
     record = json.loads(lines[3])  # policy, decision, outcome, decision
     record["tier"] = "balanced"
     path.write_text("\n".join([*lines[:3], json.dumps(record), *lines[4:]]) + "\n")
-    assert [r.request_id for r in differing(read_recording(path))] == ["1"]
-    shown = CliRunner().invoke(make_app(), ["replay", str(path)])
-    assert shown.exit_code == 1
-    assert "otherwise: 1, recorded balanced" in shown.output
+    assert [r.request_id for r in logs.differing(logs.read_recording(path))] == ["1"]
+    shown = replay(path)
+    assert shown.returncode == 1
+    assert "otherwise: 1, recorded balanced" in shown.stdout
 
 
 def write(path: Path, count: int, gap_s: float = 0.0, table: PolicyParameters = PROFILED) -> None:
@@ -108,63 +130,37 @@ def write(path: Path, count: int, gap_s: float = 0.0, table: PolicyParameters = 
     path.write_text("\n".join(shifted) + "\n")
 
 
-def test_one_request_at_a_time_takes_what_the_model_says(tmp_path: Path) -> None:
-    """Without load the simulation is the speed model itself."""
+def test_the_command_compares_policies(tmp_path: Path) -> None:
+    """One chat after another: what was seen, and by the speed model; without any loss allowed, all go to precise.
+
+    TTFT is 20 ms and 1 ms for each of 20 tokens, TPOT 25 ms; an answer has 40 tokens: 5 x (20 + 39 x 25) ms of engine time.
+    """
     write(tmp_path / "log", 5, gap_s=10)
-    results = simulate(read_recording(tmp_path / "log"))
-    assert [r.tier for r in results] == [FAST] * 5
-    assert all(r.ttft_ms == pytest.approx(40) and r.tpot_ms == pytest.approx(25) for r in results)
-    assert all(r.engine_ms == pytest.approx(20 + 39 * 25) for r in results)  # of the prompt, and of each further token
-    assert summarise(results).mean_loss == pytest.approx(0.08)
-
-
-def test_load_slows_the_simulation_and_another_policy_moves_it(tmp_path: Path) -> None:
-    """Many at once: batches grow and bounds are missed; a policy that may lose nothing sends all to precise."""
-    write(tmp_path / "log", 40, gap_s=0.1)
-    recording = read_recording(tmp_path / "log")
-    before = summarise(simulate(recording))
-    strict = replace(PROFILED, max_loss=dict.fromkeys(PROFILED.max_loss, 0.0))
-    after = summarise(simulate(recording, strict))
-    assert before.shares[FAST] > 0.4
-    assert after.shares[PRECISE] > 0.7  # as many as it has places
-    assert after.mean_loss is not None
-    assert before.mean_loss is not None
-    assert after.mean_loss < before.mean_loss
-    assert before.tpot_p95 is not None
-    assert before.tpot_p95 > 25
-    assert summarise(seen(recording)).tpot_p50 == 26
-
-
-def test_work_is_conserved(tmp_path: Path) -> None:
-    """Whatever comes together, every simulated request ends with its tokens, and none is faster than alone."""
-    write(tmp_path / "log", 60, gap_s=0.02)
-    results = simulate(read_recording(tmp_path / "log"))
-    assert len(results) == 60
-    assert {r.tier for r in results} == {FAST, PRECISE}
-    alone = {
-        FAST: (40, 25),
-        PRECISE: (100, 62),
-    }  # by the speed model: milliseconds to the first token, and to each further
-    for result in results:
-        assert result.tier is not None
-        ttft_ms, tpot_ms = alone[result.tier]
-        assert (result.ttft_ms or 0) >= ttft_ms - 1e-6
-        assert (result.tpot_ms or 0) >= tpot_ms - 1e-6
-    assert max(r.ttft_ms or 0 for r in results) > 1000  # some waited for a place
-
-
-def test_the_command_compares(tmp_path: Path) -> None:
-    """With another policy three rows are printed: what was seen, and both policies simulated."""
-    write(tmp_path / "log", 20, gap_s=0.2)
     (tmp_path / "other.toml").write_text("[policy.max_loss]\nchat = 0.0\n")
-    shown = CliRunner().invoke(make_app(), ["replay", str(tmp_path / "log"), "--policy", str(tmp_path / "other.toml")])
-    assert shown.exit_code == 0, shown.output
-    rows = {line.split("  ")[0].strip(): line for line in shown.output.splitlines()}
-    assert "100%" in rows["recorded, as seen"]
-    assert rows["other, simulated"] != rows["recorded, simulated"]
+    shown = replay(tmp_path / "log", "--policy", tmp_path / "other.toml")
+    assert shown.returncode == 0, shown.stderr
+    rows = {
+        name.strip(): rest.split() for name, _, rest in (line.partition("  ") for line in shown.stdout.splitlines())
+    }
+    # shares of three tiers, SLA met, refused, loss, TTFT p50 and p95, TPOT p50 and p95, engine seconds
+    assert rows["recorded, as seen"] == ["100%", "0%", "0%", "100.0%", "0", "0.080", "45", "45", "26.0", "26.0"]
+    assert rows["recorded, simulated"] == [
+        "100%",
+        "0%",
+        "0%",
+        "100.0%",
+        "0",
+        "0.080",
+        "40",
+        "40",
+        "25.0",
+        "25.0",
+        "5.0",
+    ]
+    assert rows["other, simulated"][:6] == ["0%", "0%", "100%", "100.0%", "0", "0.000"]
 
 
-def test_files_are_rotated_with_their_policy(tmp_path: Path) -> None:
+def test_files_are_rotated_with_their_policy(tmp_path: Path, logs: Any) -> None:
     """Every file of a rotated log can be read by itself; only so many are kept."""
     log = DecisionLog(tmp_path / "log", 20_000)
     snapshot = fleet(speeds=MEASURED, loads={FAST: Load(1)})
@@ -176,24 +172,24 @@ def test_files_are_rotated_with_their_policy(tmp_path: Path) -> None:
     for file in files:
         first = next(iter(read_log(file)))
         assert getattr(first, "id", None) == digest_of(PROFILED)
-        assert differing(read_recording(file)) == []
+        assert logs.differing(logs.read_recording(file)) == []
 
 
-def test_what_is_no_log_is_an_error(tmp_path: Path) -> None:
+def test_what_is_no_log_is_an_error(tmp_path: Path, logs: Any) -> None:
     """The error names the line; a last line that was cut off by a crash is no error."""
     path = tmp_path / "log"
     write(path, 2)
     whole = path.read_text()
     path.write_text(whole + whole.splitlines()[1][:40])
-    assert len(read_recording(path).decisions) == 2
+    assert len(logs.read_recording(path).decisions) == 2
     path.write_text('{"kind": "decision"}\n' + whole)
     with pytest.raises(ProfileError, match="line 1 is no record of decisions"):
-        read_recording(path)
+        logs.read_recording(path)
     with pytest.raises(ProfileError, match="cannot be read"):
-        read_recording(tmp_path / "none")
+        logs.read_recording(tmp_path / "none")
     decisions = tuple(r for r in read_log_of(whole, tmp_path) if isinstance(r, DecisionRecord))
     with pytest.raises(ProfileError, match="is not in the log"):
-        differing(Recording({}, decisions, {}))
+        logs.differing(logs.Recording({}, decisions, {}))
 
 
 def read_log_of(text: str, folder: Path) -> list[object]:
@@ -203,7 +199,7 @@ def read_log_of(text: str, folder: Path) -> list[object]:
     return list(read_log(path))
 
 
-def test_logs_without_several_answers_are_read(tmp_path: Path) -> None:
+def test_logs_without_several_answers_are_read(tmp_path: Path, logs: Any) -> None:
     """A log of a router that did not count answers: each request is one, and takes one place."""
     path = tmp_path / "decisions.jsonl"
     log = DecisionLog(path)
@@ -218,24 +214,7 @@ def test_logs_without_several_answers_are_read(tmp_path: Path) -> None:
                 for replica in tier["replicas"]:
                     replica.pop("places")
     path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
-    recording = read_recording(path)
+    recording = logs.read_recording(path)
     assert recording.decisions[0].query.sequences == 1
     assert recording.decisions[0].fleet.sequences == 93
-    assert not differing(recording)
-
-
-def test_several_answers_are_simulated_as_several() -> None:
-    """Four answers of a request take an engine about as long as four requests, and more than one."""
-    record = DecisionRecord(
-        at=0.0, request_id="r", policy="p", query=query(), fleet=fleet(speeds=MEASURED), tier=FAST, refusal=None,
-        reason="", predicted_ttft_ms=None, predicted_tpot_ms=None, price=0.0,
-    )  # fmt: skip
-
-    def engine_ms(*records: DecisionRecord) -> float:
-        results = simulate(Recording({"p": PROFILED}, records, {}))
-        assert all(result.tpot_ms is not None for result in results)
-        return sum(result.engine_ms or 0 for result in results)
-
-    several = engine_ms(replace(record, query=query(sequences=4, all_prompt_tokens=80)))
-    assert engine_ms(record) < several
-    assert several == pytest.approx(engine_ms(*(replace(record, request_id=str(n)) for n in range(4))), rel=0.3)
+    assert not logs.differing(recording)

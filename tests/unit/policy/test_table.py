@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from dataclasses import replace
@@ -13,9 +12,9 @@ import pytest
 from classifier import PromptClass
 from router.policy.decision import ExpectedLoss
 from router.policy.profiles import latency_name, profile_name
-from router.policy.table import FIT_EVERY, LIVE_ANSWERS, PolicyStore, policy_table
+from router.policy.table import PolicyStore, policy_table
 from router.settings import CLASS_FLOOR, load_settings
-from tests.unit.policy.made_profiles import IDENTITIES, certainties, fit, latency, loss, observed, quality
+from tests.unit.policy.made_profiles import IDENTITIES, fit, latency, loss, quality
 from tests.unit.policy.test_decide import query
 from tiers.fleet import Fleet
 from tiers.replica import Replica
@@ -24,7 +23,7 @@ from tiers.spec import STANDARD_TIERS, ReplicaState, TierSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from router.policy.profiles import LatencyProfile, Observation, QualityProfile
+    from router.policy.profiles import LatencyProfile, QualityProfile
     from router.settings import PolicySettings
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
@@ -181,23 +180,6 @@ def test_promotions_outlast_new_profiles(tmp_path: Path) -> None:
     assert before.promoted == {}
 
 
-def test_thresholds_are_the_share_of_answers_to_check(tmp_path: Path) -> None:
-    """Of tiers with enough answers; by default, with a share of 0, no answer is checked."""
-    write(tmp_path, quality(certainties=certainties(FAST, 21) + certainties(BALANCED, 3)))
-    store = PolicyStore(settings(tmp_path, check_share=0.5, check_wait_s=7), made_fleet())
-    assert (store.check_enabled, store.check_wait_s) == (True, 7)
-    assert [store.check_threshold(tier) for tier in STANDARD_TIERS] == [-11, None, None]
-    off = PolicyStore(settings(tmp_path), made_fleet())
-    assert not off.check_enabled
-    assert off.check_threshold(FAST) is None
-
-
-def test_checks_without_a_measurement_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Who asks for checks learns that there are none."""
-    PolicyStore(settings(tmp_path, check_share=0.5), made_fleet())
-    assert "nothing is checked" in caplog.text
-
-
 def test_successors_are_those_of_the_fleet_now() -> None:
     """Replicas that are added, and become ready, count at once; a tier does not follow itself."""
     fleet = made_fleet()
@@ -211,65 +193,3 @@ def test_successors_are_those_of_the_fleet_now() -> None:
     precise.state = ReplicaState.FAILED
     assert store.successors(FAST, query()) == ()
     assert store.successors(BALANCED, query()) == (fast.spec.name,)
-
-
-def by_length(count: int = 60, *, first: int = 0) -> tuple[Observation, ...]:
-    """Return chats that the fast tier loses the more of the longer they are."""
-    return tuple(observed(FAST, PromptClass.CHAT, 20 * (n + 1), n // 3, 32) for n in range(first, first + count))
-
-
-def test_loss_by_prompt_comes_and_goes_with_the_profile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is used where it predicts better, and the log says so once."""
-    with caplog.at_level(logging.INFO):
-        store = PolicyStore(settings(tmp_path), made_fleet())
-        assert (store.learned.regressions, store.table.prompt_losses) == ({}, {})
-        path = write(tmp_path, quality(loss(FAST, 0.3), observations=by_length()))
-        store.take_up()
-        assert store.learned.regressions[FAST].used
-        assert store.table.prompt_losses == {FAST: store.learned.regressions[FAST].model}
-        write(tmp_path, quality(loss(FAST, 0.3), observations=by_length()), at=2.0)
-        store.take_up()
-    assert caplog.text.count("loss of each prompt on fast, predicted by its features: used: error on 60") == 1
-    path.unlink()
-    store.take_up()
-    assert (store.learned.regressions, store.table.prompt_losses) == ({}, {})
-
-
-def test_a_profile_of_an_earlier_release_gives_loss_by_class(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And the log says what to run for more."""
-    path = write(tmp_path, quality(loss(FAST, 0.3), observations=by_length()))
-    earlier = json.loads(path.read_text()) | {"version": 1}
-    del earlier["observations"]
-    path.write_text(json.dumps(earlier))
-    with caplog.at_level(logging.INFO):
-        store = PolicyStore(settings(tmp_path), made_fleet())
-    assert store.table.losses[FAST][PromptClass.CHAT].mean == 0.3
-    assert store.table.prompt_losses == {}
-    assert "is of an earlier release, so loss is known by class only; 'qarr profile quality' adds" in caplog.text
-
-
-@pytest.mark.anyio
-async def test_live_answers_are_learned_from_until_the_checkpoints_change(tmp_path: Path) -> None:
-    """Every few of them; the newest are kept."""
-    write(tmp_path, quality(loss(FAST, 0.3), observations=by_length(35)))
-    store = PolicyStore(settings(tmp_path), made_fleet())
-    assert store.learned.regressions == {}
-    learned = by_length(FIT_EVERY, first=35)
-    for answer in learned[:-1]:
-        await store.learn(answer)
-    assert store.learned.regressions == {}
-    await store.learn(learned[-1])
-    assert store.learned.regressions[FAST].prompts == 35 + FIT_EVERY
-    assert store.table.prompt_losses
-    write(tmp_path, quality(loss(FAST, 0.4), observations=by_length(36)), at=2.0)  # measured anew: they still count
-    store.take_up()
-    assert store.learned.regressions[FAST].prompts == 35 + FIT_EVERY
-    for answer in by_length(LIVE_ANSWERS + FIT_EVERY - LIVE_ANSWERS % FIT_EVERY, first=100):
-        await store.learn(answer)
-    assert store.learned.regressions[FAST].prompts == 36 + LIVE_ANSWERS
-    (tmp_path / profile_name(IDENTITIES)).unlink()
-    store.take_up()
-    await store.learn(learned[0])
-    write(tmp_path, quality(loss(FAST, 0.3), observations=by_length(40)), at=3.0)
-    store.take_up()
-    assert store.learned.regressions[FAST].prompts == 40

@@ -144,8 +144,9 @@ async def test_the_journal_saves_what_was_judged(tmp_path: Path) -> None:
         assert sum(asked(stack).values()) == 0
         journal = tmp_path / "journal.jsonl"
         whole = journal.read_text().splitlines()
-        kept = [line for line in whole if json.loads(line)["score"]["tier"] != "fast"]
-        journal.write_text("\n".join(kept) + "\n" + whole[0][:30] + "\n")
+        kept = [row for row in map(json.loads, whole) if row["score"]["tier"] != "fast"]
+        kept[0]["score"]["certainty"] = -1.0  # as an earlier release wrote it
+        journal.write_text("\n".join(map(json.dumps, kept)) + "\n" + whole[0][:30] + "\n")
         assert (await measured(client, tmp_path)).losses == first.losses
         assert asked(stack) == {FAST: 2, BALANCED: 0, PRECISE: 4}  # its own answers are compared with, and it scores
         await measured(client, tmp_path, answer_tokens=4)  # another setting: nothing of the journal counts
@@ -182,20 +183,9 @@ async def test_a_tier_that_refuses_ends_the_measurement(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_what_each_answer_lost_is_kept_without_any_text(tmp_path: Path) -> None:
-    """Of every tier but the reference, with what the classifier found; a resumed measurement has the same."""
-    async with connected(tmp_path) as (stack, client):
-        stack.engines[PRECISE].rank = 2
+async def test_the_profile_holds_no_text(tmp_path: Path) -> None:
+    """Neither of prompts nor of answers."""
+    async with connected(tmp_path) as (_, client):
         profile = await measured(client, tmp_path)
-        assert profile.version == 2
-        assert {(o.tier, o.prompt_class, o.chars) for o in profile.observations} == {
-            (tier, kind, len(text))
-            for tier in (FAST, BALANCED)
-            for kind, text in zip((PromptClass.CHAT, PromptClass.CODE), TEXTS, strict=True)
-        }
-        for seen in profile.observations:
-            assert seen.disagreed == seen.tokens > 0
-            assert seen.asks_for_code is (seen.prompt_class is PromptClass.CODE)
         words = [word for text in TEXTS for word in text.split() if len(word) > 4]
         assert not any(word in profile.model_dump_json() for word in words)
-        assert sorted((await measured(client, tmp_path)).observations, key=str) == sorted(profile.observations, key=str)

@@ -1,4 +1,4 @@
-"""The report of a quality profile: every figure with its interval, and the certainty that a check could use."""
+"""The report of a quality profile: every figure with its interval."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from datetime import UTC, datetime
 import pytest
 
 from classifier import PromptClass
-from router.policy.profiles import MIN_CERTAINTIES, TOP_K, Certainty, Interval, Loss, Observation, QualityProfile
+from router.policy.profiles import TOP_K, Interval, Loss, QualityProfile
 from router.profiling.quality_report import render
-from tests.unit.policy.made_profiles import observed
 from tiers.spec import TierName
 
 
@@ -27,12 +26,12 @@ def loss(share: float, prompts: int = 40) -> Loss:
     )  # fmt: skip
 
 
-def report(*losses: Loss, certainties: tuple[Certainty, ...] = (), observations: tuple[Observation, ...] = ()) -> str:
+def report(*losses: Loss) -> str:
     """Return a profile's report."""
     return render(
         QualityProfile(
             created=datetime(2026, 1, 2, 3, 4, tzinfo=UTC), model="m", checkpoints={TierName.FAST: "f" * 64},
-            answer_tokens=32, top_k=TOP_K, prompts="c", losses=losses, certainties=certainties, observations=observations,
+            answer_tokens=32, top_k=TOP_K, prompts="c", losses=losses,
         )
     )  # fmt: skip
 
@@ -59,31 +58,6 @@ def test_the_scale_holds_the_largest_interval(share: float, top: str) -> None:
 def test_an_empty_profile_is_a_report_too() -> None:
     text = report()
     assert "<tbody></tbody>" in text
-    assert "certainty" not in text
-
-
-def test_the_least_certain_answers_are_set_against_the_others() -> None:
-    """Of 20 answers the two least certain lose half of their tokens, the others nothing."""
-    sure = Certainty(tier=TierName.FAST, logprob=-0.1, disagreement=0.0)
-    unsure = Certainty(tier=TierName.FAST, logprob=-2.0, disagreement=0.5)
-    text = report(certainties=(unsure,) * 2 + (sure,) * (MIN_CERTAINTIES - 2))
-    (row,) = re.findall(r"<tr><td>fast</td><td>10%</td>(.*?)</tr>", text)
-    assert row.endswith("<td>50.0%</td><td>0.0%</td>")
-    assert "certainty" not in report(certainties=(unsure,) * (MIN_CERTAINTIES - 1))  # too few for a threshold
-
-
-def test_how_well_prompts_are_predicted_is_set_against_the_class() -> None:
-    """Whether it is used, and both errors and rank correlations."""
-    losing = (loss(0.1).model_copy(update={"prompt_class": PromptClass.CHAT}),)
-    for disagreed, used in ((lambda n: n // 3, "yes"), (lambda n: n * 7 % 5, "no")):
-        seen = tuple(observed(TierName.FAST, PromptClass.CHAT, 20 * (n + 1), disagreed(n), 32) for n in range(60))
-        (row,) = re.findall(r"<tr><td>fast</td>(<td>[a-z]+</td>.*?)</tr>", report(*losing, observations=seen))
-        cells = re.findall(r"<td>(.*?)</td>", row)
-        assert cells[:2] == [used, "60"]
-        assert (float(cells[2]) < float(cells[3])) is (float(cells[4]) > 0) is (used == "yes")
-        assert (float(cells[5]) > 0.9) is (used == "yes")
-        assert float(cells[6]) == 0  # of one class
-    assert "Loss by prompt" not in report(*losing)
 
 
 def test_a_class_is_named_once_whichever_tiers_there_are() -> None:

@@ -11,9 +11,8 @@ import pytest
 
 from classifier import PromptClass
 from router.policy.decision import PRIORITIES
-from router.policy.loss_regression import MIN_PROMPTS
-from router.policy.profiles import MIN_LIVE, profile_name
-from router.policy.table import FIT_EVERY, PolicyStore
+from router.policy.profiles import MIN_LIVE
+from router.policy.table import PolicyStore
 from router.profiling import shadow_evaluation as module
 from router.profiling.shadow_evaluation import (
     ANSWER_TOKENS,
@@ -28,7 +27,6 @@ from router.upstream.client import Upstream
 from router.upstream.transport import EngineTransport
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.unit.own_engines import until
-from tests.unit.policy.made_profiles import loss, observed, quality
 from tests.unit.records import decision
 from tiers.fleet import Fleet
 from tiers.replica import Replica
@@ -184,20 +182,6 @@ async def test_a_class_changes_its_tier_and_comes_back(
         assert one.checked(BALANCED) == 0
         one.offer(3, BALANCED)
         await until(lambda: one.checked(BALANCED) == 3)
-
-
-async def test_what_was_scored_teaches_the_loss_by_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the profile's prompts, one fewer than are fitted to, the live prompt is the one that was missing."""
-    seen = tuple(observed(FAST, CHAT, 20 * (n + 1), n // 3, 32) for n in range(MIN_PROMPTS - 1))
-    identities = dict.fromkeys(STANDARD_TIERS)
-    profile = quality(loss(FAST, 0.2), identities=identities, observations=seen)
-    (tmp_path / profile_name(identities)).write_text(profile.model_dump_json())
-    async with evaluated(tmp_path, monkeypatch) as one:
-        assert one.policy.quality == profile
-        assert one.policy.learned.regressions == {}
-        one.offer(FIT_EVERY)
-        await until(lambda: one.policy.learned.regressions)
-        assert one.policy.learned.regressions[FAST].prompts == MIN_PROMPTS
 
 
 async def test_an_engine_that_fails_costs_the_sample_only(

@@ -227,8 +227,6 @@ def test_no_attribute_is_computed_for_a_request_that_is_not_traced(made_of: str)
         made.name_server_span(never, never)
         made.record_served(never, never, 0)
         made.record_failed_attempt("r", never)
-        made.record_escalation(never, never, 0.0, 0.0)
-        made.record_hedge(never, never)
         made.record_continuation("a", "b", 0, never)
         made.record_promotion("event", never, never, 0.0)
         assert made.start_attempt(never, never, never, 1) is root

@@ -66,11 +66,8 @@ def test_without_reserve_no_retry_is_ever_earned() -> None:
 
 async def test_an_answer_comes_from_the_decided_tier() -> None:
     async with upstream_stack() as stack:
-        taken: set[str] = set()
-        answer = await stack.upstream.open(stack.decision(BALANCED), HI, taken=taken)
-        assert (answer.tier, answer.replica_id, answer.failed_attempts, taken) == (
-            BALANCED, "balanced-0", 0, {"balanced-0"},
-        )  # fmt: skip
+        answer = await stack.upstream.open(stack.decision(BALANCED), HI)
+        assert (answer.tier, answer.replica_id, answer.failed_attempts) == (BALANCED, "balanced-0", 0)
         assert stack.replica(BALANCED).slots == 1
         await answer.aclose()
         assert (stack.asked(), stack.held(), stack.upstream.retries.total()) == ([0, 1, 0], 0, 0)
@@ -178,9 +175,9 @@ async def test_a_full_tier_has_no_slot_but_for_what_was_admitted_before() -> Non
         assert stack.held() == 0
 
 
-async def test_excluded_and_taken_replicas_are_not_asked() -> None:
+async def test_excluded_replicas_are_not_asked() -> None:
     async with upstream_stack() as stack:
-        answer = await stack.upstream.open(stack.decision(FAST), HI, exclude={"fast-0"}, taken={"balanced-0"})
+        answer = await stack.upstream.open(stack.decision(FAST), HI, exclude={"fast-0", "balanced-0"})
         assert (answer.tier, answer.failed_attempts) == (PRECISE, 0)
         await answer.aclose()
         with pytest.raises(NoSlot):

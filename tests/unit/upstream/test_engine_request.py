@@ -68,12 +68,6 @@ def test_every_stream_is_asked_for_its_token_counts(given: Any, *, wants_usage: 
     assert json.loads(asked.body(replica()))["stream_options"] == sent
 
 
-def test_only_cheaper_tiers_are_asked_how_sure_they_are() -> None:
-    asked = relay(CHAT, wants_logprobs=True)
-    assert json.loads(asked.body(replica()))["top_logprobs"] == 1
-    assert "top_logprobs" not in json.loads(asked.body(replica(TierName.PRECISE)))
-
-
 def test_token_ids_are_asked_for_where_failover_needs_them() -> None:
     assert "return_token_ids" not in json.loads(relay(CHAT).body(replica()))
     asked = replace(relay(CHAT), resumption=Resumption(10, {}, 0))

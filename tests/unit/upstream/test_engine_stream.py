@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,7 @@ from router.upstream.json_object import JsonObject
 from router.upstream.sse import Chunk
 from tests.fakes.engine import FINGERPRINT, PIECE, Behaviour
 from tests.unit.upstream_stack import HI, text_of, until, upstream_stack
-from tiers.spec import STANDARD_TIERS, TierName
+from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -173,57 +171,6 @@ async def test_progress_knows_the_tokens_that_came() -> None:
         assert answer.progress.output_ids == [PIECE, PIECE + 1, PIECE + 2]
         assert answer.progress.text == "The capital of"
         await answer.aclose()
-
-
-async def test_looking_ahead_loses_nothing_and_tells_how_sure_the_engine_is() -> None:
-    """The mean over the tokens asked for; what was read ahead is read again by the caller."""
-    async with upstream_stack(fast=Behaviour(certainty=-0.25)) as stack:
-        answer = await stack.stream(wants_logprobs=True)
-        begun_ms = answer.ttft_ms
-        sure = await answer.look_ahead(3, time.monotonic() + LATER)
-        assert sure is not None
-        assert math.isclose(sure, -0.25)
-        assert begun_ms is not None
-        assert answer.ttft_ms is not None
-        assert answer.ttft_ms > begun_ms, "the first token goes out only now"
-        assert await text_of(answer) == ANSWER
-        await answer.aclose()
-
-
-async def test_looking_ahead_ends_with_the_answer() -> None:
-    async with upstream_stack() as stack:
-        answer = await stack.stream(wants_logprobs=True)
-        assert await answer.look_ahead(1000, time.monotonic() + LATER) == pytest.approx(-0.1)
-        assert (await text_of(answer), answer.complete) == (ANSWER, True)
-        await answer.aclose()
-
-
-async def test_what_comes_after_the_deadline_is_left_for_the_reader() -> None:
-    """By what has come until then it is judged; the read that was begun is not lost."""
-    async with upstream_stack() as stack:
-        answer = await stack.stream(wants_logprobs=True)
-        assert await answer.look_ahead(1000, time.monotonic()) == pytest.approx(-0.1)
-        assert await text_of(answer) == ANSWER
-        await answer.aclose()
-
-
-@pytest.mark.parametrize(("tier", "asked"), [(PRECISE, True), (FAST, False)])
-async def test_who_was_not_asked_is_not_looked_at(tier: TierName, *, asked: bool) -> None:
-    """The highest precision has none above it; callers who did not ask are given no log-probabilities."""
-    async with upstream_stack() as stack:
-        answer = await stack.stream(tier, wants_logprobs=asked)
-        assert await answer.look_ahead(3, time.monotonic() + LATER) is None
-        assert "logprobs" not in stack.engines[tier].requests[-1]
-        await answer.aclose()
-
-
-async def test_an_engine_that_breaks_while_it_is_looked_at_is_broken() -> None:
-    async with upstream_stack(fast=Behaviour(error_after=3)) as stack:
-        answer = await stack.stream(wants_logprobs=True)
-        with pytest.raises(EngineBroke):
-            await answer.look_ahead(5, time.monotonic() + LATER)
-        await answer.aclose()
-        assert stack.held() == 0
 
 
 async def test_a_whole_answer_is_read_before_it_is_passed_on() -> None:

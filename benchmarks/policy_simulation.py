@@ -14,11 +14,12 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from recording import NOT_SERVED, Result, is_met, mean_loss
+
 from router.policy.budget import Answer, BudgetState
 from router.policy.decide import decide, successors
 from router.policy.decision import BY_CALLER, Refusal
 from router.policy.profiles import ProfileError
-from router.policy.replay import NOT_SERVED, Result, is_met, mean_loss
 from tiers.choice import Ask
 from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TierSnapshot
 from tiers.spec import ReplicaState
@@ -27,9 +28,10 @@ from tiers.speed import ALWAYS_MS, BUSY_MEMORY_S, MOST_BESIDE, PREFILL_MEMORY_MS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from recording import Recording
+
     from router.policy.decision import Decision, PolicyParameters, Query
     from router.policy.decision_log import DecisionRecord
-    from router.policy.replay import Recording
     from tiers.spec import TierName, TierSpec
     from tiers.speed import SpeedModel
 

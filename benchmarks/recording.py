@@ -1,7 +1,7 @@
 """Make recorded decisions again, and run recorded arrivals through another policy.
 
 Decisions are made again from the log alone; a difference means that the log or the code has changed. Another policy changes
-the load that later decisions see, so its effects are simulated (``router.policy.simulation``).
+the load that later decisions see, so its effects are simulated (``policy_simulation.py``).
 """
 
 from __future__ import annotations
