@@ -21,8 +21,19 @@ class Removed(NamedTuple):
     refused: bool
 
 
-SETTINGS: dict[str, Removed] = {}  # by "section.name", or "section" for all of it
-COMMANDS: dict[str, str] = {}  # by the command's name: what to use
+SETTINGS: dict[str, Removed] = {  # by "section.name", or "section" for all of it
+    "telemetry.recent_traces": Removed(
+        "every ended request that is kept has its trace: telemetry.recent_requests says how many", refused=False
+    ),
+    "telemetry.keep_failures": Removed(
+        "OTEL_TRACES_SAMPLER alone decides what is exported, and the page has every failure; to export failures of "
+        "unsampled requests, leave the sampler at its default and sample complete traces in a collector",
+        refused=False,
+    ),
+}
+COMMANDS: dict[str, str] = {  # by the command's name: what to use
+    "trace": "open the request on the router's page, or ask 'qarr logs --trace ID' or GET /traces/ID",
+}
 OPTIONS: dict[str, str] = {}  # by the option, such as --workers: what to use
 
 

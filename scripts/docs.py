@@ -37,7 +37,6 @@ COMMANDS = (
     ("mirror",),
     ("top",),
     ("logs",),
-    ("trace",),
     ("doctor",),
     ("keys",),
     *(("keys", name) for name in ("add", "list", "revoke")),

@@ -23,7 +23,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "replay": ("replay", "replay"),
     "logs": ("logs", "logs"),
     "top": ("top.app", "top"),
-    "trace": ("trace", "trace"),
     "doctor": ("doctor.command", "doctor"),
     "classify": ("classify", "classify"),
     "plan": ("plan", "plan"),

@@ -15,6 +15,7 @@ from router.policy.charge import Visit
 from router.policy.decide import decide
 from router.policy.decision import Refusal, Refused
 from router.telemetry.ids import random_hex
+from router.telemetry.journey import JOURNEY, Journey
 from router.upstream.errors import EngineTooSlow
 from tiers.spec import TierName, in_order
 
@@ -105,11 +106,16 @@ class Pipeline:
         _check_hint(request.context, request.options)
         if serve:
             self.on_request()
-        traced = request.context.traced
+        traced, began = request.context.traced, time.monotonic()
         features = self._classify(request.prompt) if traced else request.prompt.classify(self.counter)
+        classified = time.monotonic()
         query = query_of(request, features, self.fleet.template, affinity=self.fleet.options.affinity)
         fleet, table, price = self.fleet.snapshot(prefix=query.prefix), self.policy.table, self.policy.price
         decision = self._decide(query, fleet, table, price) if traced else decide(query, fleet, table, price)
+        if serve:
+            journey = Journey(request.context.arrived, began, classified, time.monotonic(), price)
+            request.context.journey = journey
+            JOURNEY.set(journey)
         if serve and self.prompt_observer is not None:
             self.prompt_observer.offer(request.prompt.text, features)
         if serve and self.decisions is not None:

@@ -16,14 +16,11 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
 from classifier import PromptClass
 from router.policy.decide import decide
 from router.policy.decision import Sla
-from router.settings import TelemetrySettings
-from router.telemetry.trace_store import TraceStore
 from router.telemetry.tracing import (
     Telemetry,
     TelemetryError,
     engine_target,
     exporter_address,
-    make_telemetry,
 )
 from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, features, fleet, query
 from tiers.replica import Replica
@@ -134,26 +131,6 @@ def test_values_that_are_not_supported_are_named(
 
 
 @pytest.mark.parametrize(
-    ("recent", "exporter", "keeps"), [(5, "none", True), (0, "none", False), (0, "console", True), (5, "console", True)]
-)
-def test_spans_are_made_where_somebody_gets_them(
-    recent: int,
-    exporter: str,
-    *,
-    keeps: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The page or an exporter; where neither does, the application is not even wrapped."""
-    monkeypatch.setenv(EXPORTER, exporter)
-    made = make_telemetry("1", TelemetrySettings(recent_traces=recent))
-
-    async def app(*_: Any) -> None: ...
-
-    assert (made.traces is not None) is keeps
-    assert (made.instrument(app) is not app) is keeps
-
-
-@pytest.mark.parametrize(
     ("asked", "kept"),
     [
         ("a", True), ("A-b_9", True), ("x" * 128, True), ("x" * 129, False), ("", False), ("-_", False),
@@ -226,21 +203,17 @@ def test_no_attribute_is_computed_for_a_request_that_is_not_traced(made_of: str)
             made.record_verdicts(never)
         made.name_server_span(never, never)
         made.record_served(never, never, 0)
-        made.record_failed_attempt("r", never)
-        made.record_escalation(never, never, 0.0, 0.0)
-        made.record_hedge(never, never)
-        made.record_continuation("a", "b", 0, never)
+        made.record_outcome(never)
         made.record_promotion("event", never, never, 0.0)
-        assert made.start_attempt(never, never, never, 1) is root
+        assert made.start_attempt(FAST, replica(), Asked(), 1).span is root
     assert exporter.get_finished_spans() == ()
 
 
 def test_engines_are_told_of_a_trace_that_is_not_sampled() -> None:
     """By the server span's own context, marked as not sampled, so that they keep to the sampler's choice."""
     made, _, provider = telemetry(sampled=False)
-    never: Any = Untouchable()
     with server_span(provider) as root:
-        headers = dict(made.context_headers(made.start_attempt(never, never, never, 1)))
+        headers = dict(made.context_headers(made.start_attempt(FAST, replica(), Asked(), 1).span))
     context = root.get_span_context()
     assert not context.trace_flags.sampled
     flags = f"{context.trace_flags:02x}"
@@ -290,9 +263,10 @@ def test_an_attempt_has_its_own_span_and_engines_continue_it() -> None:
     """Under GenAI's names, with the default port of its address."""
     made, exporter, provider = telemetry()
     with server_span(provider):
-        span = made.start_attempt(FAST, replica(), Asked(), 2)
+        attempt = made.start_attempt(FAST, replica(), Asked(), 2)
+        span = attempt.span
         headers = dict(made.context_headers(span))
-        span.end()
+        attempt.end({}, None)
     (name,) = [s.name for s in exporter.get_finished_spans() if s.name.startswith("chat")]
     found = attributes(exporter, name)
     assert (found["gen_ai.operation.name"], found["gen_ai.request.temperature"]) == ("chat", 0.5)
@@ -308,7 +282,7 @@ def test_an_attempt_after_the_server_span_has_ended_is_still_traced() -> None:
     made, exporter, provider = telemetry()
     with server_span(provider) as root:
         root.end()
-        made.start_attempt(FAST, replica(), Asked(), 1).end()
+        made.start_attempt(FAST, replica(), Asked(), 1).end({}, None)
     assert exporter.get_finished_spans()[0].name == "POST"
     assert len(exporter.get_finished_spans()) == 2
 
@@ -397,7 +371,7 @@ def test_shutting_down_exports_what_is_left() -> None:
     """And is nothing where there are no spans."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
-    provider.add_span_processor(TraceStore(1, SimpleSpanProcessor(exporter)))
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
     made = Telemetry(provider)
     with server_span(provider):
         pass
