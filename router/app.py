@@ -379,7 +379,7 @@ def _wire(
     served = links.busy if links is not None else lambda: bool(registry.open)
     profiling = AutoProfile(settings, fleet, policy, model, served)
     evaluation = ShadowEvaluation(_evaluated_share(settings, links), fleet, upstream, policy, telemetry)
-    admission = Admission(fleet, policy, settings.admission, telemetry, links.lines if links is not None else Lines)
+    admission = Admission(fleet, policy, settings.admission, links.lines if links is not None else Lines)
     samples = None
     if kept.sampled_prompts is not None and kept.prompt_share:
         samples = PromptSamples(kept.sampled_prompts, kept.prompt_share)

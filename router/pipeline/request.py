@@ -37,7 +37,6 @@ class RequestContext:
         request_id: The caller's own if it sent a usable one.
         route: The path.
         sent: The request's headers, with names in lower case; of those that share a name, the first.
-        traced: Whether it has spans that record.
         arrived: When the whole request was there, by the monotonic clock, in seconds.
         journey: What it goes through; None: it is not to be served, or not decided on yet.
         limits: Headers about the key's quotas, filled once they are known; errors carry them as well.
@@ -48,7 +47,6 @@ class RequestContext:
     caller: Caller = ANONYMOUS
     route: str = ""
     sent: Mapping[bytes, bytes] = field(default_factory=dict)
-    traced: bool = False
     arrived: float = field(default_factory=time.monotonic)
     journey: Journey | None = None
     limits: dict[str, str] = field(default_factory=dict)

@@ -64,6 +64,7 @@ class Journey:
         decided: When its tier was chosen.
         began: When classification began.
         price: Of loss, as it was for the decision; None: not known yet.
+        prompt: Until the spans are made, where prompts are to be on them.
         waits: Begin and end of its time in the queue, if it was there.
     """
 
@@ -72,6 +73,7 @@ class Journey:
     classified: float
     decided: float
     price: float | None
+    prompt: str = ""
     waits: list[tuple[float, float]] = field(default_factory=list)
     hops: list[Hop] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)

@@ -35,7 +35,7 @@ def render_listed(record: RequestRecord) -> dict[str, Any]:
         "name": f"POST {record.route}",
         "at": round(record.at, 3),
         "duration_ms": round(record.duration_ms, 3),
-        "spans": len(list(_spans(record))),
+        "spans": len(list(spans_of(record))),
         "error": record.kept_for is KeptFor.ERROR,
         "kept_for": record.kept_for,
     }
@@ -52,7 +52,7 @@ def render_trace(records: Sequence[RequestRecord], *, inside: bool) -> dict[str,
     spans: list[dict[str, Any]] = []
     for record in records:
         later_ms, server = (record.at - first.at) * 1000, ""
-        for span in _spans(record):
+        for span in spans_of(record):
             span["span_id"], span["parent_id"] = f"{next(ids):016x}", server or None
             server = server or span["span_id"]
             span["start_ms"] = round(span["start_ms"] + later_ms, 3)
@@ -70,8 +70,8 @@ def render_trace(records: Sequence[RequestRecord], *, inside: bool) -> dict[str,
     }
 
 
-def _spans(record: RequestRecord) -> Iterator[dict[str, Any]]:
-    """Yield a request's spans, the server span first."""
+def spans_of(record: RequestRecord) -> Iterator[dict[str, Any]]:
+    """Yield a request's spans, the server span first; times in milliseconds from its arrival."""
     decision, journey = record.decision, record.journey
     price = journey.price if journey is not None else None
     server: dict[str, Any] = {"http.request.method": "POST", "http.route": record.route}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -23,29 +22,21 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExport
 from opentelemetry.trace import Status, StatusCode
 from starlette.datastructures import Headers
 
-from router.telemetry.attributes import (
-    KEY_ID,
-    decision_attributes,
-    features_attributes,
-    hop_attributes,
-    outcome_attributes,
-    served_attributes,
-    verdict_attributes,
-)
+from router.telemetry.attributes import KEY_ID, hop_attributes
 from router.telemetry.ids import random_hex
 from router.telemetry.journey import JOURNEY, Event, Hop
 from router.telemetry.record import Outcome
+from router.telemetry.request_trace import spans_of
 from tiers.spec import OtlpTarget
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     from opentelemetry.trace import Span, Tracer
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from classifier import PromptClass, PromptFeatures
-    from router.policy.decision import Decision
+    from classifier import PromptClass
     from router.settings import TelemetrySettings
     from router.telemetry.record import RequestRecord
     from tiers.replica import Replica
@@ -55,7 +46,6 @@ SERVICE = "qarr-router"
 HTTP, GRPC = "http/protobuf", "grpc"
 UNTRACED = {"/route"}  # it serves nothing, and the page asks it while somebody types
 _PARENT = ContextVar("qarr_parent", default="")  # traceparent for the engines of a request that has no spans
-_NO_SPAN = nullcontext(trace.INVALID_SPAN)
 DEFAULT_ENDPOINTS = {HTTP: "http://localhost:4318", GRPC: "http://localhost:4317"}
 
 
@@ -170,9 +160,9 @@ class Telemetry:
             span.set_status(Status(StatusCode.ERROR))
 
     @property
-    def recording(self) -> bool:
-        """Tell whether the present request has spans that record."""
-        return _recording() is not None
+    def wants_prompt(self) -> bool:
+        """Tell whether the present request's prompt is to be on its spans."""
+        return self.record_prompts and _recording() is not None
 
     def request_ids(self, headers: Mapping[bytes, bytes]) -> tuple[str, str]:
         """Return the request's id and its trace id: the caller's where valid, else new ones."""
@@ -188,73 +178,32 @@ class Telemetry:
 
     def record_caller(self, key_id: str) -> None:
         """Put the id of the caller's key, which is no secret, on the server span."""
-        if key_id:
-            trace.get_current_span().set_attribute(KEY_ID, key_id)
-
-    def classify(self) -> AbstractContextManager[Span]:
-        """Span over classification."""
-        return self._step("classify")
-
-    def route(self) -> AbstractContextManager[Span]:
-        """Span over the policy."""
-        return self._step("route")
-
-    @contextmanager
-    def admission(self) -> Iterator[Span]:
-        """Span over the wait for a slot."""
-        journey, began = JOURNEY.get(), time.monotonic()
-        try:
-            with self._step("admission wait") as span:
-                yield span
-        finally:
-            if journey is not None:
-                journey.waits.append((began, time.monotonic()))
-
-    def _step(self, name: str) -> AbstractContextManager[Span]:
-        """Span over a step of a request; of one that the sampler left out, none."""
-        left_out = isinstance(trace.get_current_span(), trace.NonRecordingSpan)
-        return _NO_SPAN if left_out else self._tracer.start_as_current_span(name)
-
-    def record_features(self, span: Span, features: PromptFeatures, prompt: str) -> None:
-        """Put the classifier's features on its span; the prompt only where that is switched on."""
-        if not span.is_recording():
-            return
-        span.set_attributes(features_attributes(features))
-        if self.record_prompts:
-            # A lone surrogate, which JSON can escape, would spoil the export of every span beside it.
-            span.set_attribute("gen_ai.input.messages", prompt.encode("utf-8", "replace").decode())
-
-    def record_decision(self, decision: Decision, price: float | None = None) -> None:
-        """Put the decision on the current span.
-
-        Args:
-            decision: The decision.
-            price: Of loss, in engine-seconds a differing token; None: not known yet.
-        """
-        if span := _recording():
-            span.set_attributes(decision_attributes(decision, price))
-
-    def record_verdicts(self, decision: Decision) -> None:
-        """Put the report on each tier on the current span."""
-        if span := _recording():
-            for verdict in decision.verdicts:
-                span.set_attributes(verdict_attributes(verdict))
+        if key_id and (span := _recording()):
+            span.set_attribute(KEY_ID, key_id)
 
     def record_outcome(self, record: RequestRecord) -> None:
-        """Put on the server span how the request ended."""
-        span = _recording()
+        """Put on the server span how the request went, and make the spans of the steps below it."""
+        span, prompt = _recording(), ""
+        if record.journey is not None:
+            prompt, record.journey.prompt = record.journey.prompt, ""
         if span is None:
             return
-        span.set_attributes(outcome_attributes(record))
-        if record.outcome is Outcome.CLIENT_GONE:
-            span.add_event("qarr.client_gone")
-        elif record.outcome is Outcome.ERROR:
+        server, *steps = spans_of(record)
+        span.set_attributes(server["attributes"])
+        for event in server["events"]:
+            span.add_event(event["name"], event["attributes"], _ns(record, event["at_ms"]))
+        if record.outcome is Outcome.ERROR:
             span.set_status(Status(StatusCode.ERROR, record.error))
-
-    def record_served(self, tier: TierName, replica_id: str, attempts_failed: int) -> None:
-        """Put who served the request on the server span."""
-        if span := _recording():
-            span.set_attributes(served_attributes(tier, replica_id, attempts_failed))
+        for step in steps:
+            if step["kind"] != "internal":  # attempts have spans already, which engines continue
+                continue
+            below = self._tracer.start_span(
+                step["name"], attributes=step["attributes"], start_time=_ns(record, step["start_ms"])
+            )
+            if prompt and step["name"] == "classify":
+                # A lone surrogate, which JSON can escape, would spoil the export of every span beside it.
+                below.set_attribute("gen_ai.input.messages", prompt.encode("utf-8", "replace").decode())
+            below.end(_ns(record, step["start_ms"] + step["duration_ms"]))
 
     def record_failed_attempt(self, replica_id: str, error: Exception) -> None:
         """Note an attempt that failed before its first byte; it may be retried."""
@@ -438,11 +387,14 @@ def _recording() -> Span | None:
 
 
 def _note(name: str, attributes: dict[str, Any]) -> None:
-    """Put an event on the server span, and in the request's journey."""
+    """Note an event of the present request."""
     if (journey := JOURNEY.get()) is not None:
         journey.events.append(Event(name, time.monotonic(), attributes))
-    if span := _recording():
-        span.add_event(name, attributes)
+
+
+def _ns(record: RequestRecord, ms: float) -> int:
+    """Return the time so many milliseconds after a request's arrival, in nanoseconds since 1970."""
+    return int((record.at * 1000 + ms) * 1e6)
 
 
 def _http_attributes(scope: Scope) -> dict[str, Any]:

@@ -186,7 +186,7 @@ async def line(
             charging=Charging(
                 Spending(MemoryLedger(), currency="USD", priced=False), stack.fleet, stack.policy, {}, None
             ),
-            admission=Admission(stack.fleet, stack.policy, settings.admission, stack.telemetry),
+            admission=Admission(stack.fleet, stack.policy, settings.admission),
             opener=Failover(cascade, *parts, settings.upstream.attempts, 256),
             cascade=cascade,
             overflow=Overflow(

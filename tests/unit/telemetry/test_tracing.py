@@ -16,13 +16,16 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
 from classifier import PromptClass
 from router.policy.decide import decide
 from router.policy.decision import Sla
+from router.telemetry.journey import Journey
+from router.telemetry.record import Outcome
 from router.telemetry.tracing import (
     Telemetry,
     TelemetryError,
     engine_target,
     exporter_address,
 )
-from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, features, fleet, query
+from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, fleet, query
+from tests.unit.records import record
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, OtlpTarget, ReplicaState, TierSpec
 
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import Span
+
+    from router.telemetry.record import RequestRecord
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 ENDPOINT, PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"
@@ -171,39 +176,18 @@ def test_the_servers_trace_goes_before_the_headers() -> None:
     assert trace_id == f"{span.get_span_context().trace_id:032x}"
 
 
-def test_steps_are_below_the_server_span_and_fail_with_their_error() -> None:
-    """Classification, policy and the wait each have their span; none outlives its block."""
-    made, exporter, provider = telemetry()
-    with server_span(provider) as root:
-        for step in (made.classify, made.route):
-            with step() as span:
-                assert trace.get_current_span() is span
-        with pytest.raises(ValueError, match="no"), made.admission():
-            raise ValueError("no")
-        assert trace.get_current_span() is root
-    assert [span.name for span in exporter.get_finished_spans()] == ["classify", "route", "admission wait", "POST"]
-    assert {s.parent.span_id for s in exporter.get_finished_spans() if s.parent} == {root.get_span_context().span_id}
-    assert not span_named(exporter, "admission wait").status.is_ok
-
-
 @pytest.mark.parametrize("made_of", ["nothing", "a sampler that says no"])
 def test_no_attribute_is_computed_for_a_request_that_is_not_traced(made_of: str) -> None:
-    """Neither without tracing nor where the sampler said no, and steps are then the same empty span."""
+    """Neither without tracing nor where the sampler said no."""
     made, exporter, provider = (Telemetry(None), InMemorySpanExporter(), TracerProvider(sampler=ALWAYS_OFF))
     if made_of != "nothing":
         made, exporter, provider = telemetry(sampled=False)
     never: Any = Untouchable()
     with server_span(provider) as root:
         assert not root.is_recording()
-        with made.classify() as span:
-            made.record_features(span, never, never)
-        with made.route(), made.admission():
-            assert trace.get_current_span() is root
-            made.record_decision(never)
-            made.record_verdicts(never)
         made.name_server_span(never, never)
-        made.record_served(never, never, 0)
-        made.record_outcome(never)
+        made.record_outcome(record(decision=never))
+        assert not made.wants_prompt
         made.record_promotion("event", never, never, 0.0)
         assert made.start_attempt(FAST, replica(), Asked(), 1).span is root
     assert exporter.get_finished_spans() == ()
@@ -287,16 +271,25 @@ def test_an_attempt_after_the_server_span_has_ended_is_still_traced() -> None:
     assert len(exporter.get_finished_spans()) == 2
 
 
+def ended(prompt: str = "", **fields: Any) -> RequestRecord:
+    """Return the record of a request with its journey."""
+    return record(**fields, journey=Journey(1.0, 1.0, 1.001, 1.002, None, prompt))
+
+
 def test_prompts_are_on_spans_only_where_that_is_switched_on() -> None:
-    """A lone surrogate, which JSON can hold and OTLP cannot, is replaced."""
+    """A lone surrogate, which JSON can hold and OTLP cannot, is replaced; the record that is kept has it no more."""
     for prompts, expected in ((False, None), (True, "a?b")):
         made, exporter, provider = telemetry(prompts=prompts)
-        with server_span(provider), made.classify() as span:
-            made.record_features(span, features(PromptClass.CODE), "a\udc80b")
+        with server_span(provider):
+            assert made.wants_prompt is prompts
+            kept = ended("a\udc80b" if prompts else "")
+            made.record_outcome(kept)
         found = attributes(exporter, "classify")
         assert found.get("gen_ai.input.messages") == expected
-        assert (found["qarr.class"], found["qarr.prompt.tokens"]) == ("code", 1)
+        assert (found["qarr.class"], found["qarr.prompt.tokens"]) == ("chat", 1)
         assert "qarr.language" not in found
+        assert kept.journey is not None
+        assert not kept.journey.prompt
 
 
 def test_a_decision_is_told_with_its_bounds_and_every_tiers_report() -> None:
@@ -304,13 +297,13 @@ def test_a_decision_is_told_with_its_bounds_and_every_tiers_report() -> None:
     made, exporter, provider = telemetry()
     decision = decide(query(hint=FAST, sla=Sla(tpot_ms=1000)), fleet(), TABLE)
     with server_span(provider):
-        made.record_decision(decision)
-        made.record_verdicts(decision)
+        made.record_outcome(ended(decision=decision))
     found = attributes(exporter, "POST")
     assert (found["qarr.tier"], found["qarr.hint"], found["qarr.sla.tpot_ms"]) == ("fast", "fast", 1000)
     assert found["qarr.fallbacks"] == ("balanced", "precise")
-    assert found["qarr.fast.verdict"] == "chosen"
     assert {"qarr.sla.ttft_ms", "qarr.refusal"}.isdisjoint(found)
+    found = attributes(exporter, "route")
+    assert found["qarr.fast.verdict"] == "chosen"
     assert {f"qarr.{tier}.state" for tier in STANDARD_TIERS} < found.keys()
 
 
@@ -324,7 +317,7 @@ def test_a_decision_is_told_with_the_price_of_loss_and_what_it_expects() -> None
         assert chosen is not None
         assert chosen.expected_loss is not None
         with server_span(provider):
-            made.record_decision(decision, price)
+            made.record_outcome(record(decision=decision, journey=Journey(1.0, 1.0, 1.001, 1.002, price)))
         found = attributes(exporter, "POST")
         assert found.get("qarr.loss.price") == price
         assert (found["qarr.loss.expected"], found["qarr.cost"]) == (chosen.expected_loss.mean, chosen.cost)
@@ -334,7 +327,8 @@ def test_a_refusal_has_no_tier() -> None:
     """It has the reason's code instead."""
     made, exporter, provider = telemetry()
     with server_span(provider):
-        made.record_decision(decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaState.FAILED)), TABLE))
+        refused = decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaState.FAILED)), TABLE)
+        made.record_outcome(ended(decision=refused, outcome=Outcome.REFUSED))
     found = attributes(exporter, "POST")
     assert found["qarr.refusal"] == "not_ready"
     assert {"qarr.tier", "qarr.precision", "qarr.hint"}.isdisjoint(found)
