@@ -329,7 +329,7 @@ def _wire(
     fleet.on_members = upstream.fit
     profiling = AutoProfile(settings, fleet, policy, model, lambda: bool(registry.open))
     evaluation = ShadowEvaluation(settings.policy.live_check_share, fleet, upstream, policy, telemetry)
-    admission = Admission(fleet, policy, settings.admission, telemetry)
+    admission = Admission(fleet, policy, settings.admission)
     samples = None
     if kept.sampled_prompts is not None and kept.prompt_share:
         samples = PromptSamples(kept.sampled_prompts, kept.prompt_share)

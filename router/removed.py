@@ -32,12 +32,21 @@ SETTINGS: dict[str, Removed] = {
     "policy.check_wait_s": Removed("first tokens are no longer held", refused=False),
     "server.workers": Removed(SEVERAL_ROUTERS, refused=True),
     "server.worker_timeout_s": Removed(SEVERAL_ROUTERS, refused=True),
+    "telemetry.keep_failures": Removed(
+        "OTEL_TRACES_SAMPLER alone decides what is exported, and the page has every failure; to export failures of "
+        "unsampled requests, leave the sampler at its default and sample complete traces in a collector",
+        refused=False,
+    ),
+    "telemetry.recent_traces": Removed(
+        "every ended request that is kept has its trace: telemetry.recent_requests says how many", refused=False
+    ),
     "upstream.hedge": Removed("late first tokens are no longer asked of a second tier", refused=False),
 }
 # By the command's name: what to use.
 COMMANDS: dict[str, str] = {
     "mirror": MIRROR,
     "replay": "run '.venv/bin/python benchmarks/replay.py' from a checkout of the project",
+    "trace": "open the request on the router's page, or ask 'qarr logs --trace ID' or GET /traces/ID",
 }
 OPTIONS: dict[str, str] = {"--workers": SEVERAL_ROUTERS}  # by the option: what to use
 

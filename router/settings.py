@@ -1078,17 +1078,9 @@ class TelemetrySettings(Section):
 
     record_prompts: bool = Field(False, description="Put prompts on spans.")
     recent_requests: NonNegativeInt = Field(
-        500, description="Ended requests kept in memory, for the page and `qarr top`."
-    )
-    recent_traces: NonNegativeInt = Field(
-        200,
-        description="Traces kept in memory, for the page and `qarr trace`. Without an exporter, ten a second are "
-        "recorded, with bursts of up to this number. 0: none.",
-    )
-    keep_failures: bool = Field(
-        True,
-        description="Export traces of requests that failed or missed their SLA even if the sampler drops them; without "
-        "the engines' own spans. If a collector samples complete traces, leave the sampler at its default.",
+        500,
+        description="Ended requests kept in memory with their traces, for the page and `qarr top`; as many that failed or "
+        "missed their SLA are kept besides.",
     )
     trace_url: Annotated[str, AfterValidator(_viewer_address)] = Field(
         "", description="Address of a trace in a trace viewer, with `{trace_id}` in it; answers then carry it."

@@ -35,7 +35,6 @@ COMMANDS = (
     ("reload",),
     ("top",),
     ("logs",),
-    ("trace",),
     ("doctor",),
     ("keys",),
     *(("keys", name) for name in ("add", "list", "revoke")),

@@ -33,7 +33,7 @@ from router.policy.charge import MICRO
 from router.policy.decision import Decision, Refusal, Refused
 from router.policy.render import render_verdict
 from router.reload import ReloadError
-from router.telemetry.trace_store import UnknownTrace
+from router.telemetry.request_trace import UnknownTrace
 from router.upstream.errors import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoSlot, UpstreamError
 from tiers.errors import NotPossible, UnknownReplica
 

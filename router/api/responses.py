@@ -9,8 +9,7 @@ from pydantic import BaseModel, Field, create_model
 from classifier import PromptClass
 from router.policy.decision import Basis, Degraded, ExpectedLoss, Priority
 from router.profiling.auto_profile import State, What
-from router.telemetry.record import Outcome
-from router.telemetry.trace_store import KeptFor
+from router.telemetry.record import KeptFor, Outcome
 from tiers.lifecycle.operations import Kind
 from tiers.quantization import Quantization
 from tiers.spec import ReplicaState, TierName

@@ -22,7 +22,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "router": ("serve", "serve"),  # what it is called elsewhere
     "logs": ("logs", "logs"),
     "top": ("top.app", "top"),
-    "trace": ("trace", "trace"),
     "doctor": ("doctor.command", "doctor"),
     "classify": ("classify", "classify"),
     "plan": ("plan", "plan"),

@@ -22,7 +22,7 @@ from router.api.bodies import json_response, render_fleet, scope_of
 from router.api.paths import MOST_LISTED
 from router.policy.profiles import percentile
 from router.telemetry.record import Outcome, render_record
-from router.telemetry.trace_store import UnknownTrace, render_listed, render_trace
+from router.telemetry.request_trace import UnknownTrace, render_listed, render_trace
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from router.profiling.shadow_evaluation import ShadowEvaluation
     from router.settings import TelemetrySettings
     from router.telemetry.record import RequestRecord
-    from router.telemetry.trace_store import Trace
     from tiers.spec import TierName
 
 WINDOW_S = 60.0
@@ -319,31 +318,28 @@ class LiveEndpoints:
     async def _requests(self, request: Request) -> Response:
         """Answer with the last finished requests that the caller may see, newest first."""
         limit, caller = _limit(request), context_of(request.scope).caller
-        seen = (record for record in reversed(self._pipeline.registry.recent) if caller.sees(record.key_id))
+        seen = (record for record in reversed(self._pipeline.registry.kept()) if caller.sees(record.key_id))
         shown = [render_record(record) for record in islice(seen, limit)]
         return _json({"scope": scope_of(everything=caller.sees_all), "requests": shown})
 
     async def _traces(self, request: Request) -> Response:
         """Answer with the kept traces that the caller may see, newest first."""
         limit, caller = _limit(request), context_of(request.scope).caller
-        traces = self._pipeline.telemetry.traces
-        kept = traces.recent() if traces is not None else []
-        seen = (own for own in (_seen(trace, caller) for trace in kept) if own is not None)
-        shown = [render_listed(trace) for trace in islice(seen, limit)]
+        seen = (record for record in reversed(self._pipeline.registry.kept()) if caller.sees(record.key_id))
+        shown = [render_listed(record) for record in islice(seen, limit)]
         return _json({"scope": scope_of(everything=caller.sees_all), "traces": shown})
 
     async def _trace(self, request: Request) -> Response:
         """Answer with one trace; another key's counts as unknown."""
         caller, trace_id = context_of(request.scope).caller, request.path_params["trace_id"]
-        traces = self._pipeline.telemetry.traces
-        kept = traces.find(trace_id) if traces is not None else None
-        trace = _seen(kept, caller) if kept is not None else None
-        if trace is None:
+        kept = (record for record in self._pipeline.registry.kept() if record.trace_id == trace_id)
+        seen = [record for record in kept if caller.sees(record.key_id)]
+        if not seen:
             raise UnknownTrace(
-                "a router keeps as many of its own last traces as telemetry.recent_traces says, and of a busy router's not "
-                "every one: ask the router that served the request, or look in the trace viewer"
+                "a router keeps the traces of as many of its own last requests as telemetry.recent_requests says, and of as "
+                "many that failed or missed their SLA: ask the router that served the request, or look in the trace viewer"
             )
-        rendered = render_trace(trace, inside=caller.sees_all)
+        rendered = render_trace(seen, inside=caller.sees_all)
         return _json({**rendered, "trace_url": self._settings.trace_address(rendered["trace_id"])})
 
     async def _policy(self, _request: Request) -> Response:
@@ -369,11 +365,6 @@ class LiveEndpoints:
                 "sla_confidence": table.sla_confidence,
             }
         )
-
-
-def _seen(trace: Trace, caller: Caller) -> Trace | None:
-    """Return the part of a trace that a caller may see."""
-    return trace if caller.sees_all else trace.seen_by(caller.key_id)
 
 
 def _limit(request: Request) -> int:

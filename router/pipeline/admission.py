@@ -25,6 +25,7 @@ from router.pipeline.request import class_of
 from router.policy.charge import FREE
 from router.policy.decide import UNKNOWN_RETRY_S, decide
 from router.policy.decision import PRIORITIES, Basis, Refusal, Refused
+from router.telemetry.journey import JOURNEY
 from tiers.fleet import Demand
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision, Query
     from router.policy.table import PolicyStore
     from router.settings import AdmissionSettings
-    from router.telemetry.tracing import Telemetry
     from tiers.fleet import Fleet, Lease
     from tiers.spec import TierName, TierSpec
 
@@ -109,9 +109,8 @@ class Admission:
         fleet: Fleet,
         policy: PolicyStore,
         options: AdmissionSettings,
-        telemetry: Telemetry,
     ) -> None:
-        self._fleet, self._policy, self._options, self._telemetry = fleet, policy, options, telemetry
+        self._fleet, self._policy, self._options = fleet, policy, options
         self._held: Counter[str] = Counter()  # slots, by key
         self._lines: Lines[_Waiting] = Lines(self._held)
         self._granted: Counter[TierName] = Counter()
@@ -168,10 +167,12 @@ class Admission:
         entry.waits = True
         try:
             self._check(entry)
-            with self._telemetry.admission() as span:
-                admitted = await self._wait(entry)
-                span.set_attribute("qarr.waited_ms", admitted.waited_ms)
-                return admitted
+            began = time.monotonic()
+            try:
+                return await self._wait(entry)
+            finally:
+                if (journey := JOURNEY.get()) is not None:
+                    journey.waits.append((began, time.monotonic()))
         finally:
             self._lines.remove(entry)
 

@@ -15,6 +15,7 @@ from router.policy.charge import Visit
 from router.policy.decide import decide
 from router.policy.decision import Refusal, Refused
 from router.telemetry.ids import random_hex
+from router.telemetry.journey import JOURNEY, Journey
 from router.upstream.errors import EngineTooSlow
 from tiers.spec import TierName, in_order
 
@@ -28,14 +29,13 @@ if TYPE_CHECKING:
     from router.pipeline.failover import Failover
     from router.pipeline.overflow import Overflow
     from router.pipeline.registry import ActiveRequest, RequestRegistry
-    from router.pipeline.request import ParsedRequest, PromptText, RequestContext, RoutingOptions
-    from router.policy.decision import Decision, PolicyParameters, Query
+    from router.pipeline.request import ParsedRequest, RequestContext, RoutingOptions
+    from router.policy.decision import Decision
     from router.policy.decision_log import DecisionLog
     from router.policy.table import PolicyStore
     from router.telemetry.tracing import Telemetry
     from router.upstream.engine_stream import EngineAnswer, EngineRequest
     from tiers.fleet import Fleet
-    from tiers.snapshot import FleetSnapshot
 
 
 class PromptObserver(Protocol):
@@ -81,7 +81,7 @@ class Pipeline:
     on_request: Callable[[], None]
 
     def decide(self, request: ParsedRequest, *, serve: bool = True) -> Decision:
-        """Classify a request and decide, each under its span where the request has spans.
+        """Classify a request and decide.
 
         Args:
             request: The request.
@@ -93,33 +93,23 @@ class Pipeline:
         _check_hint(request.context, request.options)
         if serve:
             self.on_request()
-        traced = request.context.traced
-        features = self._classify(request.prompt) if traced else request.prompt.classify(self.counter)
+        began = time.monotonic()
+        features = request.prompt.classify(self.counter)
+        classified = time.monotonic()
         query = query_of(request, features, self.fleet.template, affinity=self.fleet.options.affinity)
         fleet, table, price = self.fleet.snapshot(prefix=query.prefix), self.policy.table, self.policy.price
-        decision = self._decide(query, fleet, table, price) if traced else decide(query, fleet, table, price)
+        decision = decide(query, fleet, table, price)
+        if serve:
+            prompt = request.prompt.text if self.telemetry.wants_prompt else ""
+            journey = Journey(request.context.arrived, began, classified, time.monotonic(), price, prompt)
+            request.context.journey = journey
+            JOURNEY.set(journey)
         if serve and self.prompt_observer is not None:
             self.prompt_observer.offer(request.prompt.text, features)
         if serve and self.decisions is not None:
             self.decisions.decided(
                 request.context.request_id, decision, fleet, table, price=price, priority=request.options.priority
             )
-        return decision
-
-    def _classify(self, prompt: PromptText) -> PromptFeatures:
-        """Classify a prompt under a span."""
-        with self.telemetry.classify() as span:
-            features = prompt.classify(self.counter)
-            self.telemetry.record_features(span, features, prompt.text)
-        return features
-
-    def _decide(self, query: Query, fleet: FleetSnapshot, table: PolicyParameters, price: float | None) -> Decision:
-        """Decide under a span; the server span, which dashboards list, gets the decision as well."""
-        with self.telemetry.route():
-            decision = decide(query, fleet, table, price)
-            self.telemetry.record_decision(decision, price)
-            self.telemetry.record_verdicts(decision)
-        self.telemetry.record_decision(decision, price)
         return decision
 
     async def serve(
@@ -161,14 +151,12 @@ class Pipeline:
             grant.budget = await self.charging.reserve(active)
             decision = active.decision
         try:
-            answer = active.answer = await self._answer(active, grant, asked, request, sent_at)
+            active.answer = await self._answer(active, grant, asked, request, sent_at)
         except (asyncio.CancelledError, EngineTooSlow):
             grant.used = decision.query.tokens_to_read  # an engine may have computed them
             if grant.slot is not None and grant.slot.decision.tier is not None and caller.key_id:
                 active.visits = (Visit(grant.slot.decision.tier, grant.used, 0, 0),)
             raise
-        if active.context.traced and answer.overflow is None:
-            self.telemetry.record_served(answer.tier, answer.replica_id, answer.failed_attempts)
 
     async def _answer(
         self, active: ActiveRequest, grant: Grant, asked: EngineRequest, request: ParsedRequest, sent_at: float

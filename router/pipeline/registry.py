@@ -17,7 +17,7 @@ from router.auth.budgets import OverBudget
 from router.auth.quota import OverQuota
 from router.pipeline.request import class_of
 from router.policy.decision import Refused
-from router.telemetry.record import Outcome, RequestRecord
+from router.telemetry.record import KeptFor, Outcome, RequestRecord
 from router.upstream.engine_stream import continued_on
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class RequestRegistry:
         self._server_state = server_state
         self._open: dict[int, ActiveRequest] = {}
         self.recent: deque[RequestRecord] = deque(maxlen=kept)
+        self._failed: deque[RequestRecord] = deque(maxlen=kept)  # or slow: good ones do not displace them
         self.observers: list[Callable[[RequestRecord], None]] = []
         self.totals: Counter[str] = Counter()
 
@@ -116,6 +117,11 @@ class RequestRegistry:
     def open(self) -> list[ActiveRequest]:
         """Return the open requests, the oldest first."""
         return list(self._open.values())
+
+    def kept(self) -> list[RequestRecord]:
+        """Return the last records, and before them the last of those that went badly, in the order of their ends."""
+        recent = set(map(id, self.recent))
+        return [*(record for record in self._failed if id(record) not in recent), *self.recent]
 
     def begin(self, context: RequestContext, decision: Decision, priority: int) -> ActiveRequest:
         """Keep a request among the open ones."""
@@ -130,6 +136,8 @@ class RequestRegistry:
 
     def _ended(self, record: RequestRecord) -> None:
         self.recent.append(record)
+        if record.kept_for is not KeptFor.RECENT:
+            self._failed.append(record)
         totals = self.totals
         totals["requests"] += 1
         totals[record.outcome] += 1
@@ -185,6 +193,7 @@ class RequestRegistry:
             charge=request.charge,
             overflow=answer.overflow if answer is not None else None,
             overflow_failure=diverted.failure if diverted is not None else None,
+            journey=context.journey,
         )
 
     def _outcome(self, answer: EngineAnswer | None, error: BaseException | None) -> tuple[Outcome, str | None]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from classifier import PromptFeatures, TokenCounter
     from router.policy.decision import Decision, Priority, Sort
+    from router.telemetry.journey import Journey
     from router.upstream.engine_stream import EngineRequest
     from tiers.snapshot import TemplateTokens
     from tiers.spec import TierName
@@ -35,8 +36,8 @@ class RequestContext:
         request_id: The caller's own if it sent a usable one.
         route: The path.
         sent: The request's headers, with names in lower case; of those that share a name, the first.
-        traced: Whether it has spans that record.
         arrived: When the whole request was there, by the monotonic clock, in seconds.
+        journey: What it goes through; None: it is not to be served, or not decided on yet.
         limits: Headers about the key's quotas, filled once they are known; errors carry them as well.
     """
 
@@ -45,8 +46,8 @@ class RequestContext:
     caller: Caller = ANONYMOUS
     route: str = ""
     sent: Mapping[bytes, bytes] = field(default_factory=dict)
-    traced: bool = False
     arrived: float = field(default_factory=time.monotonic)
+    journey: Journey | None = None
     limits: dict[str, str] = field(default_factory=dict)
 
     def header(self, name: bytes) -> str | None:

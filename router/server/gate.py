@@ -97,8 +97,7 @@ class Gate:
 
     async def _enter(self, scope: Scope, receive: Receive, tracker: ResponseTracker) -> None:
         sent = dict(reversed(scope["headers"]))  # the first of those that share a name
-        traced = self._telemetry.recording
-        context = RequestContext(*self._telemetry.request_ids(sent), route=scope["path"], sent=sent, traced=traced)
+        context = RequestContext(*self._telemetry.request_ids(sent), route=scope["path"], sent=sent)
         begin_request(context.request_id, context.trace_id)
         keep(scope, context)
         track(scope, tracker)
@@ -113,8 +112,7 @@ class Gate:
             response.headers["connection"] = "close"  # its body stays unread
             await response(scope, receive, tracker.send)
             return
-        if traced:
-            self._telemetry.record_caller(context.caller.key_id)
+        self._telemetry.record_caller(context.caller.key_id)
         endpoint = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
         if endpoint is None:
             await self._app(scope, receive, tracker.send)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from router.policy.charge import Charge, Visit
     from router.policy.decision import Decision, Priority
     from router.policy.decision_log import DecisionLog
+    from router.telemetry.journey import Journey
     from tiers.spec import TierName
 
 
@@ -23,6 +24,14 @@ class Outcome(StrEnum):
     REFUSED = "refused"
     ERROR = "error"
     CLIENT_GONE = "client_gone"
+
+
+class KeptFor(StrEnum):
+    """Why a request's record and trace are kept: among the last ones, or besides, since it went badly."""
+
+    RECENT = "recent"
+    ERROR = "error"
+    SLA_MISS = "sla_miss"
 
 
 class RequestRecord(NamedTuple):
@@ -53,6 +62,7 @@ class RequestRecord(NamedTuple):
         overflow: Name of the server outside of the fleet that answered; None: none did.
         overflow_failure: Why that server did not answer: ``full``, ``paused`` or ``unsupported``, so that it was not asked;
             ``failed`` or ``cancelled``; None: it did, or there was no need.
+        journey: What it went through, for its trace; None: not known.
     """
 
     at: float
@@ -86,6 +96,14 @@ class RequestRecord(NamedTuple):
     charge: Charge | None = None
     overflow: str | None = None
     overflow_failure: str | None = None
+    journey: Journey | None = None
+
+    @property
+    def kept_for(self) -> KeptFor:
+        """Return why it is kept."""
+        if self.outcome is Outcome.ERROR or self.outcome is Outcome.REFUSED:
+            return KeptFor.ERROR
+        return KeptFor.SLA_MISS if self.sla_met is False else KeptFor.RECENT
 
     @property
     def undisturbed(self) -> bool:

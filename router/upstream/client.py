@@ -34,12 +34,10 @@ from router.upstream.transport import EngineTransport
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from opentelemetry.trace import Span
-
     from router.policy.decision import Decision
     from router.policy.table import PolicyStore
     from router.settings import UpstreamSettings
-    from router.telemetry.tracing import Telemetry
+    from router.telemetry.tracing import AttemptSpan, Telemetry
     from tiers.fleet import Fleet, Lease
     from tiers.replica import Replica
     from tiers.spec import TierName
@@ -282,7 +280,7 @@ class Upstream:
             finally:
                 del failure  # its trace leads here
 
-    def _http(self, replica: Replica, request: EngineRequest, span: Span) -> httpx.Request:
+    def _http(self, replica: Replica, request: EngineRequest, span: AttemptSpan) -> httpx.Request:
         """Return a request as it is sent; its headers are made here, as httpx takes several times longer for that."""
         # An engine mixes up requests of one id, and may still hold an attempt that was given up.
         number = f"{request.request_id}-{next(self._numbers):x}"
@@ -298,7 +296,7 @@ class Upstream:
             headers.append((b"authorization", b"Bearer " + replica.api_key.encode("ascii")))
         if request.path == MESSAGES and request.priority and replica.takes_priority:  # its body cannot say it
             headers.append((b"x-vllm-priority", b"%d" % request.priority))
-        headers += self._telemetry.context_headers(span)
+        headers += self._telemetry.context_headers(span.span)
         stream = httpx.ByteStream(content)
         limits = self._streamed if request.streamed else self._whole
         return httpx.Request("POST", url, headers=headers, stream=stream, extensions=limits)

@@ -23,8 +23,7 @@ from router.upstream.sse import COMPLETION_FORMAT, USAGE, EventSource, cached_to
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
-    from opentelemetry.trace import Span
-
+    from router.telemetry.tracing import AttemptSpan
     from router.upstream.progress import Resumption
     from router.upstream.sse import AnswerFormat, Chunk, PlainTexts, TakePlain
     from tiers.replica import Replica, Sent
@@ -145,7 +144,7 @@ class Attempt:
     tier: TierName
     lease: Hold
     response: httpx.Response
-    span: Span
+    span: AttemptSpan
     number: int
     started: float
     token_timeout_s: float
@@ -241,15 +240,13 @@ class EngineAnswer(ABC):
         if self._closed:
             return
         self._closed = True
-        lease, span = self._attempt.lease, self._attempt.span
+        lease = self._attempt.lease
         if self._complete:
             lease.finished(self.tpot_ms, self.usage.get("completion_tokens", 0), self.cached_tokens)
         elif isinstance(error, UpstreamError):
             lease.failed(type(error).__name__)
         lease.release()
-        if span.is_recording():
-            span.set_attributes(self._attributes())
-            end_span(span, error)
+        end_span(self._attempt.span, error, self._attributes())
         await self._disconnect()
 
     async def _disconnect(self) -> None:
@@ -314,7 +311,7 @@ class EngineStream(EngineAnswer):
             self._source.check()
         self._source.limit_reads(self._attempt.token_timeout_s)
         self._first_at = self._last_at = time.monotonic()
-        self._attempt.span.add_event("qarr.first_token")
+        self._attempt.span.first_token()
         self.ttft_ms = (self._first_at - self.sent_at) * 1000
         self._attempt.lease.first_token((self._first_at - self._attempt.started) * 1000)
 
@@ -468,12 +465,12 @@ def continued_on(answer: EngineAnswer) -> list[TierName]:
     return [part.tier for part in answer.parts]
 
 
-def end_span(span: Span, error: BaseException | None) -> None:
+def end_span(span: AttemptSpan, error: BaseException | None, attributes: dict[str, Any] | None = None) -> None:
     """End an attempt's span, with its error if it had one; not with an engine's refusal, which may quote the prompt."""
+    found = attributes or {}
     if error is not None:
-        span.set_attribute("error.type", type(error).__name__)
-        if isinstance(error, EngineRefused):
-            span.set_attribute("http.response.status_code", error.status)
-        elif isinstance(error, Exception):
-            span.record_exception(error)
-    span.end()
+        found["error.type"] = type(error).__name__
+    if isinstance(error, EngineRefused):
+        found["http.response.status_code"] = error.status
+        error = None
+    span.end(found, error if isinstance(error, Exception) else None)

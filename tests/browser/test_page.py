@@ -139,6 +139,26 @@ async def test_a_request_appears_and_opens_into_its_trace(tmp_path: Path, opened
             await expect(page.get_by_role("dialog").locator(".waterfall")).to_be_visible()
 
 
+async def test_a_failed_request_opens_after_many_good_ones(tmp_path: Path, opened: Opened) -> None:
+    """Its address finds it, and shows each attempt with what its engine said."""
+    async with router_stack(tmp_path, {"telemetry": {"recent_requests": 2}}) as stack:
+        for engine in stack.engines.values():
+            engine.status = 500
+        failed = await stack.generate()
+        for engine in stack.engines.values():
+            engine.status = 200
+        for _ in range(4):
+            assert (await stack.generate(tier="precise", tier_policy="require")).status_code == 200
+        async with opened(f"{stack.url}/#request={failed.headers['x-request-id']}") as page:
+            details = page.get_by_role("dialog")
+            await expect(details.locator(".verdicts tbody tr")).to_have_count(3)
+            await expect(details.locator(".waterfall li.failed")).to_have_count(1 + len(stack.engines))
+            await expect(details.locator(".event", has_text="HTTP 500").first).to_be_visible()
+            await page.keyboard.press("Escape")
+            await page.get_by_label("Show").select_option("failed")
+            await expect(page.locator("#requests tr")).to_have_count(1)
+
+
 async def test_requests_in_flight_are_listed(tmp_path: Path, opened: Opened) -> None:
     """A request is listed and counted while it is computed, and gone when it has ended."""
     slow = Behaviour(answer=ANSWER)

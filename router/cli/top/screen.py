@@ -355,7 +355,7 @@ def _opened(request: Mapping[str, Any], width: int) -> list[Text]:
         )
     ]
     facts = {
-        "trace": f"{request['trace_id']}  (qarr trace {request['trace_id'][:8]})",
+        "trace": f"{request['trace_id']}  (qarr logs --trace {request['trace_id'][:8]})",
         "request": request["request_id"],
         "class": f"{request['class']} (confidence {request['confidence']:.2f}), priority {request['priority']}",
         "decided": f"{request['tier'] or 'refused'}, by {request['basis']}",

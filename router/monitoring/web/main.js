@@ -50,7 +50,7 @@ async function refresh() {
   refreshOperations();
   decide();
   try {
-    addRecords((await askJson("/requests?limit=200")).requests);
+    addRecords((await askJson("/requests?limit=1000")).requests);
     openNamed();
   } catch {
     // The connection tells what is wrong; this is tried again with it.

@@ -1,6 +1,7 @@
 // Requests: those in flight, and the last ones that ended. Each opens into its details.
 
-const KEPT = 200;
+const KEPT = 200; // besides those that went badly
+const MOST_KEPT = 1000;
 const SHOWN = 60;
 let records = []; // newest first
 let held = null; // what is shown while the list is held
@@ -21,7 +22,9 @@ function addRecords(added) {
   const fresh = added.filter((r) => !seen.has(recordKey(r)));
   if (!fresh.length) return;
   // In the order in which they ended: the newest first.
-  records = [...fresh, ...records].sort((a, b) => ended(b) - ended(a)).slice(0, KEPT);
+  let good = 0;
+  records = [...fresh, ...records].sort((a, b) => ended(b) - ended(a))
+    .filter((r) => FILTERS.failed(r) || FILTERS.missed(r) || ++good <= KEPT).slice(0, MOST_KEPT);
   showRequests();
 }
 

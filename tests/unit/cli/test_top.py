@@ -1,10 +1,9 @@
-"""What operators see in a terminal: `qarr top`, in a real pseudo-terminal, and `qarr trace`."""
+"""What operators see in a terminal: `qarr top`, in a real pseudo-terminal."""
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
-import json
 import os
 import pty
 import re
@@ -21,7 +20,6 @@ from rich.cells import cell_len
 
 from router.cli.top.screen import OWN_ONLY, screen, shown_age, snapshot
 from router.cli.top.state import Snapshot, ViewState
-from router.cli.trace import listed, waterfall
 from tests.fakes.engine import Behaviour
 from tests.unit.own_engines import until
 from tests.unit.own_router import QARR, own_router
@@ -119,14 +117,11 @@ def test_a_standard_terminal_has_what_matters() -> None:
 
 
 def test_it_says_whose_requests_are_shown() -> None:
-    """A key that sees its own requests only is told so, live and in the list of traces; an operator's is not."""
+    """A key that sees its own requests only is told so, live and once; an operator's is not."""
     own = Snapshot().apply("fleet", {**FLEET, "scope": "own"})
     assert OWN_ONLY in text(own, ViewState(), 100, 30)
     assert OWN_ONLY in "\n".join(line.plain for line in snapshot(own, 160, unicode=True))
     assert OWN_ONLY not in text(full(), ViewState(), 100, 30)
-    for scope, says in (("own", True), ("all", False)):
-        lines = [line.plain for line in listed({"scope": scope, "traces": []}, everything=False)]
-        assert (OWN_ONLY in lines) is says
 
 
 def test_keys() -> None:
@@ -272,70 +267,10 @@ async def test_top_in_a_terminal(tmp_path: Path) -> None:
         assert "chat" in once.stdout
 
 
-async def test_traces_in_a_terminal(tmp_path: Path) -> None:
-    """The list; one by its id, by how it begins, and by its request's; refusals with every tier's verdict; JSON."""
-    async with own_router(tmp_path, [Behaviour(delay_s=0.01) for _ in range(3)]) as router:
-        router.behaviours[0].status = 500
-        served = await router.generate(stream=False)
-        trace_id, request_id = served.headers["x-qarr-trace-id"], served.headers["x-request-id"]
-        refused = await router.generate(tier="fast", tier_policy="require", max_tokens=4000)
-
-        async def trace(*args: str) -> subprocess.CompletedProcess[str]:
-            return await router.qarr("trace", *args, "--url", router.url)
-
-        listed = (await trace()).stdout
-        assert trace_id in listed
-        assert refused.headers["x-qarr-trace-id"] in listed
-        shown = await trace(trace_id)
-        assert shown.returncode == 0, shown.stderr
-        found = shown.stdout
-        assert "chat (confidence" in found
-        assert "classify" in found
-        assert "fast-0" in found
-        assert "error: " in found
-        assert "first token at" in found
-        assert re.search(r"fast +ready .* chosen", found)
-        assert (await trace(trace_id[:10])).stdout == (await trace(request_id)).stdout == found
-        assert "http.route = /generate" in (await trace(trace_id, "--all")).stdout
-        assert json.loads((await trace(trace_id, "--json")).stdout)["trace_id"] == trace_id
-        assert "refused" in (await trace(refused.headers["x-request-id"])).stdout
-        unknown = await trace("f" * 32)
-        assert (unknown.returncode, unknown.stdout) == (2, "")
-        assert "is kept any more" in unknown.stderr
-        assert "at least the first 6" in (await trace("f00")).stderr
-
-
-@pytest.mark.parametrize("args", [("top", "--once"), ("trace",), ("top",)])
+@pytest.mark.parametrize("args", [("top", "--once"), ("top",)])
 async def test_without_a_router(args: tuple[str, ...]) -> None:
     """Status 2, where it looked, and what to do."""
     argv = [QARR, *args, "--url", "http://127.0.0.1:9"]
     done = await asyncio.to_thread(subprocess.run, argv, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "no router answers at http://127.0.0.1:9" in done.stderr
-
-
-def span(span_id: str, parent: str | None, start_ms: float, duration_ms: float, **more: Any) -> dict[str, Any]:
-    """Return a span as the router gives it."""
-    plain = {"name": span_id, "kind": "internal", "attributes": {}, "events": [], "error": None}
-    return {"span_id": span_id, "parent_id": parent, "start_ms": start_ms, "duration_ms": duration_ms, **plain, **more}
-
-
-@pytest.mark.parametrize("width", [20, 80, 160])
-def test_a_waterfall_of_odd_spans(width: int) -> None:
-    """Spans without their parent, of no length, or longer than the trace, and events beyond its end are drawn inside."""
-    event = {"name": "qarr.continuation", "at_ms": 900.0, "attributes": {"qarr.tokens": 3}}
-    spans = [
-        span("root", None, 0.0, 100.0, kind="server", name="POST /generate\x1b[2J"),
-        span("late", "root", 90.0, 400.0, kind="client", events=[event], error="Broken"),
-        span("orphan", "elsewhere", 50.0, 0.0),
-        span("deep", "late", 95.0, 1.0),
-    ]
-    found = {"trace_id": "0" * 32, "at": 0.0, "duration_ms": 100.0, "spans": spans, "trace_url": "http://viewer/0"}
-    lines = [line.plain for line in waterfall(found, width)]
-    assert "\x1b" not in "".join(lines)
-    assert sum("\u2588" in line or "\u258f" in line for line in lines) >= 3
-    assert any("continuation at 900ms  tokens=3" in line for line in lines)
-    assert any("error: Broken" in line for line in lines)
-    assert len({line.rstrip()[-1] for line in lines if line.endswith("ms") and "at" not in line}) == 1
-    empty = {**found, "duration_ms": 0.0, "spans": [span("only", None, 0.0, 0.0)]}
-    assert list(waterfall(empty, width))

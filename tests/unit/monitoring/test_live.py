@@ -150,7 +150,7 @@ async def test_the_limit_of_a_list_is_checked(tmp_path: Path, path: str) -> None
 async def test_a_trace_that_is_not_kept_is_404(tmp_path: Path) -> None:
     """Whether traces are kept or not, and whatever the id is."""
     for kept in (0, 5):
-        async with router_stack(tmp_path, {"telemetry": {"recent_traces": kept}}) as stack:
+        async with router_stack(tmp_path, {"telemetry": {"recent_requests": kept}}) as stack:
             for trace_id in ("0" * 32, "x", "%2e%2e"):
                 answer = await stack.client.get(f"{stack.url}/traces/{trace_id}")
                 assert answer.status_code == 404

@@ -15,7 +15,6 @@ from router.policy.decide import decide
 from router.policy.decision import PRIORITIES, Query, Refused
 from router.policy.table import PolicyStore
 from router.settings import load_settings
-from router.telemetry.tracing import Telemetry
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.snapshot import Gauges
@@ -73,7 +72,7 @@ def door(tmp_path: Path, places: dict[TierName, int], *, replicas: int = 1, **op
         for number in range(replicas):
             fleet.add(Replica(f"{spec.name}-{number}", spec, "u", "", "m", state=ReplicaState.READY))
     policy = PolicyStore(settings.policy, fleet)
-    return Entrance(Admission(fleet, policy, settings.admission, Telemetry(None)), fleet, policy)
+    return Entrance(Admission(fleet, policy, settings.admission), fleet, policy)
 
 
 async def test_those_who_wait_for_a_full_tier_hide_nobody(tmp_path: Path) -> None:

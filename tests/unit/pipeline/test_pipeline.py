@@ -181,7 +181,7 @@ async def line(
             charging=Charging(
                 Spending(MemoryLedger(), currency="USD", priced=False), stack.fleet, stack.policy, {}, None
             ),
-            admission=Admission(stack.fleet, stack.policy, settings.admission, stack.telemetry),
+            admission=Admission(stack.fleet, stack.policy, settings.admission),
             failover=Failover(*parts, settings.upstream.attempts, 256),
             overflow=Overflow(
                 OverflowClient(settings.overflow, settings.upstream, stack.telemetry), decisions, stack.telemetry

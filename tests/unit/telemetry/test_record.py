@@ -10,12 +10,10 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, http_attributes, server_attributes
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from router.telemetry.trace_store import KeptFor, RecordAll, TokenBucket, TraceStore
 from router.telemetry.tracing import Telemetry, make_telemetry
 from tests.fakes.engine import Behaviour
 from tests.unit.own_engines import until
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import httpx
-    from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.trace.sampling import Sampler
 
     from tests.unit.router_stack import Stack
 
@@ -80,14 +76,11 @@ async def samples(stack: Stack, name: str) -> dict[tuple[str, ...], float]:
     }
 
 
-def traced(
-    kept: int = 100, sampler: Sampler = ALWAYS_OFF, *, tail: bool = True
-) -> tuple[Telemetry, InMemorySpanExporter]:
-    exporter = InMemorySpanExporter()
-    store = TraceStore(kept, SimpleSpanProcessor(exporter), tail=tail)
-    provider = TracerProvider(sampler=RecordAll(sampler))
-    provider.add_span_processor(store)
-    return Telemetry(provider, traces=store), exporter
+def traced() -> tuple[Telemetry, InMemorySpanExporter]:
+    """Return telemetry that exports every span."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return Telemetry(provider), exporter
 
 
 async def test_one_answer_is_told_alike_everywhere(tmp_path: Path) -> None:
@@ -295,37 +288,38 @@ async def test_an_answer_that_another_tier_goes_on_with_is_shown_there(tmp_path:
 
 async def test_questions_about_the_past_have_clear_answers(tmp_path: Path) -> None:
     """Unknown traces and wrong limits are problems that say what is allowed; lists are newest first."""
-    async with router_stack(tmp_path, {"telemetry": {"recent_requests": 2, "recent_traces": 2}}) as stack:
+    async with router_stack(tmp_path, {"telemetry": {"recent_requests": 2}}) as stack:
         answers = [await stack.generate() for _ in range(3)]
         await record_of(stack, answers[-1])
         ids = [r["request_id"] for r in (await get(stack, "/requests"))["requests"]]
         assert ids == [a.headers["x-request-id"] for a in reversed(answers[1:])]
         assert len((await get(stack, "/requests?limit=1"))["requests"]) == 1
         traces = await traces_with(stack, answers[1])
-        newest = [a.headers["x-qarr-trace-id"] for a in reversed(answers)]
-        # As many at once are recorded; the third one is if it came late enough after them.
-        assert [t["trace_id"] for t in traces] in (newest[:2], newest[1:])
+        assert [t["trace_id"] for t in traces] == [a.headers["x-qarr-trace-id"] for a in reversed(answers[1:])]
         gone = await stack.client.get(f"{stack.url}/traces/{'0' * 31}1")
-        assert (gone.status_code, "telemetry.recent_traces" in gone.json()["detail"]) == (404, True)
+        assert (gone.status_code, "telemetry.recent_requests" in gone.json()["detail"]) == (404, True)
         for limit in ("0", "x", "-1", "1001", "1e3"):
             wrong = await stack.client.get(f"{stack.url}/requests?limit={limit}")
             assert (wrong.status_code, "1 to 1000" in wrong.json()["detail"]) == (400, True)
         assert (await get(stack, "/policy"))["max_loss"] == {}  # unless the settings say otherwise
 
 
-async def test_where_one_trace_is_kept_it_is_the_last_failure(tmp_path: Path) -> None:
-    """A failure is worth more than what came after it."""
-    async with router_stack(tmp_path, {"telemetry": {"recent_traces": 1}}) as stack:
-        for engine in stack.engines.values():
-            engine.status = 500
-        failed = await stack.generate()
-        assert failed.status_code == 503
-        for engine in stack.engines.values():
-            engine.status = 200
-        await asyncio.sleep(0.5)  # until another trace is recorded
-        await record_of(stack, await stack.generate(tier="precise", tier_policy="require"))
-        kept = [trace["trace_id"] for trace in (await get(stack, "/traces"))["traces"]]
-        assert kept == [failed.headers["x-qarr-trace-id"]]
+async def test_good_requests_do_not_displace_those_that_went_badly(tmp_path: Path) -> None:
+    """As many of them are kept besides, the last ones, and each of them has its trace."""
+    async with router_stack(tmp_path, {"telemetry": {"recent_requests": 2}}) as stack:
+        late = [await stack.generate(sla={"ttft_ms": 0.001}) for _ in range(3)]
+        refused = await stack.generate(max_tokens=4096, prompt="hi", tier="fast", tier_policy="require")
+        good = [await stack.generate() for _ in range(3)]
+        await record_of(stack, good[-1])
+        expected = {a.headers["x-qarr-trace-id"]: "recent" for a in reversed(good[1:])}
+        expected |= {refused.headers["x-qarr-trace-id"]: "error", late[2].headers["x-qarr-trace-id"]: "sla_miss"}
+        listed = (await get(stack, "/traces"))["traces"]
+        assert [(t["trace_id"], t["kept_for"]) for t in listed] == list(expected.items())
+        assert [r["trace_id"] for r in (await get(stack, "/requests"))["requests"]] == list(expected)
+        (server, *steps) = (await trace_of(stack, refused))["spans"]
+        assert (server["error"], server["attributes"]["qarr.refusal"]) == ("too_long", "too_long")
+        assert [step["name"] for step in steps] == ["classify", "route"]
+        assert "exceed its context" in steps[1]["attributes"]["qarr.fast.verdict"]
 
 
 async def test_a_decision_that_nothing_follows_from_is_not_traced(tmp_path: Path) -> None:
@@ -339,69 +333,60 @@ async def test_a_decision_that_nothing_follows_from_is_not_traced(tmp_path: Path
         assert [t["name"] for t in traces] == ["POST /generate"]
 
 
-async def test_traces_that_the_sampler_left_out_are_exported_when_they_went_wrong(tmp_path: Path) -> None:
-    """At a sampling of nothing, failures and missed SLAs are exported whole; good requests are not."""
+@pytest.mark.parametrize("fault", ["none", "status", "break", "everything"])
+async def test_the_page_shows_the_spans_that_are_exported(tmp_path: Path, fault: str) -> None:
+    """The same tree: names, kinds, errors and events, and no attribute's name or value that is not exported as well."""
     telemetry, exporter = traced()
     async with router_stack(tmp_path, tracing=telemetry) as stack:
-        good = await stack.generate()
-        await record_of(stack, good)
-        late = await stack.generate(sla={"ttft_ms": 0.001})
-        await record_of(stack, late)
-        for behaviour in stack.engines.values():
-            behaviour.break_after = 2
-        broken = await stack.generate()
-        await record_of(stack, broken)
-        kept = {t["trace_id"]: t["kept_for"] for t in await traces_with(stack, broken)}
-    assert kept == {
-        good.headers["x-qarr-trace-id"]: "recent",
-        late.headers["x-qarr-trace-id"]: "sla_miss",
-        broken.headers["x-qarr-trace-id"]: "error",
-    }
-    spans = exporter.get_finished_spans()
-    assert by_trace(spans).keys() == {late.headers["x-qarr-trace-id"], broken.headers["x-qarr-trace-id"]}
-    assert sorted(s.name for s in by_trace(spans)[late.headers["x-qarr-trace-id"]]) == [
-        "POST /generate", "chat fake", "classify", "route",
-    ]  # fmt: skip
-    assert all(s.context and s.context.trace_flags.sampled for s in spans)  # or exporters would drop them
-    attempt = next(s for s in spans if s.name == "chat fake")
-    assert (attempt.attributes or {})[
-        "gen_ai.request.model"
-    ] == "fake"  # what was not sampled has all of its attributes
+        fast = stack.engines[TierName.FAST]
+        fast.status, fast.break_after = (500 if fault == "status" else 200), (3 if fault == "break" else None)
+        for behaviour in stack.engines.values() if fault == "everything" else ():
+            behaviour.status = 500
+        answer = await stack.generate(tier="fast")
+        shown = (await trace_of(stack, answer))["spans"]
+        await until(lambda: any(span.name == "POST /generate" for span in exporter.get_finished_spans()))
+    exported = sorted(exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
+    assert [span["name"] for span in shown] == [span.name for span in exported]
+    assert [span["kind"] for span in shown] == [span.kind.name.lower() for span in exported]
+    for ours, theirs in zip(shown, exported, strict=True):
+        found = json.loads(json.dumps(dict(theirs.attributes or {})))
+        assert {name: found.get(name) for name in ours["attributes"]} == ours["attributes"]
+        assert ours["error"] == found.get("error.type")
+        assert {e["name"] for e in ours["events"]} <= {e.name for e in theirs.events}
+        assert bool(ours["parent_id"]) is bool(theirs.parent)
+    failures = {"none": 0, "status": 1, "break": 1, "everything": len(stack.engines)}
+    assert sum(bool(span["error"]) for span in shown if span["kind"] == "client") == failures[fault]
 
 
-def by_trace(spans: tuple[ReadableSpan, ...]) -> dict[str, list[ReadableSpan]]:
-    found: dict[str, list[ReadableSpan]] = {}
-    for span in spans:
-        assert span.context is not None
-        found.setdefault(f"{span.context.trace_id:032x}", []).append(span)
-    return found
+async def test_a_wait_in_the_queue_is_on_the_trace(tmp_path: Path) -> None:
+    """Between the decision and the engine, as long as the record says."""
+    names = ("fast", "balanced", "precise")
+    slow = {name: Behaviour(delay_s=0.1) for name in names}
+    async with router_stack(tmp_path, {"tiers": {name: {"max_in_flight": 1} for name in names}}, **slow) as stack:
+        held = [asyncio.create_task(stack.generate(tier=name)) for name in names]
+        await until(lambda: all(behaviour.running for behaviour in stack.engines.values()))
+        waited = await stack.generate()
+        record = await record_of(stack, waited)
+        spans = (await trace_of(stack, waited))["spans"]
+        await asyncio.gather(*held)
+    assert [span["name"] for span in spans] == ["POST /generate", "classify", "route", "admission wait", "chat fake"]
+    assert record["queue_ms"] > 0
+    assert spans[3]["duration_ms"] == pytest.approx(record["queue_ms"], abs=20)
+    assert spans[3]["start_ms"] + spans[3]["duration_ms"] <= spans[4]["start_ms"]
 
 
-async def test_what_is_sampled_is_exported_once(tmp_path: Path) -> None:
-    """A failure that the sampler chose anyway is not exported a second time; without the switch none is added."""
-    for sampler, tail, exported in ((ALWAYS_ON, True, 2), (ALWAYS_OFF, False, 0)):
-        telemetry, exporter = traced(sampler=sampler, tail=tail)
-        async with router_stack(tmp_path, tracing=telemetry) as stack:
-            await record_of(stack, await stack.generate(sla={"ttft_ms": 0.001}))
-            await record_of(stack, await stack.generate())
-        names = [span.name for span in exporter.get_finished_spans()]
-        assert names.count("POST /generate") == exported
-        assert len(names) == 4 * exported
-
-
-async def test_a_flood_of_good_traces_leaves_the_bad_ones(tmp_path: Path) -> None:
-    """Failures are kept apart, and of those the last ones."""
-    telemetry, _ = traced(kept=6)
-    async with router_stack(tmp_path, tracing=telemetry) as stack:
-        bad = [await stack.generate(sla={"ttft_ms": 0.001}) for _ in range(4)]
-        for _ in range(9):
-            await stack.generate()
-        assert telemetry.traces is not None
-        await until(lambda: len(telemetry.traces.recent()) == 6 if telemetry.traces else False)
-        kept = telemetry.traces.recent()
-    assert [t.kept_for for t in kept].count(KeptFor.SLA_MISS) == 3
-    last = {f"{t.root.context.trace_id:032x}" for t in kept if t.root.context and t.kept_for is KeptFor.SLA_MISS}
-    assert last == {answer.headers["x-qarr-trace-id"] for answer in bad[1:]}
+async def test_requests_that_share_a_trace_are_shown_together(tmp_path: Path) -> None:
+    """Callers choose trace ids. The second request's spans come after the first one's, below their own server span."""
+    async with router_stack(tmp_path) as stack:
+        given = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
+        for _ in range(2):
+            answer = await stack.client.post(f"{stack.url}/generate", json={"prompt": "hi"}, headers=given)
+            await record_of(stack, answer)
+        trace = await trace_of(stack, answer)
+    first, second = (span for span in trace["spans"] if span["kind"] == "server")
+    assert first["start_ms"] == 0 < second["start_ms"] < trace["duration_ms"]
+    below = [span["parent_id"] for span in trace["spans"] if span["parent_id"]]
+    assert below == [first["span_id"]] * 3 + [second["span_id"]] * 3
 
 
 async def test_a_resumable_stream_that_fails_late_is_kept_too(tmp_path: Path) -> None:
@@ -419,12 +404,10 @@ async def test_a_resumable_stream_that_fails_late_is_kept_too(tmp_path: Path) ->
         assert (await traces_with(stack, left))[0]["kept_for"] == "error"
 
 
-async def test_without_traces_nothing_is_recorded(tmp_path: Path) -> None:
-    """The switch takes all of it away, and what remains still has its ids."""
-    async with router_stack(tmp_path, {"telemetry": {"recent_traces": 0}}) as stack:
-        answer = await stack.generate()
-        record = await record_of(stack, answer)
-        assert len(record["trace_id"]) == 32
+async def test_where_no_request_is_kept_no_trace_is(tmp_path: Path) -> None:
+    """Answers still have their ids."""
+    async with router_stack(tmp_path, {"telemetry": {"recent_requests": 0}}) as stack:
+        assert len((await stack.generate()).headers["x-qarr-trace-id"]) == 32
         assert (await get(stack, "/traces"))["traces"] == []
 
 
@@ -444,7 +427,7 @@ def test_names_are_those_of_the_conventions() -> None:
     import inspect
     import re
 
-    from router.telemetry import tracing
+    from router.telemetry import attributes, tracing
     from router.upstream import client, engine_stream
 
     known = {
@@ -453,53 +436,23 @@ def test_names_are_those_of_the_conventions() -> None:
         for name, value in vars(module).items()
         if name.isupper() and isinstance(value, str)
     }
-    source = "".join(map(inspect.getsource, (tracing, client, engine_stream)))
+    source = "".join(map(inspect.getsource, (attributes, tracing, client, engine_stream)))
     used = set(re.findall(r'"((?:gen_ai|http|server)\.[a-z_.]+)"', source))
     assert len(used) > 10
     assert used <= known
 
 
-def test_the_sdk_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its standard variable, which goes before what the settings keep in memory."""
-    from router.settings import TelemetrySettings
-
-    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    assert make_telemetry("0", TelemetrySettings()).traces is None
-
-
-async def test_a_busy_router_records_few_traces_for_memory_alone(tmp_path: Path) -> None:
-    """What goes beyond the bound is not recorded at all, neither its server span nor those below it, and still served."""
-    store = TraceStore(100)
-    provider = TracerProvider(sampler=RecordAll(ALWAYS_OFF))
-    provider.add_span_processor(store)
-    telemetry = Telemetry(provider, traces=store, allowance=TokenBucket(1e-9, 2))
-    async with router_stack(tmp_path, tracing=telemetry) as stack:
-        answers = [await stack.generate() for _ in range(4)]
-        await record_of(stack, answers[-1])
-        traces = await traces_with(stack, answers[1])
-        assert [(t["trace_id"], t["spans"]) for t in traces] == [
-            (a.headers["x-qarr-trace-id"], 4) for a in reversed(answers[:2])
-        ]
-        assert len({a.headers["x-qarr-trace-id"] for a in answers}) == 4
+async def test_engines_get_the_callers_trace_or_a_new_one(tmp_path: Path) -> None:
+    """Without an exporter too: engines may export by themselves, where the caller has its trace sampled."""
+    async with router_stack(tmp_path) as stack:
+        answer = await stack.generate(tier="fast")
         told = stack.engines[TierName.FAST].headers[-1]["traceparent"].split("-")
-        assert (told[1], told[3]) == (answers[-1].headers["x-qarr-trace-id"], "00")  # engines are told not to trace it
+        assert (told[1], told[3]) == (answer.headers["x-qarr-trace-id"], "00")
         given = f"00-{'1' * 32}-{'2' * 16}-01"
         body = {"prompt": "hi", "tier": "fast", "stream": False}
         own = await stack.client.post(f"{stack.url}/generate", json=body, headers={"traceparent": given})
         assert own.headers["x-qarr-trace-id"] == "1" * 32
         assert stack.engines[TierName.FAST].headers[-1]["traceparent"] == given
-
-
-async def test_where_little_is_sampled_few_others_are_recorded_for_memory(tmp_path: Path) -> None:
-    """With an exporter the sampler chooses first; of what it leaves out no more than allowed is recorded."""
-    store = TraceStore(100)
-    provider = TracerProvider(sampler=RecordAll(ALWAYS_OFF, TokenBucket(1e-9, 2)))
-    provider.add_span_processor(store)
-    async with router_stack(tmp_path, tracing=Telemetry(provider, traces=store)) as stack:
-        answers = [await stack.generate() for _ in range(4)]
-        await record_of(stack, answers[-1])
-        traces = await traces_with(stack, answers[1])
-        assert [t["trace_id"] for t in traces] == [a.headers["x-qarr-trace-id"] for a in reversed(answers[:2])]
 
 
 async def test_the_documented_metrics_are_those_of_the_page(tmp_path: Path) -> None:
@@ -518,7 +471,7 @@ async def test_the_documented_metrics_are_those_of_the_page(tmp_path: Path) -> N
 
 
 async def test_the_standard_variables_choose_what_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sampler that takes nothing, set by the environment: over OTLP comes only what missed its SLA, and all of that."""
+    """A sampler that takes nothing but what its caller has sampled, set by the environment: over OTLP comes all of that."""
     from router.settings import TelemetrySettings
     from tests.engine.collector import Collector
 
@@ -529,13 +482,22 @@ async def test_the_standard_variables_choose_what_is_exported(tmp_path: Path, mo
     telemetry = make_telemetry("0", TelemetrySettings())
     try:
         async with router_stack(tmp_path, tracing=telemetry) as stack:
-            good = await stack.generate()
-            late = await stack.generate(sla={"ttft_ms": 0.001})
-            await traces_with(stack, late)
-            await traces_with(stack, good)
+            await stack.generate()
+            body, given = {"prompt": "hi", "stream": False}, f"00-{'1' * 32}-{'2' * 16}-01"
+            sampled = await stack.client.post(f"{stack.url}/generate", json=body, headers={"traceparent": given})
+            assert (sampled.status_code, sampled.headers["x-qarr-trace-id"]) == (200, "1" * 32)
         await asyncio.to_thread(telemetry.shutdown)
     finally:
         collector.close()
-    assert {span.trace_id for span in collector.spans} == {late.headers["x-qarr-trace-id"]}
+    assert {span.trace_id for span in collector.spans} == {"1" * 32}
+    (server,) = (span for span in collector.spans if span.name == "POST /generate")
+    assert server.attributes["http.response.status_code"] == 200
+    assert {
+        "url.path",
+        "url.scheme",
+        "client.address",
+        "server.port",
+        "user_agent.original",
+    } <= server.attributes.keys()
     assert sorted(span.name for span in collector.spans) == ["POST /generate", "chat fake", "classify", "route"]
     assert {span.service for span in collector.spans} == {"qarr-router"}

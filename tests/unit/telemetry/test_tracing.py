@@ -16,16 +16,16 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
 from classifier import PromptClass
 from router.policy.decide import decide
 from router.policy.decision import Sla
-from router.settings import TelemetrySettings
-from router.telemetry.trace_store import TraceStore
+from router.telemetry.journey import Journey
+from router.telemetry.record import Outcome
 from router.telemetry.tracing import (
     Telemetry,
     TelemetryError,
     engine_target,
     exporter_address,
-    make_telemetry,
 )
-from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, features, fleet, query
+from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, fleet, query
+from tests.unit.records import record
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, OtlpTarget, ReplicaState, TierSpec
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import Span
+
+    from router.telemetry.record import RequestRecord
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 ENDPOINT, PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"
@@ -134,26 +136,6 @@ def test_values_that_are_not_supported_are_named(
 
 
 @pytest.mark.parametrize(
-    ("recent", "exporter", "keeps"), [(5, "none", True), (0, "none", False), (0, "console", True), (5, "console", True)]
-)
-def test_spans_are_made_where_somebody_gets_them(
-    recent: int,
-    exporter: str,
-    *,
-    keeps: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The page or an exporter; where neither does, the application is not even wrapped."""
-    monkeypatch.setenv(EXPORTER, exporter)
-    made = make_telemetry("1", TelemetrySettings(recent_traces=recent))
-
-    async def app(*_: Any) -> None: ...
-
-    assert (made.traces is not None) is keeps
-    assert (made.instrument(app) is not app) is keeps
-
-
-@pytest.mark.parametrize(
     ("asked", "kept"),
     [
         ("a", True), ("A-b_9", True), ("x" * 128, True), ("x" * 129, False), ("", False), ("-_", False),
@@ -194,51 +176,28 @@ def test_the_servers_trace_goes_before_the_headers() -> None:
     assert trace_id == f"{span.get_span_context().trace_id:032x}"
 
 
-def test_steps_are_below_the_server_span_and_fail_with_their_error() -> None:
-    """Classification, policy and the wait each have their span; none outlives its block."""
-    made, exporter, provider = telemetry()
-    with server_span(provider) as root:
-        for step in (made.classify, made.route):
-            with step() as span:
-                assert trace.get_current_span() is span
-        with pytest.raises(ValueError, match="no"), made.admission():
-            raise ValueError("no")
-        assert trace.get_current_span() is root
-    assert [span.name for span in exporter.get_finished_spans()] == ["classify", "route", "admission wait", "POST"]
-    assert {s.parent.span_id for s in exporter.get_finished_spans() if s.parent} == {root.get_span_context().span_id}
-    assert not span_named(exporter, "admission wait").status.is_ok
-
-
 @pytest.mark.parametrize("made_of", ["nothing", "a sampler that says no"])
 def test_no_attribute_is_computed_for_a_request_that_is_not_traced(made_of: str) -> None:
-    """Neither without tracing nor where the sampler said no, and steps are then the same empty span."""
+    """Neither without tracing nor where the sampler said no."""
     made, exporter, provider = (Telemetry(None), InMemorySpanExporter(), TracerProvider(sampler=ALWAYS_OFF))
     if made_of != "nothing":
         made, exporter, provider = telemetry(sampled=False)
     never: Any = Untouchable()
     with server_span(provider) as root:
         assert not root.is_recording()
-        with made.classify() as span:
-            made.record_features(span, never, never)
-        with made.route(), made.admission():
-            assert trace.get_current_span() is root
-            made.record_decision(never)
-            made.record_verdicts(never)
         made.name_server_span(never, never)
-        made.record_served(never, never, 0)
-        made.record_failed_attempt("r", never)
-        made.record_continuation("a", "b", 0, never)
+        made.record_outcome(record(decision=never))
+        assert not made.wants_prompt
         made.record_promotion("event", never, never, 0.0)
-        assert made.start_attempt(never, never, never, 1) is root
+        assert made.start_attempt(FAST, replica(), Asked(), 1).span is root
     assert exporter.get_finished_spans() == ()
 
 
 def test_engines_are_told_of_a_trace_that_is_not_sampled() -> None:
     """By the server span's own context, marked as not sampled, so that they keep to the sampler's choice."""
     made, _, provider = telemetry(sampled=False)
-    never: Any = Untouchable()
     with server_span(provider) as root:
-        headers = dict(made.context_headers(made.start_attempt(never, never, never, 1)))
+        headers = dict(made.context_headers(made.start_attempt(FAST, replica(), Asked(), 1).span))
     context = root.get_span_context()
     assert not context.trace_flags.sampled
     flags = f"{context.trace_flags:02x}"
@@ -288,9 +247,10 @@ def test_an_attempt_has_its_own_span_and_engines_continue_it() -> None:
     """Under GenAI's names, with the default port of its address."""
     made, exporter, provider = telemetry()
     with server_span(provider):
-        span = made.start_attempt(FAST, replica(), Asked(), 2)
+        attempt = made.start_attempt(FAST, replica(), Asked(), 2)
+        span = attempt.span
         headers = dict(made.context_headers(span))
-        span.end()
+        attempt.end({}, None)
     (name,) = [s.name for s in exporter.get_finished_spans() if s.name.startswith("chat")]
     found = attributes(exporter, name)
     assert (found["gen_ai.operation.name"], found["gen_ai.request.temperature"]) == ("chat", 0.5)
@@ -306,21 +266,30 @@ def test_an_attempt_after_the_server_span_has_ended_is_still_traced() -> None:
     made, exporter, provider = telemetry()
     with server_span(provider) as root:
         root.end()
-        made.start_attempt(FAST, replica(), Asked(), 1).end()
+        made.start_attempt(FAST, replica(), Asked(), 1).end({}, None)
     assert exporter.get_finished_spans()[0].name == "POST"
     assert len(exporter.get_finished_spans()) == 2
 
 
+def ended(prompt: str = "", **fields: Any) -> RequestRecord:
+    """Return the record of a request with its journey."""
+    return record(**fields, journey=Journey(1.0, 1.0, 1.001, 1.002, None, prompt))
+
+
 def test_prompts_are_on_spans_only_where_that_is_switched_on() -> None:
-    """A lone surrogate, which JSON can hold and OTLP cannot, is replaced."""
+    """A lone surrogate, which JSON can hold and OTLP cannot, is replaced; the record that is kept has it no more."""
     for prompts, expected in ((False, None), (True, "a?b")):
         made, exporter, provider = telemetry(prompts=prompts)
-        with server_span(provider), made.classify() as span:
-            made.record_features(span, features(PromptClass.CODE), "a\udc80b")
+        with server_span(provider):
+            assert made.wants_prompt is prompts
+            kept = ended("a\udc80b" if prompts else "")
+            made.record_outcome(kept)
         found = attributes(exporter, "classify")
         assert found.get("gen_ai.input.messages") == expected
-        assert (found["qarr.class"], found["qarr.prompt.tokens"]) == ("code", 1)
+        assert (found["qarr.class"], found["qarr.prompt.tokens"]) == ("chat", 1)
         assert "qarr.language" not in found
+        assert kept.journey is not None
+        assert not kept.journey.prompt
 
 
 def test_a_decision_is_told_with_its_bounds_and_every_tiers_report() -> None:
@@ -328,13 +297,13 @@ def test_a_decision_is_told_with_its_bounds_and_every_tiers_report() -> None:
     made, exporter, provider = telemetry()
     decision = decide(query(hint=FAST, sla=Sla(tpot_ms=1000)), fleet(), TABLE)
     with server_span(provider):
-        made.record_decision(decision)
-        made.record_verdicts(decision)
+        made.record_outcome(ended(decision=decision))
     found = attributes(exporter, "POST")
     assert (found["qarr.tier"], found["qarr.hint"], found["qarr.sla.tpot_ms"]) == ("fast", "fast", 1000)
     assert found["qarr.fallbacks"] == ("balanced", "precise")
-    assert found["qarr.fast.verdict"] == "chosen"
     assert {"qarr.sla.ttft_ms", "qarr.refusal"}.isdisjoint(found)
+    found = attributes(exporter, "route")
+    assert found["qarr.fast.verdict"] == "chosen"
     assert {f"qarr.{tier}.state" for tier in STANDARD_TIERS} < found.keys()
 
 
@@ -348,7 +317,7 @@ def test_a_decision_is_told_with_the_price_of_loss_and_what_it_expects() -> None
         assert chosen is not None
         assert chosen.expected_loss is not None
         with server_span(provider):
-            made.record_decision(decision, price)
+            made.record_outcome(record(decision=decision, journey=Journey(1.0, 1.0, 1.001, 1.002, price)))
         found = attributes(exporter, "POST")
         assert found.get("qarr.loss.price") == price
         assert (found["qarr.loss.expected"], found["qarr.cost"]) == (chosen.expected_loss.mean, chosen.cost)
@@ -358,7 +327,8 @@ def test_a_refusal_has_no_tier() -> None:
     """It has the reason's code instead."""
     made, exporter, provider = telemetry()
     with server_span(provider):
-        made.record_decision(decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaState.FAILED)), TABLE))
+        refused = decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaState.FAILED)), TABLE)
+        made.record_outcome(ended(decision=refused, outcome=Outcome.REFUSED))
     found = attributes(exporter, "POST")
     assert found["qarr.refusal"] == "not_ready"
     assert {"qarr.tier", "qarr.precision", "qarr.hint"}.isdisjoint(found)
@@ -395,7 +365,7 @@ def test_shutting_down_exports_what_is_left() -> None:
     """And is nothing where there are no spans."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
-    provider.add_span_processor(TraceStore(1, SimpleSpanProcessor(exporter)))
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
     made = Telemetry(provider)
     with server_span(provider):
         pass

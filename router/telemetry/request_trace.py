@@ -1,0 +1,141 @@
+"""A request's trace, made from its record when somebody opens it. Its spans are named as those that are exported."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from router.telemetry.attributes import (
+    INSIDE,
+    KEY_ID,
+    decision_attributes,
+    features_attributes,
+    hop_attributes,
+    outcome_attributes,
+    served_attributes,
+    verdict_attributes,
+)
+from router.telemetry.record import KeptFor, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from router.telemetry.journey import Hop, Journey
+    from router.telemetry.record import RequestRecord
+
+
+class UnknownTrace(Exception):
+    """No such trace is kept."""
+
+
+def render_listed(record: RequestRecord) -> dict[str, Any]:
+    """Return a request's trace as one line of a list, as JSON values."""
+    return {
+        "trace_id": record.trace_id,
+        "name": f"POST {record.route}",
+        "at": round(record.at, 3),
+        "duration_ms": round(record.duration_ms, 3),
+        "spans": len(list(spans_of(record))),
+        "error": record.kept_for is KeptFor.ERROR,
+        "kept_for": record.kept_for,
+    }
+
+
+def render_trace(records: Sequence[RequestRecord], *, inside: bool) -> dict[str, Any]:
+    """Return a trace with its spans in the order of their starts, as JSON values; times in milliseconds from its start.
+
+    Args:
+        records: Its requests, at least one: callers choose trace ids, and several requests may share one.
+        inside: With the attributes that are for operators alone.
+    """
+    first, ids = min(records, key=lambda record: record.at), count(1)
+    spans: list[dict[str, Any]] = []
+    for record in records:
+        later_ms, server = (record.at - first.at) * 1000, ""
+        for span in spans_of(record):
+            span["span_id"], span["parent_id"] = f"{next(ids):016x}", server or None
+            server = server or span["span_id"]
+            span["start_ms"] = round(span["start_ms"] + later_ms, 3)
+            for event in span["events"]:
+                event["at_ms"] = round(event["at_ms"] + later_ms, 3)
+            spans.append(span)
+    for span in spans if not inside else ():
+        span["attributes"] = {name: value for name, value in span["attributes"].items() if name not in INSIDE}
+    spans.sort(key=lambda span: span["start_ms"])
+    return {
+        "trace_id": first.trace_id,
+        "at": round(first.at, 3),
+        "duration_ms": round(max(record.at * 1000 + record.duration_ms for record in records) - first.at * 1000, 3),
+        "spans": spans,
+    }
+
+
+def spans_of(record: RequestRecord) -> Iterator[dict[str, Any]]:
+    """Yield a request's spans, the server span first; times in milliseconds from its arrival."""
+    decision, journey = record.decision, record.journey
+    price = journey.price if journey is not None else None
+    server: dict[str, Any] = {"http.request.method": "POST", "http.route": record.route}
+    if record.key_id:
+        server[KEY_ID] = record.key_id
+    server |= decision_attributes(decision, price) | outcome_attributes(record)
+    if record.served_by is not None and record.replica is not None:
+        server |= served_attributes(record.served_by, record.replica, record.attempts_failed)
+    events = [_event(e.name, (e.at - journey.arrived) * 1000, e.attributes) for e in journey.events] if journey else []
+    if record.outcome is Outcome.CLIENT_GONE:
+        events.append(_event("qarr.client_gone", record.duration_ms, {}))
+    yield _span(f"POST {record.route}", "server", 0.0, record.duration_ms, server, events, record.error)
+    if journey is not None:
+        yield from _steps(record, journey)
+
+
+def _steps(record: RequestRecord, journey: Journey) -> Iterator[dict[str, Any]]:
+    def step(name: str, began: float, ended: float, attributes: dict[str, Any]) -> dict[str, Any]:
+        return _span(name, "internal", (began - journey.arrived) * 1000, (ended - began) * 1000, attributes, [], None)
+
+    decision = record.decision
+    verdicts = {name: value for verdict in decision.verdicts for name, value in verdict_attributes(verdict).items()}
+    yield step("classify", journey.began, journey.classified, features_attributes(decision.query.features))
+    yield step("route", journey.classified, journey.decided, decision_attributes(decision, journey.price) | verdicts)
+    for began, ended in journey.waits:
+        yield step("admission wait", began, ended, {"qarr.waited_ms": round((ended - began) * 1000, 3)})
+    for hop in journey.hops:
+        yield _hop_span(hop, journey.arrived, record.duration_ms)
+
+
+def _hop_span(hop: Hop, arrived: float, duration_ms: float) -> dict[str, Any]:
+    began_ms = (hop.began - arrived) * 1000
+    ended_ms = duration_ms if hop.ended is None else (hop.ended - arrived) * 1000
+    error = hop.result.get("error.type")
+    events = []
+    if hop.first_token_at is not None:
+        events.append(_event("qarr.first_token", (hop.first_token_at - arrived) * 1000, {}))
+    if hop.message:
+        said = {"exception.type": error, "exception.message": hop.message}
+        events.append(_event("exception", ended_ms, said))
+    return _span(hop.name, "client", began_ms, ended_ms - began_ms, hop_attributes(hop) | hop.result, events, error)
+
+
+def _span(  # noqa: PLR0917  in the order of the members
+    name: str,
+    kind: str,
+    start_ms: float,
+    duration_ms: float,
+    attributes: dict[str, Any],
+    events: list[dict[str, Any]],
+    error: str | None,
+) -> dict[str, Any]:
+    return {
+        "span_id": "",
+        "parent_id": None,
+        "name": name,
+        "kind": kind,
+        "start_ms": start_ms,
+        "duration_ms": round(duration_ms, 3),
+        "attributes": attributes,
+        "events": events,
+        "error": error,
+    }
+
+
+def _event(name: str, at_ms: float, attributes: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "at_ms": at_ms, "attributes": attributes}
