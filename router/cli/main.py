@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("serve", "serve"),
     "router": ("serve", "serve"),  # what it is called elsewhere
     "logs": ("logs", "logs"),
-    "top": ("top.app", "top"),
+    "top": ("top", "top"),
     "doctor": ("doctor.command", "doctor"),
     "classify": ("classify", "classify"),
     "plan": ("plan", "plan"),

@@ -93,6 +93,7 @@ class Gate:
             self._server_state.active_requests.discard(task)
             forget(scope)
             log_failure(scope, tracker.status)
+            self._telemetry.record_status(tracker.status)
             self._answered(_route(scope), scope["method"], tracker.status)
 
     async def _enter(self, scope: Scope, receive: Receive, tracker: ResponseTracker) -> None:

@@ -19,7 +19,7 @@ from opentelemetry.context import Context
 from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
 from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import Decision as Sampling
@@ -170,6 +170,13 @@ class Telemetry:
         if span := _recording():
             span.update_name(f"{scope['method']} {route}")
             span.set_attribute("http.route", route)
+
+    def record_status(self, status: int) -> None:
+        """Put the answer's status on the server span: its head does not pass the middleware."""
+        if span := _recording():
+            span.set_attribute("http.response.status_code", status)
+            if status >= 500 and isinstance(span, ReadableSpan) and span.status.is_unset:  # noqa: PLR2004
+                span.set_status(Status(StatusCode.ERROR))
 
     @property
     def wants_prompt(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,43 +112,6 @@ def test_the_overflow_is_counted_by_what_became_of_requests() -> None:
     assert counted.value("requests_total", **labels, outcome="ok") == 2
     assert counted.value("cost_engine_seconds_total", **labels) == 0
     assert counted.value("refusals_total", reason="at_capacity") == 1
-
-
-def test_what_several_processes_count_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that gets the others' counts shows what one that counted everything would; of exemplars the last ones."""
-    ticks = count(1)
-    monkeypatch.setattr("time.time", lambda: float(next(ticks)))
-    parts = [Counted(*RECORDS[n::3]) for n in range(3)]
-    total = Counted()
-    for part in reversed(parts):
-        total.tally.add(part.tally.export())
-    ticks = count(1)
-    alone = Counted(*(each for n in range(3) for each in RECORDS[n::3]))
-    alone.answered(*ANSWERS)
-    total.answered(*ANSWERS[1:])
-    other = Counted()
-    other.answered(ANSWERS[0])
-    total.tally.add(other.tally.export())
-    found, expected = ({f.name: f for f in parse_openmetrics(each.page(OPENMETRICS))} for each in (total, alone))
-    assert found.keys() == expected.keys()
-    for name, family in expected.items():
-        shown, meant = ({(s.name, *s.labels.items()): s for s in each.samples} for each in (found[name], family))
-        assert {key: s.value for key, s in shown.items()} == pytest.approx({key: s.value for key, s in meant.items()})
-        assert {key: s.exemplar for key, s in shown.items()} == {key: s.exemplar for key, s in meant.items()}
-
-
-def test_counts_of_another_release_are_not_added() -> None:
-    """Its buckets may be others: a sum would be wrong."""
-    mine, other, unknown = Tally(), Tally(), Tally()
-    mine.histogram("waits", "Waits.", (1.0, 2.0)).of().observe(1.5)
-    other.histogram("waits", "Waits.", (1.0,)).of().observe(1.5)
-    unknown.counter("others", "Others.")
-    with pytest.raises(ValueError, match=r"shorter|longer"):
-        mine.add(other.export())
-    with pytest.raises(KeyError, match="others"):
-        mine.add(unknown.export())
-    with pytest.raises(ValueError, match="EOF"):
-        mine.add(mine.export()[:-1])
 
 
 def test_a_served_request_counts_once_everywhere() -> None:

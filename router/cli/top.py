@@ -1,0 +1,216 @@
+"""``qarr top``: the running fleet and its requests, live, by Rich."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from router.cli.client import KEY_NEEDED, URL, KeyOption, UrlOption, authorization, no_answer, trusted
+from router.cli.common import output, printable
+from router.telemetry.logs import shown_ms
+from tiers.errors import OperationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+SILENT_S = 5.0  # the router sends its fleet every second
+AGAIN_S = 1.0
+PIPED_WIDTH = 160
+KEPT_RECORDS = 100
+STATES = {"ready": "green", "absent": "dim", "stopped": "dim", "unreachable": "bold red", "quarantined": "bold red"}
+STATES |= {"failed": "bold red"}  # others: yellow
+OUTCOMES = {"ok": "green", "refused": "yellow", "error": "bold red", "client_gone": "dim"}
+NEARLY_FULL = 0.88  # of the KV cache
+
+
+def top(
+    url: UrlOption = URL,
+    key: KeyOption = "",
+    once: Annotated[bool, typer.Option("--once", help="Print how it is now, as text, and end.")] = False,
+) -> None:
+    """Show live tiers and requests until Ctrl-C."""
+    records: deque[dict[str, Any]] = deque(maxlen=KEPT_RECORDS)
+    if once or not sys.stdout.isatty():
+        try:
+            fleets = (fleet for fleet in _fleets(url, key, records) if fleet is not None)
+            next(fleets, None)
+            fleet = next(fleets, None)  # the first one has no tokens per second yet
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise OperationError(no_answer(url, error)) from error
+        if fleet is None:
+            raise OperationError(f"{url} is shutting down")
+        output(PIPED_WIDTH).print(screen(fleet, records, 30))
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    console, trouble, seen = Console(highlight=False, markup=False), "connecting ...", None
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                try:
+                    for fleet in _fleets(url, key, records):
+                        seen = fleet or seen
+                        live.update(screen(seen, records, console.height), refresh=True)
+                    trouble = f"{url} ended the connection; trying again"
+                except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+                    trouble = f"no answer from {url} ({type(error).__name__}); trying again"
+                live.update(screen(seen, records, console.height, trouble), refresh=True)
+                time.sleep(AGAIN_S)
+    except KeyboardInterrupt:
+        return
+
+
+def _fleets(url: str, key: str, records: deque[dict[str, Any]]) -> Iterator[dict[str, Any] | None]:
+    """Yield the fleet with each event of ``GET /live``, None with each ended request, which is added to the records.
+
+    Raises:
+        OperationError: The router refuses the stream; trying again does not help.
+        httpx.HTTPError: The router does not answer; trying again may help.
+    """
+    base, event = url.rstrip("/"), ""
+    with (
+        httpx.Client(timeout=SILENT_S, trust_env=False, verify=trusted(base)) as client,
+        client.stream("GET", f"{base}/live", headers=authorization(key)) as response,
+    ):
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            raise OperationError(KEY_NEEDED)
+        if response.status_code == httpx.codes.NOT_FOUND:
+            raise OperationError(f"{base} has no /live: is this a router, and as new as this command?")
+        response.raise_for_status()
+        known = {record["request_id"] for record in records}  # the last ones are sent again after a reconnection
+        for line in response.iter_lines():
+            name, _, value = line.partition(": ")
+            if name == "event":
+                event = value
+            elif name == "data" and event == "fleet":
+                yield json.loads(value)
+            elif name == "data" and (record := json.loads(value))["request_id"] not in known:
+                records.appendleft(record)
+                yield None
+
+
+def screen(
+    fleet: Mapping[str, Any] | None, records: Iterable[Mapping[str, Any]], height: int, trouble: str = ""
+) -> RenderableType:
+    """Return what is shown: a summary, tiers with their replicas, open requests, the last ended ones."""
+    said: list[RenderableType] = [Text(trouble, style="bold white on red")] if trouble else []
+    if fleet is None:
+        return Group(*(said or [Text("connecting ...", style="yellow")]))
+    tiers = _tiers(fleet["tiers"])
+    shown = [_summary(fleet), *said, Text(), tiers, Text(), _open(fleet), Text()]
+    left = height - 7 - len(said) - tiers.row_count - min(len(fleet["in_flight"]), 10)
+    return Group(*shown, _ended(list(records)[: max(left, 1)]))
+
+
+def _summary(fleet: Mapping[str, Any]) -> Text:
+    tiers, totals, budget = fleet["tiers"], fleet["totals"], fleet.get("loss_budget") or {}
+    ready, per_minute = sum(tier["state"] == "ready" for tier in tiers), 60 / fleet["window_s"]
+    parts = [
+        (f"QARR {fleet['version']} ", "bold"),
+        (f"{fleet['model']} on {fleet['machine']}", ""),
+        (f"{ready}/{len(tiers)} tiers ready", "green" if ready == len(tiers) else "bold red"),
+        (f"{fleet['in_flight_total']} in flight", ""),
+        (f"{fleet['waiting']} waiting", "yellow" if fleet["waiting"] else ""),
+        (f"{sum(tier['requests'] for tier in tiers) * per_minute:.0f} requests/min", ""),
+        (f"in all {totals['requests']}, {totals['errors']} failed, {totals['refused']} refused", "dim"),
+    ]
+    if budget.get("mean") is not None and budget.get("budget") is not None:
+        over = budget["mean"] > budget["budget"]
+        parts.append((f"loss {budget['mean']:.1%} of {budget['budget']:.1%} allowed", "yellow" if over else ""))
+    if fleet.get("scope") == "own":
+        parts.append(("only this key's own requests are shown: a key made with --admin sees all", "yellow"))
+    return Text(" · ").join(Text(text, style=style) for text, style in parts)
+
+
+def _tiers(tiers: Iterable[Mapping[str, Any]]) -> Table:
+    columns = (
+        "STATE",
+        "IN FLIGHT",
+        "KV CACHE",
+        "TOKENS/S",
+        "TTFT p50/p95",
+        "TPOT p50/p95",
+        "SLA MET",
+        "FAILED",
+        "NOTE",
+    )
+    table = Table("TIER", *columns, box=None, header_style="dim", expand=True)
+    for tier in tiers:
+        asked, met = tier["sla"]["asked"], tier["sla"]["met"]
+        name, failed = (
+            Text(tier["tier"], style="bold"),
+            Text(str(tier["errors"]), style="red" if tier["errors"] else "dim"),
+        )
+        times, speed = (_pair(tier["ttft_ms"]), _pair(tier["tpot_ms"])), f"{tier['tokens_per_s']:.0f}"
+        kept = f"{met / asked:.0%}" if asked else "-"
+        table.add_row(name, _state(tier["state"]), "", "", speed, *times, kept, failed, _first_line(tier.get("detail")))
+        for replica in tier["replicas"]:
+            usage, limit = replica["kv_cache_usage"], replica["limit"] or tier["max_in_flight"]
+            paused = "" if replica.get("breaker", "closed") == "closed" else "failed too often: few requests or none"
+            kv_cache = Text(
+                "-" if usage is None else f"{usage:.0%}", style="red" if (usage or 0) >= NEARLY_FULL else ""
+            )
+            speed, note = f"{replica.get('tokens_per_s') or 0:.0f}", _first_line(replica["detail"]) or paused
+            name, load = Text(f"  {replica['id']}", style="dim"), f"{replica['in_flight']}/{limit}"
+            table.add_row(
+                name, _state(replica["state"]), load, kv_cache, speed, "", "", "", str(replica["failed"]), note
+            )
+    return table
+
+
+def _open(fleet: Mapping[str, Any]) -> Table:
+    table = _table("OPEN", "TIER", "REPLICA", "STATE", "AGE", "TOKENS", "REQUEST")
+    for request in sorted(fleet["in_flight"], key=lambda one: -one["age_ms"])[:10]:
+        tier, tokens = (
+            request["tier"] or request.get("overflow") or "-",
+            f"{request['prompt_tokens']}+{request['output_tokens']}",
+        )
+        age = shown_ms(request["age_ms"])
+        table.add_row(
+            request["class"], tier, request["replica"] or "-", request["state"], age, tokens, request["request_id"]
+        )
+    return table
+
+
+def _ended(records: Iterable[Mapping[str, Any]]) -> Table:
+    table = _table("ENDED", "OUTCOME", "CLASS", "TIER", "TTFT", "TPOT", "TOTAL", "TOKENS", "REQUEST")
+    table.add_column("REASON", ratio=1, no_wrap=True)
+    for record in records:
+        table.add_row(
+            time.strftime("%H:%M:%S", time.localtime(record["at"] + record["duration_ms"] / 1000)),
+            Text(record["outcome"], style=OUTCOMES.get(record["outcome"], "")),
+            record["class"],
+            record["served_by"] or record.get("overflow") or record["tier"] or "-",
+            *(shown_ms(record[name]) for name in ("ttft_ms", "tpot_ms", "duration_ms")),
+            f"{record['prompt_tokens']}+{record['output_tokens']}",
+            record["request_id"][:8],
+            printable(f"{record['error']}: {record['reason']}" if record["error"] else record["reason"]),
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=None, header_style="dim", expand=True)
+
+
+def _state(state: str) -> Text:
+    return Text(state, style=STATES.get(state, "yellow"))
+
+
+def _pair(percentiles: Mapping[str, float] | None) -> str:
+    return "-" if percentiles is None else f"{shown_ms(percentiles['p50'])} / {shown_ms(percentiles['p95'])}"
+
+
+def _first_line(detail: str | None) -> str:
+    return printable((detail or "").partition("\n")[0])
