@@ -225,7 +225,7 @@ def _served(parts: _Parts, settings: Settings) -> _Served:
     wired, streams = parts.wired, parts.streams
     pipeline, rules = _pipeline(wired, settings), Rules.of(settings)
     admin = Admin(parts.operations, parts.keys, rules).routes() if parts.operations is not None else []
-    status = Status(wired, settings, parts.server_state)
+    status = Status(wired, parts.server_state)
     handlers = dict.fromkeys((*PROBLEMS, ClientGone, Exception), _problem)  # by type; Exception: all others
     direct: dict[str, ASGIApp] = {
         "/generate": Generate(pipeline, settings, streams, rules),
@@ -459,9 +459,9 @@ def _routes(wired: _Wired, pipeline: Pipeline, settings: Settings, status: Statu
 class Status:
     """The endpoints on the router's state, and the rendering of errors."""
 
-    def __init__(self, wired: _Wired, settings: Settings, server_state: ServerState) -> None:
+    def __init__(self, wired: _Wired, server_state: ServerState) -> None:
         self._fleet, self._profiling, self._about = wired.pipeline.fleet, wired.profiling, wired.about
-        self._rules, self._server_state, self._loss_budget = Rules.of(settings), server_state, wired.loss_budget
+        self._server_state, self._loss_budget = server_state, wired.loss_budget
 
     async def healthz(self, _request: Request) -> Response:
         """Answer that the router is alive."""
@@ -500,7 +500,8 @@ class Status:
 
     async def openapi(self, _request: Request) -> Response:
         """Answer with the OpenAPI document."""
-        return _json(document(self._about["version"], self._rules))
+        content = await asyncio.to_thread(document, self._about["version"])
+        return Response(content, media_type="application/json")
 
 
 async def _problem(request: Request, error: Exception) -> Response:
