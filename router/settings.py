@@ -1298,15 +1298,16 @@ def table() -> str:
     """Return every setting with its default and meaning, as a Markdown table."""
     rows = [
         f"| `{'.'.join(key)}` | {_shown_default(key, field)} | {'yes' if reloads else 'no'} | {field.description} |"
-        for key, field, reloads in _leaves(Settings)
+        for key, field, reloads in leaves(Settings)
     ]
     return "\n".join(("| setting | default | reloads | meaning |", "| --- | --- | --- | --- |", *rows))
 
 
-def _leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo, bool]]:
+def leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo, bool]]:
+    """Yield each setting's path and field, and whether it reloads."""
     for name, field in model.model_fields.items():
         if inner := _section(field):
-            yield from _leaves(inner, (*path, name))
+            yield from leaves(inner, (*path, name))
         else:
             yield (*path, name), field, issubclass(model, Section) and name in model.reloads
 
