@@ -1295,12 +1295,18 @@ def schema() -> dict[str, Any]:
 
 
 def table() -> str:
-    """Return every setting with its default and meaning, as a Markdown table."""
-    rows = [
-        f"| `{'.'.join(key)}` | {_shown_default(key, field)} | {'yes' if reloads else 'no'} | {field.description} |"
-        for key, field, reloads in leaves(Settings)
-    ]
-    return "\n".join(("| setting | default | reloads | meaning |", "| --- | --- | --- | --- |", *rows))
+    """Return every setting with its default and meaning, as a Markdown table; a tier's are one row for all tiers."""
+    rows: dict[str, tuple[FieldInfo, bool, dict[str, str]]] = {}
+    for key, field, reloads in leaves(Settings):
+        name = ".".join((key[0], "*", *key[2:]) if key[0] == "tiers" else key)
+        rows.setdefault(name, (field, reloads, {}))[2][key[1]] = _shown_default(key, field)
+    shown = ["| setting | default | reloads | meaning |", "| --- | --- | --- | --- |"]
+    for name, (field, reloads, of) in rows.items():
+        default = (
+            ", ".join(f"{tier} {d}" for tier, d in of.items()) if len({*of.values()}) > 1 else next(iter(of.values()))
+        )
+        shown.append(f"| `{name}` | {default} | {'yes' if reloads else 'no'} | {field.description} |")
+    return "\n".join(shown)
 
 
 def leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo, bool]]:

@@ -13,11 +13,7 @@ FILE = Path(__file__).with_name("openapi.yaml")
 
 @cache
 def document(version: str) -> bytes:
-    """Return the document as JSON; reading it takes a tenth of a second.
-
-    Args:
-        version: Of the router.
-    """
+    """Return the document as JSON, of a version of the router; reading it takes a tenth of a second."""
     found = yaml.load(FILE.read_text("utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506  a safe loader
     found["info"]["version"] = version
     return json.dumps(found).encode()
