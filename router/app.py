@@ -79,7 +79,6 @@ if TYPE_CHECKING:
     from router.reload import Reloads
     from router.server.tls import Tls
     from router.settings import Settings
-    from router.telemetry.record import RequestRecord
     from router.telemetry.tracing import Telemetry
     from tiers.fleet import Fleet
     from tiers.lifecycle.operations import Operations
@@ -98,32 +97,6 @@ class Router:
     app: ASGIApp
     pipeline: Pipeline
     prepare: Callable[[Settings], Callable[[], None]]
-
-
-def create_app(
-    settings: Settings,
-    fleet: Fleet,
-    counter: TokenCounter,
-    telemetry: Telemetry,
-    model: str,
-    *,
-    keys: KeyStore,
-    server_state: ServerState | None = None,
-    operations: Operations | None = None,
-    reloads: Reloads | None = None,
-) -> ASGIApp:
-    """Wire the router that one process is. See ``wire_router``."""
-    return wire_router(
-        settings,
-        fleet,
-        counter,
-        telemetry,
-        model,
-        keys=keys,
-        server_state=server_state,
-        operations=operations,
-        reloads=reloads,
-    ).app
 
 
 def wire_router(
@@ -157,7 +130,10 @@ def wire_router(
     wired = _wire(settings, fleet, counter, telemetry, model, state=server_state)
     pipeline = wired.pipeline
     live = Live(pipeline, wired.profiling, server_state, keys, wired.about, loss_budget=wired.loss_budget)
-    metrics = _metrics(wired, settings, tls)
+    half_life_s = settings.policy.budget_half_life_s
+    metrics = Metrics(pipeline, wired.evaluation, wired.upstream.retries, wired.about, half_life_s)
+    if tls is not None:
+        metrics.show_expiry(lambda: tls.expires)
     usage = metrics.count_keys(wired.usage, pipeline.charging, Labels(keys, settings.budgets.metrics_keys))
     streams = ResumableStreams(settings.server)
     routes = [
@@ -175,15 +151,6 @@ def wire_router(
         answered=metrics.answered, direct=served.direct, local_names=served.local_names,
     )  # fmt: skip
     return Router(telemetry.instrument(gate), pipeline, partial(_prepare, parts, gate))
-
-
-def _metrics(wired: _Wired, settings: Settings, tls: Tls | None) -> Metrics:
-    """Return what is scraped."""
-    half_life_s = settings.policy.budget_half_life_s
-    metrics = Metrics(wired.pipeline, wired.evaluation, wired.upstream.retries, wired.about, half_life_s)
-    if tls is not None:
-        metrics.show_expiry(lambda: tls.expires)
-    return metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +192,7 @@ def _served(parts: _Parts, settings: Settings) -> _Served:
     wired, streams = parts.wired, parts.streams
     pipeline, rules = _pipeline(wired, settings), Rules.of(settings)
     admin = Admin(parts.operations, parts.keys, rules).routes() if parts.operations is not None else []
-    status = Status(wired, settings, parts.server_state)
+    status = Status(wired, parts.server_state)
     handlers = dict.fromkeys((*PROBLEMS, ClientGone, Exception), _problem)  # by type; Exception: all others
     direct: dict[str, ASGIApp] = {
         "/generate": Generate(pipeline, settings, streams, rules),
@@ -323,7 +290,7 @@ def _wire(
         registry.observers.append(partial(log_outcome, decisions))
     redis_url, database = settings.state.redis_url.get_secret_value(), Database(settings.budgets.file)
     policy = PolicyStore(settings.policy, fleet, redis_url)
-    registry.observers.append(partial(_count_loss, policy))
+    registry.observers.append(lambda r: policy.served(r.decision, r.served_by, r.output_tokens, r.expected))
     upstream = Upstream(fleet, EngineTransport(LEAST_REQUESTS), settings.upstream, telemetry, policy)
     upstream.fit()
     fleet.on_members = upstream.fit
@@ -377,11 +344,6 @@ def _charging(settings: Settings, fleet: Fleet, policy: PolicyStore, database: D
     ledger = RedisLedger(redis_url) if redis_url else SqliteLedger(database)
     spending = Spending(ledger, currency=budgets.currency, priced=budgets.replica_hour is not None)
     return Charging(spending, fleet, policy, settings.policy.prices, budgets.replica_hour)
-
-
-def _count_loss(policy: PolicyStore, record: RequestRecord) -> None:
-    """Count the loss of a request's answer; if it has none, take back what was expected of it."""
-    policy.served(record.decision, record.served_by, record.output_tokens, record.expected)
 
 
 def _lifespan(
@@ -459,9 +421,9 @@ def _routes(wired: _Wired, pipeline: Pipeline, settings: Settings, status: Statu
 class Status:
     """The endpoints on the router's state, and the rendering of errors."""
 
-    def __init__(self, wired: _Wired, settings: Settings, server_state: ServerState) -> None:
+    def __init__(self, wired: _Wired, server_state: ServerState) -> None:
         self._fleet, self._profiling, self._about = wired.pipeline.fleet, wired.profiling, wired.about
-        self._rules, self._server_state, self._loss_budget = Rules.of(settings), server_state, wired.loss_budget
+        self._server_state, self._loss_budget = server_state, wired.loss_budget
 
     async def healthz(self, _request: Request) -> Response:
         """Answer that the router is alive."""
@@ -500,7 +462,8 @@ class Status:
 
     async def openapi(self, _request: Request) -> Response:
         """Answer with the OpenAPI document."""
-        return _json(document(self._about["version"], self._rules))
+        content = await asyncio.to_thread(document, self._about["version"])
+        return Response(content, media_type="application/json")
 
 
 async def _problem(request: Request, error: Exception) -> Response:

@@ -21,9 +21,7 @@ class Removed(NamedTuple):
     refused: bool
 
 
-MIRROR = (
-    "mirror traffic with the proxy in front: Envoy's request_mirror_policies or nginx's mirror (docs/operations.md)"
-)
+MIRROR = "mirror traffic with the proxy in front: Envoy's request_mirror_policies, nginx's mirror (docs/operations.md)"
 SEVERAL_ROUTERS = "run several routers behind nginx or systemd's template unit, as docs/outgrowing.md shows"
 # By "section.name", or "section" for all of it.
 SETTINGS: dict[str, Removed] = {

@@ -1295,18 +1295,25 @@ def schema() -> dict[str, Any]:
 
 
 def table() -> str:
-    """Return every setting with its default and meaning, as a Markdown table."""
-    rows = [
-        f"| `{'.'.join(key)}` | {_shown_default(key, field)} | {'yes' if reloads else 'no'} | {field.description} |"
-        for key, field, reloads in _leaves(Settings)
-    ]
-    return "\n".join(("| setting | default | reloads | meaning |", "| --- | --- | --- | --- |", *rows))
+    """Return every setting with its default and meaning, as a Markdown table; a tier's are one row for all tiers."""
+    rows: dict[str, tuple[FieldInfo, bool, dict[str, str]]] = {}
+    for key, field, reloads in leaves(Settings):
+        name = ".".join((key[0], "*", *key[2:]) if key[0] == "tiers" else key)
+        rows.setdefault(name, (field, reloads, {}))[2][key[1]] = _shown_default(key, field)
+    shown = ["| setting | default | reloads | meaning |", "| --- | --- | --- | --- |"]
+    for name, (field, reloads, of) in rows.items():
+        default = (
+            ", ".join(f"{tier} {d}" for tier, d in of.items()) if len({*of.values()}) > 1 else next(iter(of.values()))
+        )
+        shown.append(f"| `{name}` | {default} | {'yes' if reloads else 'no'} | {field.description} |")
+    return "\n".join(shown)
 
 
-def _leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo, bool]]:
+def leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo, bool]]:
+    """Yield each setting's path and field, and whether it reloads."""
     for name, field in model.model_fields.items():
         if inner := _section(field):
-            yield from _leaves(inner, (*path, name))
+            yield from leaves(inner, (*path, name))
         else:
             yield (*path, name), field, issubclass(model, Section) and name in model.reloads
 

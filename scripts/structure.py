@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from router.settings import Settings, leaves
 from router.telemetry.logs import _REQUEST  # set while a request is served
 from tests.imports import PACKAGES, ROOT, circles_and_floors, imports, modules
 from tests.unit.router_stack import router_stack
@@ -132,6 +133,13 @@ def lines(folder: str, suffix: str = "*.py") -> int:
     return sum(len(path.read_text("utf-8").splitlines()) for path in (ROOT / folder).rglob(suffix))
 
 
+def words() -> int:
+    """Return the words of all documents; the changelog only grows, so it does not count."""
+    named = [path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")) if path.name != "CHANGELOG.md"]
+    named += [*(ROOT / "deploy").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+    return sum(len(path.read_text("utf-8").split()) for path in named)
+
+
 def main() -> None:
     """Count and print."""
     known = modules()
@@ -145,7 +153,11 @@ def main() -> None:
         "floors of modules, without the classifier's": max(floors.values()) - floors["classifier"],
         "floors of packages": max(circles_and_floors(packages)[1].values()),
         "lines of router": lines("router"),
+        "lines of tests": lines("tests"),
         "lines of tests to lines of source": round(lines("tests") / source, 2),
+        "words of documents, without the changelog": words(),
+        "settings": sum(1 for _ in leaves(Settings)),
+        "packages in .venv": len(list((ROOT / ".venv/lib").glob("python*/site-packages/*.dist-info"))),
         **asyncio.run(request_figures()),
     }
     for name, value in figures.items():

@@ -73,10 +73,6 @@ class Ended(NamedTuple):
     sla_met: bool | None
 
 
-# The same as the window has it: a named tuple takes eight times as long to make, and most are never read.
-WindowEntry = tuple[float, "TierName | None", bool, float | None, float | None, bool | None]
-
-
 class Reader:
     """A client of the live stream, with the events that wait for it."""
 
@@ -136,7 +132,7 @@ class Live:
     ) -> None:
         self._pipeline, self._profiling, self.loss_budget = pipeline, profiling, loss_budget
         self._server_state, self._keys, self._about = server_state, keys, about
-        self._window: deque[WindowEntry] = deque(maxlen=WINDOW_RECORDS)
+        self._window: deque[Ended] = deque(maxlen=WINDOW_RECORDS)
         self._generated: dict[str, int] = {}
         self._rates: dict[str, float] = {}
         self._readers: set[Reader] = set()
@@ -208,7 +204,7 @@ class Live:
             for replica in tier["replicas"]:
                 replica["tokens_per_s"] = round(self._rates.get(replica["id"], 0.0), 1)
             tier["tokens_per_s"] = round(sum(r["tokens_per_s"] for r in tier["replicas"]), 1)
-            tier.update(_summary([Ended._make(entry) for entry in self._window if entry[1] is tier["tier"]]))
+            tier.update(_summary([ended for ended in self._window if ended.tier is tier["tier"]]))
         served, totals = pipeline.registry.open, pipeline.registry.totals
         shown = [render_open(r, now) for r in served if caller.sees(r.context.caller.key_id)][:MOST_SHOWN]
         return {
@@ -235,7 +231,7 @@ class Live:
         now, failed = time.monotonic(), record.outcome is Outcome.ERROR
         self._forget(now)
         tier = record.served_by or record.decision.tier
-        self._window.append((now, tier, failed, record.ttft_ms, record.tpot_ms, record.sla_met))
+        self._window.append(Ended(now, tier, failed, record.ttft_ms, record.tpot_ms, record.sla_met))
         if self._readers:
             event = _event(b"request", render_record(record))
             for reader in self._readers:

@@ -54,7 +54,7 @@ class AnswerObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Decides and serves. Wired once, in ``create_app``.
+    """Decides and serves. Wired once, in ``wire_router``.
 
     Attributes:
         failover: Opens answers.

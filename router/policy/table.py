@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -45,19 +45,6 @@ log = logging.getLogger(f"qarr.{__name__}")
 LOOK_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Learned:
-    """What live answers have taught, in the process that scores them.
-
-    Attributes:
-        promoted: Lowest tier of classes that lose too much.
-        losses: By tier and class; they replace the profile's.
-    """
-
-    promoted: Mapping[PromptClass, TierName] = field(default_factory=dict)
-    losses: Mapping[tuple[TierName, PromptClass], ExpectedLoss] = field(default_factory=dict)
-
-
 class PolicyStore:
     """Holds the parameters that decisions are made by; they are a value, and replaced as a whole."""
 
@@ -67,7 +54,8 @@ class PolicyStore:
         self._redis = connect(redis_url, 1) if redis_url else None
         self.budget = LossBudget(settings.budget_half_life_s)
         self._seen: list[float | None] = []
-        self.learned = Learned()
+        self._promoted: Mapping[PromptClass, TierName] = {}
+        self._live: dict[tuple[TierName, PromptClass], ExpectedLoss] = {}  # of live answers: in the profile's place
         self.quality: QualityProfile | None = None
         self.table = policy_table(settings)
         self._load()
@@ -156,12 +144,12 @@ class PolicyStore:
 
     def observe(self, tier: TierName, kind: PromptClass, loss: ExpectedLoss) -> None:
         """Take what live answers of a class lost on a tier in the place of the profile's loss."""
-        self.learned = replace(self.learned, losses={**self.learned.losses, (tier, kind): loss})
-        self.table = replace(self.table, losses=_with_live(self.table.losses, self.learned.losses))
+        self._live[tier, kind] = loss
+        self.table = replace(self.table, losses=_with_live(self.table.losses, self._live))
 
     def promote(self, promoted: Mapping[PromptClass, TierName]) -> None:
         """Set the lowest tier of classes that lose too much in live answers; classes left out have none."""
-        self.learned = replace(self.learned, promoted=promoted)
+        self._promoted = promoted
         self.table = replace(self.table, promoted=promoted)
 
     @property
@@ -198,12 +186,11 @@ class PolicyStore:
         except ProfileError as error:
             log.warning("%s; speed counts as not measured under load", error)
         if quality is None or self.quality is None or quality.checkpoints != self.quality.checkpoints:
-            self.learned = replace(self.learned, losses={})
+            self._live = {}
         self.quality = quality
         self._fleet.rank_by_loss(_mean_losses(quality) if quality is not None else {})
         table = replace(policy_table(self._settings, quality), adapters=self._adapter_losses(adapter_files))
-        learned = self.learned
-        self.table = replace(table, promoted=learned.promoted, losses=_with_live(table.losses, learned.losses))
+        self.table = replace(table, promoted=self._promoted, losses=_with_live(table.losses, self._live))
         self._set_speeds({fit.tier: fit.model for fit in latency.fits} if latency is not None else {})
 
     def _adapter_losses(self, files: Mapping[str, Path]) -> dict[str, Losses]:

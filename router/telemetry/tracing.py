@@ -12,7 +12,6 @@ import os
 import time
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
 
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
@@ -322,24 +321,6 @@ def engine_target() -> OtlpTarget | None:
     if protocol == HTTP and not os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
         endpoint = endpoint.rstrip("/") + "/v1/traces"
     return OtlpTarget(endpoint, protocol)
-
-
-def exporter_address() -> tuple[str, int] | None:
-    """Return the host and port that spans are exported to; None: they are not exported over a network.
-
-    Raises:
-        TelemetryError: A variable has a value that is not supported.
-    """
-    target = engine_target()
-    if target is None:
-        return None
-    endpoint = target.endpoint if "//" in target.endpoint else f"//{target.endpoint}"
-    try:
-        where = urlsplit(endpoint)
-        port = where.port or (443 if where.scheme == "https" else 80)
-    except ValueError as error:
-        raise TelemetryError(f"the OTLP endpoint is no address: {error}") from error
-    return where.hostname or "localhost", port
 
 
 def _exporter_name() -> str:

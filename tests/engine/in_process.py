@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from classifier import TokenCounter
-from router.app import create_app
+from router.app import wire_router
 from router.auth.api_keys import KeyStore
 from router.settings import load_settings
 from router.telemetry.tracing import Telemetry
@@ -52,6 +52,8 @@ async def real_router(
             )
         )  # fmt: skip
     fleet.note_template(TemplateTokens(alone=30, with_system=10, further_pair=10))
-    app = create_app(settings, fleet, counter, Telemetry(None), "smollm2-135m-instruct", keys=KeyStore(folder / "none"))
+    app = wire_router(
+        settings, fleet, counter, Telemetry(None), "smollm2-135m-instruct", keys=KeyStore(folder / "none")
+    ).app
     async with serving(app) as url:
         yield url, fleet

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from classifier import EstimatingCounter
-from router.app import create_app
+from router.app import wire_router
 from router.auth.api_keys import KeyStore
 from router.profiling.profile_files import JOURNAL
 from router.server.http_protocol import protocol_for
@@ -84,9 +84,9 @@ async def measuring_router(
             state = ReplicaState.READY if ready else ReplicaState.STARTING
             fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake")).mark(state)
         telemetry = make_telemetry("0", settings.telemetry)
-        app = create_app(
+        app = wire_router(
             settings, fleet, EstimatingCounter(), telemetry, "fake", keys=KeyStore(settings.auth.keys_file)
-        )
+        ).app
         url = await cleanup.enter_async_context(serving(app, http=protocol_for(settings.server)))
         client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
         yield Measuring(url, client, fleet, engines, folder)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from router.auth.api_keys import add_key
-from router.settings import Settings, _leaves, changes, load_settings
+from router.settings import Settings, changes, leaves, load_settings
 from tests.unit.own_engines import until
 from tests.unit.own_router import QARR, connection, own_router
 from tests.unit.router_stack import events
@@ -60,7 +60,7 @@ def test_changes_are_listed_by_field_without_secrets() -> None:
 
 def test_what_reloads_exists() -> None:
     """Every section names only settings that it has, and a restart is needed for what is not named."""
-    known = {".".join(key): reloads for key, _, reloads in _leaves(Settings)}
+    known = {".".join(key): reloads for key, _, reloads in leaves(Settings)}
     assert known["limits.max_tokens"]
     assert known["tiers.precise.urls"]
     assert not known["server.port"]

@@ -254,12 +254,12 @@ def test_the_table_names_folders_and_no_paths() -> None:
     """One row a setting; what is empty is none; nothing of this machine is in it."""
     rows = table().splitlines()[2:]
     defaults = {row.split(" | ")[0].strip("| `"): row.split(" | ")[1] for row in rows}
-    assert defaults["tiers.fast.max_model_len"] == "`2048`"
+    assert defaults["tiers.*.max_model_len"] == "fast `2048`, balanced `4096`, precise `8192`"
     assert defaults["engine.log_dir"] == "`<cache>/logs`"
     assert defaults["server.runtime_dir"] == "`<runtime>`"
     assert defaults["engine.python"] == "`<project>/.venv-engine/bin/python`"
     assert {
-        defaults[key] for key in ("tiers.fast.urls", "state.redis_url", "policy.prices", "telemetry.decision_log")
+        defaults[key] for key in ("tiers.*.urls", "state.redis_url", "policy.prices", "telemetry.decision_log")
     } == {"none"}
     assert defaults["policy.class_floor"].startswith("chat: fast, writing: fast, extraction: balanced")
     assert not [row for row in rows if str(PROJECT) in row or "SecretStr" in row]

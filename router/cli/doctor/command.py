@@ -1,9 +1,12 @@
-"""``qarr doctor``: checks everything that a start needs, and what runs."""
+"""``qarr doctor``: checks everything that a start needs, and what runs.
+
+A check says what it found, and in one line what to do next. No check changes anything or shows a secret.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,10 +14,14 @@ from rich.padding import Padding
 from rich.text import Text
 
 from router.cli.common import ConfigOption, output
-from router.cli.doctor.checks import examine
-from router.cli.doctor.findings import Health
+from router.cli.doctor import files, machine, network
+from router.cli.doctor.findings import Check, CheckContext, Health, ok, problem, warning
+from router.settings import Settings, SettingsError, load_settings
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
     from rich.console import Console
 
     from router.cli.doctor.findings import Finding
@@ -65,3 +72,37 @@ def _print(console: Console, finding: Finding) -> None:
     console.print(left + lines[0])
     for line in lines[1:]:
         console.print(Padding(line, (0, 0, 0, len(left)), expand=False))
+
+
+def examine(config: Path | None, *, deep: bool, url: str | None, key: str) -> Iterator[Finding]:
+    """Yield the findings of every check, one after another.
+
+    Args:
+        config: The settings file.
+        deep: Also read every weight file.
+        url: URL of a running router; None: the address in the settings.
+        key: Key for that router.
+    """
+    checks: tuple[Check, ...] = (*machine.CHECKS, *files.CHECKS, *network.CHECKS)
+    try:
+        settings = load_settings(config)
+        about = ok(f"valid{f', from {config}' if config else ''}", "settings")
+    except SettingsError as error:
+        settings, checks = Settings.model_construct(), ()
+        # The first line without the value, which may be a secret.
+        text = str(error).splitlines()[0].partition(" (got ")[0]
+        about = problem(text, "'qarr settings' lists every setting; most checks need them", "settings")
+    yield replace(about, group="settings")
+    url = (url or network.own_url(settings)).rstrip("/")
+    yield from _run(checks, CheckContext(settings, deep=deep, url=url, key=key))
+
+
+def _run(checks: Iterable[Check], context: CheckContext) -> Iterator[Finding]:
+    for group, name, check in checks:
+        try:
+            for finding in check(context):
+                yield replace(finding, group=group, check=finding.check or name)
+        except Exception as error:  # noqa: BLE001  the outermost edge: the other checks still tell something
+            text = str(error).splitlines()[0] if str(error) else ""
+            failed = warning(f"could not be checked: {type(error).__name__} {text}", "check it by hand")
+            yield replace(failed, group=group, check=name)

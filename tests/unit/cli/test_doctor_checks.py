@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from router.auth.api_keys import add_key, revoke_key
 from router.cli.doctor import files, machine, network
-from router.cli.doctor.checks import examine
+from router.cli.doctor.command import examine
 from router.cli.doctor.findings import CheckContext, Finding, Health, local_specs, local_tiers, prepared
 from router.settings import load_settings
 from tests.ports import reserved_ports
@@ -60,13 +58,13 @@ def test_a_check_that_breaks_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_p
     findings = {f.check: f for f in examine(None, deep=False, url="http://127.0.0.1:9", key="")}
     assert findings["kernels"].health is WARNING
     assert "could not be checked: IsADirectoryError" in findings["kernels"].found
-    assert "quality profile" in findings
+    assert "router port" in findings
 
 
-def test_without_settings_the_machine_is_checked_alone(tmp_path: Path) -> None:
+def test_without_settings_nothing_else_is_checked(tmp_path: Path) -> None:
     """Files, ports and addresses are not known then."""
     findings = list(examine(tmp_path / "none.toml", deep=False, url=None, key=""))
-    assert [f.check for f in findings] == ["settings", "Python", "system", "clock"]
+    assert [f.check for f in findings] == ["settings"]
     assert "No such file" in findings[0].found
 
 
@@ -83,7 +81,7 @@ def test_the_report_as_text_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None
     assert lines[0] == "Settings"
     assert lines[1].split()[:2] == ["problem", "settings"]
     assert lines[2].strip().startswith("-> 'qarr settings' lists every setting")
-    assert lines[-1].startswith("4 checks: 1 problems")
+    assert lines[-1].startswith("1 checks: 1 problems")
 
 
 def test_tiers_with_urls_are_not_local() -> None:
@@ -149,21 +147,6 @@ def test_no_keys_on_purpose() -> None:
     assert one(files.keys, context({"server": {"host": "0.0.0.0"}, "auth": {"allow_keyless": True}}))[0] is OK
 
 
-def test_environments_of_other_programs(tmp_path: Path) -> None:
-    """An interpreter that fails, one without the package, and the pinned version."""
-    python = tmp_path / "python"
-    given = context({"engine": {"python": python}})
-    for script, health, said in (
-        ("echo broken >&2; exit 3", PROBLEM, f"{python}: broken"),
-        ("exit 0", PROBLEM, f"{python}: it has no vllm"),
-        ("echo other 1.0", OK, "other 1.0"),
-    ):
-        python.write_text(f"#!/bin/sh\n{script}\n")
-        python.chmod(0o755)
-        (finding,) = files.engine_environment(given)
-        assert (finding.health, finding.found) == (health, said)
-
-
 def test_the_last_start_names_the_kernels(tmp_path: Path) -> None:
     """Of several replicas the one whose log was written last; a log that names none is passed over."""
     line = "INFO 11-22 13:30:00 [x.py:1] Using {} for layer\n"
@@ -173,49 +156,12 @@ def test_the_last_start_names_the_kernels(tmp_path: Path) -> None:
     assert "fast NewLinearKernel (vLLM)" in next(iter(files.kernels(context({"engine": {"log_dir": tmp_path}})))).found
 
 
-def test_profiles_that_nobody_measures_by_itself(tmp_path: Path) -> None:
-    """With engines elsewhere, or profiles off, the command is named; else the router measures."""
-    for overrides, said in (
-        ({"tiers": URLS}, "'qarr profile quality'"),
-        ({"profile": {"auto": True}}, "'qarr up' measures loss"),
-    ):
-        quality, latency = files.profiles(context(overrides))
-        assert (quality.check, quality.health, latency.check) == ("quality profile", WARNING, "latency profile")
-        assert said in quality.then
-
-
-def test_a_profile_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    given = context({"tiers": URLS, "policy": {"profiles": tmp_path}})
-    path = tmp_path / files.profile_name({name: URLS[name]["urls"][0] for name in STANDARD_TIERS})
-    path.write_text("{}")
-    quality, _ = files.profiles(given)
-    assert quality.health is WARNING
-    assert f"remove {path}" in quality.then
-
-
 def test_disks_are_checked_once(tmp_path: Path) -> None:
     """Two folders of one file system give one finding; a folder that is not there counts as its parent."""
     given = context({"model": {"store": tmp_path / "a/b"}, "engine": {"log_dir": tmp_path / "c"}})
     health, text = one(machine.disk, given)
     assert f"for checkpoints ({tmp_path / 'a/b'})" in text or health is PROBLEM
     assert not (tmp_path / "a").exists()
-
-
-def test_open_files_against_connections() -> None:
-    """Two for each connection, and some besides; the advice fits the limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert one(machine.open_files, context({"server": {"max_connections": 1}}))[0] is OK
-    if hard != resource.RLIM_INFINITY:
-        (finding,) = machine.open_files(context({"server": {"max_connections": hard}}))
-        assert finding.health is WARNING
-        fitting = int(finding.then.rpartition(" ")[2])
-        assert one(machine.open_files, context({"server": {"max_connections": fitting}}))[0] is OK
-        assert one(machine.open_files, context({"server": {"max_connections": fitting + 1}}))[0] is WARNING
-
-
-def test_a_clock_before_this_version_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "time", lambda: 1_000_000_000.0)
-    assert one(machine.clock)[0] is PROBLEM
 
 
 def test_engines_that_run_have_taken_their_memory(tmp_path: Path) -> None:
@@ -315,18 +261,6 @@ def test_tiers_without_an_engine() -> None:
     drained = {"id": "fast-0", "state": "draining", "detail": None, "breaker": "closed", "served": 0, "failed": 0}
     (finding,) = network.judge_fleet({"tiers": [{"tier": "fast", "replicas": [drained]}]})
     assert "qarr tiers resume" in finding.then
-
-
-def test_engines_of_one_tier_that_differ_in_precision() -> None:
-    """Named each; a router of an older release tells none, which is no difference."""
-    engine = {"state": "ready", "detail": None, "breaker": "closed", "served": 0, "failed": 0}
-    replicas = [{**engine, "id": "fast-0", "precision": "awq-int4"}, {**engine, "id": "fast-1", "precision": "unknown"}]
-    differing, *each = network.judge_fleet({"tiers": [{"tier": "fast", "replicas": replicas}]})
-    assert (differing.health, differing.check) == (WARNING, "tier fast")
-    assert differing.found == "its engines differ in precision: fast-0 awq-int4, fast-1 unknown"
-    assert [finding.health for finding in each] == [OK, OK]
-    older = [{**engine, "id": "fast-0"}, {**engine, "id": "fast-1"}]
-    assert [f.health for f in network.judge_fleet({"tiers": [{"tier": "fast", "replicas": older}]})] == [OK, OK]
 
 
 def test_long_details_are_cut() -> None:

@@ -40,7 +40,7 @@ async def test_top_in_a_terminal(tmp_path: Path) -> None:
             await router.start()
             mark = shown.stat().st_size
             await until(lambda: "3/3 tiers ready" in after(mark) and "trying again" not in after(mark)[-3000:])
-            child = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+            child = await asyncio.to_thread(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text)
             os.kill(int(child), signal.SIGINT)
             assert await asyncio.to_thread(process.wait, 20) == 0
         finally:

@@ -6,12 +6,11 @@ import asyncio
 import json
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
 from router.auth.api_keys import add_key, revoke_key
-from router.cli.top.state import Snapshot
 from router.policy.profiles import ProfileError
 from router.profiling.client import connect
 from tests.unit.router_stack import Stack, router_stack
@@ -145,9 +144,16 @@ async def test_a_key_does_not_see_where_engines_are(tmp_path: Path) -> None:
             assert world.asked.headers["x-request-id"] not in part
 
 
-async def followed(world: Tenants, name: str, until: str) -> Snapshot:
+class Picture(NamedTuple):
+    """What the live stream has told: the last fleet, and the ended requests."""
+
+    fleet: dict[str, Any] | None
+    records: list[dict[str, Any]]
+
+
+async def followed(world: Tenants, name: str, until: str) -> Picture:
     """Follow /live with a key, and return the picture once a text has come."""
-    picture, event = Snapshot(), ""
+    fleet, records, event = None, list[dict[str, Any]](), ""
     async with (
         asyncio.timeout(20),
         world.stack.client.stream("GET", f"{world.stack.url}/live", headers=world.names[name]) as live,
@@ -156,11 +162,13 @@ async def followed(world: Tenants, name: str, until: str) -> Snapshot:
             kind, _, value = line.partition(": ")
             if kind == "event":
                 event = value
+            elif kind == "data" and event == "fleet":
+                fleet = json.loads(value)
             elif kind == "data":
-                picture = picture.apply(event, json.loads(value))
-                if until in line and picture.fleet is not None:
-                    break
-    return picture
+                records.insert(0, json.loads(value))
+            if kind == "data" and until in line and fleet is not None:
+                break
+    return Picture(fleet, records)
 
 
 async def test_who_watches_is_told_of_its_own(tmp_path: Path) -> None:

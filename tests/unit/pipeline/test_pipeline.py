@@ -168,7 +168,7 @@ class Line:
 async def line(
     log: Path | None = None, options: dict[str, Any] | None = None, **behaviours: Behaviour
 ) -> AsyncIterator[Line]:
-    """Wire a pipeline as ``create_app`` does."""
+    """Wire a pipeline as ``wire_router`` does."""
     async with upstream_stack(options, **behaviours) as stack:
         noted, settings = Noted(), stack.settings
         parts = (stack.fleet, stack.policy, stack.upstream, stack.telemetry)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from classifier import EstimatingCounter
-from router.app import create_app
+from router.app import wire_router
 from router.auth.api_keys import KeyStore
 from router.deployment.options import fleet_options
 from router.settings import load_settings
@@ -97,7 +97,7 @@ async def routers_under_load(tmp_path: Path, redis_url: str) -> AsyncIterator[Lo
             supervisor.start([], [spec])
             cleanup.push_async_callback(supervisor.stop)
             keys, telemetry = KeyStore(settings.auth.keys_file), make_telemetry("0", settings.telemetry)
-            apps.append(create_app(settings, fleet, EstimatingCounter(), telemetry, "fake", keys=keys))
+            apps.append(wire_router(settings, fleet, EstimatingCounter(), telemetry, "fake", keys=keys).app)
             fleets.append(fleet)
         await until(lambda: all(r.state is ReplicaState.READY for fleet in fleets for r in fleet.replicas))
         load = Load(await cleanup.enter_async_context(serving_all(*apps)), fleets)

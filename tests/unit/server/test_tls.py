@@ -15,8 +15,6 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from router.cli.doctor.checks import examine
-from router.cli.doctor.findings import Health
 from router.server.tls import TlsError, load_pair, make_tls
 from router.settings import SettingsError, TlsSettings, load_settings
 from tests.unit.certificates import Authority
@@ -187,24 +185,6 @@ def test_faults_name_the_setting(tmp_path: Path) -> None:
     assert make_tls(TlsSettings()) is None
     with pytest.raises(SettingsError, match="given together"):
         load_settings(None, {"tls": {"key": first.key}})
-
-
-@pytest.mark.parametrize(
-    ("mode", "days", "told"),
-    [(0o600, 30, "expires in 30 days"), (0o644, 30, "open to other users"), (0o600, 3, "expires in 3 days")],
-)
-def test_doctor_examines_the_certificate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, days: int, told: str
-) -> None:
-    """It says when the certificate expires, and warns soon before that and of a key that others can read."""
-    authority = Authority(tmp_path)
-    files = authority.issue("first", timedelta(days=days, hours=1))
-    files.key.chmod(mode)
-    for name, value in variables(files, authority).items():
-        monkeypatch.setenv(name, value)
-    found = [finding for finding in examine(None, deep=False, url=None, key="") if finding.check == "certificate"]
-    assert told in found[0].found
-    assert (found[0].health is Health.OK) is (mode == 0o600 and days == 30)
 
 
 async def test_a_router_hands_over_its_socket_under_tls(tmp_path: Path) -> None:

@@ -492,12 +492,5 @@ async def test_the_standard_variables_choose_what_is_exported(tmp_path: Path, mo
     assert {span.trace_id for span in collector.spans} == {"1" * 32}
     (server,) = (span for span in collector.spans if span.name == "POST /generate")
     assert server.attributes["http.response.status_code"] == 200
-    assert {
-        "url.path",
-        "url.scheme",
-        "client.address",
-        "server.port",
-        "user_agent.original",
-    } <= server.attributes.keys()
     assert sorted(span.name for span in collector.spans) == ["POST /generate", "chat fake", "classify", "route"]
     assert {span.service for span in collector.spans} == {"qarr-router"}

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from classifier import EstimatingCounter
-from router.app import create_app
+from router.app import wire_router
 from router.auth.api_keys import KeyStore, add_key
 from router.settings import load_settings
 from router.telemetry.tracing import Telemetry
@@ -231,10 +231,10 @@ async def test_the_command_operates_on_a_fleet(tmp_path: Path, monkeypatch: pyte
     """`qarr tiers` lists; drain, resume, restart and recycle show their progress; a tier's name means its replicas."""
     async with own_engines(tmp_path, monkeypatch, TierName.FAST, TierName.PRECISE) as own:
         settings = load_settings()
-        app = create_app(
+        app = wire_router(
             settings, own.fleet, EstimatingCounter(), Telemetry(None), "fake", keys=KeyStore(settings.auth.keys_file),
             operations=own.supervisor.operations,
-        )  # fmt: skip
+        ).app  # fmt: skip
         async with serving(app) as url:
 
             async def tiers(*args: str) -> subprocess.CompletedProcess[str]:
@@ -273,9 +273,9 @@ async def test_requests_are_served_while_an_engine_is_recycled(tmp_path: Path, m
     """A steady stream of requests to one tier alone sees no error while its only engine is replaced, twice."""
     async with own_engines(tmp_path, monkeypatch, behaviour={"delay_s": 0.02}) as own:
         settings = load_settings()
-        app = create_app(
+        app = wire_router(
             settings, own.fleet, EstimatingCounter(), Telemetry(None), "fake", keys=KeyStore(settings.auth.keys_file)
-        )
+        ).app
         answers: list[tuple[int, bool]] = []
         async with serving(app) as url, httpx.AsyncClient(timeout=20, trust_env=False) as client:
             stop = False

@@ -1,0 +1,23 @@
+"""Write the golden contract anew, after a change that is wanted: ``.venv/bin/python -m tests.contract.write``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.contract.answers import forms
+
+GOLDEN = Path(__file__).with_name("golden.json")
+
+
+def text(folder: Path) -> str:
+    """Return the forms of all answers as they are kept."""
+    found = {name: form.form for name, form in asyncio.run(forms(folder)).items()}
+    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as made:
+        GOLDEN.write_text(text(Path(made)), "utf-8")
