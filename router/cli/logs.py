@@ -136,17 +136,18 @@ def _entries(source: str, lines: Iterable[str]) -> Iterator[Entry]:
 def _followed(folder: Path, target: str) -> Iterator[Entry]:
     """Yield what is added to the newest file of each source, also when it is begun anew; for ever."""
     opened: dict[str, IO[str]] = {}
+    begun = defaultdict[str, str](str)  # the part of a last line that is written so far
     end = os.SEEK_END  # of the files that are there now; later ones are read from their beginning
     while True:
         for source, paths in _files(folder, target):
             with suppress(FileNotFoundError):
                 file = opened.get(source)
-                added = file.readlines() if file is not None else []
                 if file is None or not os.path.samestat(paths[-1].stat(), os.fstat(file.fileno())):
-                    opened[source] = file = paths[-1].open(encoding="utf-8", errors="replace")
-                    file.seek(0, end)
-                    added += file.readlines()
-                for entry in _entries(source, added):
+                    opened[source], before = paths[-1].open(encoding="utf-8", errors="replace"), file
+                    opened[source].seek(0, end)
+                    begun[source] += before.read() if before is not None else ""  # nothing is added to it any more
+                whole, newline, begun[source] = (begun[source] + opened[source].read()).rpartition("\n")
+                for entry in _entries(source, whole.split("\n") if newline else ()):
                     yield entry._replace(at=entry.at or time.time())
         end = os.SEEK_SET
         time.sleep(FOLLOW_S)

@@ -20,6 +20,7 @@ from router.cli.client import KEY_NEEDED, URL, KeyOption, UrlOption, authorizati
 from router.cli.common import output, printable
 from router.telemetry.logs import shown_ms
 from tiers.errors import OperationError
+from tiers.preparing import Preparing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -107,9 +108,9 @@ def screen(
     said: list[RenderableType] = [Text(trouble, style="bold white on red")] if trouble else []
     if fleet is None:
         return Group(*(said or [Text("connecting ...", style="yellow")]))
-    tiers = _tiers(fleet["tiers"])
-    shown = [_summary(fleet), *said, Text(), tiers, Text(), _open(fleet), Text()]
-    left = height - 7 - len(said) - tiers.row_count - min(len(fleet["in_flight"]), 10)
+    tiers, notes = _tiers(fleet["tiers"])
+    shown = [_summary(fleet), *said, Text(), tiers, *notes, Text(), _open(fleet), Text()]
+    left = height - 7 - len(said) - len(notes) - tiers.row_count - min(len(fleet["in_flight"]), 10)
     return Group(*shown, _ended(list(records)[: max(left, 1)]))
 
 
@@ -133,53 +134,40 @@ def _summary(fleet: Mapping[str, Any]) -> Text:
     return Text(" · ").join(Text(text, style=style) for text, style in parts)
 
 
-def _tiers(tiers: Iterable[Mapping[str, Any]]) -> Table:
-    columns = (
-        "STATE",
-        "IN FLIGHT",
-        "KV CACHE",
-        "TOKENS/S",
-        "TTFT p50/p95",
-        "TPOT p50/p95",
-        "SLA MET",
-        "FAILED",
-        "NOTE",
-    )
-    table = Table("TIER", *columns, box=None, header_style="dim", expand=True)
+def _tiers(tiers: Iterable[Mapping[str, Any]]) -> tuple[Table, list[Text]]:
+    loads, times = ("IN FLIGHT", "KV CACHE", "TOKENS/S"), ("TTFT p50/p95", "TPOT p50/p95")
+    table = _table("TIER", "STATE", *loads, *times, "SLA MET", "FAILED")
+    notes = []
     for tier in tiers:
         asked, met = tier["sla"]["asked"], tier["sla"]["met"]
         name, failed = (
             Text(tier["tier"], style="bold"),
             Text(str(tier["errors"]), style="red" if tier["errors"] else "dim"),
         )
-        times, speed = (_pair(tier["ttft_ms"]), _pair(tier["tpot_ms"])), f"{tier['tokens_per_s']:.0f}"
+        latency, speed = (_pair(tier["ttft_ms"]), _pair(tier["tpot_ms"])), f"{tier['tokens_per_s']:.0f}"
         kept = f"{met / asked:.0%}" if asked else "-"
-        table.add_row(name, _state(tier["state"]), "", "", speed, *times, kept, failed, _first_line(tier.get("detail")))
+        said = [(tier["tier"], tier["detail"] or (Preparing(**tier["preparing"]).text if tier["preparing"] else ""))]
+        table.add_row(name, _state(tier["state"]), "", "", speed, *latency, kept, failed)
         for replica in tier["replicas"]:
             usage, limit = replica["kv_cache_usage"], replica["limit"] or tier["max_in_flight"]
             paused = "" if replica.get("breaker", "closed") == "closed" else "failed too often: few requests or none"
-            kv_cache = Text(
-                "-" if usage is None else f"{usage:.0%}", style="red" if (usage or 0) >= NEARLY_FULL else ""
-            )
-            speed, note = f"{replica.get('tokens_per_s') or 0:.0f}", _first_line(replica["detail"]) or paused
+            full = (usage or 0) >= NEARLY_FULL
+            kv_cache = Text("-" if usage is None else f"{usage:.0%}", style="red" if full else "")
+            speed = f"{replica.get('tokens_per_s') or 0:.0f}"
+            said.append((replica["id"], replica["detail"] or paused))
             name, load = Text(f"  {replica['id']}", style="dim"), f"{replica['in_flight']}/{limit}"
-            table.add_row(
-                name, _state(replica["state"]), load, kv_cache, speed, "", "", "", str(replica["failed"]), note
-            )
-    return table
+            failed = Text(str(replica["failed"]))
+            table.add_row(name, _state(replica["state"]), load, kv_cache, speed, "", "", "", failed)
+        notes += [Text(f"{who}: {printable(text.splitlines()[0])}", style="yellow") for who, text in said if text]
+    return table, notes
 
 
 def _open(fleet: Mapping[str, Any]) -> Table:
     table = _table("OPEN", "TIER", "REPLICA", "STATE", "AGE", "TOKENS", "REQUEST")
     for request in sorted(fleet["in_flight"], key=lambda one: -one["age_ms"])[:10]:
-        tier, tokens = (
-            request["tier"] or request.get("overflow") or "-",
-            f"{request['prompt_tokens']}+{request['output_tokens']}",
-        )
-        age = shown_ms(request["age_ms"])
-        table.add_row(
-            request["class"], tier, request["replica"] or "-", request["state"], age, tokens, request["request_id"]
-        )
+        tier, tokens = request["tier"] or request.get("overflow") or "-", _tokens(request)
+        where, age = (tier, request["replica"] or "-", request["state"]), shown_ms(request["age_ms"])
+        table.add_row(request["class"], *where, age, tokens, request["request_id"])
     return table
 
 
@@ -193,7 +181,7 @@ def _ended(records: Iterable[Mapping[str, Any]]) -> Table:
             record["class"],
             record["served_by"] or record.get("overflow") or record["tier"] or "-",
             *(shown_ms(record[name]) for name in ("ttft_ms", "tpot_ms", "duration_ms")),
-            f"{record['prompt_tokens']}+{record['output_tokens']}",
+            _tokens(record),
             record["request_id"][:8],
             printable(f"{record['error']}: {record['reason']}" if record["error"] else record["reason"]),
         )
@@ -208,9 +196,9 @@ def _state(state: str) -> Text:
     return Text(state, style=STATES.get(state, "yellow"))
 
 
+def _tokens(request: Mapping[str, Any]) -> str:
+    return f"{request['prompt_tokens']}+{request['output_tokens']}"
+
+
 def _pair(percentiles: Mapping[str, float] | None) -> str:
     return "-" if percentiles is None else f"{shown_ms(percentiles['p50'])} / {shown_ms(percentiles['p95'])}"
-
-
-def _first_line(detail: str | None) -> str:
-    return printable((detail or "").partition("\n")[0])
