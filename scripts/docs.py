@@ -22,6 +22,8 @@ FIGURES = RESULTS / "side_by_side.json"
 COST = re.compile(r"^- \*\*Cost\.\*\*.*?\n(?=- |\n)", re.MULTILINE | re.DOTALL)  # README's paragraph
 PLAN = re.compile(r"^```text\n\$ qarr (plan .*)\n(?:.*\n)*?```\n", re.MULTILINE)  # of planning.md
 TABLE = re.compile(r"^```text\n.*?^```\n", re.MULTILINE | re.DOTALL)  # of predictions.md
+HELP_TITLE = re.compile(r"^╭─ (\w+) ─+╮$")
+TYPE = re.compile(r" <(?:bool|str|int|float)> ")  # says nothing that the text does not say
 COMMANDS = (
     (),
     ("up",),
@@ -104,9 +106,15 @@ def planned(command: str) -> str:
 
 
 def _help(command: tuple[str, ...]) -> str:
+    """Return a command's help without the frames and without --help, which each has."""
     result = CliRunner().invoke(make_app(), [*command, "--help"], env=PLAIN, prog_name="qarr")
-    lines = [line.rstrip() for line in result.output.strip().splitlines()]
-    return f"## qarr {' '.join(command)}".rstrip() + "\n\n```\n" + "\n".join(lines) + "\n```\n"
+    lines = [HELP_TITLE.sub(r"\n\1:", line).strip("│╰╯─").rstrip() for line in result.output.strip().splitlines()]
+    shown = [
+        TYPE.sub(lambda found: " " * len(found[0]), line)
+        for line in lines
+        if line and not line.lstrip().startswith("--help")
+    ]
+    return f"## qarr {' '.join(command)}".rstrip() + "\n\n```\n" + "\n".join(shown) + "\n```\n"
 
 
 if __name__ == "__main__":
