@@ -1,16 +1,13 @@
-"""The pieces of benchmarks/goodput.py and benchmarks/headline.py: arrivals, load, intervals, simulated engines, charts."""
+"""The pieces of benchmarks/goodput.py: arrivals, load, intervals, simulated engines."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
 import json
-import random
-import tomllib
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
-from xml.etree import ElementTree as ET
 
 import httpx
 import pytest
@@ -24,7 +21,6 @@ from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
     from starlette.requests import Request
 
@@ -62,26 +58,6 @@ def test_arrivals_are_poisson_and_come_again_with_the_same_seed(benchmark: Any) 
     gaps = [later.at_s - a.at_s for a, later in pairwise(first)]
     mean = sum(gaps) / len(gaps)
     assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.1)
-
-
-def test_answers_have_the_mean_length_of_their_class(benchmark: Any) -> None:
-    """Lengths are log-normal about the class's mean, times the scale."""
-    loop = benchmark("open_loop")
-    source, tokens = random.Random(0), loop.by_class(2.0)
-    mean = sum(tokens(source, "code") for _ in range(20_000)) / 20_000
-    assert mean == pytest.approx(2 * loop.ANSWER_TOKENS["code"], rel=0.02)
-
-
-def test_a_mix_changes_at_its_time(benchmark: Any) -> None:
-    """Before the step half the prompts are chat, afterwards none."""
-    loop = benchmark("open_loop")
-    workload = loop.Workload(
-        loop.read_prompts(), loop.uniform(8, 8), lambda at: {"code": 1.0} if at > 10 else {"chat": 1.0, "code": 1.0}
-    )
-    plan = loop.arrivals(workload, 50, 20, seed=0)
-    before = [a.kind for a in plan if a.at_s <= 10]
-    assert before.count("chat") / len(before) == pytest.approx(0.5, abs=0.1)
-    assert {a.kind for a in plan if a.at_s > 10} == {"code"}
 
 
 def stand_in() -> Starlette:
@@ -127,19 +103,6 @@ async def test_what_became_of_each_request_is_told(benchmark: Any) -> None:
     assert not any(a.meets(1e9, 1e9) for a in answers[1:])
 
 
-async def test_a_closed_loop_counts_what_is_completed(benchmark: Any) -> None:
-    """Every worker asks again as soon as it is answered."""
-    loop = benchmark("open_loop")
-    workload = loop.Workload((("chat", "well"),), loop.uniform(2, 2))
-    async with serving(stand_in()) as url:
-        rate = await loop.closed_loop(url, workload, [{"model": "auto"}], 2, seconds=1.0, warm_s=0.2)
-        none = await loop.closed_loop(
-            url, loop.Workload((("chat", "refuse"),), workload.tokens), [{}], 2, seconds=0.5, warm_s=0.1
-        )
-    assert rate > 0
-    assert none == 0
-
-
 # Figures.
 
 
@@ -165,53 +128,6 @@ def test_pairing_takes_what_rows_share_out_of_the_interval(benchmark: Any) -> No
     assert alone.low < 3.5
     assert alone.high > 6.5
     assert (difference.low, difference.mean, difference.high) == pytest.approx((1, 1, 1))
-
-
-def test_an_interval_holds_the_truth_about_as_often_as_it_says(benchmark: Any) -> None:
-    """Of 200 samples of 30 blocks, the interval holds the mean in about 95 of 100."""
-    loop = benchmark("open_loop")
-    source, held = random.Random(1), 0
-    samples = loop.resampled(30, times=300)
-    for _ in range(200):
-        found = loop.interval(loop.Blocks(tuple(source.gauss(3, 1) for _ in range(30)), (1.0,) * 30), samples)
-        held += found.low <= 3 <= found.high
-    assert 0.88 <= held / 200 <= 0.99
-
-
-def test_a_change_of_ttft_is_relative_and_paired(benchmark: Any) -> None:
-    """A fleet that is half as slow in every block is 50 % faster, without doubt."""
-    headline = benchmark("headline")
-    slow = [answer(benchmark, at / 10, ttft_ms=100.0 + at) for at in range(200)]
-    quick = [replace(a, ttft_ms=a.ttft_ms / 2) for a in slow]
-    change = headline.ttft_change(quick, slow, 20, 0.5)
-    assert (change.low, change.mean, change.high) == pytest.approx((-0.5, -0.5, -0.5))
-
-
-def test_engine_time_is_what_the_policy_counts(benchmark: Any) -> None:
-    """Prefill, and a share of the steps at the common batch; none for an answer that is not complete."""
-    loop = benchmark("open_loop")
-    fit = {
-        "tier": "balanced", "ttft_base_ms": 1, "prefill_ms_per_token": 0.5, "ttft_steps": 1, "step_base_ms": 10,
-        "step_ms_per_sequence": 1, "step_knee": 0, "step_ms_beyond_knee": 0, "contention": 0, "ttft_spread": 0.1,
-        "tpot_spread": 0.1, "ttft_error": {"median": 0, "p95": 0}, "tpot_error": {"median": 0, "p95": 0}, "samples": 9,
-    }  # fmt: skip
-    from router.policy.profiles import LatencyProfile
-
-    speeds = LatencyProfile.model_validate(
-        {
-            "created": "2026-01-01T00:00:00Z",
-            "model": "m",
-            "checkpoints": {},
-            "machine": "m",
-            "fits": [fit],
-            "samples": [],
-        }
-    )
-    answers = [answer(benchmark, 0), answer(benchmark, 0, error="cut")]
-    done, cut = loop.with_engine_time(answers, speeds, batch=10)
-    assert done.engine_s == pytest.approx((20 * 0.5 + 50 * 20 / 10) / 1000)
-    assert cut.engine_s == 0
-    assert loop.mean_open([answers], seconds=4) == pytest.approx(0.5)
 
 
 def test_assumed_losses_have_the_published_mean(benchmark: Any) -> None:
@@ -242,18 +158,6 @@ def test_a_budget_can_be_met_up_to_a_load(benchmark: Any) -> None:
     assert fast > 0
     lost = fast * fleets.LEVELS[FAST] + capacity[BALANCED] * fleets.LEVELS[BALANCED]
     assert lost / load == pytest.approx(fleets.LEVELS[BALANCED])
-
-
-def test_settings_come_back_from_their_text(benchmark: Any) -> None:
-    """What is written as TOML reads as it was, tables within values included; the command line's settings are TOML too."""
-    fleets = benchmark("fleets")
-    sections = {"server": {"port": 1}, "policy": {"prices": {"fast": 0.5}, "give_up": "quality"}}
-    assert tomllib.loads(fleets.toml(sections)) == sections
-    given = fleets.given_settings(["policy.loss_budget = {like = 'balanced'}", "admission.max_waiting = 3"])
-    assert given == {"policy": {"loss_budget": {"like": "balanced"}}, "admission": {"max_waiting": 3}}
-    both = fleets.merged(sections, given)
-    assert both["policy"] == {**sections["policy"], **given["policy"]}
-    assert sections["policy"] == {"prices": {"fast": 0.5}, "give_up": "quality"}
 
 
 # Simulated engines.
@@ -301,18 +205,6 @@ def test_a_long_prompt_is_computed_in_chunks_and_decoding_goes_on(benchmark: Any
     assert (short.produced, long.produced) == (3, 1)
 
 
-def test_no_more_sequences_run_than_allowed(benchmark: Any) -> None:
-    """Others wait, in order."""
-    sim = benchmark("simulated_engine")
-    scheduler = sim.Scheduler(sim.HARDWARE["fast"], max_num_seqs=2)
-    jobs = [sim.Job(10, 1 + n) for n in range(3)]
-    scheduler.waiting.extend(jobs)
-    scheduler.finish(scheduler.next_step())
-    assert scheduler.running == [jobs[1]]  # the first one is done
-    scheduler.finish(scheduler.next_step())
-    assert [job.produced for job in jobs] == [1, 2, 1]
-
-
 def test_a_full_kv_cache_preempts_the_youngest_and_all_end(benchmark: Any) -> None:
     """It is computed again later, what it had produced included; no block is lost."""
     sim = benchmark("simulated_engine")
@@ -329,20 +221,6 @@ def test_a_full_kv_cache_preempts_the_youngest_and_all_end(benchmark: Any) -> No
     assert young.preempted > 0
     assert steps < 80
     assert scheduler.free == 6
-
-
-def test_a_client_that_leaves_frees_its_blocks(benchmark: Any) -> None:
-    """Whether it runs or waits."""
-    sim = benchmark("simulated_engine")
-    scheduler = sim.Scheduler(sim.HARDWARE["fast"], max_num_seqs=1)
-    jobs = [sim.Job(100, 50), sim.Job(100, 50)]
-    scheduler.waiting.extend(jobs)
-    scheduler.finish(scheduler.next_step())
-    for job in jobs:
-        job.gone = True
-    assert scheduler.next_step() is None
-    assert scheduler.free == scheduler.blocks
-    assert not scheduler.waiting
 
 
 def test_offline_throughput_is_the_sum_of_its_steps(benchmark: Any) -> None:
@@ -373,40 +251,3 @@ async def test_the_engine_sends_tokens_in_events_and_counts_its_work(benchmark: 
     assert work["busy_s"] == pytest.approx(2 * once)
     assert (work["steps"], work["output_tokens"], work["prompt_tokens"]) == (20, 20, 2 * 29)
     assert f'kv_cache_size_tokens="{hardware.kv_tokens}"' in page
-
-
-def test_answers_are_scaled_to_the_share_of_the_load(benchmark: Any) -> None:
-    """Rate times mean length is the share of what three BF16 replicas produce if they are always full."""
-    headline, sim, loop = benchmark("headline"), benchmark("simulated_engine"), benchmark("open_loop")
-    prompts = loop.read_prompts()
-    scale = headline.scale_for(0.4, 50, 32, prompts)
-    tokens = headline.mean_tokens(loop.Workload(prompts, loop.by_class(scale, headline.MOST_TOKENS)))
-    prompt = round(sum(len(text) // 4 + 6 for _, text in prompts) / len(prompts))
-    most = 3 * sim.offline(sim.HARDWARE["precise"], prompt, round(tokens), 128, 32)
-    assert 50 * tokens == pytest.approx(0.4 * most, rel=0.05)
-
-
-# Charts.
-
-
-def test_ticks_are_round_and_cover_the_range(benchmark: Any) -> None:
-    """Steps are 1, 2 or 5 times a power of ten."""
-    ticks = benchmark("plots").ticks
-    assert ticks(0, 0.081) == pytest.approx([0, 0.02, 0.04, 0.06, 0.08, 0.1])
-    assert ticks(3, 118) == pytest.approx([0, 50, 100, 150])
-    assert len(ticks(5, 5)) >= 2
-
-
-def test_a_chart_is_an_image_with_every_point(benchmark: Any, tmp_path: Path) -> None:
-    """It is well-formed, and its names are escaped."""
-    plots = benchmark("plots")
-    front = plots.Series("a < b", tuple(plots.Point(x, 1 / x, 0.5 / x, 2 / x) for x in (1, 2, 4)), line=True)
-    fixed = plots.Series("fixed", (plots.Point(3, 1, label="(b)"),))
-    path = tmp_path / "chart.svg"
-    plots.chart(path, "Title", "x", "y", [front, fixed])
-    root = ET.fromstring(path.read_text("utf-8"))  # noqa: S314  our own file
-    space = "{http://www.w3.org/2000/svg}"
-    assert len(root.findall(f"{space}circle")) == 4
-    assert len(root.findall(f"{space}polyline")) == 1
-    texts = [text.text for text in root.findall(f"{space}text")]
-    assert {"Title", "a < b", "fixed", "(b)"} <= set(texts)

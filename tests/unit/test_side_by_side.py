@@ -87,22 +87,6 @@ async def test_the_stub_streams_tokens_as_vllm_does(pause_us: int) -> None:
     assert '"token_ids":[' not in plain.text
 
 
-async def test_the_stub_answers_what_proxies_ask_besides() -> None:
-    """Whole answers, its model, its load, and a place for traces; nothing else."""
-    async with engine() as url, httpx.AsyncClient(base_url=url) as client:
-        whole = (await client.post("/v1/chat/completions", json=CHAT)).json()
-        assert whole["choices"][0]["message"]["content"].count(" wave") == whole["usage"]["completion_tokens"] == 5
-        assert (await client.get("/v1/models")).json()["data"][0]["max_model_len"] == 8192
-        assert "vllm:num_requests_running" in (await client.get("/metrics")).text
-        assert (await client.post("/v1/traces", content=b"x")).status_code == 200
-        assert (await client.get("/elsewhere")).status_code == 404
-
-        async def body() -> AsyncIterator[bytes]:
-            yield json.dumps(CHAT).encode()  # in chunks: no length is told
-
-        assert (await client.post("/v1/chat/completions", content=body())).json() == whole
-
-
 GOOD = b"".join(b'data: {"text":" wave%c"}\n\n' % (97 + n) for n in range(3)) + b"data: [DONE]\n\n"
 WRONG = {
     "not 200": b"HTTP/1.1 503 Busy\r\ncontent-length: 4\r\n\r\nbusy",
@@ -149,17 +133,6 @@ async def test_a_wrong_answer_is_an_error(benchmark: Any, wrong: str) -> None:
     assert sample.answers > 1
 
 
-async def test_a_good_answer_may_be_cut_anywhere(benchmark: Any) -> None:
-    """Between chunks, within a token, and within the frame of the last chunk."""
-    framed = HEAD + b"".join(
-        b"%x\r\n%s\r\n" % (len(GOOD[n : n + 19]), GOOD[n : n + 19]) for n in range(0, len(GOOD), 19)
-    )
-    whole = framed + b"0\r\n\r\n"
-    sample = await _sample(benchmark, [[whole[:cut], whole[cut:]] for cut in range(1, len(whole))])
-    assert sample.errors == 0, sample.error
-    assert sample.answers >= len(whole) - 1
-
-
 async def test_the_table_tells_ratios_targets_and_errors(benchmark: Any) -> None:
     """Ratios are those of one pass; a target that is missed is told so, and so is the first error."""
     load, module = benchmark("token_load"), benchmark("side_by_side")
@@ -182,13 +155,6 @@ async def test_the_table_tells_ratios_targets_and_errors(benchmark: Any) -> None
     )
 
 
-async def test_a_peer_that_cannot_be_installed_is_skipped_with_a_word(benchmark: Any) -> None:
-    """The word names the command that failed; here there is no such environment."""
-    module = benchmark("proxies")
-    with pytest.raises(module.Skipped, match="could not be made \\(scripts/setup no-such-router\\)"):
-        module.from_index("no-such-router")()
-
-
 @two_cores
 @pytest.mark.timeout(240)
 async def test_a_short_run_without_peers(tmp_path: Path) -> None:
@@ -207,10 +173,3 @@ async def test_a_short_run_without_peers(tmp_path: Path) -> None:
         assert [(name, row["errors"], row["answers"] > 0) for name, row in figures.items()] == [
             (name, 0, True) for name in rows if name != "nginx"
         ], shown
-
-
-async def test_one_core_is_refused() -> None:
-    """There is nothing to compare where the proxy shares its core with the load."""
-    status, _, said = await run("taskset", "-c", str(min(os.sched_getaffinity(0))), sys.executable, SCRIPT)
-    assert status == 1
-    assert "error: this needs two cores" in said
