@@ -9,15 +9,12 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import httpx
-import pytest
 
 from router.deployment.layout import prepare_options
 from router.settings import load_settings
 from tests.engine.conftest import BALANCED_ARGS, QARR
 from tests.unit.tiers.sizing.test_architecture import PUBLISHED, read
 from tiers.checkpoints.prepare import finished
-from tiers.errors import EngineError
-from tiers.lifecycle.engine_args import check_engine_args
 from tiers.plan import GIB
 from tiers.sizing.architecture import kv_bytes_per_token
 from tiers.sizing.find_config import find_config
@@ -84,20 +81,6 @@ def test_a_tiers_own_arguments_reach_its_engine(up: Up) -> None:
     sizes = {tier: cache_of(up, tier)["block_size"] for tier in STANDARD_TIERS}
     assert sizes[TierName.BALANCED] == BALANCED_ARGS[1]
     assert BALANCED_ARGS[1] not in {sizes[TierName.FAST], sizes[TierName.PRECISE]}
-
-
-def test_wrong_arguments_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    """By the installed vLLM's own parser and checks, in its words; right ones pass, nested ones too."""
-    python = load_settings(None).engine.python
-    ngram = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}')
-    good = {TierName.FAST: ngram, TierName.BALANCED: ("--max-num-batched-tokens", "1024", "--enable-prefix-caching")}
-    check_engine_args(python, good, tmp_path)
-    for args, said in (
-        (("--max-batched", "1024"), "unrecognized arguments: --max-batched"),
-        (("--enable-auto-tool-choice",), "requires --tool-call-parser"),
-    ):
-        with pytest.raises(EngineError, match=f"tier precise.*{said}"):
-            check_engine_args(python, {**good, TierName.PRECISE: args}, tmp_path)
 
 
 def test_qarr_up_refuses_wrong_arguments() -> None:

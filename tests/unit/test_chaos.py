@@ -51,14 +51,7 @@ async def test_requests_that_are_cut_off_leave_nothing() -> None:
 @pytest.mark.timeout(300)
 async def test_faults_of_engines_cost_no_chats() -> None:
     """While an engine hangs, while one answers nonsense and when the clock is set, every request is answered well."""
-    faults = (
-        "hung-embeddings",
-        "hung-tokenize",
-        "malformed-generation",
-        "malformed-tokenize",
-        "clock-back",
-        "clock-forward",
-    )
+    faults = ("hung-tokenize", "malformed-generation", "clock-forward")
     shown = await shown_by("benchmarks/chaos/faults.py", "--seconds", "2", "--faults", *faults)
     for fault in faults:
         (row,) = (line.split() for line in shown.splitlines() if line.startswith(fault))

@@ -91,9 +91,6 @@ async def test_a_tier_that_is_not_there_is_refused_by_name(tmp_path: Path) -> No
         assert (by_model.status_code, "int8" in by_model.text) == (404, True)
 
 
-FIVE = ["fast", "balanced", "int8", "nvfp4", "precise"]
-
-
 async def test_a_failing_tier_falls_back_to_the_next_precision(tmp_path: Path) -> None:
     """An added tier takes its place in the order: from fast to nvfp4, which stands between it and balanced."""
     async with router_stack(tmp_path, five()) as stack:

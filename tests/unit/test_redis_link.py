@@ -8,7 +8,6 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from redis.exceptions import ReadOnlyError, ResponseError
 
 from router.redis_link import UNAVAILABLE, RedisClock, connect, outage
 from tests.ports import reserved_ports
@@ -18,12 +17,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 URL = "redis://127.0.0.1:{}/0"
-
-
-async def test_redis_answers_in_text(redis_server: RedisServer) -> None:
-    async with connect(redis_server.url, 1) as redis:
-        await redis.set("qarr:test:link", "ä")
-        assert await redis.getdel("qarr:test:link") == "ä"
 
 
 async def test_a_redis_that_is_not_there_is_an_outage() -> None:
@@ -50,32 +43,6 @@ async def test_a_redis_that_does_not_answer_is_an_outage_and_asked_once(monkeypa
             async with connect(URL.format(server.sockets[0].getsockname()[1]), 1) as redis:
                 await redis.ping()
     assert len(asked) == 1
-
-
-async def test_an_error_reply_is_an_outage(redis_server: RedisServer) -> None:
-    with pytest.raises(UNAVAILABLE) as error:
-        async with connect(redis_server.url, 1) as redis:
-            await redis.eval("return redis.error_reply('OOM command not allowed')", 0)
-    assert outage(error.value) == "OutOfMemoryError: command not allowed"
-
-
-async def test_who_finds_every_connection_taken_waits_for_one(redis_server: RedisServer) -> None:
-    """More commands at once than connections all get their answer."""
-    async with connect(redis_server.url, 2) as redis:
-        assert await asyncio.gather(*(redis.ping() for _ in range(20))) == [True] * 20
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (ReadOnlyError("You can't write"), "ReadOnlyError: You can't write"),
-        (TimeoutError(), "TimeoutError"),
-        (ResponseError(""), "ResponseError"),
-    ],
-)
-def test_an_outage_is_told_in_redis_words_where_there_are_any(error: Exception, text: str) -> None:
-    assert isinstance(error, UNAVAILABLE)
-    assert outage(error) == text
 
 
 async def test_the_clock_is_asked_for_once(redis_server: RedisServer) -> None:

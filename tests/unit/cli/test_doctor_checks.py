@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from router.auth.api_keys import add_key, revoke_key
 from router.cli.doctor import files, machine, network
 from router.cli.doctor.command import examine
-from router.cli.doctor.findings import CheckContext, Finding, Health, local_specs, local_tiers, prepared
+from router.cli.doctor.findings import CheckContext, Finding, Health, local_specs, local_tiers
 from router.settings import load_settings
-from tests.ports import reserved_ports
 from tests.unit.cli.stub_router import qarr, stub_router
 from tests.unit.cli.test_doctor import checkpoint
-from tiers.checkpoints.checkpoint import read_checkpoint
 from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
@@ -44,13 +40,6 @@ def one(check: Callable[[CheckContext], Iterable[Finding]], given: CheckContext 
     return finding.health, finding.found
 
 
-def test_every_finding_has_its_group_and_name() -> None:
-    """In the order of the groups, whatever the check itself left empty; one check that fails ends no other."""
-    findings = list(examine(None, deep=False, url="http://127.0.0.1:9", key=""))
-    assert all(finding.group and finding.check for finding in findings)
-    assert list(dict.fromkeys(f.group for f in findings)) == ["settings", "machine", "files", "network", "running"]
-
-
 def test_a_check_that_breaks_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By its name, with the first line of the error; the checks after it are made."""
     (tmp_path / "fast-0.log").mkdir()  # a folder where a log is expected
@@ -59,13 +48,6 @@ def test_a_check_that_breaks_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert findings["kernels"].health is WARNING
     assert "could not be checked: IsADirectoryError" in findings["kernels"].found
     assert "router port" in findings
-
-
-def test_without_settings_nothing_else_is_checked(tmp_path: Path) -> None:
-    """Files, ports and addresses are not known then."""
-    findings = list(examine(tmp_path / "none.toml", deep=False, url=None, key=""))
-    assert [f.check for f in findings] == ["settings"]
-    assert "No such file" in findings[0].found
 
 
 def test_the_report_as_text_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,71 +98,10 @@ def test_a_checkpoint_of_the_settings_needs_no_manifest(tmp_path: Path) -> None:
     assert "tiers.fast.checkpoint" in broken.then
 
 
-def test_a_changed_chat_template_is_found(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "made")
-    made = read_checkpoint(TierName.FAST, folder)
-    (folder / "tokenizer_config.json").write_text('{"chat_template": "other"}')
-    finding = files.judge_checkpoint(TierName.FAST, folder, made, deep=False)
-    assert (finding.health, finding.found) == (PROBLEM, f"{folder} does not match its manifest: chat template changed")
-    assert "qarr model prepare" in finding.then
-
-
-def test_a_calibration_file_that_is_not_there_finds_no_checkpoints(tmp_path: Path) -> None:
-    assert prepared(context({"model": {"calibration": tmp_path / "none.jsonl"}})) == {}
-
-
-def test_keys_in_force_are_counted(tmp_path: Path) -> None:
-    """Revoked ones are not; with none left, nobody is served."""
-    given = context({"auth": {"keys_file": tmp_path / "keys.json"}})
-    add_key(tmp_path / "keys.json", "a", admin=True)
-    add_key(tmp_path / "keys.json", "b")
-    assert one(files.keys, given)[1].startswith("2 in force, 1 of them for operators")
-    revoke_key(tmp_path / "keys.json", "a")
-    assert one(files.keys, given)[1].startswith("1 in force, 0 of them")
-    revoke_key(tmp_path / "keys.json", "b")
-    assert one(files.keys, given)[0] is WARNING
-
-
 def test_no_keys_on_purpose() -> None:
     """On an address that others reach that has to be said."""
     assert one(files.keys, context({"server": {"host": "0.0.0.0"}}))[0] is PROBLEM
     assert one(files.keys, context({"server": {"host": "0.0.0.0"}, "auth": {"allow_keyless": True}}))[0] is OK
-
-
-def test_the_last_start_names_the_kernels(tmp_path: Path) -> None:
-    """Of several replicas the one whose log was written last; a log that names none is passed over."""
-    line = "INFO 11-22 13:30:00 [x.py:1] Using {} for layer\n"
-    for number, text in enumerate((line.format("OldLinearKernel"), line.format("NewLinearKernel"), "nothing\n")):
-        (tmp_path / f"fast-{number}.log").write_text(text)
-        os.utime(tmp_path / f"fast-{number}.log", (number, number))
-    assert "fast NewLinearKernel (vLLM)" in next(iter(files.kernels(context({"engine": {"log_dir": tmp_path}})))).found
-
-
-def test_disks_are_checked_once(tmp_path: Path) -> None:
-    """Two folders of one file system give one finding; a folder that is not there counts as its parent."""
-    given = context({"model": {"store": tmp_path / "a/b"}, "engine": {"log_dir": tmp_path / "c"}})
-    health, text = one(machine.disk, given)
-    assert f"for checkpoints ({tmp_path / 'a/b'})" in text or health is PROBLEM
-    assert not (tmp_path / "a").exists()
-
-
-def test_engines_that_run_have_taken_their_memory(tmp_path: Path) -> None:
-    """A taken engine port means that they do: free memory says nothing then."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        given = context({"engine": {"base_port": taken.getsockname()[1]}})
-        assert one(machine.memory, given)[1].endswith(", with engines running")
-
-
-@pytest.mark.parametrize(("memory", "said"), [("1024", "1.0 of 2.0 GiB free"), ("0", "0.0 of 2.0 GiB free")])
-def test_memory_of_a_gpu_is_in_gib(memory: str, said: str) -> None:
-    assert said in machine.judge_gpu(["1", "a GPU", "550", "9.0", "2048", memory]).found
-
-
-@pytest.mark.parametrize(
-    ("host", "url"), [("0.0.0.0", "http://127.0.0.1:80"), ("::", "http://127.0.0.1:80"), ("::1", "http://[::1]:80"), ("10.0.0.1", "http://10.0.0.1:80")]
-)  # fmt: skip
-def test_where_a_router_of_these_settings_answers(host: str, url: str) -> None:
-    assert network.own_url(load_settings(None, {"server": {"host": host, "port": 80}})) == url
 
 
 def test_the_port_of_a_router_is_not_a_problem() -> None:
@@ -204,17 +125,6 @@ def test_engine_ports_of_the_running_router_are_no_problem() -> None:
                 assert one(network.engine_ports, context(overrides, router.url))[0] is health
         with stub_router(**{"GET /tiers": (401, {"detail": "no"})}) as router:
             assert one(network.engine_ports, context(overrides, router.url))[0] is PROBLEM
-
-
-def test_free_engine_ports_are_a_range() -> None:
-    (port,) = reserved_ports()
-    assert (
-        one(
-            network.engine_ports,
-            context({"tiers": {n: URLS[n] for n in ("fast", "balanced")}, "engine": {"base_port": port}}),
-        )[1]
-        == f"{port} are free"
-    )
 
 
 FLEET = {"tiers": [], "profiling": {"state": "off", "what": None, "total": 0, "done": 0, "detail": "", "measured": {}}}
@@ -261,9 +171,3 @@ def test_tiers_without_an_engine() -> None:
     drained = {"id": "fast-0", "state": "draining", "detail": None, "breaker": "closed", "served": 0, "failed": 0}
     (finding,) = network.judge_fleet({"tiers": [{"tier": "fast", "replicas": [drained]}]})
     assert "qarr tiers resume" in finding.then
-
-
-def test_long_details_are_cut() -> None:
-    replica = {"id": "a", "state": "failed", "detail": "x" * 1000, "breaker": "closed", "served": 0, "failed": 0}
-    (finding,) = network.judge_fleet({"tiers": [{"tier": "fast", "replicas": [replica]}]})
-    assert finding.found.count("x") == network.DETAIL_CHARS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from router.monitoring.live import MOST_BEHIND, Reader
 from tests.browser.made_up import LOSSES, measured
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
-from tiers.spec import STANDARD_TIERS, TierName
+from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -101,31 +100,6 @@ async def test_a_new_reader_sees_the_last_requests_then_the_fleet(tmp_path: Path
         fast = fleet["tiers"][0]
         assert (fast["requests"], fast["errors"], fast["sla"]) == (2, 0, {"asked": 2, "met": 2})
         assert 0 < fast["ttft_ms"]["p50"] <= fast["ttft_ms"]["p95"]
-
-
-async def test_open_requests_are_shown_while_they_are_open(tmp_path: Path) -> None:
-    """With the tier and replica that compute them, and how far they are."""
-    async with router_stack(tmp_path) as stack:
-        stack.engines[TierName.FAST].delay_s = 60
-        asked = asyncio.create_task(stack.generate(tier="fast", tier_policy="require"))
-        await until(lambda: stack.engines[TierName.FAST].running)
-        found = await snapshot(stack)
-        (shown,) = found["in_flight"]
-        assert (shown["tier"], shown["replica"]) == ("fast", stack.fleet.replicas[0].id)
-        assert shown["state"] in {"prefill", "decode"}
-        assert (shown["output_tokens"], found["in_flight_total"]) == (0, 1)
-        assert found["tiers"][0]["replicas"][0]["places_taken"] == 1
-        asked.cancel()
-        await until(lambda: not stack.leases())
-        assert (await snapshot(stack))["in_flight"] == []
-
-
-async def test_readers_get_each_request_as_it_ends(tmp_path: Path) -> None:
-    async with router_stack(tmp_path) as stack, watching(stack) as events:
-        assert (await anext(events))[0] == "fleet"
-        answer = await stack.generate()
-        found = await anext(value async for name, value in events if name == "request")
-        assert found["request_id"] == answer.headers["x-request-id"]
 
 
 @pytest.mark.parametrize("path", ["/requests", "/traces"])

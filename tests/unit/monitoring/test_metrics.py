@@ -114,25 +114,6 @@ def test_the_overflow_is_counted_by_what_became_of_requests() -> None:
     assert counted.value("refusals_total", reason="at_capacity") == 1
 
 
-def test_a_served_request_counts_once_everywhere() -> None:
-    """Times in seconds, tokens and cost, by class and tier."""
-    counted = Counted(record(sla_met=True, cached_prompt_tokens=16, predicted_cached_tokens=12))
-    assert counted.value("requests_total", **CHAT_FAST, outcome="ok") == 1
-    assert counted.value("decisions_total", **CHAT_FAST, reason="measured") == 1
-    assert counted.value("prompt_tokens_total", **CHAT_FAST) == 20
-    assert counted.value("output_tokens_total", **CHAT_FAST) == 7
-    assert counted.value("cached_prompt_tokens_total", tier="fast", source="predicted") == 12
-    assert counted.value("cached_prompt_tokens_total", tier="fast", source="reported") == 16
-    assert counted.value("cost_engine_seconds_total", **CHAT_FAST) == 2.5
-    assert counted.value("sla_requests_total", **CHAT_FAST, result="met") == 1
-    assert counted.value("time_to_first_token_seconds_sum", **CHAT_FAST) == pytest.approx(0.235)
-    assert counted.value("time_per_output_token_seconds_sum", **CHAT_FAST) == pytest.approx(0.025)
-    assert counted.value("request_duration_seconds_sum", **CHAT_FAST) == pytest.approx(0.4)
-    assert counted.value("queue_wait_seconds_sum", priority="standard") == pytest.approx(0.03)
-    assert counted.value("overhead_seconds_sum") == pytest.approx(0.005)
-    assert counted.total("refusals_total") == 0
-
-
 @pytest.mark.parametrize("reason", [*(refusal.value for refusal in Refusal), OVER_QUOTA, OVER_BUDGET])
 def test_refusals_are_there_at_0_before_the_first(reason: str) -> None:
     """The rate of a new series misses its first event."""
@@ -154,11 +135,6 @@ def test_only_whole_answers_have_a_duration() -> None:
         assert counted.total("prediction_error_ratio_count") == 0
 
 
-def test_a_missed_sla_is_of_the_tier_that_served() -> None:
-    counted = Counted(record(sla_met=False, served_by=PRECISE))
-    assert counted.value("sla_requests_total", **{"class": "chat", "tier": "precise"}, result="missed") == 1
-
-
 def test_predictions_are_compared_with_the_engines_own_time() -> None:
     """The prediction knows neither queue nor overhead: 100 ms against 235 - 30 - 5, and 20 ms against 25."""
     counted = Counted(record())
@@ -175,20 +151,6 @@ def test_disturbed_answers_are_not_compared(fields: dict[str, Any]) -> None:
 def test_what_took_no_time_is_not_compared(fields: dict[str, Any]) -> None:
     """A ratio to nothing says nothing: no token, one token, or a first token within the router's own time."""
     assert Counted(record(**fields)).total("prediction_error_ratio_count") == 0
-
-
-def test_each_switch_of_tiers_counts() -> None:
-    """Continuations go from tier to tier; they are there at 0 before the first."""
-    counted = Counted(record(continued_on=(PRECISE, BALANCED)))
-    assert counted.value("continuations_total", from_tier="fast", to_tier="precise") == 1
-    assert counted.value("continuations_total", from_tier="precise", to_tier="balanced") == 1
-    assert counted.value("continuations_total", from_tier="fast", to_tier="balanced") == 0
-
-
-def test_classes_have_series_of_their_own() -> None:
-    counted = Counted(record(), record(decision=decision(kind=PromptClass.CODE)))
-    assert counted.value("requests_total", **CHAT_FAST, outcome="ok") == 1
-    assert counted.value("requests_total", **{"class": "code", "tier": "fast"}, outcome="ok") == 1
 
 
 async def scrape(stack: Stack) -> dict[tuple[str, ...], float]:

@@ -18,7 +18,6 @@ from router.auth.api_keys import add_key
 from router.monitoring.live import render_open
 from router.policy.decide import UNKNOWN_RETRY_S
 from router.policy.decision_log import OverflowRecord, read_log
-from router.telemetry.logs import request_line
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.router_stack import events, router_stack
 from tiers.spec import STANDARD_TIERS
@@ -448,27 +447,6 @@ async def test_another_servers_way_of_writing(tmp_path: Path) -> None:
         at.outside.nonsense = json.dumps(whole).encode()
         assert (await at.post("/v1/chat/completions", CHAT)).json() == whole
         assert (await at.record())["output_tokens"] == 3
-
-
-async def test_the_report_says_who_answers(tmp_path: Path) -> None:
-    """A caller that asks for the report in the body is told there too."""
-    async with full(tmp_path) as at:
-        answer = await at.post("/v1/chat/completions", {**CHAT, "qarr": {"report": True}})
-        report = answer.json()["qarr"]
-        assert (report["tier"], report["precision"], report["overflow"]) == (None, "unknown", NAME)
-
-
-async def test_people_are_shown_it(tmp_path: Path) -> None:
-    """The log's line of a request and ``qarr top`` name the overflow in the tier's place, or why it did not answer."""
-    async with full(tmp_path) as at:
-        await at.post("/generate", {"prompt": "hi"})
-        await at.ended()
-        answered = await at.record()
-        at.outside.status = 500
-        await at.post("/generate", {"prompt": "hi"})
-        refused = await at.record()
-    assert f" overflow={NAME} " in request_line(answered)
-    assert " overflow_failure=failed " in request_line(refused)
 
 
 async def test_its_spans(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from router.auth.api_keys import add_key
 from tests.unit.router_stack import Stack, router_stack
-from tiers.breaker import Breaker, BreakerOptions, BreakerState
+from tiers.breaker import BreakerState
 from tiers.fleet import Fleet
 from tiers.limit import ConcurrencyLimit
 from tiers.replica import FleetOptions, Replica
@@ -266,73 +266,6 @@ async def test_retries_are_bounded(tmp_path: Path) -> None:
         answers = [await stack.generate() for _ in range(6)]
         assert {a.status_code for a in answers} == {503}
         assert sum(len(e.requests) for e in stack.engines.values()) == 6 + 4
-
-
-def test_breaker_takes_one_probe_at_a_time() -> None:
-    """Closed, open, half-open with one request, and a longer pause after each probe that fails."""
-    breaker = Breaker(BreakerOptions(failures=2, pause_s=1, longest_pause_s=3))
-    breaker.failed(0.0, probe=0)
-    assert breaker.admits(0.0)
-    breaker.failed(0.0, probe=0)
-    assert breaker.state(0.5) is BreakerState.OPEN
-    assert not breaker.admits(0.5)
-    assert breaker.state(1.0) is BreakerState.HALF_OPEN
-    first = breaker.begin(1.0)
-    assert first
-    assert not breaker.admits(1.0)
-    breaker.succeeded(probe=0)  # sent before it opened: says nothing about now
-    assert not breaker.admits(1.0)
-    breaker.failed(1.0, probe=first)
-    assert breaker.wait_s(1.0) == 2
-    second = breaker.begin(3.0)
-    breaker.given_up(probe=second)
-    assert breaker.admits(3.0)
-    breaker.failed(3.0, probe=breaker.begin(3.0))
-    assert breaker.wait_s(3.0) == 3
-    breaker.succeeded(probe=breaker.begin(6.0))
-    assert breaker.state(6.0) is BreakerState.CLOSED
-    assert breaker.opened == 1
-
-
-def test_a_probe_that_does_not_answer_lets_the_next_one_go() -> None:
-    """After as long as a failure would have cost, longer each time; whichever answers first closes the breaker."""
-    breaker = Breaker(BreakerOptions(failures=1, pause_s=1, longest_pause_s=5))
-    breaker.failed(0.0, probe=0)
-    first = breaker.begin(1.0)
-    assert (breaker.admits(2.9), breaker.admits_in_s(2.0), breaker.wait_s(2.0)) == (False, 1.0, 0.0)
-    assert breaker.admits(3.0)
-    second = breaker.begin(3.0)
-    assert (breaker.admits(6.9), breaker.admits(7.0)) == (False, True)
-    breaker.given_up(probe=first)  # nobody waits for that one any more: the second one still holds
-    assert not breaker.admits(6.9)
-    third = breaker.begin(7.0)
-    assert (breaker.admits(11.9), breaker.admits(12.0)) == (False, True)
-    breaker.failed(12.0, probe=second)
-    breaker.failed(12.0, probe=third)  # both at once: one pause
-    assert breaker.wait_s(12.0) == 5
-    breaker.succeeded(probe=first)
-    assert breaker.state(12.0) is BreakerState.CLOSED
-
-
-def test_a_replica_that_fails_for_days_is_still_tried() -> None:
-    """The pause does not grow beyond its bound, nor its exponent beyond what a number holds."""
-    breaker, now = Breaker(BreakerOptions(failures=1, pause_s=1, longest_pause_s=30)), 0.0
-    breaker.failed(now, probe=0)
-    for _ in range(3000):
-        now += breaker.wait_s(now)
-        breaker.failed(now, probe=breaker.begin(now))
-    assert breaker.wait_s(now) == 30
-
-
-def test_breaker_opens_by_the_share_of_failures() -> None:
-    """Failures that never come in a row."""
-    breaker = Breaker(BreakerOptions(failures=3, failure_share=0.5))
-    for number in range(8):
-        if number % 2:
-            breaker.failed(0.0, probe=0)
-        else:
-            breaker.succeeded(probe=0)
-    assert breaker.state(0.0) is BreakerState.OPEN
 
 
 def test_limit_follows_what_the_engine_takes_up() -> None:

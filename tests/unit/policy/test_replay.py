@@ -197,24 +197,3 @@ def read_log_of(text: str, folder: Path) -> list[object]:
     path = folder / "text"
     path.write_text(text)
     return list(read_log(path))
-
-
-def test_logs_without_several_answers_are_read(tmp_path: Path, logs: Any) -> None:
-    """A log of a router that did not count answers: each request is one, and takes one place."""
-    path = tmp_path / "decisions.jsonl"
-    log = DecisionLog(path)
-    snapshot = fleet(speeds=MEASURED, busy=31)
-    log.decided("r-1", decide(query(), snapshot, PROFILED), snapshot, PROFILED)
-    log.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        if line["kind"] == "decision":
-            assert (line["query"].pop("sequences"), line["query"].pop("all_prompt_tokens")) == (1, 0)
-            for tier in line["fleet"]["tiers"]:
-                for replica in tier["replicas"]:
-                    replica.pop("places")
-    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
-    recording = logs.read_recording(path)
-    assert recording.decisions[0].query.sequences == 1
-    assert recording.decisions[0].fleet.sequences == 93
-    assert not logs.differing(recording)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 START, BODY = "http.response.start", "http.response.body"
-LENGTH = (b"content-length", b"2")
 
 
 class Wire:

@@ -59,31 +59,6 @@ def next_for(fleet: Fleet, prefix: Prefix) -> ReplicaSnapshot | None:
     return tier.next(tier.ask(int(prefix.ends[-1][1]), 10, 1, snapshot))
 
 
-def test_a_chat_goes_on_where_it_has_begun() -> None:
-    """Whoever is free: turn by turn, and by the snapshot as by the lease."""
-    fleet = make_fleet()
-    for name in ("a", "b"):
-        first = sent(fleet, chat(1, name))
-        first.first_token()
-        for turn in range(2, 5):
-            found = next_for(fleet, chat(turn, name))
-            with sent(fleet, chat(turn, name)) as later:
-                assert later.replica is first.replica
-                assert found is not None
-                assert found.id == first.replica.id
-        assert held(fleet, chat(4, name))[fleet.replicas.index(first.replica)] == 512
-    assert {replica.in_flight for replica in fleet.replicas} == {1}, "the first turns of two chats are on two replicas"
-
-
-def test_without_prefixes_the_least_loaded_gets_it() -> None:
-    """Also a prompt that no replica holds anything of."""
-    fleet = make_fleet()
-    sent(fleet, chat(4))
-    assert sent(fleet, chat(1, "other")).replica is fleet.replicas[1]
-    assert held(fleet, None) == [None, None]
-    assert held(fleet, chat(2)) == [256, 0]
-
-
 @pytest.mark.parametrize("speed", [None, SPEED], ids=["tokens", "times"])
 def test_a_busy_replica_loses_its_chats(speed: SpeedModel | None) -> None:
     """Once its load costs more than its cache saves; the other one then holds the chat as well."""
@@ -218,12 +193,3 @@ def test_a_session_gives_way_to_load_and_to_a_replica_that_is_not_open() -> None
     busy.release()
     next(r for r in fleet.replicas if r.id == home.id).mark(ReplicaState.DRAINING)
     assert sent(fleet, prefix).replica is other
-
-
-def test_with_one_replica_nothing_is_chosen() -> None:
-    """No session is looked for; what the replica holds is known all the same, for predictions."""
-    fleet = make_fleet(1)
-    sent(fleet, chat(4, session="x")).release()
-    snapshot = fleet.snapshot(prefix=chat(5, session="x"))
-    (replica,) = snapshot.tiers[0].replicas
-    assert (replica.cached_tokens, replica.home) == (512, False)

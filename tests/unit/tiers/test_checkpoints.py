@@ -296,27 +296,6 @@ def test_folders_without_a_tokenizer_are_no_models(tmp_path: Path, files: dict[s
         identity(tmp_path)
 
 
-def test_a_checkpoint_without_weights_is_not_sealed(tmp_path: Path) -> None:
-    folder = model(tmp_path / "a")
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="has no weights"):
-        seal(folder, FAST, model="m", base_digest="b", made={"method": "AWQ", "versions": {}})
-    assert not (folder / MANIFEST).exists()
-
-
-def test_nothing_made_leaves_what_was_there(tmp_path: Path) -> None:
-    """Another process made it while this one waited: its folder stays."""
-    target = tmp_path / "awq-1"
-    target.mkdir()
-    (target / "theirs").touch()
-    with making(target):
-        pass
-    assert [p.name for p in target.iterdir()] == ["theirs"]
-    with making(target) as work:
-        (work / "ours").touch()
-    assert [p.name for p in target.iterdir()] == ["ours"]
-
-
 def test_two_that_make_in_one_store_take_turns(tmp_path: Path) -> None:
     """The second begins when the first has finished, and sees what it made."""
     seen, begun = [], threading.Event()
@@ -334,9 +313,3 @@ def test_two_that_make_in_one_store_take_turns(tmp_path: Path) -> None:
         assert not seen
     thread.join(10)
     assert seen == [True]
-
-
-def test_a_folder_that_cannot_be_looked_at_is_said_so(tmp_path: Path) -> None:
-    """Such as one of another user, or of a file system that is gone; here a name that is too long."""
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        identity(tmp_path / ("x" * 300))

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiers.choice import HOME_SHARE, Ask, Candidate, preferred, uncached
+from tiers.choice import HOME_SHARE, Ask, Candidate, preferred
 from tiers.speed import IDLE, Load, SpeedModel
 
 SPEED = SpeedModel(20.0, 1.0, 10.0, 1.0, profiled=True)
@@ -22,24 +22,10 @@ def one(
     return Candidate(position, tokens, sequences, cached, home, more.get("speed"), load, trends)
 
 
-def test_the_most_of_the_prompt_wins_on_equal_load() -> None:
-    """By tokens and by times alike."""
-    for speed in (None, SPEED):
-        found = preferred([one(n, cached=cached, speed=speed) for n, cached in enumerate((0, 640, 320))], ASK)
-        assert found == 1
-
-
 def test_without_a_known_speed_a_cache_outweighs_as_many_tokens_as_it_saves() -> None:
     """One more, and the request goes to the replica that is free."""
     for waiting, found in ((639, 0), (640, 1), (641, 1)):
         assert preferred([one(0, waiting, 1, cached=640), one(1)], ASK) == found
-
-
-def test_with_known_speeds_the_whole_answer_is_compared() -> None:
-    """A cache that saves 640 ms of prefill outweighs 6 other sequences, each of which adds 1 ms to 100 steps; not 7."""
-    for sequences, found in ((6, 0), (7, 1)):
-        busy = one(0, 9999, sequences, cached=640, speed=SPEED, load=Load(sequences))
-        assert preferred([busy, one(1, speed=SPEED)], ASK) == found
 
 
 def test_a_replica_that_is_slower_than_predicted_loses_its_chats() -> None:
@@ -47,13 +33,6 @@ def test_a_replica_that_is_slower_than_predicted_loses_its_chats() -> None:
     for trends, found in (((0.0, 0.0), 0), ((0.0, 1.0), 1), ((2.0, 0.0), 1)):
         warm = one(0, 0, 1, cached=640, speed=SPEED, load=Load(1), trends=trends)
         assert preferred([warm, one(1, speed=SPEED)], ASK) == found
-
-
-def test_prompts_that_wait_count_like_the_own() -> None:
-    """A replica that has as much to prefill as its cache saves is no better than a free one."""
-    for waiting, found in ((600, 0), (641, 1)):
-        busy = one(0, waiting, 1, cached=640, speed=SPEED, load=Load(0, waiting))
-        assert preferred([busy, one(1, speed=SPEED)], ASK) == found
 
 
 def test_one_speed_that_is_not_known_under_load_makes_all_count_tokens() -> None:
@@ -94,8 +73,3 @@ def test_affinity_beats_a_free_replica_by_no_more_than_it_saves(busy: int, free:
     """In tokens: the load that is taken on is at most the prefill that is saved."""
     taken = preferred([one(0, busy, 1, cached=cached), one(1, free, 1)], ASK)
     assert taken == 1 or busy - free <= cached
-
-
-def test_a_cached_prompt_is_not_computed() -> None:
-    """Nothing is left below nothing, where an engine counts otherwise."""
-    assert [uncached(100, cached) for cached in (None, 0, 60, 100, 200)] == [100, 100, 40, 0, 0]

@@ -7,7 +7,6 @@ import json
 import os
 import select
 import socket
-import stat
 import subprocess
 import sys
 import time
@@ -22,15 +21,9 @@ from tests.ports import reserved_range
 from tiers.cluster.actor import DETACHED, hold_port, is_healthy, node_environment
 from tiers.cluster.job import (
     Job,
-    PlacedReplica,
-    PlacementState,
     WantedReplica,
-    engines_by_tier,
-    read_status,
     write_json,
-    write_status,
 )
-from tiers.cluster.resources import NodeResources, why_not_placed
 from tiers.cluster.runner import RayEngines, RayOptions
 from tiers.errors import EngineError
 
@@ -52,26 +45,6 @@ def job(folder: Path) -> Job:
     )
 
 
-def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """By the placement, which runs in another environment; the file is its owner's alone."""
-    job(tmp_path).write(tmp_path / "job.json")
-    assert Job.read(tmp_path / "job.json") == job(tmp_path)
-    assert stat.S_IMODE((tmp_path / "job.json").stat().st_mode) == 0o600
-
-
-def test_the_file_of_engines_names_those_that_answer(tmp_path: Path) -> None:
-    """By tier; a tier without any has an empty list, so that the router waits for it."""
-    known = [
-        PlacedReplica("a", "fast", PlacementState.READY, url="http://10.0.0.5:1"),
-        PlacedReplica("b", "fast", PlacementState.SILENT, url="http://10.0.0.6:1"),
-        PlacedReplica("c", "precise", PlacementState.LOST),
-    ]
-    assert engines_by_tier(("fast", "precise"), known) == {"fast": ["http://10.0.0.5:1"], "precise": []}
-    assert read_status(tmp_path / "status.json") == ()
-    write_status(tmp_path / "status.json", known)
-    assert read_status(tmp_path / "status.json") == tuple(known)
-
-
 def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
     """Who has it open reads the old one to its end, and nothing else is left in the folder."""
     write_json(tmp_path / "x.json", [1])
@@ -80,21 +53,6 @@ def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
         assert json.load(old) == [1]
     assert json.loads((tmp_path / "x.json").read_text()) == [2]
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
-
-
-def test_why_a_replica_waits() -> None:
-    """It is told what it needs and what is free where, and what to do if no node will ever do."""
-    nodes = [
-        NodeResources("10.0.0.5", {"CPU": 8, "GPU": 1}, {"CPU": 8}),
-        NodeResources("10.0.0.6", {"CPU": 4}, {"CPU": 1}),
-    ]
-    assert why_not_placed({"CPU": 1, "GPU": 1}, nodes) == (
-        "it needs CPU 1 and GPU 1 on one node. Free are 10.0.0.5: CPU 8 of 8, GPU 0 of 1; 10.0.0.6: CPU 1 of 4, GPU 0 of 0"
-    )
-    assert "No node has as much: add one ('ray start'), or set ray.resources" in why_not_placed({"GPU": 2}, nodes)
-    assert "there are no nodes" in why_not_placed({"GPU": 2}, [])
-    assert "; and 2 more nodes. No node" in why_not_placed({"CPU": 9}, nodes * 5)
-    assert why_not_placed({"CPU": 8}, nodes) == "Ray is about to start its process"
 
 
 def test_a_node_gives_engines_neither_rays_variables_nor_ours() -> None:
@@ -205,15 +163,6 @@ async def test_what_cannot_start_ends_the_start(
     with pytest.raises(EngineError) as caught:
         await running.task
     assert str(caught.value) == said
-
-
-@pytest.mark.anyio
-async def test_a_placement_that_cannot_be_started_is_told(tmp_path: Path) -> None:
-    """With the program's name, and the system's word."""
-    options = RayOptions(tmp_path / "nothing", tmp_path / "own", job(tmp_path), "key")
-    with pytest.raises(EngineError, match=r"could not be started: .*nothing"):
-        await RayEngines(options, lambda _line: None).run()
-    assert not (tmp_path / "own").exists()
 
 
 def test_a_detached_guard_outlives_who_started_it_and_ends_all_below(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -14,19 +13,15 @@ import pytest
 
 from tests.fakes import quantizer as fake
 from tests.unit.tiers.test_checkpoints import model
-from tiers.checkpoints.checkpoint import read_checkpoint
 from tiers.checkpoints.prepare import (
     DEFAULT_GGUF,
     DEFAULT_GGUF_SHA256,
     DEFAULT_MODEL,
     PrepareOptions,
-    Quantizer,
-    check_model,
     find,
     finished,
     locate,
     prepare,
-    slug,
 )
 from tiers.errors import CheckpointError
 from tiers.spec import STANDARD_TIERS
@@ -208,17 +203,6 @@ def test_a_model_of_the_hub_is_fetched_once(options: PrepareOptions) -> None:
     assert (base.name, base.source) == ("model-1.5", target.resolve())
 
 
-@pytest.mark.parametrize("name", ["no/such/model", "model", "", "owner/", "../x/y"])
-def test_names_that_are_no_models(options: PrepareOptions, name: str) -> None:
-    with pytest.raises(CheckpointError, match=r"neither a folder with config\.json"):
-        check_model(replace(options, model=name))
-
-
-@pytest.mark.parametrize("name", [DEFAULT_MODEL, "owner/name", "HuggingFaceTB/SmolLM2-135M-Instruct"])
-def test_names_that_may_be_models(options: PrepareOptions, name: str) -> None:
-    check_model(replace(options, model=name))
-
-
 def test_the_default_model_is_known_by_its_file(options: PrepareOptions) -> None:
     """Fetched before, it is not fetched again."""
     gguf = options.store / "gguf" / DEFAULT_GGUF.rpartition("/")[2]
@@ -226,29 +210,3 @@ def test_the_default_model_is_known_by_its_file(options: PrepareOptions) -> None
     gguf.touch()
     base = locate(replace(options, model=DEFAULT_MODEL), nothing)
     assert (base.name, base.digest, base.source) == (DEFAULT_MODEL, DEFAULT_GGUF_SHA256, gguf)
-
-
-@pytest.mark.parametrize(
-    ("name", "folder"),
-    [("owner/My_Model-1.5B", "my-model-1.5b"), ("/models/Qwen 2/", "qwen-2"), ("--x--", "x")],
-)
-def test_slugs(name: str, folder: str) -> None:
-    assert slug(name) == folder
-
-
-def test_a_process_that_starts_after_the_stop_is_ended() -> None:
-    """Whichever of the two comes first."""
-    quantizer = Quantizer()
-    quantizer.stop()
-    with subprocess.Popen(["sleep", "600"], text=True) as process:
-        quantizer.started(process)
-        assert process.wait(20) == -15
-
-
-def test_a_checkpoint_of_another_form_is_none(tmp_path: Path) -> None:
-    """Neither a folder without a manifest, nor a file in its place, nor one with unknown fields."""
-    (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "qarr-manifest.json").write_text('{"recipe_version": 1, "unknown": 2}')
-    for name in ("none", "file", "folder"):
-        assert read_checkpoint(FAST, tmp_path / name) is None

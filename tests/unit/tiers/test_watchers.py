@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,16 +14,15 @@ from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.own_engines import own_engines, until
 from tests.unit.tiers.test_probe import GAUGES
 from tiers.fleet import Fleet
-from tiers.lifecycle.canary import Canary
-from tiers.lifecycle.engine import Engine
-from tiers.lifecycle.operations import OperationOptions, Operations
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
 from tiers.lifecycle.watchdog import WatchdogOptions
-from tiers.replica import Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tiers.replica import Replica
 
 pytestmark = pytest.mark.anyio
 READY, FAILED, UNREACHABLE, STARTING = (
@@ -119,21 +116,6 @@ async def test_what_nobody_expected_is_logged_once_and_tried_again(
     assert len([r for r in caplog.records if r.exc_info]) == 1
 
 
-async def test_those_who_are_told_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception of what is called at a change of state changes nothing for the engine."""
-
-    def told(_replica: Replica) -> None:
-        raise RuntimeError("the terminal is gone")
-
-    async with own_engines(tmp_path, monkeypatch) as own:
-        pid = own.first.pid
-        own.supervisor._on_change = told
-        operation = own.supervisor.operations.begin("restart", "fast-0")
-        await until(lambda: operation.state == "done")
-        assert own.first.state is READY
-        assert own.first.pid != pid
-
-
 async def test_an_engine_that_cannot_be_started_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its log cannot be made: the reason is told and counted as an end; it starts once that is mended."""
     async with own_engines(tmp_path, monkeypatch) as own:
@@ -166,85 +148,3 @@ async def test_a_restart_ends_where_the_engine_cannot_be_started(
         operation = own.supervisor.operations.begin("restart", "fast-0")
         await until(lambda: operation.state == "done")
         assert own.first.state is READY
-
-
-async def test_a_port_that_is_taken_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever listens there meanwhile is named as the reason and gets no request; freed, the port is used again."""
-    async with own_engines(tmp_path, monkeypatch) as own:
-        assert own.first.pid is not None
-        port = int(own.first.url.rpartition(":")[2])
-        os.kill(own.first.pid, signal.SIGKILL)
-        await until(lambda: own.first.state is STARTING)
-        with socket.create_server(("127.0.0.1", port)) as taken:
-            taken.setblocking(False)
-            await until(lambda: f"port {port} on 127.0.0.1 is in use" in (own.first.detail or ""))
-            with pytest.raises(BlockingIOError):
-                taken.accept()
-        await until(lambda: own.first.state is READY)
-
-
-async def test_a_canary_that_fails_unexpectedly_ends_the_start_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A first start with what nobody expected is a failed one, with no process left; the next may do."""
-
-    class Faulty(Canary):
-        async def check_answers(self, *args: Any) -> None:
-            raise ZeroDivisionError("not foreseen")
-
-    canary = Faulty(tmp_path / "canary.json", "machine")
-    async with own_engines(tmp_path, monkeypatch, ready=False, canary=canary) as own:
-        assert "ZeroDivisionError: not foreseen" in (own.first.detail or "")
-        assert own.first.pid is None
-        own.supervisor._options = SupervisorOptions(tmp_path / "logs")
-        operation = own.supervisor.operations.begin("restart", "fast-0")
-        await until(lambda: operation.state == "done")
-
-
-async def test_answers_that_cannot_be_recorded_do_not_stop_an_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is compared with nothing then, and the log says so."""
-    canary = Canary(Path("/proc/qarr/canary.json"), "machine")  # where nobody may write
-    async with own_engines(tmp_path, monkeypatch, canary=canary) as own:
-        assert own.first.state is READY
-    assert "the recorded answers cannot be written" in caplog.text
-
-
-class FaultyControl:
-    """Control of engines that fails unexpectedly."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self.fleet = fleet
-        self._engine = Engine(fleet.replicas[0], None, WatchdogOptions())
-
-    @property
-    def engines(self) -> tuple[Engine, ...]:
-        return (self._engine,)
-
-    def engine(self, _replica_id: str) -> Engine:
-        return self._engine
-
-    def hold(self, _engine: Engine, _why: str) -> None:
-        raise ZeroDivisionError("not foreseen")
-
-    def resume(self, _engine: Engine) -> None:
-        pass
-
-    def start_beside(self, _engine: Engine) -> Engine:
-        raise AssertionError
-
-    async def retire(self, _engine: Engine) -> None:
-        raise AssertionError
-
-
-async def test_an_operation_that_fails_unexpectedly_ends() -> None:
-    """It is failed, with the exception, and the replica can be operated on again."""
-    fleet = Fleet((TierSpec(TierName.FAST, 2048, 16, 32),))
-    fleet.add(Replica("fast-0", fleet.specs[0], "u", "", "m", state=READY))
-    operations = Operations(FaultyControl(fleet), OperationOptions())
-    operation = operations.begin("drain", "fast-0")
-    await until(lambda: operation.state == "failed")
-    assert "ZeroDivisionError: not foreseen" in operation.detail
-    resumed = operations.begin("resume", "fast-0")
-    await until(lambda: resumed.state == "done")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -58,21 +56,6 @@ def test_requests_earn_their_share_of_a_retry() -> None:
     assert budget.take()
 
 
-def test_without_reserve_no_retry_is_ever_earned() -> None:
-    budget = RetryBudget(share=1.0, reserve=0)
-    budget.earn()
-    assert not budget.take()
-
-
-async def test_an_answer_comes_from_the_decided_tier() -> None:
-    async with upstream_stack() as stack:
-        answer = await stack.upstream.open(stack.decision(BALANCED), HI)
-        assert (answer.tier, answer.replica_id, answer.failed_attempts) == (BALANCED, "balanced-0", 0)
-        assert stack.replica(BALANCED).slots == 1
-        await answer.aclose()
-        assert (stack.asked(), stack.held(), stack.upstream.retries.total()) == ([0, 1, 0], 0, 0)
-
-
 @pytest.mark.parametrize("status", [401, 403, 408, 425, 429, 500, 502, 503])
 async def test_what_blames_the_engine_is_tried_elsewhere(status: int) -> None:
     """The failure counts against the replica, and the retry for the tier that it went to."""
@@ -95,33 +78,6 @@ async def test_what_blames_the_request_is_not_tried_elsewhere(status: int) -> No
         assert (refused.value.status, refused.value.detail) == (status, "x" * 300)
         assert json.loads(refused.value.body)["error"]["message"] == "x" * 400
         assert (stack.replica(FAST).failed, stack.asked(), stack.held()) == (0, [1, 0, 0], 0)
-
-
-async def test_a_refusal_without_a_message_tells_its_status() -> None:
-    async with upstream_stack() as stack:
-        with pytest.raises(EngineRefused, match=r"^HTTP 404$"):
-            await stack.upstream.open(stack.decision(FAST), replace(HI, path="/nowhere"))
-
-
-async def test_an_engine_that_is_gone_is_tried_elsewhere() -> None:
-    async with upstream_stack() as stack:
-        (port,) = reserved_ports()
-        stack.replica(FAST).url = f"http://127.0.0.1:{port}"
-        answer = await stack.upstream.open(stack.decision(FAST), HI)
-        assert answer.tier is BALANCED
-        await answer.aclose()
-        assert stack.replica(FAST).failed == 1
-
-
-@pytest.mark.parametrize(
-    "fault", [{"break_after": 0}, {"error_after": 0}, {"nonsense": b"data: [DONE]\n\n"}, {"nonsense": b"<html>"}]
-)
-async def test_what_breaks_before_the_first_token_is_tried_elsewhere(fault: dict[str, Any]) -> None:
-    async with upstream_stack(fast=Behaviour(**fault)) as stack:
-        answer = await stack.upstream.open(stack.decision(FAST), HI)
-        assert (answer.tier, stack.replica(FAST).failed) == (BALANCED, 1)
-        await answer.aclose()
-        assert stack.held() == 0
 
 
 async def test_when_all_fail_every_cause_is_told() -> None:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 ANSWER = "The capital of France is Paris."
-LATER = 3600.0  # a deadline, in seconds from now, that no test reaches
 PLAIN = b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
 
 
