@@ -123,17 +123,14 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-TOPICS = ("rain", "tin", "the moon", "bread", "chess", "Ünïcödé", "北京", "a 🦊")
+TOPICS = ("rain", "Ünïcödé", "北京", "a 🦊")
 VARIED: list[dict[str, Any]] = [
     *FEATURES.values(),
     *({"messages": [{"role": "user", "content": f"Tell me about {topic}."}]} for topic in TOPICS),
-    *(
-        {"messages": [{"role": "user", "content": f"What is {n} times {n + 3}?"}], "max_tokens": 3 + n}
-        for n in range(8)
-    ),
+    *({"messages": [{"role": "user", "content": f"What is {n} times {n + 3}?"}], "max_tokens": 3 + n} for n in (0, 7)),
     *(
         {"messages": [{"role": "system", "content": "You are a pirate."}, {"role": "user", "content": f"{topic}?"}]}
-        for topic in TOPICS
+        for topic in TOPICS[:2]
     ),
     {"messages": [{"role": "user", "content": "word " * 600}], "max_tokens": 4},
     {"messages": [{"role": "user", "content": "Write a Python function that adds."}], "max_tokens": 24},
@@ -214,9 +211,8 @@ def arguments_of(stream: list[Any]) -> str:
     return "".join(call.get("arguments") or "" for call in calls)
 
 
-def test_fifty_varied_chats_are_answered_alike(engine: Side, router: Side) -> None:
+def test_varied_chats_are_answered_alike(engine: Side, router: Side) -> None:
     """Whole answers are equal but for ids and times, and streams concatenate to the same text."""
-    assert len(VARIED) == 50
     for body in VARIED:
         ask(engine, **body)  # a prompt in the engine's cache is computed with other rounding than a new one
         direct, routed = ask(engine, **body), ask(router, **body)
@@ -361,7 +357,7 @@ def test_precisions_and_truncation_on_real_engines(engine: Side, router: Side) -
     assert "int4" in ask(router, provider={"quantizations": ["int8"]}, model="auto").json()["error"]["message"]
     turns = [
         {"role": role, "content": f"{role} {n} says: " + f"word number {n}, " * 60}
-        for n in range(8)
+        for n in (0, 7)
         for role in ("user", "assistant")
     ]
     talk = [

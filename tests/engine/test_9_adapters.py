@@ -121,7 +121,7 @@ def test_more_are_loaded_at_run_time_and_survive_a_restart(lora: Up, folders: di
         OpenAI(base_url=f"{lora.url}/v1", api_key="none").models.retrieve("pirate")
 
 
-def test_its_loss_is_measured_and_decides(lora: Up, folders: dict[str, Path]) -> None:
+def test_its_loss_is_measured_and_decides(lora: Up, folders: dict[str, Path], tmp_path: Path) -> None:
     """On the tiers that have it, against itself at the highest precision."""
     assert _qarr(lora, "adapters", "load", "support", str(folders["support"]), "--tier", "precise").returncode == 0
     assert [lora.tiers()[tier]["adapters"] for tier in ("fast", "balanced", "precise")] == [
@@ -129,7 +129,9 @@ def test_its_loss_is_measured_and_decides(lora: Up, folders: dict[str, Path]) ->
         [],
         ["support"],
     ]
-    few = ("--per-class", "1", "--tokens", "8")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(f'{{"text": "{QUESTION}", "class": "chat"}}\n{{"text": "What is 2 + 2?", "class": "math"}}\n')
+    few = ("--prompts", str(prompts), "--tokens", "8")
     profiled = _qarr(lora, "profile", "quality", "--adapter", "support", *few)
     assert profiled.returncode == 0, profiled.stderr
     assert "not first choice" in profiled.stdout
