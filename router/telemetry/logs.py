@@ -20,6 +20,8 @@ from logging.handlers import QueueHandler
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
 
+from pydantic_core import to_json
+
 from router.line_file import Losses, PrivateFile, Writer, made_record
 from router.telemetry.record import Outcome, render_summary
 
@@ -160,6 +162,7 @@ class Logging:
         self._writer = Writer(self._stderr)
         self._handler = _Queued(self._writer.queue)
         self._handler.put = self._writer.put
+        logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # nobody reads them of a record
         logging.basicConfig(level=logging.WARNING, handlers=[self._handler], force=True)
         logging.getLogger("qarr").setLevel(min(_level(telemetry), logging.INFO))
         Logging.current = self
@@ -315,7 +318,10 @@ class JsonFormatter(logging.Formatter):
             line |= {"arrived_at": fields["at"], "at": round(record.created, 3)}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str, separators=(",", ":"))
+        try:
+            return to_json(line, fallback=str, inf_nan_mode="constants").decode()
+        except ValueError:  # a lone surrogate, which the file's own encoding escapes
+            return json.dumps(line, ensure_ascii=False, default=str, separators=(",", ":"))
 
 
 class TextFormatter(logging.Formatter):
