@@ -191,6 +191,7 @@ async def test_the_metrics_page_is_openmetrics_with_exemplars(tmp_path: Path) ->
     async with router_stack(tmp_path) as stack:
         answer = await stack.generate()
         await record_of(stack, answer)
+        assert answer.headers["x-qarr-trace-id"] not in (await stack.client.get(f"{stack.url}/metrics")).text
         accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
         page = await stack.client.get(f"{stack.url}/metrics", headers=accept)
         assert page.headers["content-type"].startswith("application/openmetrics-text")
@@ -287,20 +288,16 @@ async def test_an_answer_that_another_tier_goes_on_with_is_shown_there(tmp_path:
 
 
 async def test_questions_about_the_past_have_clear_answers(tmp_path: Path) -> None:
-    """Unknown traces and wrong limits are problems that say what is allowed; lists are newest first."""
+    """Unknown traces are problems that say what to set; lists are newest first."""
     async with router_stack(tmp_path, {"telemetry": {"recent_requests": 2}}) as stack:
         answers = [await stack.generate() for _ in range(3)]
         await record_of(stack, answers[-1])
         ids = [r["request_id"] for r in (await get(stack, "/requests"))["requests"]]
         assert ids == [a.headers["x-request-id"] for a in reversed(answers[1:])]
-        assert len((await get(stack, "/requests?limit=1"))["requests"]) == 1
         traces = await traces_with(stack, answers[1])
         assert [t["trace_id"] for t in traces] == [a.headers["x-qarr-trace-id"] for a in reversed(answers[1:])]
         gone = await stack.client.get(f"{stack.url}/traces/{'0' * 31}1")
         assert (gone.status_code, "telemetry.recent_requests" in gone.json()["detail"]) == (404, True)
-        for limit in ("0", "x", "-1", "1001", "1e3"):
-            wrong = await stack.client.get(f"{stack.url}/requests?limit={limit}")
-            assert (wrong.status_code, "1 to 1000" in wrong.json()["detail"]) == (400, True)
         assert (await get(stack, "/policy"))["max_loss"] == {}  # unless the settings say otherwise
 
 
