@@ -15,7 +15,6 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from router.telemetry.tracing import Telemetry, make_telemetry
-from tests.fakes.engine import Behaviour
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
 from tiers.spec import TierName
@@ -358,8 +357,9 @@ async def test_the_page_shows_the_spans_that_are_exported(tmp_path: Path, fault:
 async def test_a_wait_in_the_queue_is_on_the_trace(tmp_path: Path) -> None:
     """Between the decision and the engine, as long as the record says."""
     names = ("fast", "balanced", "precise")
-    slow = {name: Behaviour(delay_s=0.1) for name in names}
-    async with router_stack(tmp_path, {"tiers": {name: {"max_in_flight": 1} for name in names}}, **slow) as stack:
+    async with router_stack(tmp_path, {"tiers": {name: {"max_in_flight": 1} for name in names}}) as stack:
+        for behaviour in stack.engines.values():
+            behaviour.delay_s = 0.1
         held = [asyncio.create_task(stack.generate(tier=name)) for name in names]
         await until(lambda: all(behaviour.running for behaviour in stack.engines.values()))
         waited = await stack.generate()
@@ -388,10 +388,9 @@ async def test_requests_that_share_a_trace_are_shown_together(tmp_path: Path) ->
 
 async def test_a_resumable_stream_that_fails_late_is_kept_too(tmp_path: Path) -> None:
     """Its engine may break after its connection, and with it the server span, has ended."""
-    slow = {name: Behaviour(delay_s=0.1) for name in ("fast", "balanced", "precise")}
-    async with router_stack(tmp_path, **slow) as stack:
+    async with router_stack(tmp_path) as stack:
         for behaviour in stack.engines.values():
-            behaviour.break_after = 5
+            behaviour.break_after, behaviour.delay_s = 5, 0.1
         async with stack.client.stream(
             "POST", f"{stack.url}/generate", json={"prompt": "hi", "resumable": True}
         ) as left:

@@ -121,13 +121,13 @@ async def test_engine_elsewhere_comes_and_goes(tmp_path: Path) -> None:
 async def test_a_speed_measured_on_a_busy_machine_is_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else the machine does can only slow a measurement down: the fastest of a few counts."""
     monkeypatch.setattr("tiers.lifecycle.idle_speed.PAUSE_S", 0.2)
-    behaviour = Behaviour(delay_s=0.2)
+    behaviour = Behaviour(delay_s=0.1)
     async with watching(tmp_path, behaviour) as fleet:
         replica = fleet.replicas[0]
         await until(lambda: replica.speed is not None)
         assert replica.speed is not None
         disturbed = replica.speed.step_base_ms
-        assert disturbed >= 200
+        assert disturbed >= 100
         behaviour.delay_s = 0.0
         await until(lambda: replica.speed is not None and replica.speed.step_base_ms < disturbed / 2)
 
@@ -138,7 +138,7 @@ async def test_a_profile_that_comes_during_a_measurement_counts(tmp_path: Path) 
     async with watching(tmp_path, behaviour) as fleet:
         replica = fleet.replicas[0]
         await until(lambda: replica.state is ReplicaState.READY)
-        asked, behaviour.delay_s = behaviour.measurements, 0.2
+        asked, behaviour.delay_s = behaviour.measurements, 0.1
         await until(lambda: behaviour.measurements > asked)  # a measurement is under way
         fleet.speeds, replica.speed = {TierName.FAST: SpeedModel(10.0, 0.1, 5.0, profiled=True)}, None
         await until(lambda: behaviour.measurements > asked + 1)  # its second half
