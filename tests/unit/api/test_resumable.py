@@ -14,6 +14,7 @@ from router.api.resumable import ResumableStream, ResumableStreams, StreamGone
 from router.auth.api_keys import add_key
 from router.settings import ServerSettings
 from tests.fakes.engine import Behaviour
+from tests.unit.own_engines import until
 from tests.unit.router_stack import events, router_stack
 from tiers.spec import TierName
 
@@ -35,12 +36,6 @@ def ids(text: str) -> list[str]:
 
 def text_of(text: str) -> str:
     return "".join(data["text"] for name, data in events(text) if name == "message")
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

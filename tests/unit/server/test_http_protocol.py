@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from router.auth.api_keys import add_key
+from tests.unit.own_engines import until
 from tests.unit.router_stack import events, router_stack
 from tiers.spec import TierName
 
@@ -63,12 +64,6 @@ async def answer_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], 
         head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
     first, *lines = head.decode().split("\r\n")
     return int(first.split()[1]), dict(line.lower().split(": ", 1) for line in lines), body
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 def open_at(port: int) -> int:
