@@ -96,9 +96,11 @@ async def test_each_name_has_a_card(tmp_path: Path) -> None:
         assert {cards[name]["max_model_len"] for name in ("auto", "qarr", "any")} == {max(lengths.values())}
         assert cards["org/model"]["parent"] == "balanced"
         assert (cards["fast"]["parent"], cards["qarr"]["parent"]) == (None, "auto")
-        one = await stack.client.get(f"{stack.url}/v1/models/org/model")
-        assert one.json() == cards["org/model"]
-        assert one.headers["x-request-id"]
+        assert cards["org/model"]["max_model_len"] == lengths[TierName.BALANCED]
+        for name, card in cards.items():
+            one = await stack.client.get(f"{stack.url}/v1/models/{name}")
+            assert one.json() == card
+            assert one.headers["x-request-id"]
         lost = await stack.client.get(f"{stack.url}/v1/models/org")
         assert (lost.status_code, lost.json()["error"]["code"]) == (404, "model_not_found")
 

@@ -104,29 +104,27 @@ async def test_answers_pass_as_they_are(tmp_path: Path, path: str) -> None:
         assert stack.leases() == 0
 
 
+HINTS: list[tuple[dict[str, str], dict[str, Any], str]] = [
+    ({}, {"model": "balanced"}, "balanced"),
+    ({}, {"model": "claude-haiku"}, "fast"),
+    ({"x-qarr-tier": "precise"}, {}, "precise"),
+    ({"x-qarr-tier": "precise"}, {"qarr": {"tier": "balanced"}}, "balanced"),
+    ({}, {"qarr": {"sla": {"max_quality_loss": 0}}}, "precise"),
+    ({}, {"text": "Write a Python function that adds"}, "balanced"),
+    ({}, {"text": [{"type": "image", "source": {}}]}, "precise"),
+]
+
+
 @both
-@pytest.mark.parametrize(
-    ("headers", "body", "tier"),
-    [
-        ({}, {"model": "balanced"}, "balanced"),
-        ({}, {"model": "claude-haiku"}, "fast"),
-        ({"x-qarr-tier": "precise"}, {}, "precise"),
-        ({"x-qarr-tier": "precise"}, {"qarr": {"tier": "balanced"}}, "balanced"),
-        ({}, {"qarr": {"sla": {"max_quality_loss": 0}}}, "precise"),
-        ({}, {"text": "Write a Python function that adds"}, "balanced"),
-        ({}, {"text": [{"type": "image", "source": {}}]}, "precise"),
-    ],
-)
-async def test_hints_come_by_model_header_and_body(
-    tmp_path: Path, path: str, headers: dict[str, str], body: dict[str, Any], tier: str
-) -> None:
+async def test_hints_come_by_model_header_and_body(tmp_path: Path, path: str) -> None:
     """As for chat completions; and the last turn decides."""
     options = {"openai": {"aliases": {"claude-haiku": "auto"}}}
-    given = {next(iter(BODIES[path])): [{"role": "user", "content": body["text"]}]} if "text" in body else body
     async with router_stack(tmp_path, options) as stack:
-        answer = await ask(stack, path, headers, **given)
-        assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, tier)
-        assert "qarr" not in asked(stack.engines[TierName(tier)], path)[-1]
+        for headers, body, tier in HINTS:
+            given = {next(iter(BODIES[path])): [{"role": "user", "content": body["text"]}]} if "text" in body else body
+            answer = await ask(stack, path, headers, **given)
+            assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, tier), (headers, body)
+            assert "qarr" not in asked(stack.engines[TierName(tier)], path)[-1]
 
 
 @both

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -138,22 +139,26 @@ async def test_what_is_no_answer_is_passed_over(tmp_path: Path, nonsense: str) -
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_engine_answered")
 
 
-@pytest.mark.parametrize("depth", [250, 600, 985, 5000])
-async def test_deep_bodies_are_refused(tmp_path: Path, depth: int) -> None:
-    """A body with lists or objects nested beyond what parsers take gets a 400 that says so, at every endpoint."""
+def deep_bodies(depth: int) -> tuple[tuple[str, str], ...]:
+    """Return bodies with something nested so deep, and the paths that get them."""
     lists, objects = "[" * depth + "1" + "]" * depth, '{"a":' * depth + "1" + "}" * depth
+    return (
+        (EMBEDDINGS, f'{{"model":"e","input":{lists}}}'),
+        (EMBEDDINGS, f'{{"model":"e","input":"x","other":{objects}}}'),
+        ("/tokenize", f'{{"prompt":{lists}}}'),
+        ("/detokenize", f'{{"model":{lists}}}'),
+        ("/v1/completions", f'{{"prompt":{lists}}}'),
+        ("/v1/chat/completions", f'{{"messages":[{{"role":"user","content":"hi","tool_calls":{lists}}}]}}'),
+        ("/v1/chat/completions", f'{{"messages":[],"stream":true,"stream_options":{objects}}}'),
+        ("/generate", f'{{"prompt":"hi","sla":{lists}}}'),
+        ("/route", f'{{"prompt":{objects}}}'),
+    )
+
+
+async def test_deep_bodies_are_refused(tmp_path: Path) -> None:
+    """A body with lists or objects nested beyond what parsers take gets a 400 that says so, at every endpoint."""
     async with with_embeddings(tmp_path) as (stack, _):
-        for path, body in (
-            (EMBEDDINGS, f'{{"model":"e","input":{lists}}}'),
-            (EMBEDDINGS, f'{{"model":"e","input":"x","other":{objects}}}'),
-            ("/tokenize", f'{{"prompt":{lists}}}'),
-            ("/detokenize", f'{{"model":{lists}}}'),
-            ("/v1/completions", f'{{"prompt":{lists}}}'),
-            ("/v1/chat/completions", f'{{"messages":[{{"role":"user","content":"hi","tool_calls":{lists}}}]}}'),
-            ("/v1/chat/completions", f'{{"messages":[],"stream":true,"stream_options":{objects}}}'),
-            ("/generate", f'{{"prompt":"hi","sla":{lists}}}'),
-            ("/route", f'{{"prompt":{objects}}}'),
-        ):
+        for path, body in chain(*map(deep_bodies, (250, 600, 985, 5000))):
             answer = await stack.client.post(f"{stack.url}{path}", content=body)
             assert answer.status_code == 400, (path, answer.text)
             assert "nested" in answer.text or "recursion" in answer.text, (path, answer.text)

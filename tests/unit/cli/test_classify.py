@@ -60,6 +60,13 @@ def test_lines_keep_their_order_and_language() -> None:
     assert [json.loads(line)["tokens"] > 0 for line in done.stdout.splitlines()] == [True, True]
 
 
+@pytest.mark.parametrize("line", ["nonsense", '{"prompt": "hi"}', '{"text": 7}', "[]"])
+def test_the_bad_line_is_named(line: str) -> None:
+    """A line of another form ends with its number and what is expected."""
+    done = qarr("classify", "--jsonl", stdin='{"text": "ok"}\n' + line)
+    assert (done.exit_code, "line 2" in done.stderr) == (2, True)
+
+
 def test_the_idle_fleet_has_a_ready_replica_in_each_tier() -> None:
     """With the limits of the settings and nothing in flight."""
     fleet = idle_fleet(load_settings(None, {"tiers": {"fast": {"max_model_len": 100, "max_in_flight": 3}}}))

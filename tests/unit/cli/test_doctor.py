@@ -98,11 +98,11 @@ def test_taken_ports(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("QARR_SERVER__PORT", str(port))
         monkeypatch.setenv("QARR_ENGINE__BASE_PORT", str(port))
         taken.settimeout(0)
+        findings = {f.check: f for f in examine(None, deep=False, url="http://127.0.0.1:9", key="")}
         for check in ("router port", "engine ports"):
-            health, text, then = one(check)
-            assert health is PROBLEM
-            assert f"pid {os.getpid()}" in text
-            assert "set " in then
+            assert findings[check].health is PROBLEM
+            assert f"pid {os.getpid()}" in findings[check].found
+            assert "set " in findings[check].then
 
 
 def test_engine_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

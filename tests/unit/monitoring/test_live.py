@@ -102,19 +102,19 @@ async def test_a_new_reader_sees_the_last_requests_then_the_fleet(tmp_path: Path
         assert 0 < fast["ttft_ms"]["p50"] <= fast["ttft_ms"]["p95"]
 
 
-@pytest.mark.parametrize("path", ["/requests", "/traces"])
-async def test_the_limit_of_a_list_is_checked(tmp_path: Path, path: str) -> None:
+async def test_the_limit_of_a_list_is_checked(tmp_path: Path) -> None:
     """Everything but a number from 1 to 1000 in ASCII digits is a 400, however long it is."""
     async with router_stack(tmp_path) as stack:
         for _ in range(2):
             await stack.generate()
-        for text in ("0", "-1", "+1", "1001", "x", "", "1.0", "\u0663", "9" * 5000):
-            answer = await stack.client.get(stack.url + path, params={"limit": text})
-            assert answer.status_code == 400, text[:9]
-            assert answer.json()["detail"] == f"limit: a number from 1 to {MOST_LISTED} is allowed"
-        for text in ("1", str(MOST_LISTED)):
-            answer = await stack.client.get(stack.url + path, params={"limit": text})
-            assert answer.status_code == 200
+        for path in ("/requests", "/traces"):
+            for text in ("0", "-1", "+1", "1001", "x", "", "1.0", "1e3", "\u0663", "9" * 5000):
+                answer = await stack.client.get(stack.url + path, params={"limit": text})
+                assert answer.status_code == 400, (path, text[:9])
+                assert answer.json()["detail"] == f"limit: a number from 1 to {MOST_LISTED} is allowed"
+            for text in ("1", str(MOST_LISTED)):
+                answer = await stack.client.get(stack.url + path, params={"limit": text})
+                assert answer.status_code == 200
         one = await stack.client.get(f"{stack.url}/requests?limit=1")
         both = await stack.client.get(f"{stack.url}/requests")
         assert [r["request_id"] for r in one.json()["requests"]] == [both.json()["requests"][0]["request_id"]]

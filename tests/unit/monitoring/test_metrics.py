@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from classifier import PromptClass
@@ -203,27 +202,3 @@ def test_the_loss_budget_is_gauges_of_the_router_and_counters_of_the_process() -
     assert [found[name] for name in counters] == [400, 20, 20]
     assert (found["qarr_loss_mean_ratio"], found["qarr_loss_budget_ratio"]) == pytest.approx((0.05, 0.05))
     assert found["qarr_loss_price_engine_seconds"] == budget.price
-
-
-@pytest.mark.anyio
-async def test_methods_that_are_made_up_share_one_label(tmp_path: Path) -> None:
-    """Callers choose methods and paths; labels have a bounded set of values."""
-    async with router_stack(tmp_path) as stack:
-        for method, path in (("REPORT", "/tiers"), ("PROPFIND", "/nowhere"), ("GET", "/v1/models/auto")):
-            await stack.client.request(method, stack.url + path)
-        found = {names[1:] for names in await scrape(stack) if names[0] == "qarr_http_requests_total"}
-        assert ("405", "other", "/tiers") in found
-        assert ("404", "other", "unknown") in found
-        assert ("200", "GET", "/v1/models/{id}") in found
-
-
-@pytest.mark.anyio
-async def test_traces_are_exemplars_in_openmetrics_only(tmp_path: Path) -> None:
-    async with router_stack(tmp_path) as stack:
-        trace_id = (await stack.generate()).headers["x-qarr-trace-id"]
-        plain = (await stack.client.get(f"{stack.url}/metrics")).text
-        assert trace_id not in plain
-        accept = {"accept": "application/openmetrics-text"}
-        families = parse_openmetrics((await stack.client.get(f"{stack.url}/metrics", headers=accept)).text)
-        exemplars = [s.exemplar.labels for f in families for s in f.samples if s.exemplar is not None]
-        assert {"trace_id": trace_id} in exemplars

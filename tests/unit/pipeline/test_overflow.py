@@ -182,27 +182,28 @@ async def test_nothing_of_the_callers_headers_goes_there(tmp_path: Path) -> None
         assert KEY not in str(headed)
 
 
-@pytest.mark.parametrize(
-    ("body", "headers"),
-    [
-        ({"qarr": {"overflow": "never"}}, {}),
-        ({}, {"x-qarr-overflow": "never"}),
-        ({"model": "fast", "qarr": {"tier_policy": "require"}}, {}),
-        ({"provider": {"order": ["fast"], "allow_fallbacks": False}}, {}),
-        ({"provider": {"only": ["fast"]}}, {}),
-        ({"provider": {"ignore": ["fast"]}}, {}),
-        ({"provider": {"quantizations": ["fp8"]}}, {}),
-    ],
-)
-async def test_what_it_cannot_keep_stays_refused(tmp_path: Path, body: dict[str, Any], headers: dict[str, str]) -> None:
+KEPT_HERE: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({"qarr": {"overflow": "never"}}, {}),
+    ({}, {"x-qarr-overflow": "never"}),
+    ({"model": "fast", "qarr": {"tier_policy": "require"}}, {}),
+    ({"provider": {"order": ["fast"], "allow_fallbacks": False}}, {}),
+    ({"provider": {"only": ["fast"]}}, {}),
+    ({"provider": {"ignore": ["fast"]}}, {}),
+    ({"provider": {"quantizations": ["fp8"]}}, {}),
+]
+
+
+async def test_what_it_cannot_keep_stays_refused(tmp_path: Path) -> None:
     """A request that pins tiers or precisions, or says never, gets 503 as without an overflow, which is not asked."""
     tiers = {name: {"max_in_flight": 1, "precision": "fp8"} for name in STANDARD_TIERS}
     async with full(tmp_path, settings={"tiers": tiers}) as at:
-        answer = await at.post("/v1/chat/completions", {**CHAT, **body}, **headers)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "at_capacity")
-        assert answer.headers["retry-after"]
-        assert "x-qarr-overflow" not in answer.headers
-        assert (await at.record())["overflow_failure"] is None
+        for body, headers in KEPT_HERE:
+            answer = await at.post("/v1/chat/completions", {**CHAT, **body}, **headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "at_capacity"), (body, headers)
+            assert answer.headers["retry-after"]
+            assert "x-qarr-overflow" not in answer.headers
+            record = await at.record()
+            assert (record["request_id"], record["overflow_failure"]) == (answer.headers["x-request-id"], None), body
         assert at.outside.requests == []
 
 
@@ -270,34 +271,35 @@ async def test_its_use_is_counted_and_not_charged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 401, 429, 500])
-@pytest.mark.parametrize("path", PATHS)
-async def test_if_it_fails_the_refusal_stands(
-    tmp_path: Path, path: str, status: int, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_if_it_fails_the_refusal_stands(tmp_path: Path, status: int, caplog: pytest.LogCaptureFixture) -> None:
     """503 with Retry-After and the tiers' verdicts; what the overflow says is in no answer, record or log."""
     async with full(tmp_path, Behaviour(status=status, error="prompt is 'hi', key sk-outside")) as at:
-        answer = await at.post(path, PATHS[path])
-        assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
-        assert "sk-outside" not in answer.text + caplog.text
-        assert f"overflow {NAME}: HTTP {status}" in caplog.text
-        if path == "/generate":
-            assert answer.json()["type"] == "urn:qarr:problem:at-capacity"
-            assert [each["tier"] for each in answer.json()["tiers"]] == list(STANDARD_TIERS)
-        record = await at.record()
-        assert (record["outcome"], record["error"], record["overflow"]) == ("refused", "at_capacity", None)
-        assert (record["overflow_failure"], await at.metric("failed")) == ("failed", 1)
-        assert len(at.outside.requests) == 1
+        for count, path in enumerate(PATHS, 1):
+            caplog.clear()
+            answer = await at.post(path, PATHS[path])
+            assert (answer.status_code, "retry-after" in answer.headers) == (503, True), path
+            assert "sk-outside" not in answer.text + caplog.text
+            assert f"overflow {NAME}: HTTP {status}" in caplog.text
+            if path == "/generate":
+                assert answer.json()["type"] == "urn:qarr:problem:at-capacity"
+                assert [each["tier"] for each in answer.json()["tiers"]] == list(STANDARD_TIERS)
+            record = await at.record()
+            assert (record["request_id"], record["route"]) == (answer.headers["x-request-id"], path)
+            assert (record["outcome"], record["error"], record["overflow"]) == ("refused", "at_capacity", None)
+            assert (record["overflow_failure"], await at.metric("failed")) == ("failed", count)
+            assert len(at.outside.requests) == count
 
 
 @pytest.mark.parametrize(
     "nonsense", [b"<html>sign in</html>", b"{}", b'{"choices":[]}', b'data: {"error":{"message":"x"}}\n\n']
 )
-@pytest.mark.parametrize("streamed", [True, False])
-async def test_what_is_no_answer_counts_as_a_failure(tmp_path: Path, nonsense: bytes, *, streamed: bool) -> None:
+async def test_what_is_no_answer_counts_as_a_failure(tmp_path: Path, nonsense: bytes) -> None:
     """A page, or another object, with status 200 is not passed on."""
     async with full(tmp_path, Behaviour(nonsense=nonsense)) as at:
-        answer = await at.post("/v1/chat/completions", {**CHAT, "stream": streamed})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "at_capacity")
+        for count, streamed in enumerate((True, False), 1):
+            answer = await at.post("/v1/chat/completions", {**CHAT, "stream": streamed})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "at_capacity")
+            assert len(at.outside.requests) == count
 
 
 async def test_an_address_that_nobody_has(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from router.auth.api_keys import add_key
 from tests.unit.router_stack import Stack, router_stack
 from tiers.breaker import BreakerState
 from tiers.fleet import Fleet
-from tiers.limit import ConcurrencyLimit
 from tiers.replica import FleetOptions, Replica
 from tiers.snapshot import Gauges
 from tiers.spec import ReplicaState, TierName, TierSpec
@@ -266,20 +265,6 @@ async def test_retries_are_bounded(tmp_path: Path) -> None:
         answers = [await stack.generate() for _ in range(6)]
         assert {a.status_code for a in answers} == {503}
         assert sum(len(e.requests) for e in stack.engines.values()) == 6 + 4
-
-
-def test_limit_follows_what_the_engine_takes_up() -> None:
-    """Delays halve it at most per step and down to a floor; without delay it grows to its bound; idle, it stays."""
-    limit = ConcurrencyLimit.starting(16, 32)
-    assert limit.value == 16
-    limit.sample(100, 10_000, in_flight=2)
-    assert limit.value == 16
-    for _ in range(100):
-        limit.sample(100, 1000, in_flight=16)
-    assert limit.value == 4
-    for _ in range(200):
-        limit.sample(100, 100, in_flight=32)
-    assert limit.value == 32
 
 
 def test_long_prompts_wait_while_the_cache_is_full() -> None:

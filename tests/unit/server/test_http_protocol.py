@@ -8,12 +8,14 @@ import socket
 import urllib.error
 import urllib.request
 from contextlib import asynccontextmanager
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
 from router.auth.api_keys import add_key
+from tests.unit.own_engines import until
 from tests.unit.router_stack import events, router_stack
 from tiers.spec import TierName
 
@@ -64,12 +66,6 @@ async def answer_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], 
     return int(first.split()[1]), dict(line.lower().split(": ", 1) for line in lines), body
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
 def open_at(port: int) -> int:
     """Return how many connections the router has open."""
     found = psutil.Process().net_connections(kind="tcp")
@@ -113,16 +109,18 @@ async def test_a_finished_answer_that_is_not_read_is_cut(tmp_path: Path) -> None
         assert stack.leases() == 0
 
 
-@pytest.mark.parametrize("sent", [b"POST /generate HTTP/1.1\r\nhost:", b"\r\n", b"GET /healthz HTT"])
-async def test_a_head_that_comes_too_slowly_is_408(tmp_path: Path, sent: bytes) -> None:
+async def test_a_head_that_comes_too_slowly_is_408(tmp_path: Path) -> None:
     """Headers that are begun and not ended are answered with a problem, and the connection ends."""
-    async with router_stack(tmp_path, {"server": SHORT}) as stack, connected(stack) as (reader, writer):
-        writer.write(sent)
-        status, headers, body = await answer_of(reader)
-        assert (status, headers["connection"], headers["content-type"]) == (408, "close", "application/problem+json")
-        problem = json.loads(body)
-        assert (problem["status"], problem["type"]) == (408, "urn:qarr:problem:too-slow")
-        assert problem["request_id"] == headers["x-request-id"]
+    async with router_stack(tmp_path, {"server": SHORT}) as stack:
+        for sent in (b"POST /generate HTTP/1.1\r\nhost:", b"\r\n", b"GET /healthz HTT"):
+            async with connected(stack) as (reader, writer):
+                writer.write(sent)
+                status, headers, body = await answer_of(reader)
+            expected = (408, "close", "application/problem+json")
+            assert (status, headers["connection"], headers["content-type"]) == expected, sent
+            problem = json.loads(body)
+            assert (problem["status"], problem["type"]) == (408, "urn:qarr:problem:too-slow")
+            assert problem["request_id"] == headers["x-request-id"]
 
 
 async def test_trickled_headers_do_not_extend_their_time(tmp_path: Path) -> None:
@@ -177,25 +175,25 @@ async def test_a_body_that_nobody_reads_ends_with_its_time(tmp_path: Path) -> No
         assert (status, body) == (200, b'{"status":"alive"}')
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
-        b"GET / HTTP/1.1\r\nx: " + b"a" * 40_000 + b"\r\n\r\n",
-        b"GET / HTTP/1.1\r\nx: " + b"a" * 40_000,
-        b"GET / HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % n for n in range(101)) + b"\r\n",
-    ],
-    ids=["path", "header", "unended", "count"],
-)
-async def test_a_head_that_is_too_large_is_431(tmp_path: Path, head: bytes) -> None:
+LARGE_HEADS = [
+    b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"GET / HTTP/1.1\r\nx: " + b"a" * 40_000 + b"\r\n\r\n",
+    b"GET / HTTP/1.1\r\nx: " + b"a" * 40_000,
+    b"GET / HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % n for n in range(101)) + b"\r\n",
+]
+
+
+async def test_a_head_that_is_too_large_is_431(tmp_path: Path) -> None:
     """Path and headers are bounded in bytes and in number, ended or not."""
-    async with router_stack(tmp_path) as stack, connected(stack) as (reader, writer):
-        for at in range(0, len(head), 10_000):
-            writer.write(head[at : at + 10_000])
-            await asyncio.sleep(0)
-        status, headers, body = await answer_of(reader)
-        assert (status, headers["connection"]) == (431, "close")
-        assert json.loads(body)["type"] == "urn:qarr:problem:head-too-large"
+    async with router_stack(tmp_path) as stack:
+        for head in LARGE_HEADS:
+            async with connected(stack) as (reader, writer):
+                for at in range(0, len(head), 10_000):
+                    writer.write(head[at : at + 10_000])
+                    await asyncio.sleep(0)
+                status, headers, body = await answer_of(reader)
+            assert (status, headers["connection"]) == (431, "close"), head[:30]
+            assert json.loads(body)["type"] == "urn:qarr:problem:head-too-large"
 
 
 async def test_a_large_head_and_a_large_body_in_one_piece_are_served(tmp_path: Path) -> None:
@@ -222,46 +220,48 @@ async def test_too_many_connections_are_503(tmp_path: Path) -> None:
         assert (await stack.generate()).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"nonsense\r\n\r\n",
-        b"GET /a b HTTP/1.1\r\n\r\n",
-        b"GET /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n",
-        b"CONNECT x:1 HTTP/1.1\r\nhost: localhost\r\n\r\n",
-        b"POST /route HTTP/1.1\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\nabcd",
-        b"POST /route HTTP/1.1\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"POST /route HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n\r\n",
-        b"GET / HTTP/1.1\r\nx: a\x00b\r\n\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    ],
-)
-async def test_what_is_no_request_is_a_400_problem(tmp_path: Path, sent: bytes) -> None:
+NO_REQUESTS = [
+    b"nonsense\r\n\r\n",
+    b"GET /a b HTTP/1.1\r\n\r\n",
+    b"GET /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"CONNECT x:1 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"POST /route HTTP/1.1\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\nabcd",
+    b"POST /route HTTP/1.1\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"POST /route HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n\r\n",
+    b"GET / HTTP/1.1\r\nx: a\x00b\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+]
+
+
+async def test_what_is_no_request_is_a_400_problem(tmp_path: Path) -> None:
     """Bytes that are no HTTP, or could be read in two ways, are refused in the form of every other error."""
-    async with router_stack(tmp_path) as stack, connected(stack) as (reader, writer):
-        writer.write(sent)
-        status, headers, body = await answer_of(reader)
-        assert (status, headers["connection"]) == (400, "close")
-        assert json.loads(body)["status"] == 400
+    async with router_stack(tmp_path) as stack:
+        for sent in NO_REQUESTS:
+            async with connected(stack) as (reader, writer):
+                writer.write(sent)
+                status, headers, body = await answer_of(reader)
+            assert (status, headers["connection"]) == (400, "close"), sent
+            assert json.loads(body)["status"] == 400
 
 
-@pytest.mark.parametrize(
-    ("sent", "status"),
-    [
-        (b"GET /tiers HTTP/1.1\r\n\r\n", 400),
-        (b"GET /tiers HTTP/1.1\r\nhost: 127.0.0.1\r\nhost: evil.example\r\n\r\n", 400),
-        (b"GET /tiers HTTP/1.1\r\nhost: 127.0.0.1\r\nHost: 127.0.0.1\r\n\r\n", 400),
-        (b"GET /tiers HTTP/1.0\r\nhost: 127.0.0.1\r\nhost: 127.0.0.1\r\n\r\n", 400),
-        (b"GET http://evil.example/tiers HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n", 421),
-        (b"GET http://127.0.0.1/tiers HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n", 200),
-        (b"GET /tiers HTTP/1.0\r\n\r\n", 200),
-    ],
-)
-async def test_it_is_clear_which_host_is_meant(tmp_path: Path, sent: bytes, status: int) -> None:
+HOSTS = [
+    (b"GET /tiers HTTP/1.1\r\n\r\n", 400),
+    (b"GET /tiers HTTP/1.1\r\nhost: 127.0.0.1\r\nhost: evil.example\r\n\r\n", 400),
+    (b"GET /tiers HTTP/1.1\r\nhost: 127.0.0.1\r\nHost: 127.0.0.1\r\n\r\n", 400),
+    (b"GET /tiers HTTP/1.0\r\nhost: 127.0.0.1\r\nhost: 127.0.0.1\r\n\r\n", 400),
+    (b"GET http://evil.example/tiers HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n", 421),
+    (b"GET http://127.0.0.1/tiers HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n", 200),
+    (b"GET /tiers HTTP/1.0\r\n\r\n", 200),
+]
+
+
+async def test_it_is_clear_which_host_is_meant(tmp_path: Path) -> None:
     """HTTP/1.1 needs one Host header, no more; a path that names a host goes before it (RFC 9112, 3.2)."""
-    async with router_stack(tmp_path) as stack, connected(stack) as (reader, writer):
-        writer.write(sent)
-        assert (await answer_of(reader))[0] == status
+    async with router_stack(tmp_path) as stack:
+        for sent, status in HOSTS:
+            async with connected(stack) as (reader, writer):
+                writer.write(sent)
+                assert (await answer_of(reader))[0] == status, sent
 
 
 @pytest.mark.parametrize("keep", [b"", b"connection: keep-alive\r\n"])
@@ -447,33 +447,31 @@ PAGE_ELSEWHERE = {"sec-fetch-site": "cross-site", "origin": "https://evil.exampl
 PLAIN = {"content-type": "text/plain;charset=UTF-8"}
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/generate", {"prompt": "hi"}),
-        ("/route", {"prompt": "hi"}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "stream": True}),
-        ("/v1/completions", {"prompt": "hi"}),
-        ("/v1/embeddings", {"input": "hi"}),
-        ("/tokenize", {"prompt": "hi"}),
-        ("/detokenize", {"tokens": [1]}),
-        ("/admin/replicas/fast-0/drain", {}),
-        ("/nowhere", {}),
-    ],
-)
-async def test_a_web_page_of_another_origin_cannot_post_without_a_key(
-    tmp_path: Path, path: str, body: dict[str, Any]
-) -> None:
+POSTED: list[tuple[str, dict[str, Any]]] = [
+    ("/generate", {"prompt": "hi"}),
+    ("/route", {"prompt": "hi"}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "stream": True}),
+    ("/v1/completions", {"prompt": "hi"}),
+    ("/v1/embeddings", {"input": "hi"}),
+    ("/tokenize", {"prompt": "hi"}),
+    ("/detokenize", {"tokens": [1]}),
+    ("/admin/replicas/fast-0/drain", {}),
+    ("/nowhere", {}),
+]
+
+
+async def test_a_web_page_of_another_origin_cannot_post_without_a_key(tmp_path: Path) -> None:
     """A browser that such a page makes send a plain text, which needs no permission, is refused; no engine is asked."""
     async with router_stack(tmp_path) as stack:
         own = stack.url
-        for headers in (
+        foreign = (
             PAGE_ELSEWHERE, {"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-site", "origin": own},
             {"origin": "https://evil.example"}, {"origin": "null"}, {"origin": "http://127.0.0.1:1"},
             {"origin": own.replace("127.0.0.1", "localhost")}, {"origin": ""},
-        ):  # fmt: skip
+        )  # fmt: skip
+        for (path, body), headers in product(POSTED, foreign):
             answer = await stack.client.post(own + path, content=json.dumps(body), headers={**PLAIN, **headers})
-            assert answer.status_code == 403, headers
+            assert answer.status_code == 403, (path, headers)
             assert answer.headers["connection"] == "close"
             problem = answer.json()
             known = problem.get("type") or problem["error"]["code"]

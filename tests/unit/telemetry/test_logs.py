@@ -150,19 +150,6 @@ async def test_what_the_router_logs(tmp_path: Path) -> None:
         assert (await router.qarr("logs", "--level", "error")).stdout == ""
 
 
-async def test_json_on_standard_error_and_a_level(tmp_path: Path) -> None:
-    """With `log_format` json every line of the log is an object; `log_level` leaves the file as it is."""
-    quiet = {"QARR_TELEMETRY__LOG_FORMAT": "json", "QARR_TELEMETRY__LOG_LEVEL": "warning"}
-    async with own_router(tmp_path, **quiet) as router:
-        await router.generate()
-        await router.generate(tier="fast", tier_policy="require", max_tokens=4000)
-        await router.stop()
-        logged = [json.loads(line) for line in router.errors.read_text().splitlines() if line.startswith("{")]
-        assert [line["outcome"] for line in logged if "outcome" in line] == ["refused"]
-        kept = (router.log_dir / f"router-{router.port}.log").read_text()
-        assert '"outcome":"ok"' in kept
-
-
 async def test_a_stopped_terminal_holds_no_request_up(tmp_path: Path) -> None:
     """Nobody reads standard error, and what it can hold is full: requests are answered, and the router ends when told to."""
     async with own_router(tmp_path) as router:

@@ -76,6 +76,7 @@ class Log:
         ({"request_lines": "both", "log_level": "warning"}, 1, 0),
         ({"log_format": "json"}, 1, 1),
         ({"log_format": "json", "request_lines": "file"}, 1, 0),
+        ({"log_format": "json", "log_level": "warning"}, 1, 0),
         ({"log_file_mb": 0}, 0, 1),
         ({"log_file_mb": 0, "request_lines": "file"}, 0, 0),
     ],
@@ -90,9 +91,11 @@ def test_a_request_has_its_line_where_the_settings_say(
     log_request(BAD)
     has_file = settings.get("log_file_mb") != 0
     kept = [line["request_id"] for line in log.end()]
-    seen = [name for line in capsys.readouterr().err.splitlines() for name in ("good-1", "bad-1") if name in line]
+    written = capsys.readouterr().err.splitlines()
+    seen = [name for line in written for name in ("good-1", "bad-1") if name in line]
     assert kept == ["good-1"] * in_file + ["bad-1"] * has_file
     assert seen == ["good-1"] * shown + ["bad-1"]
+    assert settings.get("log_format") != "json" or all(isinstance(json.loads(line), dict) for line in written)
     assert log.told == (log.file if in_file and not shown else None)
 
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
-from tests.fakes.engine import Behaviour, FakeEngine, serving
+from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.unit.own_engines import own_engines, until
 from tiers.fleet import Fleet
 from tiers.lifecycle import supervisor
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
-from tiers.replica import Replica
 from tiers.spec import ReplicaState, TierName, TierSpec
 from tiers.speed import SpeedModel
 
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from tiers.replica import Replica
+
 pytestmark = pytest.mark.anyio
-SPEC = TierSpec(TierName.FAST, 2048, 16, 32, checkpoint=Path("/models/x"))
 
 
 async def test_an_engine_that_runs_has_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,130 +89,80 @@ async def test_an_engine_that_never_fits_says_what_was_tried(tmp_path: Path, mon
 
 async def test_engine_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     """Of two running engines that read a prompt as different tokens the second gets no traffic; both digests are named."""
-    fleet, states = await _watch(tmp_path, Behaviour(), Behaviour(vocabulary=1000))
-    refused = next(r for r in fleet.replicas if r.state is ReplicaState.FAILED)
-    assert "other tokens" in (refused.detail or "")
-    assert sorted(states) == ["failed", "ready"]
+    found = await settled(tmp_path, Behaviour(), Behaviour(vocabulary=1000))
+    assert found.keys() == {ReplicaState.READY, ReplicaState.FAILED}
+    assert "other tokens" in found[ReplicaState.FAILED]
 
 
-async def test_engine_that_answers_nonsense_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("behaviour", "said"),
+    [(Behaviour(answer=("x",) * 16), ""), (Behaviour(max_model_len=1024), "context of 1024 tokens")],
+    ids=["nonsense", "too short a context"],
+)
+async def test_an_engine_that_does_not_keep_its_tiers_promise_is_refused(
+    tmp_path: Path, behaviour: Behaviour, said: str
+) -> None:
     """HTTP 200 and healthy is not enough."""
-    fleet, _ = await _watch(tmp_path, Behaviour(answer=("x",) * 16))
-    assert fleet.replicas[0].state is ReplicaState.FAILED
-
-
-async def test_engine_with_too_short_a_context_is_refused(tmp_path: Path) -> None:
-    """An engine must keep what its tier promises."""
-    fleet, _ = await _watch(tmp_path, Behaviour(max_model_len=1024))
-    assert "context of 1024 tokens" in (fleet.replicas[0].detail or "")
+    found = await settled(tmp_path, behaviour)
+    assert said in found[ReplicaState.FAILED]
 
 
 async def test_engine_elsewhere_comes_and_goes(tmp_path: Path) -> None:
     """An engine given by URL is unreachable while away and warmed again when it is back."""
-    behaviour = Behaviour(alive=False)
-    async with serving(FakeEngine(behaviour).app) as url:
-        fleet = Fleet((_external(url),))
-        seen: list[ReplicaState] = []
-        supervisor = Supervisor(fleet, SupervisorOptions(tmp_path), lambda r: seen.append(r.state))
-        supervisor.start([], fleet.specs)
-        try:
-            await _until(lambda: ReplicaState.UNREACHABLE in seen)
-            behaviour.alive = True
-            await _until(lambda: fleet.replicas[0].state is ReplicaState.READY and fleet.replicas[0].speed is not None)
-        finally:
-            await supervisor.stop()
-        assert seen == [ReplicaState.UNREACHABLE, ReplicaState.WARMING, ReplicaState.READY]
-        assert fleet.template.alone == 6
-
-
-async def test_an_engine_that_says_it_is_not_well_gets_no_traffic(tmp_path: Path) -> None:
-    """Its metrics may be as good as ever: what counts is /health, as it did before it was ready."""
-    behaviour = Behaviour()
-    async with serving(FakeEngine(behaviour).app) as url:
-        fleet = Fleet((_external(url),))
-        supervisor = Supervisor(fleet, SupervisorOptions(tmp_path))
-        supervisor.start([], fleet.specs)
-        try:
-            await _until(lambda: fleet.replicas[0].state is ReplicaState.READY)
-            behaviour.alive = False
-            await _until(lambda: fleet.replicas[0].state is ReplicaState.UNREACHABLE)
-            behaviour.alive = True
-            await _until(lambda: fleet.replicas[0].state is ReplicaState.READY)
-        finally:
-            await supervisor.stop()
+    behaviour, seen = Behaviour(alive=False), list[ReplicaState]()
+    async with watching(tmp_path, behaviour, on_change=lambda r: seen.append(r.state)) as fleet:
+        await until(lambda: ReplicaState.UNREACHABLE in seen)
+        behaviour.alive = True
+        await until(lambda: fleet.replicas[0].state is ReplicaState.READY and fleet.replicas[0].speed is not None)
+    assert seen == [ReplicaState.UNREACHABLE, ReplicaState.WARMING, ReplicaState.READY]
+    assert fleet.template.alone == 6
 
 
 async def test_a_speed_measured_on_a_busy_machine_is_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else the machine does can only slow a measurement down: the fastest of a few counts."""
     monkeypatch.setattr("tiers.lifecycle.idle_speed.PAUSE_S", 0.2)
-    behaviour = Behaviour(delay_s=0.2)
-    async with serving(FakeEngine(behaviour).app) as url:
-        fleet = Fleet((_external(url),))
-        supervisor = Supervisor(fleet, SupervisorOptions(tmp_path))
-        supervisor.start([], fleet.specs)
-        try:
-            replica = fleet.replicas[0]
-            await _until(lambda: replica.speed is not None)
-            assert replica.speed is not None
-            disturbed = replica.speed.step_base_ms
-            assert disturbed >= 200
-            behaviour.delay_s = 0.0
-            await _until(lambda: replica.speed is not None and replica.speed.step_base_ms < disturbed / 2)
-        finally:
-            await supervisor.stop()
+    behaviour = Behaviour(delay_s=0.1)
+    async with watching(tmp_path, behaviour) as fleet:
+        replica = fleet.replicas[0]
+        await until(lambda: replica.speed is not None)
+        assert replica.speed is not None
+        disturbed = replica.speed.step_base_ms
+        assert disturbed >= 100
+        behaviour.delay_s = 0.0
+        await until(lambda: replica.speed is not None and replica.speed.step_base_ms < disturbed / 2)
 
 
 async def test_a_profile_that_comes_during_a_measurement_counts(tmp_path: Path) -> None:
     """What is measured idle does not take the place of what was profiled under load meanwhile."""
     behaviour = Behaviour()
-    async with serving(FakeEngine(behaviour).app) as url:
-        fleet = Fleet((_external(url),))
-        supervisor = Supervisor(fleet, SupervisorOptions(tmp_path))
+    async with watching(tmp_path, behaviour) as fleet:
+        replica = fleet.replicas[0]
+        await until(lambda: replica.state is ReplicaState.READY)
+        asked, behaviour.delay_s = behaviour.measurements, 0.1
+        await until(lambda: behaviour.measurements > asked)  # a measurement is under way
+        fleet.speeds, replica.speed = {TierName.FAST: SpeedModel(10.0, 0.1, 5.0, profiled=True)}, None
+        await until(lambda: behaviour.measurements > asked + 1)  # its second half
+        await until(lambda: replica.speed is not None)
+        await until(lambda: replica.speed is not None and replica.speed.profiled)
+
+
+@asynccontextmanager
+async def watching(
+    tmp_path: Path, *behaviours: Behaviour, on_change: Callable[[Replica], None] = lambda _replica: None
+) -> AsyncIterator[Fleet]:
+    """Watch engines of one tier that run elsewhere."""
+    async with serving_all(*(FakeEngine(behaviour).app for behaviour in behaviours)) as urls:
+        fleet = Fleet((TierSpec(TierName.FAST, 2048, 16, 32, urls=tuple(urls)),))
+        supervisor = Supervisor(fleet, SupervisorOptions(tmp_path), on_change)
         supervisor.start([], fleet.specs)
         try:
-            replica = fleet.replicas[0]
-            await _until(lambda: replica.state is ReplicaState.READY)
-            asked, behaviour.delay_s = behaviour.measurements, 0.2
-            await _until(lambda: behaviour.measurements > asked)  # a measurement is under way
-            fleet.speeds, replica.speed = {TierName.FAST: SpeedModel(10.0, 0.1, 5.0, profiled=True)}, None
-            await _until(lambda: behaviour.measurements > asked + 1)  # its second half
-            await _until(lambda: replica.speed is not None)
-            await _until(lambda: replica.speed is not None and replica.speed.profiled)
+            yield fleet
         finally:
             await supervisor.stop()
 
 
-def _external(*urls: str) -> TierSpec:
-    return TierSpec(TierName.FAST, 2048, 16, 32, urls=urls)
-
-
-async def _watch(tmp_path: Path, *behaviours: Behaviour) -> tuple[Fleet, list[str]]:
-    """Watch engines until each is ready or failed."""
-    async with contextlib_stack(*behaviours) as urls:
-        fleet = Fleet((_external(*urls),))
-        supervisor = Supervisor(fleet, SupervisorOptions(tmp_path))
-        supervisor.start([], fleet.specs)
-        try:
-            settled = {ReplicaState.READY, ReplicaState.FAILED}
-            await _until(lambda: all(r.state in settled for r in fleet.replicas))
-            found = [Replica(r.id, r.spec, r.url, "", "", state=r.state, detail=r.detail) for r in fleet.replicas]
-        finally:
-            await supervisor.stop()
-        return Fleet(fleet.specs, found), [r.state.value for r in found]
-
-
-def contextlib_stack(*behaviours: Behaviour):
-    from contextlib import AsyncExitStack, asynccontextmanager
-
-    @asynccontextmanager
-    async def stack():
-        async with AsyncExitStack() as cleanup:
-            yield [await cleanup.enter_async_context(serving(FakeEngine(b).app)) for b in behaviours]
-
-    return stack()
-
-
-async def _until(condition) -> None:
-    async with asyncio.timeout(15):
-        while not condition():
-            await asyncio.sleep(0.02)
+async def settled(tmp_path: Path, *behaviours: Behaviour) -> dict[ReplicaState, str]:
+    """Watch engines until each is ready or failed; return what is told of a replica in either state."""
+    async with watching(tmp_path, *behaviours) as fleet:
+        await until(lambda: all(r.state in {ReplicaState.READY, ReplicaState.FAILED} for r in fleet.replicas))
+        return {replica.state: replica.detail or "" for replica in fleet.replicas}
