@@ -288,12 +288,12 @@ def _start(
 
 
 def _measure(running: dict[str, Started], stub_port: int, seconds: float, passes: int, run: Run) -> None:
-    """Ask every proxy under every load, in each pass; the first one, short, warms up."""
+    """Ask every proxy under every load, in each pass, forwards and backwards in turns; the first one, short, warms up."""
     run.samples = {name: {proxy: [] for proxy in running} for name in LOADS}
     for number in range(passes + 1):
         for name, asked in LOADS.items():
             pace(stub_port, asked.pause_us)
-            for proxy, target in running.items():
+            for proxy, target in list(running.items())[:: 1 if number % 2 else -1]:
                 sample = uvloop.run(
                     load(
                         target.port,
