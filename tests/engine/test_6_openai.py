@@ -357,7 +357,7 @@ def test_precisions_and_truncation_on_real_engines(engine: Side, router: Side) -
     assert "int4" in ask(router, provider={"quantizations": ["int8"]}, model="auto").json()["error"]["message"]
     turns = [
         {"role": role, "content": f"{role} {n} says: " + f"word number {n}, " * 60}
-        for n in (0, 7)
+        for n in range(8)
         for role in ("user", "assistant")
     ]
     talk = [

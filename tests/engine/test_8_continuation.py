@@ -31,7 +31,7 @@ PROMPTS = (
     "Repeat exactly: caf\u00e9 \u4f60\u597d\u4e16\u754c \U0001f5fc\U0001f355 na\u00efve \u00e9t\u00e9",
     "Count from one to twenty in words.",
 )
-CUTS = (2, 3, 5, 9, 14)  # events; the first has no token
+CUTS = (2, 5, 14)  # events; the first has no token
 TOKENS = 24
 
 
