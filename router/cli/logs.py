@@ -145,7 +145,9 @@ def _followed(folder: Path, target: str) -> Iterator[Entry]:
                 if file is None or not os.path.samestat(paths[-1].stat(), os.fstat(file.fileno())):
                     opened[source], before = paths[-1].open(encoding="utf-8", errors="replace"), file
                     opened[source].seek(0, end)
-                    begun[source] += before.read() if before is not None else ""  # nothing is added to it any more
+                    if before is not None:
+                        with before:  # nothing is added to it any more
+                            begun[source] += before.read()
                 whole, newline, begun[source] = (begun[source] + opened[source].read()).rpartition("\n")
                 for entry in _entries(source, whole.split("\n") if newline else ()):
                     yield entry._replace(at=entry.at or time.time())

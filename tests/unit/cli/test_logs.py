@@ -148,6 +148,11 @@ async def test_the_command_follows(tmp_path: Path) -> None:
             if "line" in out.read_text():
                 break
             await asyncio.sleep(0.05)
+        with log.open("a") as file:
+            file.write("INFO 11-21 14:14:06 [a.py:1] half of ")
+            file.flush()
+            await asyncio.sleep(1)
+            file.write("a line\nINFO 11-21 14:14:06 [a.py:1] the last\n")
         log.rename(tmp_path / "fast-0.log.1")
         log.write_text("INFO 11-21 14:14:07 [a.py:1] begun anew\n")
         await until(lambda: "begun anew" in out.read_text())
@@ -156,4 +161,7 @@ async def test_the_command_follows(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
-    assert "Traceback" not in out.read_text()
+    shown = out.read_text()
+    assert "half of a line" in shown
+    assert "the last" in shown
+    assert "Traceback" not in shown

@@ -69,6 +69,11 @@ def test_control_characters_do_not_reach_a_terminal() -> None:
     assert "\x1b" not in JsonFormatter().format(record)
 
 
+def test_text_that_no_encoding_has_stays_a_line_of_json() -> None:
+    """A lone surrogate, as a client may send it, costs no line."""
+    assert json.loads(JsonFormatter().format(made("path %s", "\ud800")))["message"] == "path \ud800"
+
+
 def test_long_lines_are_cut() -> None:
     """An engine's error may be a whole prompt's length: a line is not."""
     assert len(made("%s", "x" * 100_000).getMessage()) < 5000

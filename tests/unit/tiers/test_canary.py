@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from tests.unit.own_engines import own_engines, until
 from tiers.errors import CanaryRefused, CheckpointError, ProbeError
-from tiers.lifecycle.canary import TOKENS, Canary, agreement, read_golden
+from tiers.lifecycle.canary import TOKENS, Canary, agreement, read_golden, write_golden
 from tiers.plan import machine_name
 from tiers.probe import EngineProbe
 from tiers.spec import ReplicaState, TierName, TierSpec
@@ -178,3 +179,57 @@ async def test_only_a_tiers_records_on_this_machine_are_forgotten(tmp_path: Path
     before = here.path.stat().st_mtime_ns
     assert here.forget(TierName.FAST) == 0
     assert here.path.stat().st_mtime_ns == before
+
+
+@pytest.mark.anyio
+async def test_half_of_the_tokens_must_agree(tmp_path: Path) -> None:
+    """Exactly half passes; one token less does not, and changes no record."""
+    canary = Canary(tmp_path / "c.json", "m")
+    await check(canary)
+    await check(canary, ((1, 2), (3, 4), (0, 6), (0, 8)))
+    with pytest.raises(CanaryRefused, match="38% of the tokens agree"):
+        await check(canary, ((1, 2), (3, 0), (0, 6), (0, 8)))
+    assert [r.tokens for r in read_golden(canary.path)] == [ANSWERS]
+
+
+@pytest.mark.anyio
+async def test_records_of_other_prompts_are_replaced(tmp_path: Path) -> None:
+    """After a change of the prompts the old answers tell nothing; other checkpoints' records stay."""
+    canary = Canary(tmp_path / "c.json", "m")
+    await check(canary)
+    await check(canary, spec=replace(SPEC, digest="other"))
+    old, other = read_golden(canary.path)
+    write_golden(canary.path, [old.model_copy(update={"prompts": ("a", "b", "c", "d")}), other])
+    await check(canary, ((9, 9),) * 4)
+    assert [(r.identity, r.tokens) for r in read_golden(canary.path)] == [("other", ANSWERS), ("d", ((9, 9),) * 4)]
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", '{"version": 2, "records": []}', '{"records": [{"tier": "fast"}]}', '{"other": 1}', "\x00"]
+)
+def test_files_of_another_form_are_refused(tmp_path: Path, content: str) -> None:
+    """Those of a later version too: nothing is guessed, and nothing is overwritten."""
+    (tmp_path / "c.json").write_text(content)
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        Canary(tmp_path / "c.json", "m").forget(TierName.FAST)
+    assert (tmp_path / "c.json").read_text() == content
+
+
+@pytest.mark.anyio
+async def test_a_record_needs_an_answer_to_each_prompt(tmp_path: Path) -> None:
+    """A record with fewer answers than prompts could not be compared."""
+    canary = Canary(tmp_path / "c.json", "m")
+    await check(canary)
+    document = json.loads(canary.path.read_text())
+    document["records"][0]["tokens"].pop()
+    canary.path.write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        read_golden(canary.path)
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The file that was there stays, and no part of the new one."""
+    (tmp_path / "c.json").mkdir()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write_golden(tmp_path / "c.json", [])
+    assert [p.name for p in tmp_path.iterdir()] == ["c.json"]
