@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 QARR = Path(sys.executable).with_name("qarr")
 BALANCED_ARGS = ["--block-size", "64"]  # of the KV cache, which the engine tells in its metrics
 ENGINE_ARGS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+HANG_S = "5"
 START_LIMIT_S = 1500  # checkpoints are made first where the cache has none
 
 
@@ -79,7 +80,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     endpoint = collector.start()
     own = {
         "QARR_TIERS__BALANCED__ENGINE_ARGS": json.dumps(BALANCED_ARGS),
-        "QARR_ENGINE__HANG_S": "20",
+        "QARR_ENGINE__HANG_S": HANG_S,
         "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
         "OTEL_BSP_SCHEDULE_DELAY": "500",

@@ -14,16 +14,21 @@ from typing import TYPE_CHECKING
 import httpx
 import psutil
 
-from tests.engine.conftest import QARR
-from tiers.lifecycle.canary import agreement, read_golden, write_golden
+from router.settings import EngineSettings
+from tests.engine.conftest import HANG_S, QARR
+from tiers.lifecycle.canary import agreement, read_golden
 from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Up
 
 
-def test_a_killed_engine_comes_back_while_the_others_serve(up: Up) -> None:
-    """After kill -9 of an idle engine its tier is starting with the reason, requests succeed, and it is ready again."""
+def test_a_killed_engine_and_a_hung_one_come_back(up: Up) -> None:
+    """After kill -9 of an idle engine its tier is starting with the reason, requests succeed, and it is ready again.
+
+    Another one, whose core computes no more while its HTTP server is healthy, is killed; its request ends elsewhere. It
+    hangs while the first one starts, as both take their time.
+    """
     pid = up.replica("balanced")["pid"]
     below = psutil.Process(pid).children(recursive=True)
     os.kill(pid, signal.SIGKILL)
@@ -35,27 +40,22 @@ def test_a_killed_engine_comes_back_while_the_others_serve(up: Up) -> None:
     assert answer.headers["x-qarr-tier"] == "precise"
     assert "hint balanced not taken: is starting" in answer.headers["x-qarr-reason"]
     assert up.generate(prompt="hi").headers["x-qarr-tier"] == "fast"
-    _until(lambda: up.tiers()["balanced"]["state"] == "ready", 900)
-    assert up.replica("balanced")["pid"] != pid
-    assert up.generate(tier="balanced").headers["x-qarr-tier"] == "balanced"
-
-
-def test_a_hung_engine_comes_back(up: Up) -> None:
-    """An engine whose core computes no more, while its HTTP server is healthy, is killed; its request ends elsewhere."""
-    pid = up.replica("fast")["pid"]
-    core = next(p for p in psutil.Process(pid).children(recursive=True) if "EngineCore" in " ".join(p.cmdline()))
+    fast = psutil.Process(up.replica("fast")["pid"])
+    core = next(p for p in fast.children(recursive=True) if "EngineCore" in " ".join(p.cmdline()))
     core.send_signal(signal.SIGSTOP)
     answers: list[httpx.Response] = []
     asking = threading.Thread(target=lambda: answers.append(up.generate(tier="fast")))
     asking.start()
     _until(lambda: up.tiers()["fast"]["state"] == "starting", 120)
-    assert "hung: 1 requests, no token for 20 s" in up.replica("fast")["detail"]
+    assert f"hung: 1 requests, no token for {HANG_S} s" in up.replica("fast")["detail"]
     asking.join(60)
     (answer,) = answers
     assert answer.headers["x-qarr-tier"] != "fast"
     _shown_everywhere(up, answer)
-    _until(lambda: up.tiers()["fast"]["state"] == "ready", 900)
-    assert up.generate(tier="fast").headers["x-qarr-tier"] == "fast"
+    for tier in ("balanced", "fast"):
+        _until(lambda tier=tier: up.tiers()[tier]["state"] == "ready", 900)
+        assert up.generate(tier=tier).headers["x-qarr-tier"] == tier
+    assert up.replica("balanced")["pid"] != pid
 
 
 def _shown_everywhere(up: Up, answer: httpx.Response) -> None:
@@ -82,16 +82,18 @@ def _shown_everywhere(up: Up, answer: httpx.Response) -> None:
     assert "hung" in picture["tiers"][0]["replicas"][0]["detail"]
 
 
-def test_an_engine_is_recycled_under_load_unless_it_answers_otherwise(up: Up) -> None:
-    """``qarr tiers recycle`` replaces an engine only by one whose greedy answers are those of its checkpoint, as recorded.
+def test_an_engine_is_recycled_under_load(up: Up) -> None:
+    """``qarr tiers recycle`` replaces an engine by one that answers alike; requests for its tier alone are all served.
 
-    Meanwhile requests that accept nothing but its tier are all served.
+    Another precision answers so differently from what is recorded that it would be refused.
     """
     path = up.profiles / "canary.json"
     records = {r.tier: r for r in read_golden(path)}
     assert set(records) == set(STANDARD_TIERS)
-    swapped = records[TierName.FAST].model_copy(update={"tokens": records[TierName.PRECISE].tokens})
-    write_golden(path, [swapped, *(r for r in records.values() if r.tier is not TierName.FAST)])
+    assert (
+        agreement(records[TierName.FAST].tokens, records[TierName.PRECISE].tokens)
+        < EngineSettings().canary_min_agreement
+    )
     statuses: list[int] = []
     done = threading.Event()
 
@@ -102,14 +104,11 @@ def test_an_engine_is_recycled_under_load_unless_it_answers_otherwise(up: Up) ->
     asking = threading.Thread(target=ask)
     asking.start()
     try:
-        refused = up.operate("recycle", "fast")
         recorded = up.operate("record", "fast")
         recycled = up.operate("recycle", "fast")
     finally:
         done.set()
         asking.join(60)
-    assert refused.returncode == 2
-    assert "its greedy answers are not those of" in refused.stderr
     assert recorded.returncode == 0
     assert recycled.returncode == 0, recycled.stderr
     assert recycled.stdout.startswith("fast-0: recycle done, fast-")

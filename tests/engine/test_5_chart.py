@@ -1,8 +1,7 @@
-"""The chart's engines: vLLM takes their arguments, and one runs for real behind the chart's router."""
+"""An engine of the chart runs for real behind the chart's router."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -19,7 +18,6 @@ from router.settings import load_settings
 from tests.deploy.charts import NAMESPACE, Mapped, release
 from tests.deploy.services import ROOT
 from tests.ports import reserved_ports
-from tiers.lifecycle.engine_args import ARGS_MAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -29,22 +27,6 @@ PYTHON = load_settings().engine.python
 STARTS_S = 300
 QUICK = {"router": {"discoverySeconds": 1, "preStopSeconds": 1}, "engines": {"cpuThreads": 1, "drainSeconds": 60}}
 STORY = {"prompt": "Tell me a long story about a lighthouse.", "max_tokens": 100, "min_tokens": 100}
-
-
-def test_vllm_takes_the_arguments_of_every_sample() -> None:
-    """Its own parser and checks, for each tier of each sample; a wrong argument is refused."""
-    asked = [
-        pod["containers"][0]["args"]
-        for sample in ("laptop", "one-node", "cluster")
-        for name, pod in release(sample).pods.items()
-        if name != "qarr-router"
-    ]
-    done = subprocess.run(
-        [PYTHON, ARGS_MAIN], input=json.dumps([*asked, ["--no-such"]]), capture_output=True, text=True, check=True
-    )
-    *answers, wrong = json.loads(done.stdout.splitlines()[-1])
-    assert answers == [None] * 7
-    assert wrong
 
 
 @contextmanager
