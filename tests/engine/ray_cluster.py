@@ -14,7 +14,7 @@ from typing import Any
 os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 # A lost node is noticed within 2 s, and not within 15.
 os.environ |= {"RAY_health_check_period_ms": "500", "RAY_health_check_timeout_ms": "1000"}
-os.environ.update(RAY_health_check_failure_threshold="3")
+os.environ.update(RAY_health_check_failure_threshold="3", RAY_worker_niceness="0")  # engines wait for no other test
 
 from ray.cluster_utils import Cluster
 
