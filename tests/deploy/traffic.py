@@ -88,8 +88,8 @@ class Routers:
             fast.break_after = None
             for behaviour in stack.engines.values():
                 behaviour.status = 500
-            for _ in range(4):
-                await self.ask(stack)
+            for tier in (None, *stack.fleet.specs):  # else chance would say which of them are tried
+                await self.ask(stack, **({"tier": tier.name, "tier_policy": "require"} if tier is not None else {}))
             for behaviour in stack.engines.values():
                 behaviour.status = 200
 
