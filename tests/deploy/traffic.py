@@ -88,8 +88,9 @@ class Routers:
             fast.break_after = None
             for behaviour in stack.engines.values():
                 behaviour.status = 500
-            for tier in (None, *stack.fleet.specs):  # else chance would say which of them are tried
-                await self.ask(stack, **({"tier": tier.name, "tier_policy": "require"} if tier is not None else {}))
+            await self.ask(stack)
+            for spec in stack.fleet.specs:  # which of them the first request tried is chance
+                await self.ask(stack, tier=spec.name, tier_policy="require")
             for behaviour in stack.engines.values():
                 behaviour.status = 200
 

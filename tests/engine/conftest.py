@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 QARR = Path(sys.executable).with_name("qarr")
 BALANCED_ARGS = ["--block-size", "64"]  # of the KV cache, which the engine tells in its metrics
 ENGINE_ARGS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-HANG_S = "5"
+HANG_S = "10"  # longer than the longest prompt takes on two cores
 START_LIMIT_S = 1500  # checkpoints are made first where the cache has none
 
 
