@@ -130,8 +130,7 @@ def wire_router(
     wired = _wire(settings, fleet, counter, telemetry, model, state=server_state)
     pipeline = wired.pipeline
     live = Live(pipeline, wired.profiling, server_state, keys, wired.about, loss_budget=wired.loss_budget)
-    half_life_s = settings.policy.budget_half_life_s
-    metrics = Metrics(pipeline, wired.evaluation, wired.upstream.retries, wired.about, half_life_s)
+    metrics = Metrics(pipeline, wired.evaluation, wired.upstream.retries, wired.about)
     if tls is not None:
         metrics.show_expiry(lambda: tls.expires)
     usage = metrics.count_keys(wired.usage, pipeline.charging, Labels(keys, settings.budgets.metrics_keys))
@@ -289,13 +288,13 @@ def _wire(
     if decisions is not None:
         registry.observers.append(partial(log_outcome, decisions))
     redis_url, database = settings.state.redis_url.get_secret_value(), Database(settings.budgets.file)
-    policy = PolicyStore(settings.policy, fleet, redis_url)
-    registry.observers.append(lambda r: policy.served(r.decision, r.served_by, r.output_tokens, r.expected))
+    policy = PolicyStore(settings.policy, fleet)
+    registry.observers.append(lambda r: policy.served(r.decision, r.served_by))
     upstream = Upstream(fleet, EngineTransport(LEAST_REQUESTS), settings.upstream, telemetry, policy)
     upstream.fit()
     fleet.on_members = upstream.fit
     profiling = AutoProfile(settings, fleet, policy, model, lambda: bool(registry.open))
-    evaluation = ShadowEvaluation(settings.policy.live_check_share, fleet, upstream, policy, telemetry)
+    evaluation = ShadowEvaluation(settings.policy.live_check_share, fleet, upstream, telemetry)
     admission = Admission(fleet, policy, settings.admission)
     samples = None
     if kept.sampled_prompts is not None and kept.prompt_share:
@@ -322,7 +321,7 @@ def _wire(
     registry.observers.append(usage.offer)
     shared = SharedLoad(redis_url, fleet, admission.waiting_for)
     about = {"version": version("qarr"), "model": model, "trace_url": kept.trace_url}
-    loss_budget = partial(render_budget, policy, settings.policy.budget_half_life_s)
+    loss_budget = partial(render_budget, policy)
     wired = _Wired(
         pipeline, upstream, shared, evaluation, profiling, samples, database, usage, about, loss_budget,
     )  # fmt: skip
@@ -362,7 +361,6 @@ def _lifespan(
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         work = {
             "loading profiles": pipeline.policy.watch,
-            "the loss budget": pipeline.policy.keep_budget,
             "the queue": pipeline.admission.run,
             "sharing load": wired.shared.run,
             "the live stream": live.run,
@@ -382,7 +380,6 @@ def _lifespan(
         await end_tasks(tasks)
         await wired.profiling.aclose()
         await wired.shared.aclose()
-        await pipeline.policy.aclose()
         await pipeline.quotas.aclose()
         await pipeline.charging.spending.aclose()
         await wired.database.aclose()

@@ -26,6 +26,14 @@ SEVERAL_ROUTERS = "run several routers behind nginx or systemd's template unit, 
 # By "section.name", or "section" for all of it.
 SETTINGS: dict[str, Removed] = {
     "mirror": Removed(MIRROR, refused=False),
+    "policy.budget_half_life_s": Removed(
+        "the loss budget is kept by each decision, not by a running mean", refused=False
+    ),
+    "policy.class_floor": Removed(
+        "published losses decide until the model is measured; policy.max_loss bounds the loss of a class", refused=False
+    ),
+    "policy.max_slowdown": Removed("a lower precision that is 4 times slower is not used", refused=False),
+    "policy.min_confidence": Removed("an unsure class counts with what the others lose", refused=False),
     "policy.check_share": Removed("lower policy.loss_budget for more answers at a higher precision", refused=False),
     "policy.check_wait_s": Removed("first tokens are no longer held", refused=False),
     "server.workers": Removed(SEVERAL_ROUTERS, refused=True),

@@ -622,26 +622,10 @@ class QuantizerSettings(Section):
     )
 
 
-# What each class of prompt needs until its loss is measured. FP8 is close to lossless in every published task, int4
-# weights lose most on code and mathematics (arXiv 2411.02355), and small models lose more than those measured there.
-CLASS_FLOOR: dict[PromptClass, TierName] = {
-    PromptClass.CHAT: TierName.FAST,
-    PromptClass.WRITING: TierName.FAST,
-    PromptClass.EXTRACTION: TierName.BALANCED,
-    PromptClass.MULTILINGUAL: TierName.BALANCED,
-    PromptClass.LONG_CONTEXT: TierName.BALANCED,
-    PromptClass.CODE: TierName.BALANCED,
-    PromptClass.MATH: TierName.BALANCED,
-    PromptClass.UNKNOWN: TierName.PRECISE,
-}
-
-
 class LikeTier(Section):
     """A loss budget by comparison."""
 
-    like: TierName = Field(
-        TierName.BALANCED, description="As much as if this tier served everything, by the measured losses."
-    )
+    like: TierName = Field(TierName.BALANCED, description="No more answers than this tier loses.")
 
     @field_validator("like")
     @classmethod
@@ -656,37 +640,32 @@ class PolicySettings(Section):
 
     reloads: ClassVar[frozenset[str]] = frozenset(
         {
-            "class_floor",
             "loss_budget",
+            "negligible_loss",
             "max_loss",
             "sla_confidence",
             "give_up",
             "prices",
-            "min_confidence",
-            "max_slowdown",
             "live_check_share",
         }
     )
 
-    class_floor: dict[PromptClass, TierName] = Field(
-        CLASS_FLOOR,
-        description="Lowest tier for each class of prompt while its loss is not measured.",
-        validate_default=True,
-    )
     loss_budget: Share | LikeTier = Field(
         LikeTier(),
-        description="Mean quality loss that live traffic may have, once loss is measured: the share of tokens that may "
-        "differ from the highest precision's first choice. A number, or as much as one tier would lose on the same "
-        'prompts: `{ like = "balanced" }`. Within it each request takes the tier for which engine time and loss '
-        "together cost least. 0: only the tier that loses least.",
+        description="Share of answers that may get worse than the highest precision's on a kind of prompt, while engine "
+        "time is scarce: a number, or what one tier loses: that tier may answer every prompt, and lower ones those on "
+        'which they lose no more than it does on average: `{ like = "balanced" }`. While engines have time to spare, or '
+        "at 0, only tiers with a loss up to `policy.negligible_loss` serve in the highest precision's place.",
     )
-    budget_half_life_s: PositiveFloat = Field(
-        300, description="Half-life of the running mean that is held to `policy.loss_budget`, in seconds."
+    negligible_loss: Share = Field(
+        0.005,
+        description="Share of answers. A tier that is expected to lose no more on a kind of prompt is as good as the "
+        "highest precision: the one of those with the least engine time serves, whatever the budget.",
     )
     max_loss: dict[PromptClass, Share] = Field(
         {},
-        description="Most quality loss of a single request of each class, once it is measured; a tier that may lose "
-        "more is not used. Classes that are not named have only the budget.",
+        description="Most quality loss of each class, as a share of answers; a tier that may lose more is not used. "
+        "Classes that are not named have only the budget.",
     )
     sla_confidence: float = Field(
         0.9, ge=0.5, lt=1, description="Confidence with which bounds must be met, if a request gives none."
@@ -695,29 +674,19 @@ class PolicySettings(Section):
         "latency", description="The bound that is given up first if no tier meets all bounds of a request."
     )
     prices: dict[TierName, PositiveFloat] = Field(
-        {}, description="Weight of an engine-second of each tier; 1 if not given."
-    )
-    min_confidence: Share = Field(
-        0.6,
-        description="Below this confidence in the class, each tier counts with its highest loss of any class; while "
-        "loss is not measured, the next higher tier is used.",
+        {},
+        description="Weight of an engine-second of each tier; 1 if not given. With a price, engine time counts as scarce "
+        "from the start: set one where engines cost by use, as in a fleet that scales with its load.",
     )
     profiles: Path = Field(
         default_factory=lambda: cache_dir() / "profiles",
         description="Where `qarr profile` keeps its results. The served checkpoints' profile is used.",
     )
-    max_slowdown: float = Field(
-        4.0,
-        gt=1,
-        description="While speed under load is not measured, a tier this many times slower per token than a higher "
-        "precision is not used.",
-    )
-
     live_check_share: Share = Field(
         0,
-        description="Shadow evaluation: share of prompts served by a cheap tier that are answered again and scored "
-        "while the engines are idle. What they lost counts instead of the profile's loss. A class that loses more than "
-        "its `policy.max_loss` gets the next precision until it recovers. 0: off.",
+        description="Shadow evaluation: share of prompts served by a lower precision that this and the highest one "
+        "answer again while the engines are idle. Numbers, choices, JSON and code in the answers are compared; of others, "
+        "the regret is reported. It shows drift, and decides nothing. 0: off.",
     )
 
     @field_validator("loss_budget", mode="wrap")
@@ -1168,9 +1137,8 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _tiers_are_known(self) -> Settings:
         """Check that every tier that a setting names exists."""
-        policy, budget = self.policy, self.policy.loss_budget
-        named = {f"policy.class_floor.{kind.value}": tier for kind, tier in policy.class_floor.items()}
-        named |= {f"policy.prices.{tier}": tier for tier in policy.prices}
+        budget = self.policy.loss_budget
+        named = {f"policy.prices.{tier}": tier for tier in self.policy.prices}
         named |= {"policy.loss_budget.like": budget.like} if isinstance(budget, LikeTier) else {}
         named |= {f"lora.adapters.{name}.tiers": t for name, own in self.lora.adapters.items() for t in own.tiers}
         named |= {f"openai.aliases.{name}": TierName(t) for name, t in self.openai.aliases.items() if t != "auto"}

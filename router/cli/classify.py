@@ -42,7 +42,8 @@ def classify(
     counter = named_counter(tokenizer) if tokenizer is not None else make_counter(_prepared_folder(settings))
     if not counter.exact:
         err.print("no tokenizer yet ('qarr model prepare' makes one): tokens are estimated")
-    fleet, policy = idle_fleet(settings), policy_table(settings.policy)
+    fleet = idle_fleet(settings)
+    policy = policy_table(settings.policy, [tier.spec for tier in fleet.tiers])
 
     def classified(prompt: str) -> dict[str, Any]:
         features = extract(prompt, counter)

@@ -14,18 +14,20 @@ from rich.table import Table
 
 from router.cli.client import URL, UrlOption, trusted
 from router.cli.common import ConfigOption, clock, err, plain, print_table
-from router.policy.profiles import ProfileError, load_latency
+from router.policy.profiles import REFERENCE, ProfileError, load_latency
 from router.profiling.client import connect
 from router.profiling.measure_latency import LatencyPlan, measure_latency
-from router.profiling.measure_quality import Plan, measure, read_prompts
-from router.profiling.profile_files import ANSWER_TOKENS, JOURNAL, PROMPTS, keep_latency, keep_quality, only_one
+from router.profiling.measure_quality import Plan, measure
+from router.profiling.profile_files import JOURNAL, keep_latency, keep_quality, only_one
+from router.profiling.run_code import passes
+from router.profiling.tasks import SUITE, TASKS, read_tasks
 from router.settings import load_settings
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from router.policy.profiles import Fit, Interval, LatencyProfile, Loss, QualityProfile
+    from router.policy.profiles import Fit, LatencyProfile, QualityProfile
     from router.profiling.client import RouterClient
 
 profile_app = typer.Typer(help="Measure the loss and the speed of a running fleet's tiers.", no_args_is_help=True)
@@ -34,39 +36,41 @@ profile_app = typer.Typer(help="Measure the loss and the speed of a running flee
 @profile_app.command("quality")
 def profile_quality(
     url: UrlOption = URL,
-    prompts: Annotated[
+    tasks: Annotated[
         Path,
         typer.Option(
-            help='JSON lines with "text" and optionally "class"; by default a built-in set.', show_default=False
+            help="Tasks with checks, as JSON lines (docs/tasks.md); by default a built-in suite.", show_default=False
         ),
-    ] = PROMPTS,
-    per_class: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Prompts of each class; by default all.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Longest answer.")] = ANSWER_TOKENS,
+    ] = TASKS,
     parallel: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Prompts at a time; by default as many as the engines compute at once."),
+        typer.Option(min=1, metavar="N", help="Tasks at a time; by default as many as the engines compute at once."),
     ] = None,
     adapter: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Measure a LoRA adapter, on the tiers that offer it, instead of the model."),
     ] = None,
+    run_code: Annotated[
+        bool, typer.Option("--run-code", help="Run code that the model writes, in a sandbox, for tasks that need it.")
+    ] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Measure the loss of each precision on each kind of prompt, against the highest one.
+    """Measure how many answers of each kind each precision gets wrong that the highest one gets right.
 
     It waits while there are other requests, and continues where it stopped. If the router needs a key, set QARR_KEY.
     """
     folder = load_settings(config).policy.profiles
     log = _Log()
     plan = Plan(
-        prompts=read_prompts(prompts, per_class),
-        answer_tokens=tokens,
-        parallel=parallel,
+        tasks=read_tasks(tasks),
+        name=SUITE if tasks == TASKS else tasks.name,
         journal=folder / JOURNAL,
+        parallel=parallel,
         adapter=adapter,
+        runs=passes if run_code else None,
     )
+    if run_code:
+        log("code that the model writes is run in a sandbox: no network, no files, 2 s and 512 MiB each")
 
     async def measured() -> QualityProfile:
         async with _connected(url) as client:
@@ -76,7 +80,7 @@ def profile_quality(
         profile = asyncio.run(measured())
         path = keep_quality(folder, profile)
     _show(profile)
-    log(f"{path}\n         {path.with_suffix('.html')}")
+    log(str(path))
 
 
 @profile_app.command("latency")
@@ -163,20 +167,26 @@ def _knee(fit: Fit) -> str:
 
 
 def _show(profile: QualityProfile) -> None:
-    table = Table("class", "tier", "tokens", "not first choice %", "KL mean", "KL p95", "perplexity ratio", box=None)
-    for loss in profile.losses:
-        table.add_row(
-            loss.prompt_class.value,
-            loss.tier,
-            str(loss.tokens),
-            _shown(loss, loss.top1_disagreement, 100, 1),
-            _shown(loss, loss.kl_mean),
-            _shown(loss, loss.kl_p95),
-            _shown(loss, loss.perplexity_ratio),
-        )
+    """Print the losses by kind and tier, and the diagnoses by tier."""
+    typer.echo(
+        f"{profile.model}, measured with {profile.tasks}. Of the answers that {REFERENCE} or the tier gets right: worse, "
+        "better, net."
+    )
+    table = Table("class", "complexity", "tier", f"{REFERENCE} right", "answers", "worse", "better", "net %", box=None)
+    for count in profile.counts:
+        answers, worse, better = count.flips
+        net = f"{100 * (worse - better) / answers:.1f}" if answers else "-"
+        right = f"{count.right} of {count.asked}"
+        kind = count.prompt_class.value, count.complexity.value
+        table.add_row(*kind, count.tier, right, str(answers), str(worse), str(better), net)
     print_table(table)
-
-
-def _shown(loss: Loss, value: Interval, factor: float = 1, digits: int = 3) -> str:
-    low, mean, high = (f"{x * factor:.{digits}f}" for x in (value.low, value.mean, value.high))
-    return f"{mean} ({low} to {high})" if loss.certain else f"{mean} (too few prompts)"
+    typer.echo("\nHow much tokens differ from the reference's (not whether answers get worse):")
+    table = Table("class", "tier", "tokens", "not first choice %", "KL nats", "regret nats", box=None)
+    for count in profile.counts:
+        found = count.diagnosis
+        if found is not None:
+            figures = f"{found.disagreement * 100:.1f}", f"{found.kl:.3f}", f"{found.regret:.3f}"
+            table.add_row(
+                f"{count.prompt_class.value}, {count.complexity.value}", count.tier, str(found.tokens), *figures
+            )
+    print_table(table)

@@ -21,6 +21,7 @@ from router.api.asgi import body_message, cancel_on_disconnect, context_of, star
 from router.api.bodies import json_response, render_fleet, scope_of
 from router.api.paths import MOST_LISTED
 from router.policy.profiles import percentile
+from router.policy.render import render_loss
 from router.telemetry.record import Outcome, render_record
 from router.telemetry.request_trace import UnknownTrace, render_listed, render_trace
 
@@ -343,20 +344,20 @@ class LiveEndpoints:
         table = self._pipeline.policy.table
         return _json(
             {
-                "class_floor": {kind.value: tier for kind, tier in table.class_floor.items()},
                 "max_loss": {kind.value: bound for kind, bound in table.max_loss.items()},
                 "loss_budget": self._live.loss_budget(),
+                "negligible_loss": table.negligible_loss,
                 "losses": {
                     tier: {
-                        kind.value: {"mean": loss.mean, "low": loss.low, "high": loss.high}
-                        for kind, loss in losses.items()
+                        kind.value: {complexity.value: render_loss(loss) for complexity, loss in each.items()}
+                        for kind, each in of_tier.items()
                     }
-                    for tier, losses in table.losses.items()
+                    for tier, of_tier in table.losses.items()
                 },
-                "promoted": {kind.value: tier for kind, tier in table.promoted.items()},
-                "live_losses": [
-                    {"class": kind.value, "tier": tier, "loss": rolling.share, "checked": rolling.checked}
-                    for (kind, tier), rolling in self._evaluation.losses.items()
+                "pointless": self._pipeline.policy.pointless,
+                "live": [
+                    {"class": kind.value, "tier": tier, **drift.render()}
+                    for (kind, tier), drift in self._evaluation.drifts.items()
                 ],
                 "sla_confidence": table.sla_confidence,
             }

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from router.pipeline.charging import Charging
     from router.pipeline.pipeline import Pipeline
     from router.pipeline.usage import UsageLog
-    from router.policy.budget_store import LossBudget
     from router.policy.decision import TierReport
     from router.policy.table import PolicyStore
     from router.profiling.shadow_evaluation import ShadowEvaluation
@@ -182,61 +181,51 @@ class RequestMetrics:
 
 
 class Losses(Collector):
-    """Quality losses: measured, found in live answers, and allowed."""
+    """Quality losses: expected, allowed, and the drift of live answers."""
 
     def __init__(self, evaluation: ShadowEvaluation, policy: PolicyStore) -> None:
         self._evaluation, self._policy = evaluation, policy
 
     def collect(self) -> Iterable[Metric]:
-        """Return the losses and bounds by class and tier, and the promoted classes."""
-        text = "Rolling share of tokens that are not the highest precision's first choice."
-        loss = GaugeMetricFamily("qarr_live_loss_ratio", text, labels=KIND)
-        text = "Live prompts that were answered again and scored."
-        checked = CounterMetricFamily("qarr_live_checked_answers", text, labels=KIND)
-        promoted = GaugeMetricFamily(
-            "qarr_promoted_classes", "1 for a class that now gets at least this tier.", labels=KIND
-        )
-        measured = GaugeMetricFamily("qarr_measured_loss_ratio", "The same share in the quality profile.", labels=KIND)
+        """Return the expected losses by kind and tier, what was counted of answers, and live answers by class and tier."""
+        table, tally = self._policy.table, self._policy.tally
+        text = "Share of answers that are expected to be worse than the highest precision's."
+        expected = GaugeMetricFamily("qarr_expected_loss_ratio", text, labels=["class", "complexity", "tier"])
+        text = "Measured answers that this rests on; 0: published."
+        answers = GaugeMetricFamily("qarr_expected_loss_answers", text, labels=["class", "complexity", "tier"])
+        for tier, of_tier in table.losses.items():
+            for kind, each in of_tier.items():
+                for complexity, loss in each.items():
+                    expected.add_metric([kind.value, complexity.value, tier], loss.mean)
+                    answers.add_metric([kind.value, complexity.value, tier], loss.answers)
         bound = GaugeMetricFamily("qarr_loss_bound_ratio", "Most that a request of a class may lose.", labels=["class"])
-        for (kind, tier), rolling in self._evaluation.losses.items():
-            loss.add_metric([kind.value, tier], rolling.share)
-            checked.add_metric([kind.value, tier], rolling.checked)
-        for kind, tier in self._evaluation.promoted.items():
-            promoted.add_metric([kind.value, tier], 1)
-        table = self._policy.table
-        for tier, losses in table.losses.items():
-            for kind, expected in losses.items():
-                measured.add_metric([kind.value, tier], expected.mean)
         for kind, most in table.max_loss.items():
             bound.add_metric([kind.value], most)
-        return [loss, checked, promoted, measured, bound]
+        yield from (expected, answers, bound)
+        yield CounterMetricFamily("qarr_loss_counted_answers", "Answers whose tier the policy chose.", tally.answers)
+        text = "Of these, those that are expected to be worse than the highest precision's."
+        yield CounterMetricFamily("qarr_loss_expected_answers", text, tally.lost)
+        text = "Of these, those that the loss budget would have allowed to be worse."
+        yield CounterMetricFamily("qarr_loss_allowed_answers", text, tally.allowed)
+        yield from self._live()
 
-
-class Budget(Collector):
-    """The loss budget. Price, mean and budget are the router's, the counters this process' own."""
-
-    def __init__(self, budget: LossBudget, half_life_s: float) -> None:
-        self._budget, self._half_life_s = budget, half_life_s
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the price and the running mean, where they are known, and what was counted since the start."""
-        budget, now = self._budget, self._budget.current()
-        for name, text, value in (
-            ("price_engine_seconds", "Price of loss: engine-seconds a differing token.", now.price),
-            ("mean_ratio", "Running mean of the share of tokens that differ from the highest precision's.", now.mean),
-            ("budget_ratio", "The share that policy.loss_budget allows of the same answers.", now.budget),
-            ("budget_half_life_seconds", "Half-life of the running mean.", self._half_life_s),
-        ):
-            gauge = GaugeMetricFamily(f"qarr_loss_{name}", text)
-            if value is not None:
-                gauge.add_metric([], value)
-            yield gauge
-        text = "Output tokens of answers that count against the loss budget."
-        yield CounterMetricFamily("qarr_loss_counted_tokens", text, budget.tokens)
-        text = "Of these, those that differ from the highest precision's, as measured or expected."
-        yield CounterMetricFamily("qarr_loss_differing_tokens", text, budget.lost)
-        text = "Of these, those that the loss budget allows to differ."
-        yield CounterMetricFamily("qarr_loss_allowed_tokens", text, budget.allowed)
+    def _live(self) -> Iterable[Metric]:
+        text = "Live prompts that a tier and the highest precision answered again."
+        checked = CounterMetricFamily("qarr_live_checked_answers", text, labels=KIND)
+        text = "Of these, those whose answers could be compared."
+        compared = CounterMetricFamily("qarr_live_compared_answers", text, labels=KIND)
+        text = "Rolling share of compared answers that differ."
+        differing = GaugeMetricFamily("qarr_live_differing_ratio", text, labels=KIND)
+        text = "Rolling mean of the log-probability a token that the highest precision gives up."
+        regret = GaugeMetricFamily("qarr_live_regret_nats", text, labels=KIND)
+        for (kind, tier), drift in self._evaluation.drifts.items():
+            labels = [kind.value, tier]
+            checked.add_metric(labels, drift.checked)
+            compared.add_metric(labels, drift.compared)
+            regret.add_metric(labels, drift.regret)
+            if drift.differing is not None:
+                differing.add_metric(labels, drift.differing)
+        return checked, compared, differing, regret
 
 
 class Load(Collector):
@@ -330,7 +319,6 @@ class Metrics:
         evaluation: ShadowEvaluation,
         retries: Mapping[TierName, int],
         about: Mapping[str, str],
-        half_life_s: float,
     ) -> None:
         registry, self.tally = CollectorRegistry(), Tally()
         self._registry = registry
@@ -342,7 +330,6 @@ class Metrics:
         registry.register(Load(pipeline, retries, about))
         registry.register(Scaling(pipeline))
         registry.register(Losses(evaluation, pipeline.policy))
-        registry.register(Budget(pipeline.policy.budget, half_life_s))
         self._registry = registry
 
     def count_keys(self, usage: UsageLog, charging: Charging, labels: Labels) -> UsageMetrics:

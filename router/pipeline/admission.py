@@ -269,7 +269,7 @@ class Admission:
                 policy = self._policy
                 query = entry.decision.query
                 snapshot = self._fleet.snapshot(reserved, query.prefix)
-                decision = decide(query, snapshot, policy.table, policy.price)
+                decision = decide(query, snapshot, policy.table)
                 if self._settle(entry, decision, reserved):
                     continue
             passed_over.add(entry)

@@ -99,7 +99,7 @@ class Charging:
     def _only(self, tier: TierName, query: Query) -> Decision:
         """Decide with one tier alone."""
         query = replace(query, allowed=frozenset({tier}), over_budget=True)
-        return decide(query, self.fleet.snapshot(prefix=query.prefix), self.policy.table, self.policy.price)
+        return decide(query, self.fleet.snapshot(prefix=query.prefix), self.policy.table)
 
 
 def visits_of(decision: Decision, answer: EngineAnswer) -> tuple[Visit, ...]:

@@ -97,18 +97,18 @@ class Pipeline:
         features = request.prompt.classify(self.counter)
         classified = time.monotonic()
         query = query_of(request, features, self.fleet.template, affinity=self.fleet.options.affinity)
-        fleet, table, price = self.fleet.snapshot(prefix=query.prefix), self.policy.table, self.policy.price
-        decision = decide(query, fleet, table, price)
+        fleet, table = self.fleet.snapshot(prefix=query.prefix), self.policy.table
+        decision = decide(query, fleet, table)
         if serve:
             prompt = request.prompt.text if self.telemetry.wants_prompt else ""
-            journey = Journey(request.context.arrived, began, classified, time.monotonic(), price, prompt)
+            journey = Journey(request.context.arrived, began, classified, time.monotonic(), prompt)
             request.context.journey = journey
             JOURNEY.set(journey)
         if serve and self.prompt_observer is not None:
             self.prompt_observer.offer(request.prompt.text, features)
         if serve and self.decisions is not None:
             self.decisions.decided(
-                request.context.request_id, decision, fleet, table, price=price, priority=request.options.priority
+                request.context.request_id, decision, fleet, table, priority=request.options.priority
             )
         return decision
 
@@ -174,7 +174,6 @@ class Pipeline:
                 raise
             return answer
         active.let_in(grant.slot)
-        active.expected = self.policy.admitted(active.decision)
         return await self.failover.open(grant.slot, asked, sent_at)
 
     async def _close(

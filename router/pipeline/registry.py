@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from router.lifecycle import ServerState
     from router.pipeline.admission import Admitted
     from router.pipeline.request import RequestContext
-    from router.policy.budget_store import Expectation
     from router.policy.charge import Charge, Visit
     from router.policy.decision import Decision, Priority, Sla
     from router.upstream.engine_stream import EngineAnswer
@@ -62,7 +61,6 @@ class ActiveRequest:
         admitted: Its slot; None while it waits.
         sent: When it was admitted, in seconds by the monotonic clock.
         answer: None until it has begun.
-        expected: What the loss budget counts for it meanwhile.
         visits: What tiers have computed of it, once that is known; only of callers with a key.
         charge: To its caller's budgets; None: it has none.
         diverted: What became of it at the overflow; None: it was not sent there.
@@ -74,7 +72,6 @@ class ActiveRequest:
     admitted: Admitted | None = None
     sent: float = 0.0
     answer: EngineAnswer | None = None
-    expected: Expectation | None = None
     visits: tuple[Visit, ...] = ()
     charge: Charge | None = None
     diverted: Diverted | None = None
@@ -185,7 +182,6 @@ class RequestRegistry:
             sla_met=_kept(decision.query.sla, outcome, ttft_ms, tpot_ms),
             attempts_failed=answer.failed_attempts if answer is not None else 0,
             continued_on=tuple(continued_on(answer)) if answer is not None and answer.parts else (),
-            expected=request.expected,
             cached_prompt_tokens=answer.cached_tokens if answer is not None else None,
             predicted_cached_tokens=answer.predicted_cached_tokens if answer is not None else None,
             team=context.caller.team,

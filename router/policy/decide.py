@@ -1,8 +1,9 @@
 """Choose a tier. Pure: facts about the request and a fleet snapshot in, a decision with reasons out.
 
 Precedence: what is possible (context, readiness, free slots), then ``require``, then the SLA's bounds, then the hint, then
-the needs of the prompt's class. Of the tiers that remain, the one with the least engine time + price of loss * expected loss
-serves (``router.policy.budget``). The reason names what was given up.
+the prompt's class and complexity: of the tiers whose expected loss on such prompts is negligible, the one with the least
+engine time serves. As load rises, so does the loss that a tier may have, from negligible up to the loss budget: it is the
+value of engine time, which is nothing while engines idle. The reason names what was given up.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
-from router.policy.budget import best, middle_price
-from router.policy.decision import CHOSEN, Basis, Decision, Priced, Rate, Refusal, TierReport
+from classifier import PromptClass
+from classifier.kinds import Complexity
+from router.policy.decision import CHOSEN, SURE, Basis, Decision, Rate, Refusal, TierReport
+from router.policy.losses import one_in
 from tiers.choice import uncached
 from tiers.preparing import about
 from tiers.snapshot import has_slots
@@ -23,13 +26,16 @@ from tiers.speed import HALF_LIFE_S, IDLE
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from classifier import PromptClass
-    from router.policy.decision import Degraded, ExpectedLoss, PolicyParameters, Query, Sort
+    from classifier import PromptFeatures
+    from router.policy.decision import Degraded, PolicyParameters, Query, Sort
+    from router.policy.losses import ExpectedLoss
     from tiers.snapshot import Expectation, FleetSnapshot, TierSnapshot
     from tiers.spec import TierSpec
     from tiers.speed import SpeedModel
 
 STARTING_RETRY_S = 10.0  # engines start and warm in tens of seconds
+PLENTY = 0.5  # share of the highest precision's slots up to which engine time is worth nothing
+SLOWER = 4.0  # times a token that a lower precision may take as long as a higher one while no speed under load is known
 UNKNOWN_RETRY_S = 1.0  # a slot frees up with the next finished request
 LIKELIEST_TO_PASS = (
     Refusal.AT_CAPACITY,
@@ -52,35 +58,41 @@ _DEGRADED: tuple[tuple[Degraded, Basis], ...] = (
 
 @dataclass(slots=True)
 class _Need:
-    """What the prompt's class needs.
+    """What a prompt of its kind needs.
 
     Attributes:
-        floor: Lowest tier where loss is not measured.
-        ranks: Of all tiers by precision.
-        max_loss: Share of tokens, 0..1, where loss is measured: the request's own bound, else the class's; None: no bound.
-        at_least: Lowest tier whatever is measured; None: any tier.
-        hinted: The hint asks for ``at_least``; else the class's live losses do.
-        uncertain: The classifier is not sure of the class.
+        table: The policy's parameters.
+        max_loss: Share of answers, 0..1: the request's own bound, else the class's; None: no bound.
+        at_least: Lowest tier, from a hint; None: any tier.
     """
 
-    kind: PromptClass
-    confidence: float
-    floor: TierName
+    features: PromptFeatures
+    table: PolicyParameters
     max_loss: float | None
     at_least: TierName | None
-    hinted: bool
-    uncertain: bool
     ranks: Mapping[TierName, int]
 
     def asks_more(self, tier: TierName) -> bool:
-        """Tell whether a tier is below the lowest one whatever is measured."""
+        """Tell whether a tier is below the hinted one."""
         return self.at_least is not None and self.ranks[tier] < self.ranks[self.at_least]
+
+    def allowed(self, tier: TierName, scarcity: float) -> float:
+        """Return the share of answers, 0..1, that may get worse on a tier.
+
+        Args:
+            tier: The tier.
+            scarcity: Of engine time, 0..1.
+        """
+        negligible = self.table.negligible_loss
+        return negligible + scarcity * max(self.table.budget(tier) - negligible, 0.0)
 
     @property
     def who(self) -> str:
-        """Return the subject of the sentences about it."""
-        unsure = f" at a confidence of only {self.confidence:.2f}" if self.uncertain else ""
-        return f"class {self.kind.value}{unsure}"
+        """Return the kind of prompt, for people."""
+        features = self.features
+        sure = features.confidence >= SURE or features.prompt_class is PromptClass.UNKNOWN
+        kind = features.prompt_class.value.replace("_", " ") if sure else f"probably {features.prompt_class.value}"
+        return f"{kind}, {(features.complexity or Complexity.MODERATE).value}"
 
 
 @dataclass(slots=True, eq=False)
@@ -89,14 +101,12 @@ class _TierEstimate:
 
     Attributes:
         speed: Of the replica that would serve the request, or of the first ready one.
-        loss: As measured.
         worst: Upper bound of the loss at the confidence asked for.
         cost: Engine-seconds, times the tier's price.
-        priced: Cost and expected loss of a token.
         excess: Largest ratio of a predicted time to its bound; infinite where a time is not known.
         obstacle: Why the tier cannot serve now; None: it can.
         slow: It breaks a bound on time, or may, for its times are not known; likewise ``lossy`` on loss.
-        unfit: It is below what the class needs.
+        unfit: It loses more than the budget or the class's bound allows, or is below the hint.
         meets: It can serve the request within the bounds asked for.
         cached: Prompt tokens that need no prefill on the replica that would serve it.
     """
@@ -106,10 +116,9 @@ class _TierEstimate:
     name: TierName
     speed: SpeedModel | None
     times: Expectation | None
-    loss: ExpectedLoss | None
-    worst: float | None
+    loss: ExpectedLoss
+    worst: float
     cost: float | None
-    priced: Priced | None
     excess: float
     obstacle: Refusal | None
     slow: bool
@@ -123,18 +132,11 @@ class _TierEstimate:
         return self.speed is not None and self.speed.under_load
 
 
-def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters, price: float | None = None) -> Decision:
-    """Choose a tier that serves the request as asked, or refuse it.
-
-    Args:
-        query: The request.
-        fleet: The tiers.
-        table: The policy's parameters.
-        price: Of loss, in engine-seconds a differing token; None: not known yet.
-    """
+def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decision:
+    """Choose a tier that serves the request as asked, or refuse it."""
     table = table.with_adapter(query.adapter)
     z = _NORMAL.inv_cdf(table.sla_confidence if query.sla.confidence is None else query.sla.confidence)
-    case = _Case(query, fleet, table, z, _need(query, table, fleet.ranks), price)
+    case = _Case(query, fleet, table, z, _need(query, table, fleet.ranks))
     hint, estimates = query.hint, case.estimates
     asked = estimates if hint is None or not query.require else [o for o in estimates if o.name is hint]
     possible = [o for o in asked if o.obstacle is None]
@@ -153,21 +155,14 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters, price: f
         chosen, degraded = _nearest(query, possible, table)
         basis = next(basis for what, basis in _DEGRADED if what in degraded)
         case.chosen, case.basis, case.given_up = chosen, basis, degraded
-    return Decision.explained(case, query, basis, chosen.name, degraded=degraded, priced=case.priced)
+    return Decision.explained(case, query, basis, chosen.name, degraded=degraded)
 
 
 def _need(query: Query, table: PolicyParameters, ranks: Mapping[TierName, int]) -> _Need:
-    """Return what the class needs. An uncertain class gets a floor one tier higher; a hint that fails is a floor itself."""
-    features, hint, asked = query.features, query.hint, query.sla.max_quality_loss
-    kind, confidence = features.prompt_class, features.confidence
-    floor, at_least, hinted = table.class_floor[kind], table.promoted.get(kind), False
-    if hint is not None and ranks[hint] > max(ranks[floor], ranks[at_least] if at_least is not None else 0):
-        at_least, hinted = hint, True
-    uncertain = confidence < table.min_confidence and ranks[floor] < len(ranks) - 1
-    if uncertain:
-        floor = list(ranks)[ranks[floor] + 1]
-    max_loss = table.max_loss.get(kind) if asked is None else asked
-    return _Need(kind, confidence, floor, max_loss, at_least, hinted, uncertain, ranks)
+    """Return what the prompt needs; a hint that cannot be taken is the lowest tier."""
+    asked = query.sla.max_quality_loss
+    max_loss = table.max_loss.get(query.features.prompt_class) if asked is None else asked
+    return _Need(query.features, table, max_loss, query.hint, ranks)
 
 
 @dataclass(slots=True, eq=False)
@@ -176,11 +171,11 @@ class _Case:
 
     Attributes:
         z: The confidence asked for, as a quantile of the normal distribution.
-        price: Of loss, in engine-seconds a differing token; None: not known yet.
         output: Expected output tokens of all sequences.
+        scarcity: Of engine time, 0..1.
         estimates: One for each tier, by rising precision.
         asked: Those of the tiers asked for; of these, ``possible`` can serve now, and ``within`` meet the bounds as well.
-        fit: Of these, those that meet the class's needs; ``priced``: what the price of loss chose from.
+        fit: Of these, those within the loss budget and the class's bound, and not below the hint.
         chosen: None: the request is refused.
         given_up: Bounds that no tier meets.
     """
@@ -190,14 +185,13 @@ class _Case:
     table: PolicyParameters
     z: float
     need: _Need
-    price: float | None
+    scarcity: float = field(init=False)
     output: float = field(init=False)
     estimates: list[_TierEstimate] = field(init=False)
     asked: Sequence[_TierEstimate] = ()
     possible: Sequence[_TierEstimate] = ()
     within: Sequence[_TierEstimate] = ()
     fit: Sequence[_TierEstimate] = ()
-    priced: tuple[Priced, ...] = ()
     chosen: _TierEstimate | None = None
     basis: Basis = Basis.REFUSED
     given_up: tuple[Degraded, ...] = ()
@@ -208,6 +202,7 @@ class _Case:
         prompt_tokens, sequences = query.tokens_to_read, query.sequences
         output, there = fleet.output_share * query.max_tokens * sequences, fleet.sequences + sequences
         self.output = max(1.0, output)
+        self.scarcity = _scarcity(query, fleet, self.table)
         self.estimates = [self._estimate(tier, prompt_tokens, output, there) for tier in fleet.tiers]
 
     def _estimate(self, tier: TierSnapshot, prompt_tokens: int, output: float, there: int) -> _TierEstimate:
@@ -222,17 +217,16 @@ class _Case:
         query, table, z, spec, need = self.query, self.table, self.z, tier.spec, self.need
         name = spec.name
         free, speed, times, cached = tier.offer(prompt_tokens, output, query.sequences, self.fleet)
-        cost, priced, loss = None, None, table.loss(name, query.features)
+        cost, loss = None, table.loss(name, query.features)
         if speed is not None:
             batch = min(spec.max_num_seqs, there)
             to_read = uncached(prompt_tokens, cached)
             engine_ms = speed.engine_ms(to_read, self.output, batch) * (times.drift if times else 1.0)
             cost = engine_ms / 1000 * table.prices.get(name, 1.0)
-            priced = None if loss is None else Priced(name, cost / self.output, loss.mean)
-        worst = None if loss is None else loss.at(z) if need.confidence >= table.min_confidence else loss.high
+        worst = loss.at(z)
         obstacle, bound = _obstacle(tier, query, free=free), query.sla.max_quality_loss
         slow, excess = _slow(query, times, z)
-        lossy = bound is not None and (worst is None or worst > bound)
+        lossy = bound is not None and worst > bound
         return _TierEstimate(
             tier,
             spec,
@@ -242,12 +236,11 @@ class _Case:
             loss,
             worst,
             cost,
-            priced,
             excess,
             obstacle,
             slow,
             lossy,
-            unfit=_is_unfit(name, worst, need),
+            unfit=_is_unfit(name, loss, worst, need),
             meets=obstacle is None and not lossy and not slow,
             cached=cached,
         )
@@ -277,51 +270,51 @@ class _Case:
             reason = f"hint {query.hint} not taken: {against}; {reason}"
         if query.precisions is not None:
             reason += f"; the request allows {', '.join(sorted(query.precisions))} only"
-        if query.sla.max_quality_loss is not None and self.within and not self.table.losses:
-            reason += "; loss is not measured yet, so only the reference precision is sure to keep max_quality_loss"
         return f"over budget, so only {chosen.name} may serve; {reason}" if query.over_budget else reason
 
     def _why(self, chosen: _TierEstimate) -> str:
         """Return why a tier was chosen."""
+        query_sort = self.query.sort
         if not self.within:
             given_up = " and ".join([what for what in self.given_up if what != "unmeasured"])
             known = f"expected to meet the SLA: {given_up} given up" if given_up else "known to meet the SLA"
             return f"no tier is {known}, {chosen.name} taken"
         if self.basis is Basis.HINT:
             return f"hint {chosen.name}"
-        if (compared := self._compared_text(chosen)) is not None:
-            return f"{self.need.who}: {compared}"
-        return f"degraded to {chosen.name}: {self._unfit(chosen)}, {_no_better(self.asked)}"
+        if self.basis is Basis.DEGRADED_QUALITY:
+            return f"degraded to {chosen.name}: {self._unfit(chosen)}, {_no_better(self.asked)}"
+        if self.basis is Basis.SORT and query_sort is not None:
+            return f"{self.need.who}: {_sorted_text(chosen, query_sort)}"
+        return f"{self.need.who}: {self._chosen_text(chosen)}"
 
-    def _compared_text(self, chosen: _TierEstimate) -> str | None:
-        """Return what a choice among tiers that meet the class's needs rests on; None: there was none."""
-        if self.basis is Basis.SORT and self.query.sort is not None:
-            return _sorted_text(chosen, self.query.sort)
+    def _chosen_text(self, chosen: _TierEstimate) -> str:
+        """Return why a tier was chosen, by what it and the others lose."""
+        if self.basis is Basis.LEAST_LOSS:
+            lower = [o for o in self.within if o.loss.mean > chosen.loss.mean]
+            if lower:
+                return _wrong_text(lower, self.fleet.tiers[-1].spec.name)
+            return (
+                f"no tier but {chosen.name} serves now"
+                if len(self.within) == 1
+                else f"no tier loses less than {chosen.name}"
+            )
+        good = f"{chosen.name} is as good ({one_in(chosen.loss.mean)} answers gets worse, {chosen.loss.basis})"
         if self.basis is Basis.BUDGET:
-            return self._priced_text(chosen)
-        if self.basis is Basis.MEASURED:
-            return _cheapest_text(self.fit, chosen)
-        return _lowest_text(self.fit[0], chosen, self.table) if self.basis is Basis.TABLE else None
+            good = (
+                f"{chosen.name} would get {one_in(chosen.loss.mean)} answers wrong that {self.fleet.tiers[-1].spec.name} "
+                f"gets right ({chosen.loss.basis}), within the loss budget, and engines are {self.scarcity:.0%} scarce"
+            )
+        if chosen.loss.mean == 0 and self.basis is not Basis.BUDGET:
+            good = f"{chosen.name} loses nothing"
+        return f"{good}, and {self._cheap_text(chosen)}"
 
-    def _priced_text(self, chosen: _TierEstimate) -> str:
-        """Return what the choice by the price of loss rests on: the next best tier, and what it would cost and lose."""
-        one, others = chosen.priced, [o for o in self.priced if o is not chosen.priced]
-        if one is None or not others:
-            return f"no tier but {chosen.name} meets its needs"
-        price = middle_price(self.priced) if self.price is None else self.price
-        other = best(others, price, lossless=self.table.loss_budget == 0)
-        saved, lost = (other.cost - one.cost) * self.output, one.loss - other.loss
-        learned = "; speed learned from live requests" if any(o.speed and o.speed.learned for o in self.fit) else ""
-        if saved * lost <= 0:  # neither is given up for the other
-            return f"{one.tier} saves {saved:.2g} engine-seconds over {other.tier} and loses no more{learned}"
-        if self.table.loss_budget == 0:
-            return f"{one.tier} loses {-lost:.3f} less than {other.tier}, and the loss budget is 0{learned}"
-        for_what = (
-            f"saves {saved:.2g} engine-seconds over {other.tier} for {lost:.3f} more expected loss"
-            if lost > 0
-            else f"loses {-lost:.3f} less than {other.tier} for {-saved:.2g} engine-seconds more"
-        )
-        return f"{one.tier} {for_what}, at a price of {price * self.output:.2g} engine-seconds a unit of loss{learned}"
+    def _cheap_text(self, chosen: _TierEstimate) -> str:
+        """Return what speaks for a tier among those that lose little enough."""
+        others = ", ".join([f"{o.name} {_cost(o):.2g}" for o in self.fit if o is not chosen and o.cost is not None])
+        if chosen.under_load and others:
+            return f"takes {_cost(chosen):.2g} engine-seconds ({others})"
+        lower = [o for o in self.fit if self.need.ranks[o.name] < self.need.ranks[chosen.name]]
+        return "is much faster here than lower precisions" if lower else "is the lowest precision"
 
     def fallbacks(self) -> tuple[TierName, ...]:
         """Return the tiers that could take over, in order."""
@@ -329,7 +322,7 @@ class _Case:
         if chosen is None or self.query.require:
             return ()
         spare = [(o.name, o.speed) for o in self.possible if o is not chosen]
-        return _fallback_order(chosen.name, spare, self.need.ranks, self.table.max_slowdown)
+        return _fallback_order(chosen.name, spare, self.need.ranks)
 
     def retry_after_s(self) -> float | None:
         """Return the predicted seconds until a refused request could be served; None: never, as far as is known."""
@@ -371,12 +364,10 @@ class _Case:
             return self._against(estimate)
         if chosen is None:
             return "not asked for"
+        if estimate.loss.mean > self.need.allowed(estimate.name, self.scarcity) and self.scarcity < 1:
+            return f"would get {one_in(estimate.loss.mean)} answers wrong; engines are not scarce enough for that"
         if chosen.cost is not None and estimate.cost is not None and estimate.under_load:
-            cost = f"would do, at {estimate.cost:.2g} engine-seconds instead of {chosen.cost:.2g}"
-            if estimate.priced is None or chosen.priced is None or self.basis is not Basis.BUDGET:
-                return cost
-            more = estimate.priced.loss - chosen.priced.loss
-            return f"{cost}, and loses {abs(more):.3f} {'more' if more > 0 else 'less'}" if more else cost
+            return f"would do, at {estimate.cost:.2g} engine-seconds instead of {chosen.cost:.2g}"
         return f"would do; {chosen.name} was taken"
 
     def _against(self, estimate: _TierEstimate) -> str:
@@ -390,14 +381,15 @@ class _Case:
         return self._unfit(estimate)
 
     def _unfit(self, estimate: _TierEstimate) -> str:
-        """Return why a tier is below what the class needs."""
-        need, worst = self.need, estimate.worst
-        if need.asks_more(estimate.name):
-            who = f"class {need.kind.value}, which loses too much in live answers,"
-            return f"{f'hint {need.at_least}' if need.hinted else who} wants {need.at_least} or higher"
-        if worst is None:
-            return f"{need.who} wants {need.floor} or higher"
-        return f"{need.who} may lose {need.max_loss or 0:g}, and this tier may lose {worst:.3f}"
+        """Return why a tier is below what the prompt needs."""
+        need, name = self.need, estimate.name
+        if need.asks_more(name):
+            return f"hint {need.at_least} wants {need.at_least} or higher"
+        bound = need.max_loss
+        if bound is not None and estimate.worst > bound:
+            return f"{need.who}: {name} may get {estimate.worst:.3f} of answers wrong, {bound:g} is allowed"
+        wrong = one_in(estimate.loss.mean)
+        return f"{need.who}: {name} would get {wrong} answers wrong, more than policy.loss_budget allows"
 
 
 def _obstacle(tier: TierSnapshot, query: Query, *, free: bool) -> Refusal | None:
@@ -545,18 +537,30 @@ def _slow_text(estimate: _TierEstimate, query: Query, z: float) -> str:
 def _lossy_text(estimate: _TierEstimate, query: Query) -> str:
     """Return how a tier breaks the bound on loss with the confidence asked for."""
     loss, bound = estimate.loss, query.sla.max_quality_loss
-    if loss is None:
-        return f"its loss is not measured, max_quality_loss is {bound:g}"
-    return f"its loss may be {estimate.worst:.3f} (measured {loss.mean:.3f}), {bound:g} asked"
+    return f"it may get {estimate.worst:.3f} of answers wrong (expected {loss.mean:.3f}, {loss.basis}), {bound:g} asked"
 
 
-def _is_unfit(tier: TierName, worst: float | None, need: _Need) -> bool:
-    """Tell whether a tier is below what the class needs."""
-    if need.asks_more(tier):
+def _is_unfit(tier: TierName, loss: ExpectedLoss, worst: float, need: _Need) -> bool:
+    """Tell whether a tier is below what the prompt needs, however scarce engine time is."""
+    if need.asks_more(tier) or loss.mean > need.allowed(tier, 1.0):
         return True
-    if worst is None:
-        return need.ranks[tier] < need.ranks[need.floor]
     return need.max_loss is not None and worst > need.max_loss
+
+
+def _scarcity(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> float:
+    """Return how scarce engine time is, 0..1: always where it has a price, else by how full the highest precision is.
+
+    It is the tier that would answer if loss alone counted, so its next free slot is what a lossier tier can save.
+    """
+    if table.prices:
+        return 1.0
+    able = [t for t in fleet.tiers if t.is_ready and _obstacle(t, query, free=True) is None]
+    if not able:
+        return 0.0
+    views = able[-1].views
+    room = sum(min(able[-1].spec.max_num_seqs, view.limit) for view in views)
+    filled = sum(view.taken for view in views) / max(room, 1)
+    return min(max((filled - PLENTY) / (1 - PLENTY), 0.0), 1.0)
 
 
 def _choose(query: Query, within: Sequence[_TierEstimate], case: _Case) -> tuple[_TierEstimate, Basis]:
@@ -571,14 +575,15 @@ def _choose(query: Query, within: Sequence[_TierEstimate], case: _Case) -> tuple
     if query.sort is not None:
         sort = query.sort
         return min(fit, key=lambda estimate: _sorted_by(estimate, sort)), Basis.SORT
-    for estimate in fit:
-        if not estimate.under_load:
-            return _lowest(fit, case.table.max_slowdown), Basis.TABLE
-    case.priced = priced = tuple([o.priced for o in fit if o.priced is not None]) if case.table.losses else ()
-    if priced:
-        taken = best(priced, case.price, lossless=case.table.loss_budget == 0)
-        return next(o for o in fit if o.priced is taken), Basis.BUDGET
-    return min(fit, key=_cost), Basis.MEASURED  # of equals, the lowest precision
+    taken = [o for o in fit if o.loss.mean <= case.need.allowed(o.name, case.scarcity)]
+    if not taken:  # the tiers that lose nothing do not serve now
+        least = min(o.loss.mean for o in fit)
+        taken = [o for o in fit if o.loss.mean == least]
+    chosen = min(taken, key=_cost) if all(o.under_load for o in taken) else _lowest(taken)
+    if chosen.loss.mean > case.table.negligible_loss:
+        return chosen, Basis.BUDGET if len(fit) > 1 else Basis.LEAST_LOSS
+    lossless = all(o is chosen or o.loss.mean > case.table.negligible_loss for o in within)
+    return chosen, Basis.LEAST_LOSS if lossless else Basis.NEGLIGIBLE
 
 
 def _no_better(asked: Sequence[_TierEstimate]) -> str:
@@ -615,36 +620,25 @@ def _cost(estimate: _TierEstimate) -> float:
     return math.inf if estimate.cost is None else estimate.cost
 
 
-def _cheapest_text(fit: Sequence[_TierEstimate], chosen: _TierEstimate) -> str:
-    """Return what the choice by measured engine time rests on."""
-    others = ", ".join([f"{o.name} {_cost(o):.2g}" for o in fit if o is not chosen])
-    compared = f"{_cost(chosen):.2g} engine-seconds, {others}" if others else "no other does"
-    learned = any(o.speed is not None and o.speed.learned for o in fit)
-    source = "; speed learned from live requests" if learned else ""
-    return f"cheapest tier that meets its needs is {chosen.name} ({compared}{source})"
+def _wrong_text(lower: Sequence[_TierEstimate], highest: TierName) -> str:
+    """Return what lower precisions would get wrong: the reason for a higher one."""
+    first, *others = lower
+    wrong = f"{one_in(first.loss.mean)} answers wrong that {highest} gets right ({first.loss.basis})"
+    return "; ".join([f"{first.name} would get about {wrong}", *(f"{o.name} {one_in(o.loss.mean)}" for o in others)])
 
 
-def _lowest(fit: Sequence[_TierEstimate], max_slowdown: float) -> _TierEstimate:
+def _lowest(fit: Sequence[_TierEstimate]) -> _TierEstimate:
     """Choose the lowest precision while no speed is measured under load, unless a higher one is far faster even so."""
     chosen = fit[0]
     for higher in fit[1:]:
-        if _dominated(chosen.speed, higher.speed, max_slowdown):
+        if _dominated(chosen.speed, higher.speed):
             chosen = higher
     return chosen
 
 
-def _lowest_text(lowest: _TierEstimate, chosen: _TierEstimate, table: PolicyParameters) -> str:
-    """Return what the choice of the lowest precision rests on."""
-    if chosen is lowest:
-        missing = "speed is" if table.losses else "loss and speed are"
-        return f"lowest precision that serves is {chosen.name} (default table: {missing} not profiled yet)"
-    faster = f"was measured over {table.max_slowdown:g} times faster here at a higher precision"
-    return f"{lowest.name} would do, but {chosen.name} {faster}"
-
-
-def _dominated(lower: SpeedModel | None, higher: SpeedModel | None, max_slowdown: float) -> bool:
+def _dominated(lower: SpeedModel | None, higher: SpeedModel | None) -> bool:
     """Tell whether a lower precision is so much slower than a higher one that it has nothing to offer."""
-    return lower is not None and higher is not None and lower.step_ms(1) > max_slowdown * higher.step_ms(1)
+    return lower is not None and higher is not None and lower.step_ms(1) > SLOWER * higher.step_ms(1)
 
 
 def _nearest(
@@ -665,18 +659,17 @@ def _nearest(
     elif lossless and (table.give_up == "latency" or not prompt):
         fit = [o for o in lossless if not o.unfit] or lossless
         chosen = min(fit, key=lambda o: (o.excess, _cost(o)))
-    else:  # what is not measured counts as the worst, and is ordered by precision
-        highest_first = list(reversed(prompt or possible))
-        chosen = min(highest_first, key=lambda o: 1.0 if o.loss is None else o.loss.high)
+    else:  # of equals, the highest precision
+        chosen = min(reversed(prompt or possible), key=lambda o: o.loss.mean)
     found: list[Degraded] = []
     if chosen.lossy or chosen.unfit:
-        found.append("quality" if chosen.worst is not None or not chosen.lossy else "unmeasured")
+        found.append("quality")
     if chosen.slow:
         found.append("latency" if chosen.times is not None else "unmeasured")
     return chosen, tuple(dict.fromkeys(found))
 
 
-def successors(tier: TierName, query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> tuple[TierName, ...]:
+def successors(tier: TierName, query: Query, fleet: FleetSnapshot) -> tuple[TierName, ...]:
     """Return the tiers that may take over now from one that failed, in the order of a decision's fallbacks.
 
     Full tiers are among them: an admitted request may take a slot beyond a replica's limit.
@@ -688,14 +681,13 @@ def successors(tier: TierName, query: Query, fleet: FleetSnapshot, table: Policy
         for other in fleet.tiers
         if other.spec.name is not tier and _obstacle(other, query, free=False) is Refusal.AT_CAPACITY
     ]
-    return _fallback_order(tier, spare, fleet.ranks, table.max_slowdown)
+    return _fallback_order(tier, spare, fleet.ranks)
 
 
 def _fallback_order(
     chosen: TierName,
     spare: Sequence[tuple[TierName, SpeedModel | None]],
     ranks: Mapping[TierName, int],
-    max_slowdown: float,
 ) -> tuple[TierName, ...]:
     """Order other tiers for a retry: higher precisions first, then lower ones from the top.
 
@@ -704,7 +696,7 @@ def _fallback_order(
     higher = [name for name, _ in spare if ranks[name] > ranks[chosen]]
     lower = [name for name, _ in spare if ranks[name] < ranks[chosen]]
     order = [*higher, *reversed(lower)]
-    if len(order) > 1 and _dominated(spare[0][1], spare[-1][1], max_slowdown):
+    if len(order) > 1 and _dominated(spare[0][1], spare[-1][1]):
         order.remove(spare[0][0])
         order.append(spare[0][0])
     return tuple(order)

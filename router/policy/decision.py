@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping  # noqa: TC003  pydantic reads it for the decision log
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
-from statistics import NormalDist
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol, Self
 
 from pydantic import Field
 
-from classifier import PromptClass, PromptFeatures  # noqa: TC001  pydantic reads these for the decision log
+from classifier import PromptClass, PromptFeatures
+from classifier.kinds import Complexity
+from router.policy.losses import CLASSES, NO_LOSS, ExpectedLoss, mixed
 from tiers.prefix_memory import Prefix  # noqa: TC001
 from tiers.quantization import quantizations_of
 from tiers.spec import ReplicaState, TierName
@@ -25,89 +27,66 @@ Bound = Literal["quality", "latency"]
 Sort = Literal["price", "throughput", "latency"]
 Degraded = Literal["quality", "latency", "unmeasured"]  # the last: nobody knows whether a bound is kept
 CHOSEN = "chosen"
-_INTERVAL_Z = NormalDist().inv_cdf(0.975)  # half the width of a 95 % interval, in standard deviations
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedLoss:
-    """Share of tokens, 0..1, that are not the highest precision's first choice: estimate and 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    def at(self, z: float) -> float:
-        """Return the upper bound of the loss at a one-sided confidence, given as a quantile of the normal distribution."""
-        return min(self.mean + (self.high - self.mean) * z / _INTERVAL_Z, 1.0)
-
-
-NO_LOSS = ExpectedLoss(0.0, 0.0, 0.0)
-
-
-class Priced(NamedTuple):
-    """A tier that a request may take, as the price of loss weighs it.
-
-    Attributes:
-        cost: Engine-seconds an output token, times the tier's price.
-        loss: Expected share of tokens, 0..1, that differ from the highest precision's.
-    """
-
-    tier: TierName
-    cost: float
-    loss: float
+ALL_LOST = ExpectedLoss(1.0, 1.0, 1.0)  # of a tier that nothing is known of
+SURE = 0.75  # confidence in a class from which a prompt counts as of that class alone
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyParameters:
-    """The policy's parameters: settings of the same names, and what was measured.
+    """The policy's parameters: settings of the same names, and what is known of losses.
 
     Attributes:
+        losses: By tier, class and complexity: published, and measured.
         max_loss: By class; a class without one has no bound of its own.
-        loss_budget: Mean loss, 0..1, or the tier that may not be lost more than.
-        losses: By tier and class, from the quality profile; empty: not measured.
-        promoted: Classes that lose more than they may in live answers, with the lowest tier that they get until they do not.
-        adapters: By LoRA adapter, what ``losses`` is for the model itself.
+        loss_budget: Share of answers, 0..1, that may get worse, or the tier that may not be lost more than.
+        adapters: By LoRA adapter, what ``losses`` is for the model itself; of any other adapter, under the empty name.
     """
 
-    class_floor: Mapping[PromptClass, TierName]
+    losses: Mapping[TierName, Mapping[PromptClass, Mapping[Complexity, ExpectedLoss]]] = field(default_factory=dict)
     max_loss: Mapping[PromptClass, float] = field(default_factory=dict)
     loss_budget: float | TierName = TierName.BALANCED
-    min_confidence: float = 0.6
+    negligible_loss: float = 0.005
     sla_confidence: float = 0.9
     give_up: Bound = "latency"
-    max_slowdown: float = 4.0
     prices: Mapping[TierName, float] = field(default_factory=dict)
-    losses: Mapping[TierName, Mapping[PromptClass, ExpectedLoss]] = field(default_factory=dict)
-    promoted: Mapping[PromptClass, TierName] = field(default_factory=dict)
-    adapters: Mapping[str, Mapping[TierName, Mapping[PromptClass, ExpectedLoss]]] = field(default_factory=dict)
+    adapters: Mapping[str, Mapping[TierName, Mapping[PromptClass, Mapping[Complexity, ExpectedLoss]]]] = field(
+        default_factory=dict
+    )
+    like_mean: float = field(init=False)
+    like_most: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Look up what the tier that the budget names loses."""
+        like = self.losses.get(self.loss_budget, {}) if isinstance(self.loss_budget, TierName) else {}
+        means = [loss.mean for kind, each in like.items() if kind in CLASSES for loss in each.values()]
+        object.__setattr__(self, "like_mean", fmean(means) if means else 0.0)
+        object.__setattr__(self, "like_most", max(means, default=0.0))
 
     def with_adapter(self, adapter: str | None) -> PolicyParameters:
-        """Return the parameters for an adapter's requests: nothing that was measured of the model itself counts."""
+        """Return the parameters for an adapter's requests: what was measured of the model itself does not count."""
         if adapter is None:
             return self
-        return replace(self, losses=self.adapters.get(adapter, {}), promoted={})
+        return replace(self, losses=self.adapters.get(adapter) or self.adapters.get("", self.losses))
 
-    def loss(self, tier: TierName, features: PromptFeatures) -> ExpectedLoss | None:
-        """Return the expected loss of a tier on a prompt; of an uncertain or unmeasured class, the worst class's.
+    def loss(self, tier: TierName, features: PromptFeatures) -> ExpectedLoss:
+        """Return the expected loss of a tier on a prompt; where the class is not sure, of all kinds that it may be."""
+        of_tier = self.losses.get(tier)
+        if of_tier is None:
+            return NO_LOSS if tier is TierName.PRECISE else ALL_LOST
+        complexity = features.complexity or Complexity.MODERATE
+        loss = of_tier[features.prompt_class][complexity]
+        if features.confidence >= SURE or features.prompt_class is PromptClass.UNKNOWN:
+            return loss
+        return mixed(loss, of_tier[PromptClass.UNKNOWN][complexity], features.confidence)
 
-        None: not measured.
+    def budget(self, tier: TierName) -> float:
+        """Return the share of answers, 0..1, that may get worse on a tier where engine time is as scarce as can be.
+
+        By comparison, the tier named may answer whatever it loses, and others what it loses on average.
         """
-        if tier is TierName.PRECISE:
-            return NO_LOSS
-        measured = self.losses.get(tier)
-        if not measured:
-            return None
-        if features.confidence >= self.min_confidence and (mean := measured.get(features.prompt_class)) is not None:
-            return mean
-        return max(measured.values(), key=lambda loss: loss.high)
-
-    def allowed(self, features: PromptFeatures) -> float | None:
-        """Return the share of a prompt's tokens, 0..1, that the budget allows to differ; None: not measured."""
-        budget = self.loss_budget
-        if not isinstance(budget, TierName):
-            return budget
-        loss = self.loss(budget, features)
-        return None if loss is None else loss.mean
+        if not isinstance(self.loss_budget, TierName):
+            return self.loss_budget
+        return self.like_most if tier is self.loss_budget else self.like_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +119,7 @@ class Query:
         adapter: The LoRA adapter that it names; None: none.
         precisions: That may serve it, by OpenRouter's names; None: any.
         only: The tiers that may serve it, as the request says; None: all.
-        sort: What the choice is to be made by, among tiers that meet the class's needs; None: by the price of loss.
+        sort: What the choice is to be made by, among tiers within the loss budget; None: by the policy's rule.
         truncated: What was cut of its prompt, for people; empty: nothing.
         over_budget: The key's budget is used up, so that only ``allowed`` is left of its tiers.
         prefix: Of its prompt, for prefix caches; None: not known. No part of what is decided from, nor of the log: what
@@ -194,16 +173,16 @@ class Basis(StrEnum):
 
     HINT = "hint"
     SORT = "sort"
+    LEAST_LOSS = "least_loss"
+    NEGLIGIBLE = "negligible"
     BUDGET = "budget"
-    MEASURED = "measured"
-    TABLE = "table"
     DEGRADED_QUALITY = "degraded_quality"
     DEGRADED_LATENCY = "degraded_latency"
     DEGRADED_UNMEASURED = "degraded_unmeasured"
     REFUSED = "refused"
 
 
-BY_CALLER = {Basis.HINT, Basis.SORT}  # the caller chose, not the loss budget
+BY_CALLER = {Basis.HINT, Basis.SORT}  # the caller chose, not the policy
 
 
 class Refusal(Enum):
@@ -303,7 +282,6 @@ class Decision(_Explained):
         reason: For a person; without any of the prompt's text.
         fallbacks: Tiers that could take over when the decision was made, in order; after a failure they are chosen anew.
         verdicts: One for each tier, by rising precision.
-        priced: The tiers that the price of loss chose from; empty: it did not choose.
         degraded: What the request asks for or its class needs, and is not expected, or not known, to get.
         refusal: Why there is no tier; None where there is one.
         retry_after_s: Of a refusal: predicted seconds until it could be served; None: never, as far as is known.
@@ -319,7 +297,6 @@ class Decision(_Explained):
     degraded: tuple[Degraded, ...] = ()
     refusal: Refusal | None = None
     retry_after_s: float | None = None
-    priced: tuple[Priced, ...] = ()
 
     @classmethod
     def explained(
@@ -331,7 +308,6 @@ class Decision(_Explained):
         *,
         degraded: tuple[Degraded, ...] = (),
         refusal: Refusal | None = None,
-        priced: tuple[Priced, ...] = (),
     ) -> Self:
         """Return a decision whose other attributes an explanation gives when they are read."""
         made, fill = object.__new__(cls), object.__setattr__
@@ -341,7 +317,6 @@ class Decision(_Explained):
         fill(made, "tier", tier)
         fill(made, "degraded", degraded)
         fill(made, "refusal", refusal)
-        fill(made, "priced", priced)
         if refusal is None:
             fill(made, "retry_after_s", None)
         return made

@@ -47,7 +47,6 @@ class DecisionRecord:
         at: Seconds since 1970.
         policy: Digest of the parameters.
         tier: What was decided; None: refused.
-        price: Of loss, in engine-seconds a differing token; None: it was not known yet.
         priority: In vLLM's numbers, lower first.
     """
 
@@ -61,7 +60,6 @@ class DecisionRecord:
     reason: str
     predicted_ttft_ms: float | None
     predicted_tpot_ms: float | None
-    price: float | None = None
     priority: int = 0
     kind: Literal["decision"] = "decision"
 
@@ -124,7 +122,6 @@ class DecisionLog:
         fleet: FleetSnapshot,
         table: PolicyParameters,
         *,
-        price: float | None = None,
         priority: int = 0,
     ) -> None:
         """Write a decision."""
@@ -143,7 +140,6 @@ class DecisionLog:
             reason=decision.reason,
             predicted_ttft_ms=chosen.predicted_ttft_ms if chosen else None,
             predicted_tpot_ms=chosen.predicted_tpot_ms if chosen else None,
-            price=price,
             priority=priority,
         )
         self._writer.put(_line(record), self._head)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from classifier import PromptClass  # noqa: TC001  pydantic reads it
+from classifier import PromptClass  # noqa: TC001  pydantic reads these
+from classifier.kinds import Complexity  # noqa: TC001
+from router.policy.losses import Flips
 from tiers.spec import STANDARD_TIERS, TierName, in_order
 from tiers.speed import SpeedModel
 
@@ -26,8 +28,6 @@ REFERENCE = TierName.PRECISE
 TOP_K = 10  # logprobs a token; vLLM's own maximum is 20 by default
 
 MIN_SPREAD = 0.05  # of log(seen / predicted): live requests scatter by this much even where the fit is perfect
-MIN_PROMPTS = 5  # of a class; resampling fewer tells nothing about other prompts
-MIN_LIVE = 8  # answers of a class that shadow evaluation scored, before they count
 
 
 class Frozen(BaseModel):
@@ -36,32 +36,49 @@ class Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Interval(Frozen):
-    """An estimate and its interval at ``CONFIDENCE``."""
+class Diagnosis(Frozen):
+    """How far a tier's tokens are from the reference's: tells how much changes, not whether answers get worse.
 
-    mean: float
-    low: float
-    high: float
+    Attributes:
+        tokens: Scored.
+        disagreement: Share of them that are not the reference's first choice.
+        kl: Mean divergence of the next-token distributions, in nats.
+        regret: Mean log-probability, in nats a token, that the reference gives up against its own first choice.
+    """
+
+    tokens: int
+    disagreement: float
+    kl: float
+    regret: float
 
 
-class Loss(Frozen):
-    """What one tier loses on one class of prompts."""
+class AnswerCount(Frozen):
+    """How many answers to tasks of one kind are right, of the reference and of a tier to the same tasks.
+
+    Attributes:
+        asked: Tasks that the reference answered.
+        right: Of these, those that the reference got right.
+        answered: Tasks that both answered.
+        worse: Of these, those that the reference got right and the tier wrong; ``better``: the reverse.
+        both: Those that both got right.
+        diagnosis: None: not scored.
+    """
 
     prompt_class: PromptClass
+    complexity: Complexity
     tier: TierName
-    prompts: int
-    tokens: int
-    top1_disagreement: Interval
-    kl_mean: Interval
-    kl_p95: Interval
-    perplexity_ratio: Interval
-    first_divergence: float
-    never_diverged: float
+    asked: int = Field(ge=0)
+    right: int = Field(ge=0)
+    answered: int = Field(ge=0)
+    worse: int = Field(ge=0)
+    better: int = Field(ge=0)
+    both: int = Field(ge=0)
+    diagnosis: Diagnosis | None = None
 
     @property
-    def certain(self) -> bool:
-        """Tell whether there were enough prompts for the intervals to mean anything."""
-        return self.prompts >= MIN_PROMPTS
+    def flips(self) -> Flips:
+        """Return the answers that count: tasks that neither gets right tell nothing."""
+        return Flips(self.both + self.worse + self.better, self.worse, self.better)
 
 
 class _Profile(Frozen):
@@ -91,28 +108,24 @@ def _short(digest: str | None) -> str:
 
 
 class QualityProfile(_Profile):
-    """The measured loss of every class and tier.
+    """How many answers of each kind get worse on each tier.
 
     Attributes:
-        version: 1 and 2 are read alike; fields that only earlier releases wrote are ignored.
-        answer_tokens: Length of the longest answer.
-        prompts: Digest of the prompts.
+        tasks: What they were measured with, for people.
+        whole: Nothing is left to measure; else the router goes on when it is idle.
         adapter: The LoRA adapter that answered on every tier; None: the model itself.
     """
 
-    model_config = ConfigDict(extra="ignore")
-
     kind = "quality"
-    version: Literal[1, 2] = 2
-    answer_tokens: int
-    top_k: int
-    prompts: str
-    losses: tuple[Loss, ...]
+    version: Literal[3] = 3
+    tasks: str
+    whole: bool = True
+    counts: tuple[AnswerCount, ...]
     adapter: str | None = None
 
-    def loss(self, prompt_class: PromptClass, tier: TierName) -> Loss | None:
-        """Return what was measured for a class and tier."""
-        return next((x for x in self.losses if x.prompt_class is prompt_class and x.tier is tier), None)
+    def of(self, tier: TierName) -> tuple[AnswerCount, ...]:
+        """Return what was counted of one tier."""
+        return tuple(count for count in self.counts if count.tier is tier)
 
     def check(self, checkpoints: Mapping[TierName, str | None], path: Path) -> Self:
         """Return the profile if it is of these checkpoints.
@@ -136,12 +149,6 @@ def _digests(checkpoints: Mapping[TierName, str | None]) -> list[str | None]:
     """Return what is served in a fixed order; of tiers that not every fleet has, with their names."""
     added = [f"{tier} {checkpoints[tier]}" for tier in in_order(checkpoints) if tier not in STANDARD_TIERS]
     return [*(checkpoints.get(tier) for tier in STANDARD_TIERS), *added]
-
-
-def budget_name(checkpoints: Mapping[TierName, str | None]) -> str:
-    """Return what the loss budget's state of these checkpoints is kept under."""
-    digests = _digests(checkpoints)
-    return f"loss-budget-{hashlib.sha256(repr(digests).encode()).hexdigest()[:16]}"
 
 
 _P = TypeVar("_P", bound=_Profile)

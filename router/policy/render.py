@@ -9,23 +9,31 @@ from tiers.spec import TierName
 if TYPE_CHECKING:
     from classifier import PromptFeatures
     from router.policy.decision import Decision, TierReport
+    from router.policy.losses import ExpectedLoss
     from router.policy.table import PolicyStore
 
 
 def render_verdict(verdict: TierReport) -> dict[str, Any]:
     """Return the report on one tier."""
-    loss = verdict.expected_loss
+    loss = render_loss(verdict.expected_loss) if verdict.expected_loss is not None else {}
     return {
         "tier": verdict.tier,
         "state": verdict.state.value,
         "predicted_ttft_ms": verdict.predicted_ttft_ms,
         "predicted_tpot_ms": verdict.predicted_tpot_ms,
-        "expected_loss": round(loss.mean, 5) if loss else None,
-        "expected_loss_interval": [round(loss.low, 5), round(loss.high, 5)] if loss else None,
+        "expected_loss": loss.get("mean"),
+        "expected_loss_interval": [loss["low"], loss["high"]] if loss else None,
+        "loss_answers": loss.get("answers"),
         "cost": verdict.cost,
         "cached_prompt_tokens": verdict.cached_prompt_tokens,
         "verdict": verdict.verdict,
     }
+
+
+def render_loss(loss: ExpectedLoss) -> dict[str, Any]:
+    """Return an expected loss; ``answers`` 0: it is published."""
+    mean, low, high = (round(part, 5) for part in (loss.mean, loss.low, loss.high))
+    return {"mean": mean, "low": low, "high": high, "answers": loss.answers}
 
 
 def render_decision(decision: Decision) -> dict[str, Any]:
@@ -65,18 +73,13 @@ def render_features(features: PromptFeatures) -> dict[str, Any]:
     }
 
 
-def render_budget(policy: PolicyStore, half_life_s: float) -> dict[str, Any]:
-    """Return the loss budget as it is now.
-
-    Args:
-        policy: Holds it.
-        half_life_s: Of the running mean.
-    """
-    state, rule = policy.budget.current(), policy.table.loss_budget
+def render_budget(policy: PolicyStore) -> dict[str, Any]:
+    """Return the loss budget, and what the answers since the start are expected to have lost of it."""
+    tally, rule = policy.tally, policy.table.loss_budget
+    counted = max(tally.answers, 1)
     return {
         "rule": {"like": rule} if isinstance(rule, TierName) else rule,
-        "price": None if state.price is None else float(f"{state.price:.4g}"),
-        "mean": None if state.mean is None else round(state.mean, 5),
-        "budget": None if state.budget is None else round(state.budget, 5),
-        "half_life_s": half_life_s,
+        "answers": tally.answers,
+        "mean": round(tally.lost / counted, 5) if tally.answers else None,
+        "budget": round(tally.allowed / counted, 5) if tally.answers else None,
     }

@@ -1,4 +1,4 @@
-"""The policy's present parameters: from the settings, the profiles of what is served, and shadow evaluation.
+"""The policy's present parameters: from the settings, and the profiles of what is served.
 
 The router loads a profile that is made while it runs within seconds.
 """
@@ -7,57 +7,71 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from router.policy.budget import Answer
-from router.policy.budget_store import FileState, LossBudget, RedisState
+from classifier.kinds import Complexity
 from router.policy.decide import successors
-from router.policy.decision import BY_CALLER, ExpectedLoss, PolicyParameters
+from router.policy.decision import BY_CALLER, PolicyParameters
+from router.policy.losses import losses
 from router.policy.profiles import (
+    REFERENCE,
     ProfileError,
     QualityProfile,
-    budget_name,
     latency_name,
     load_latency,
     load_profile,
     profile_name,
 )
-from router.redis_link import connect
-from router.settings import CLASS_FLOOR, LikeTier
+from router.settings import LikeTier
+from tiers.spec import PRECISIONS, UNKNOWN
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from classifier import PromptClass
-    from router.policy.budget_store import Expectation, SharedState
     from router.policy.decision import Decision, Query
+    from router.policy.losses import ExpectedLoss, Kind, Losses
     from router.settings import PolicySettings
     from tiers.fleet import Fleet
-    from tiers.spec import TierName
+    from tiers.spec import TierName, TierSpec
     from tiers.speed import SpeedModel
-
-    Losses = dict[TierName, dict[PromptClass, ExpectedLoss]]
 
 log = logging.getLogger(f"qarr.{__name__}")
 LOOK_S = 2.0
+ENOUGH = 10  # answers of a kind, before what is published may settle it
+POINTLESS_BATCH = 4  # sequences, at which speeds are compared too
+
+
+@dataclass(slots=True)
+class LossTally:
+    """Answers since the start whose tier the policy chose.
+
+    Attributes:
+        answers: Their number.
+        lost: Of these, those that are expected to be worse than the highest precision's.
+        allowed: Of these, those that the loss budget would have allowed to be worse.
+    """
+
+    answers: int = 0
+    lost: float = 0.0
+    allowed: float = 0.0
 
 
 class PolicyStore:
     """Holds the parameters that decisions are made by; they are a value, and replaced as a whole."""
 
-    def __init__(self, settings: PolicySettings, fleet: Fleet, redis_url: str = "") -> None:
+    def __init__(self, settings: PolicySettings, fleet: Fleet) -> None:
         """Read the profiles of what the fleet serves."""
         self._settings, self._fleet = settings, fleet
-        self._redis = connect(redis_url, 1) if redis_url else None
-        self.budget = LossBudget(settings.budget_half_life_s)
-        self._seen: list[float | None] = []
-        self._promoted: Mapping[PromptClass, TierName] = {}
-        self._live: dict[tuple[TierName, PromptClass], ExpectedLoss] = {}  # of live answers: in the profile's place
+        self.tally = LossTally()
+        self._asked: Counter[Kind] = Counter()
+        self._seen: list[object] = []
         self.quality: QualityProfile | None = None
-        self.table = policy_table(settings)
+        self.table = policy_table(settings, fleet.specs)
         self._load()
 
     def take(self, settings: PolicySettings) -> None:
@@ -85,77 +99,59 @@ class PolicyStore:
 
     def successors(self, tier: TierName, query: Query) -> tuple[TierName, ...]:
         """Return the tiers that may take over now from one that failed, in order."""
-        return successors(tier, query, self._fleet.snapshot(), self.table)
+        return successors(tier, query, self._fleet.snapshot())
 
-    @property
-    def price(self) -> float | None:
-        """Return the price of loss in engine-seconds a differing token; None: not known yet."""
-        return self.budget.price
-
-    def admitted(self, decision: Decision) -> Expectation | None:
-        """Count what is expected of a request's answer against the loss budget; None: nothing is.
-
-        Args:
-            decision: That admitted the request.
-        """
-        tier, query = decision.tier, decision.query
-        if tier is None or decision.basis in BY_CALLER:
-            return None
-        tokens = max(round(self._fleet.output_share * query.max_tokens * query.sequences), 1)
-        answer = self._answer(decision, tier, tokens)
-        return None if answer is None else self.budget.expect(answer)
-
-    def served(self, decision: Decision, tier: TierName | None, tokens: int, expected: Expectation | None) -> None:
-        """Count an answer's loss against the budget, unless the caller chose its tier.
+    def served(self, decision: Decision, tier: TierName | None) -> None:
+        """Count an answer's expected loss, unless the caller chose its tier.
 
         Args:
             decision: That admitted the request.
             tier: That served it; None: none did.
-            tokens: Of the answer.
-            expected: What ``admitted`` returned.
         """
-        chosen_by_caller = decision.basis in BY_CALLER and tier is decision.tier
-        answer = None if tier is None or chosen_by_caller else self._answer(decision, tier, tokens)
-        if answer is not None:
-            self.budget.add(answer, expected)
-        elif expected is not None:
-            self.budget.add(expected.answer._replace(tokens=0), expected)
+        features = decision.query.features
+        self._asked[features.prompt_class, features.complexity or Complexity.MODERATE] += 1
+        if tier is None or (decision.basis in BY_CALLER and tier is decision.tier):
+            return
+        table, tally = self.table.with_adapter(decision.query.adapter), self.tally
+        tally.answers += 1
+        tally.lost += table.loss(tier, features).mean
+        tally.allowed += max(table.budget(tier), table.negligible_loss)
 
-    def _answer(self, decision: Decision, tier: TierName, tokens: int) -> Answer | None:
-        """Return an answer as the budget counts it; None: it is not known what it loses."""
-        table, features = self.table.with_adapter(decision.query.adapter), decision.query.features
-        loss, allowed = table.loss(tier, features), table.allowed(features)
-        return None if loss is None or allowed is None else Answer(tokens, loss.mean, allowed, decision.priced)
+    def worth(self, tier: TierName, kind: Kind) -> float:
+        """Return what one more measured answer of a kind tells: width of the interval * share of traffic.
 
-    async def keep_budget(self) -> None:
-        """Share and keep the state of the loss budget, until cancelled."""
-        await self.budget.keep(self._shared_budget)
+        0: decisions no longer depend on it, because its interval lies on one side of every bound on loss.
+        """
+        table, loss = self.table, self.table.losses[tier][kind[0]][kind[1]]
+        share = (self._asked[kind] + 1) / (self._asked.total() + 1)
+        if loss.answers < ENOUGH:
+            return (1 + ENOUGH - loss.answers) * share
+        bounds = table.negligible_loss, table.budget(tier), table.max_loss.get(kind[0], table.negligible_loss)
+        return (loss.high - loss.low) * share if any(loss.low <= bound <= loss.high for bound in bounds) else 0.0
 
-    def _shared_budget(self) -> SharedState:
-        name = budget_name(self._identities)
-        if self._redis is not None:
-            return RedisState(self._redis, f"qarr:{{fleet}}:{name}")
-        return FileState(self._settings.profiles / f"{name}.json")
-
-    async def aclose(self) -> None:
-        """Close the link to Redis."""
-        if self._redis is not None:
-            await self._redis.aclose()
-
-    def observe(self, tier: TierName, kind: PromptClass, loss: ExpectedLoss) -> None:
-        """Take what live answers of a class lost on a tier in the place of the profile's loss."""
-        self._live[tier, kind] = loss
-        self.table = replace(self.table, losses=_with_live(self.table.losses, self._live))
-
-    def promote(self, promoted: Mapping[PromptClass, TierName]) -> None:
-        """Set the lowest tier of classes that lose too much in live answers; classes left out have none."""
-        self._promoted = promoted
-        self.table = replace(self.table, promoted=promoted)
+    @property
+    def pointless(self) -> dict[TierName, str]:
+        """Return the tiers that a higher precision makes pointless, being faster and losing less, with that tier."""
+        speeds, found = self._fleet.speeds, {}
+        specs = [spec for spec in self._fleet.specs if spec.name in speeds]
+        means = {spec.name: _mean(self.table.losses.get(spec.name, {})) for spec in specs}
+        for n, lower in enumerate(specs):
+            for higher in specs[n + 1 :]:
+                slow, fast = speeds[lower.name], speeds[higher.name]
+                batches = (1, min(POINTLESS_BATCH, lower.max_num_seqs))
+                if means[lower.name] >= means[higher.name] and all(slow.step_ms(b) > fast.step_ms(b) for b in batches):
+                    found[lower.name] = (
+                        f"{lower.name} is slower than {higher.name} here ({slow.step_ms(1):.0f} instead of "
+                        f"{fast.step_ms(1):.0f} ms a token) and loses more answers: leave it out with "
+                        f"tiers.{lower.name}.enabled = false"
+                    )
+        return found
 
     @property
     def measured(self) -> frozenset[TierName]:
-        """Return the tiers whose loss is measured."""
-        return frozenset(loss.tier for loss in self.quality.losses) if self.quality is not None else frozenset()
+        """Return the tiers whose loss is measured, as far as it is worth measuring."""
+        quality = self.quality
+        return frozenset({c.tier for c in quality.counts} | {REFERENCE}) if quality and quality.whole else frozenset()
 
     async def watch(self) -> None:
         """Load profiles that are made or changed, until cancelled."""
@@ -164,45 +160,39 @@ class PolicyStore:
             self.take_up()
 
     def take_up(self) -> None:
-        """Load the profiles again if one was made, changed or removed."""
-        if [_changed(path) for path in (*self._files, *self._adapter_files.values())] != self._seen:
+        """Load the profiles again if one was made, changed or removed, or a tier serves another precision."""
+        if self._state() != self._seen:
             self._load()
             log.info("profiles loaded from %s", self._settings.profiles)
+
+    def _state(self) -> list[object]:
+        files = [_changed(path) for path in (*self._files, *self._adapter_files.values())]
+        return [*files, *(spec.precision for spec in self._fleet.specs)]
 
     def _load(self) -> None:
         """Load the profiles that are there; one that cannot be used counts as not measured, and the router serves on."""
         quality_file, latency_file = self._files
-        adapter_files = self._adapter_files
-        self._seen = [_changed(path) for path in (quality_file, latency_file, *adapter_files.values())]
-        quality, latency = None, None
+        self._seen = self._state()
+        self.quality = self._profile(quality_file)
+        latency = None
         try:
-            if self._seen[0] is not None:
-                quality = load_profile(quality_file).check(self._identities, quality_file)
-        except ProfileError as error:
-            log.warning("%s; loss counts as not measured", error)
-        try:
-            if self._seen[1] is not None:
+            if latency_file.exists():
                 latency = load_latency(latency_file).check(self._identities, self._fleet.machine, latency_file)
         except ProfileError as error:
             log.warning("%s; speed counts as not measured under load", error)
-        if quality is None or self.quality is None or quality.checkpoints != self.quality.checkpoints:
-            self._live = {}
-        self.quality = quality
-        self._fleet.rank_by_loss(_mean_losses(quality) if quality is not None else {})
-        table = replace(policy_table(self._settings, quality), adapters=self._adapter_losses(adapter_files))
-        self.table = replace(table, promoted=self._promoted, losses=_with_live(table.losses, self._live))
+        adapters = {name: self._profile(path) for name, path in self._adapter_files.items()}
+        self.table = policy_table(self._settings, self._fleet.specs, self.quality, adapters)
+        measured = {count.tier for count in self.quality.counts} if self.quality is not None else ()
+        self._fleet.rank_by_loss({tier: _mean(self.table.losses[tier]) for tier in measured if tier in self.table.losses})
         self._set_speeds({fit.tier: fit.model for fit in latency.fits} if latency is not None else {})
 
-    def _adapter_losses(self, files: Mapping[str, Path]) -> dict[str, Losses]:
-        """Return the measured losses of the adapters that have a profile."""
-        found = {}
-        for name, path in files.items():
-            try:
-                if path.exists():
-                    found[name] = _losses(load_profile(path).check(self._identities, path))
-            except ProfileError as error:
-                log.warning("%s; loss with adapter %s counts as not measured", error, name)
-        return found
+    def _profile(self, path: Path) -> QualityProfile | None:
+        """Return a quality profile; None: there is none that can be used."""
+        try:
+            return load_profile(path).check(self._identities, path) if path.exists() else None
+        except ProfileError as error:
+            log.warning("%s; published losses count", error)
+            return None
 
     def _set_speeds(self, speeds: dict[TierName, SpeedModel]) -> None:
         """Give the fleet the measured speeds. The supervisor passes them to replicas, and measures idle ones without."""
@@ -212,50 +202,53 @@ class PolicyStore:
                 replica.speed = None
 
 
-def policy_table(policy: PolicySettings, profile: QualityProfile | None = None) -> PolicyParameters:
-    """Return the policy's parameters; classes that the settings leave out keep their defaults.
+def policy_table(
+    policy: PolicySettings,
+    specs: Iterable[TierSpec],
+    profile: QualityProfile | None = None,
+    adapters: Mapping[str, QualityProfile | None] | None = None,
+) -> PolicyParameters:
+    """Return the policy's parameters.
 
     Args:
         policy: The settings.
-        profile: Of the checkpoints served; None: their loss is not measured.
+        specs: The tiers.
+        profile: Of the checkpoints served; None: published losses count.
+        adapters: The same of each adapter that tiers offer.
     """
+    specs = tuple(specs)
+    of_adapters: dict[str, dict[TierName, Losses]] = {}
+    if adapters:
+        of_adapters = {name: _losses(specs, found) for name, found in adapters.items()} | {"": _losses(specs, None)}
     return PolicyParameters(
-        class_floor={**CLASS_FLOOR, **policy.class_floor},
+        losses=_losses(specs, profile),
         max_loss=policy.max_loss,
         loss_budget=policy.loss_budget.like if isinstance(policy.loss_budget, LikeTier) else policy.loss_budget,
-        min_confidence=policy.min_confidence,
+        negligible_loss=policy.negligible_loss,
         sla_confidence=policy.sla_confidence,
         give_up=policy.give_up,
-        max_slowdown=policy.max_slowdown,
         prices=policy.prices,
-        losses=_losses(profile) if profile is not None else {},
+        adapters=of_adapters,
     )
 
 
-def _mean_losses(profile: QualityProfile) -> dict[TierName, float]:
-    """Return the mean loss of each tier over the classes that enough prompts were measured for."""
-    return {tier: fmean(loss.mean for loss in found.values()) for tier, found in _losses(profile).items()}
+def _losses(specs: Iterable[TierSpec], profile: QualityProfile | None) -> dict[TierName, Losses]:
+    """Return the expected losses of all tiers but the reference, which loses nothing."""
+    return {
+        spec.name: losses(_precision(spec), profile.of(spec.name) if profile is not None else ())
+        for spec in specs
+        if spec.name is not REFERENCE
+    }
 
 
-def _losses(profile: QualityProfile) -> Losses:
-    """Return the losses of a profile that enough prompts were measured for."""
-    found: Losses = {}
-    for loss in profile.losses:
-        if loss.certain:
-            share = loss.top1_disagreement
-            found.setdefault(loss.tier, {})[loss.prompt_class] = ExpectedLoss(share.mean, share.low, share.high)
-    return found
+def _precision(spec: TierSpec) -> str:
+    """Return what a tier serves; before it can be known, what its name says."""
+    return PRECISIONS.get(spec.name, UNKNOWN) if spec.precision == UNKNOWN else spec.precision
 
 
-def _with_live(
-    losses: Mapping[TierName, Mapping[PromptClass, ExpectedLoss]],
-    live: Mapping[tuple[TierName, PromptClass], ExpectedLoss],
-) -> dict[TierName, dict[PromptClass, ExpectedLoss]]:
-    """Return losses with those of live answers in their place."""
-    found = {tier: dict(of_tier) for tier, of_tier in losses.items()}
-    for (tier, kind), loss in live.items():
-        found.setdefault(tier, {})[kind] = loss
-    return found
+def _mean(of_tier: Mapping[PromptClass, Mapping[Complexity, ExpectedLoss]]) -> float:
+    means = [loss.mean for each in of_tier.values() for loss in each.values()]
+    return fmean(means) if means else 0.0
 
 
 def _changed(path: Path) -> float | None:

@@ -18,20 +18,22 @@ from typing import TYPE_CHECKING, Any, Literal
 from router.policy.profiles import REFERENCE, ProfileError
 from router.profiling.idle_client import IdleClient
 from router.profiling.measure_latency import LatencyPlan, measure_latency
-from router.profiling.measure_quality import Plan, measure, read_prompts
-from router.profiling.profile_files import ANSWER_TOKENS, JOURNAL, PROMPTS, keep_latency, keep_quality, only_one
+from router.profiling.measure_quality import Plan, measure
+from router.profiling.profile_files import JOURNAL, keep_latency, keep_quality, only_one
+from router.profiling.tasks import SUITE, TASKS, read_tasks
 from tiers.spec import ReplicaState, TierName, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from router.policy.profiles import QualityProfile
     from router.policy.table import PolicyStore
     from router.settings import Settings
     from tiers.fleet import Fleet
 
 log = logging.getLogger(f"qarr.{__name__}")
 STEPS = 40  # that share the time for measuring speed: there are more, but most are shorter
-PARALLEL = 8  # prompts: a request cancels them, and what an engine has begun delays the request
+PARALLEL = 8  # tasks: a request cancels them, and what an engine has begun delays the request
 LOOK_S = 1.0
 ELSEWHERE = "some engines were not started by this router: 'qarr profile' measures them"
 FIRST_PAUSE_S = 5.0  # after an error; doubled after each further one
@@ -61,8 +63,8 @@ class Progress:
 
     Attributes:
         what: What is measured now; None: nothing.
-        done: Steps (speed) or answers (loss) that are done.
-        total: Number of those.
+        done: Steps (speed) or tasks (loss) that are done.
+        total: Number of those; of tasks, fewer may do.
         since: When the measurement, or the state, began, in seconds since 1970.
         detail: Why it waits or is off.
     """
@@ -206,17 +208,26 @@ class AutoProfile:
         self._keep("latency", tiers, lambda: keep_latency(self._folder, profile))
 
     async def _quality(self) -> None:
-        plan = Plan(read_prompts(PROMPTS, None), ANSWER_TOKENS, PARALLEL, self._folder / JOURNAL)
+        tasks = await asyncio.to_thread(read_tasks, TASKS)
+        journal = self._folder / JOURNAL
+        plan = Plan(tasks, SUITE, journal, PARALLEL, worth=self._policy.worth, keep=self._learn)
         tiers = self._missing("quality")
         self._begin("quality")
         profile = await measure(self._client, plan, self._step)
         self._keep("quality", tiers, lambda: keep_quality(self._folder, profile))
+
+    def _learn(self, profile: QualityProfile) -> None:
+        """Let decisions use what is known so far."""
+        keep_quality(self._folder, profile)
+        self._policy.take_up()
 
     def _keep(self, what: What, tiers: tuple[TierName, ...], write: Callable[[], object]) -> None:
         path = write()
         self._tried.add(self._attempt(what, tiers))
         log.info("measured %s in %.0f s: %s", what, time.time() - self._now.since, path)
         self._policy.take_up()
+        for why in self._policy.pointless.values():
+            log.warning("%s", why)
         self._now = replace(self._now, what=None)
 
     def _begin(self, what: What) -> None:

@@ -1,6 +1,8 @@
-"""Measures a running fleet's quality.
+"""Measures how many of a running fleet's answers get worse on each tier, with tasks whose answers can be checked.
 
-Every answer is written to a journal as soon as it is judged, so that interrupted work resumes where it stopped.
+Every answer is written to a journal as soon as it is judged, so that interrupted work resumes where it stopped. What is
+asked next is what decisions depend on most; of a task that neither the reference nor the lowest precision gets right, no
+other tier is asked.
 """
 
 from __future__ import annotations
@@ -8,34 +10,29 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from classifier import EstimatingCounter, PromptClass, extract
-from router.policy.profiles import REFERENCE, TOP_K, ProfileError, QualityProfile
+from router.policy.profiles import REFERENCE, ProfileError, QualityProfile
 from router.profiling.client import first_of
-from router.profiling.quality import Score, judge, summarise
-from router.profiling.scoring import GreedyAnswer, greedy_body, read_greedy, read_scored, scoring_body
+from router.profiling.quality import Judged, Scores, count, score
+from router.profiling.scoring import answer_body, read_greedy, read_scored, scoring_body, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping
     from pathlib import Path
 
+    from router.policy.losses import Kind
     from router.profiling.client import Client, FleetState
+    from router.profiling.tasks import Task
     from tiers.spec import TierName
 
-Scored = list[dict[int, tuple[float, int]]]  # by position and token id: the reference's log-probability and rank
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt to measure with; ``digest`` names it in journals."""
-
-    text: str
-    prompt_class: PromptClass
-    digest: str
+FORM = "answers 1"  # of the journal: lines of another form do not count
+DIAGNOSED = 4  # answers of each kind and tier that are scored as well
+KEEP_EVERY = 20  # tasks, after which what is known so far is written
+CHARS_PER_TOKEN = 3.0  # at least, of prompts: those that may be too long for a tier are left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,49 +40,26 @@ class Plan:
     """What to measure.
 
     Attributes:
-        answer_tokens: Longest answer.
-        parallel: Prompts at a time; None: as many as the tiers' engines compute at once.
+        tasks: In the order in which they are asked, within a kind.
+        name: Of the tasks, for people.
         journal: File of judged answers, in JSON lines.
+        parallel: Tasks at a time; None: as many as the tiers' engines compute at once.
+        diagnosed: Answers of each kind and tier that are scored as well.
         adapter: The LoRA adapter that answers on every tier, the reference too; None: the model itself.
+        worth: What one more answer of a kind tells about a tier; nothing is asked where it is 0. None: ask everything.
+        keep: Takes what is known so far, now and then.
+        runs: Runs the code of an answer with a test; None: tasks that need it are left out.
     """
 
-    prompts: tuple[Prompt, ...]
-    answer_tokens: int
-    parallel: int | None
+    tasks: tuple[Task, ...]
+    name: str
     journal: Path
+    parallel: int | None = None
+    diagnosed: int = DIAGNOSED
     adapter: str | None = None
-
-
-def read_prompts(path: Path, per_class: int | None) -> tuple[Prompt, ...]:
-    """Read prompts: JSON lines with ``text`` and optionally ``class``; without a class the prompt is classified.
-
-    Raises:
-        ProfileError: A line is not a prompt, or there are no prompts.
-    """
-    found: list[Prompt] = []
-    taken: Counter[PromptClass] = Counter()
-    try:
-        lines = path.read_text("utf-8").split("\n")  # splitlines() would also split at U+2028, which prompts may have
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"the prompts {path} cannot be read: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            text = row["text"]
-            named = row.get("class")
-            prompt_class = PromptClass(named) if named else extract(text, EstimatingCounter()).prompt_class
-            prompt = Prompt(text, prompt_class, _digest(text))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            classes = ", ".join(PromptClass)
-            raise ProfileError(f'{path} line {number}: expected {{"text": ..., "class": one of {classes}}}') from None
-        taken[prompt_class] += 1
-        if per_class is None or taken[prompt_class] <= per_class:
-            found.append(prompt)
-    if not found:
-        raise ProfileError(f"{path} has no prompts")
-    return tuple(dict.fromkeys(found))
+    worth: Callable[[TierName, Kind], float] | None = None
+    keep: Callable[[QualityProfile], None] | None = None
+    runs: Callable[[str, str], Awaitable[bool]] | None = None
 
 
 async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int], None]) -> QualityProfile:
@@ -94,7 +68,7 @@ async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int]
     Args:
         client: Sends requests to the tiers.
         plan: What to measure.
-        progress: Called with the last step, the number of answers done, and their total.
+        progress: Called with the last step, the number of tasks done, and their total.
 
     Raises:
         ProfileError: The router does not answer, the reference is not ready, or a tier refuses.
@@ -105,17 +79,8 @@ async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int]
     if plan.adapter is not None:
         fleet = _having(fleet, plan.adapter)
     run = _Run(client, plan, fleet, progress)
-    scores = await run.all()
-    return QualityProfile(
-        created=datetime.now(UTC),
-        model=fleet.model,
-        checkpoints=dict(fleet.checkpoints),
-        answer_tokens=plan.answer_tokens,
-        top_k=TOP_K,
-        prompts=_digest("".join(sorted(p.digest for p in plan.prompts))),
-        losses=await asyncio.to_thread(summarise, scores),  # seconds, of resampling
-        adapter=plan.adapter,
-    )
+    await run.all()
+    return run.profile(whole=True)
 
 
 def _having(fleet: FleetState, adapter: str) -> FleetState:
@@ -140,106 +105,153 @@ class _Run:
     def __init__(
         self, client: Client, plan: Plan, fleet: FleetState, progress: Callable[[str, int, int], None]
     ) -> None:
-        self._client, self._plan, self._tiers, self._progress = client, plan, tuple(fleet.identities), progress
-        self._setting = _setting(plan, fleet)  # journal lines of other settings do not count
-        slots = {tier: fleet.max_num_seqs[tier] * fleet.replicas[tier] for tier in self._tiers}
-        self._prompts = asyncio.Semaphore(plan.parallel or min(slots.values()))
-        self._slots = {tier: asyncio.Semaphore(count) for tier, count in slots.items()}
-        self._total = len(plan.prompts) * len(self._tiers)
-        self._wanted = {prompt.digest for prompt in plan.prompts}
-        self._scores = self._read_journal()
+        self._client, self._plan, self._fleet, self._progress = client, plan, fleet, progress
+        self._lower = [tier for tier in fleet.identities if tier is not REFERENCE]
+        self._settings = {tier: _setting(plan, fleet, tier) for tier in fleet.identities}
+        slots = {tier: fleet.max_num_seqs[tier] * fleet.replicas[tier] for tier in fleet.identities}
+        self._slots = {tier: asyncio.Semaphore(n) for tier, n in slots.items()}
+        self._parallel = plan.parallel or min(slots.values())
+        longest = CHARS_PER_TOKEN * min(fleet.max_model_len.values())
+        self._tasks = {t.digest: t for t in plan.tasks if _askable(t, plan, longest)}
+        self._answers: dict[tuple[str, TierName], Judged] = {}
+        self._scored: Counter[tuple[TierName, Kind]] = Counter()
+        self._read_journal()
+        self._left: dict[Kind, deque[Task]] = defaultdict(deque)
+        for task in self._tasks.values():
+            if not self._is_done(task):
+                self._left[task.kind].append(task)
+        self._done = self._kept = len(self._tasks) - sum(map(len, self._left.values()))
 
-    @property
-    def _done(self) -> int:
-        return sum(digest in self._wanted and tier in self._tiers for digest, tier in self._scores)
+    def profile(self, *, whole: bool) -> QualityProfile:
+        """Return what is known now."""
+        plan, fleet = self._plan, self._fleet
+        return QualityProfile(
+            created=datetime.now(UTC),
+            model=fleet.model,
+            checkpoints=dict(fleet.checkpoints),
+            tasks=plan.name,
+            whole=whole,
+            counts=count(self._answers.values()),
+            adapter=plan.adapter,
+        )
 
-    async def all(self) -> list[Score]:
-        """Judge the answers that the journal lacks; return all scores."""
-        # So that no long prompt runs alone at the end.
-        longest_first = sorted(self._plan.prompts, key=lambda prompt: -len(prompt.text))
-        self._progress("begun" if self._done < self._total else "nothing left to ask", self._done, self._total)
+    async def all(self) -> None:
+        """Ask what the journal lacks."""
+        total = self._done + sum(map(len, self._left.values()))
+        self._progress("begun" if self._done < total else "nothing left to ask", self._done, total)
         try:
             async with asyncio.TaskGroup() as group:
-                for prompt in longest_first:
-                    missing = [t for t in self._tiers if (prompt.digest, t) not in self._scores]
-                    if missing:
-                        group.create_task(self._prompt(prompt, missing))
+                for _ in range(self._parallel):
+                    group.create_task(self._work())
         except* ProfileError as several:
             raise first_of(several) from None
-        return [score for (digest, _), score in self._scores.items() if digest in self._wanted]
 
-    async def _prompt(self, prompt: Prompt, missing: Sequence[TierName]) -> None:
-        """Have every missing tier answer a prompt, at the same time, and judge the answers."""
-        async with self._prompts, asyncio.TaskGroup() as group:
-            reference = group.create_task(self._generate(prompt, REFERENCE))
-            scored: dict[tuple[int, ...], asyncio.Task[Scored]] = {}  # equal answers are scored once
+    async def _work(self) -> None:
+        while (task := self._next()) is not None:
+            await self._task(task)
+            self._done += 1
+            self._tell(f"{task.prompt_class} {task.complexity}")
+            if self._plan.keep is not None and self._done >= self._kept + KEEP_EVERY:
+                self._kept = self._done
+                self._plan.keep(self.profile(whole=False))
 
-            async def judged(tier: TierName) -> None:
-                answer = await reference if tier is REFERENCE else await self._generate(prompt, tier)
-                if answer.ids not in scored:
-                    scored[answer.ids] = group.create_task(self._score(answer))
-                score = judge(
-                    prompt.digest,
-                    prompt.prompt_class,
-                    tier,
-                    answer=answer.ids,
-                    own=answer.own,
-                    reference=await scored[answer.ids],
-                    reference_answer=(await reference).ids,
-                )
-                self._keep(score)
-                self._progress(f"{prompt.prompt_class} on {tier}", self._done, self._total)
+    def _next(self) -> Task | None:
+        """Return the task to ask next: of the kind that decisions depend on most; None: no more tell anything."""
+        worth = self._plan.worth
+        most, kind = 0.0, None
+        for one, tasks in self._left.items():
+            value = 0.0
+            if tasks:
+                value = max(worth(tier, one) for tier in self._lower) if worth is not None else float(len(tasks))
+            if value > most:
+                most, kind = value, one
+        return None if kind is None else self._left[kind].popleft()
 
-            for tier in missing:
-                group.create_task(judged(tier))
+    def _is_done(self, task: Task) -> bool:
+        found = {tier: self._answers.get((task.digest, tier)) for tier in (REFERENCE, *self._lower)}
+        hopeless = all((one := found[tier]) is not None and not one.right for tier in (REFERENCE, *self._lower[:1]))
+        return hopeless or None not in found.values()
 
-    async def _generate(self, prompt: Prompt, tier: TierName) -> GreedyAnswer:
-        """Return a tier's greedy answer, with its likeliest tokens at each position."""
-        body = greedy_body([{"role": "user", "content": prompt.text}], self._plan.answer_tokens)
-        return read_greedy(await self._ask("/v1/chat/completions", tier, body))
+    async def _task(self, task: Task) -> None:
+        """Have the reference and the lowest precision answer, and the other tiers if one of both is right."""
+        async with asyncio.TaskGroup() as group:
+            for tier in (REFERENCE, *self._lower[:1]):
+                group.create_task(self._judge(task, tier))
+        if not self._is_done(task):
+            async with asyncio.TaskGroup() as group:
+                for tier in self._lower[1:]:
+                    group.create_task(self._judge(task, tier))
 
-    async def _score(self, answer: GreedyAnswer) -> Scored:
+    async def _judge(self, task: Task, tier: TierName) -> None:
+        """Have a tier answer a task, unless it has, and judge the answer."""
+        if (task.digest, tier) in self._answers:
+            return
+        diagnosed = tier is not REFERENCE and self._scored[tier, task.kind] < self._plan.diagnosed
+        self._scored[tier, task.kind] += diagnosed
+        body = answer_body(task.messages, task.max_tokens, scored=diagnosed)
+        answer = await self._ask("/v1/chat/completions", tier, body)
+        text = text_of(answer)
+        if task.needs_run and self._plan.runs is not None:
+            right = await self._plan.runs(text, task.test)
+        else:
+            right = await asyncio.to_thread(task.check.passes, text)
+        self._keep(
+            Judged(
+                task=task.digest,
+                prompt_class=task.prompt_class,
+                complexity=task.complexity,
+                tier=tier,
+                right=right,
+                scores=await self._score(answer) if diagnosed else None,
+            )
+        )
+
+    async def _score(self, answer: Mapping[str, Any]) -> Scores | None:
         """Return the reference's scores of an answer, from one prefill."""
-        if not answer.ids:
-            return []
-        return read_scored(await self._ask("/v1/completions", REFERENCE, scoring_body(answer)), answer)
+        greedy = read_greedy(answer)
+        if not greedy.ids:
+            return None
+        scored = read_scored(await self._ask("/v1/completions", REFERENCE, scoring_body(greedy)), greedy)
+        return score(greedy.ids, greedy.own, scored)
 
     async def _ask(self, path: str, tier: TierName, body: Mapping[str, Any]) -> dict[str, Any]:
-        def waiting() -> None:
-            self._progress("waiting for others' requests", self._done, self._total)
-
         async with self._slots[tier]:
-            found: dict[str, Any] = await self._client.ask(path, tier, body, waiting, self._plan.adapter)
+            found: dict[str, Any] = await self._client.ask(
+                path, tier, body, lambda: self._tell("waiting for others' requests"), self._plan.adapter
+            )
         return found
 
-    def _keep(self, score: Score) -> None:
-        self._scores[score.prompt, score.tier] = score
-        with self._plan.journal.open("a") as journal:
-            journal.write(json.dumps({"setting": self._setting, "score": score.model_dump(mode="json")}) + "\n")
+    def _tell(self, step: str) -> None:
+        self._progress(step, self._done, len(self._tasks))
 
-    def _read_journal(self) -> dict[tuple[str, TierName], Score]:
-        """Return earlier scores of the same setting; a line that was cut off is skipped."""
-        found: dict[tuple[str, TierName], Score] = {}
+    def _keep(self, answer: Judged) -> None:
+        self._answers[answer.task, answer.tier] = answer
+        with self._plan.journal.open("a") as journal:
+            line = {"setting": self._settings[answer.tier], "answer": answer.model_dump(mode="json")}
+            journal.write(json.dumps(line) + "\n")
+
+    def _read_journal(self) -> None:
+        """Take earlier answers of the same tiers to these tasks; a line that was cut off is skipped."""
         if not self._plan.journal.exists():
-            return found
+            return
         for line in self._plan.journal.read_text("utf-8").splitlines():
             try:
                 row = json.loads(line)
-                if row["setting"] == self._setting:
-                    score = Score.model_validate(row["score"])
-                    found[score.prompt, score.tier] = score
-            except (ValueError, KeyError):  # pydantic's ValidationError is a ValueError
+                answer = Judged.model_validate(row["answer"])
+                known = answer.task in self._tasks and self._settings.get(answer.tier) == row["setting"]
+            except (ValueError, KeyError, TypeError):  # pydantic's ValidationError is a ValueError
                 continue
-        return found
+            if known:
+                self._answers[answer.task, answer.tier] = answer
+                kind = answer.prompt_class, answer.complexity
+                self._scored[answer.tier, kind] += answer.scores is not None
 
 
-def _setting(plan: Plan, fleet: FleetState) -> str:
-    """Return a digest of everything that a score depends on, except the prompt."""
-    parts = [fleet.model, plan.answer_tokens, TOP_K, dict(fleet.identities)]
-    if plan.adapter is not None:
-        parts.append(plan.adapter)
-    return _digest(json.dumps(parts, sort_keys=True))
+def _askable(task: Task, plan: Plan, longest: float) -> bool:
+    return (plan.runs is not None or not task.needs_run) and len(task.prompt) / longest < 1
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+def _setting(plan: Plan, fleet: FleetState, tier: TierName) -> str:
+    """Return a digest of everything that a tier's answer depends on, except the task."""
+    parts = [FORM, fleet.model, fleet.identities[tier], plan.adapter]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import fcntl
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from router.policy.profiles import ProfileError, latency_name, load_latency, profile_name
-from router.profiling.quality_report import render
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from router.policy.profiles import LatencyProfile, QualityProfile
 
-PROMPTS = Path(__file__).with_name("profile_prompts.jsonl")
-ANSWER_TOKENS = 32
 JOURNAL = "quality.journal.jsonl"
 LOCK = "profile.lock"
 
@@ -45,13 +42,12 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 def keep_quality(folder: Path, profile: QualityProfile) -> Path:
-    """Write a quality profile and its report; return the profile's path.
+    """Write a quality profile; return its path.
 
     Raises:
         ProfileError: It cannot be written.
     """
     path = folder / profile_name(profile.checkpoints, profile.adapter)
-    _write(path.with_suffix(".html"), render(profile))
     _write(path, profile.model_dump_json(indent=2) + "\n")
     return path
 

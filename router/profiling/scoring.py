@@ -26,12 +26,12 @@ class GreedyAnswer:
     own: tuple[dict[int, float], ...]
 
 
-def greedy_body(messages: Sequence[Any], tokens: int) -> dict[str, Any]:
-    """Return the body of a chat completion for ``read_greedy``, without model and priority."""
-    return {
-        "messages": list(messages),
-        "max_tokens": tokens,
-        "temperature": 0,
+def answer_body(messages: Sequence[Any], tokens: int, *, scored: bool) -> dict[str, Any]:
+    """Return the body of a greedy chat completion, without model and priority; ``scored``: for ``read_greedy``."""
+    body = {"messages": list(messages), "max_tokens": tokens, "temperature": 0}
+    if not scored:
+        return body
+    return body | {
         "logprobs": True,
         "top_logprobs": TOP_K,
         "return_token_ids": True,
@@ -39,8 +39,13 @@ def greedy_body(messages: Sequence[Any], tokens: int) -> dict[str, Any]:
     }
 
 
+def text_of(answer: Mapping[str, Any]) -> str:
+    """Return the text of a chat completion."""
+    return answer["choices"][0]["message"].get("content") or ""
+
+
 def read_greedy(answer: Mapping[str, Any]) -> GreedyAnswer:
-    """Parse the answer to ``greedy_body``; tokens are named ``token_id:123`` in it."""
+    """Parse the answer to ``answer_body``; tokens are named ``token_id:123`` in it."""
     choice = answer["choices"][0]
     positions = (choice.get("logprobs") or {}).get("content") or ()
     own = tuple(

@@ -32,8 +32,8 @@ def features_attributes(features: PromptFeatures) -> dict[str, Any]:
     return _known(found)
 
 
-def decision_attributes(decision: Decision, price: float | None) -> dict[str, Any]:
-    """Return a decision, and the price of loss at that time."""
+def decision_attributes(decision: Decision) -> dict[str, Any]:
+    """Return a decision."""
     query, chosen = decision.query, decision.chosen
     loss = chosen.expected_loss if chosen is not None else None
     decided = decision.tier is not None and decision.precision is not None
@@ -55,7 +55,6 @@ def decision_attributes(decision: Decision, price: float | None) -> dict[str, An
             "qarr.sla.tpot_ms": query.sla.tpot_ms,
             "qarr.sla.max_quality_loss": query.sla.max_quality_loss,
             "qarr.truncated": query.truncated or None,
-            "qarr.loss.price": price,
             "qarr.loss.expected": loss.mean if loss is not None else None,
             "qarr.cost": chosen.cost if chosen is not None else None,
         }

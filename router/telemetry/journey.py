@@ -63,7 +63,6 @@ class Journey:
         classified: When its prompt was read and classified.
         decided: When its tier was chosen.
         began: When classification began.
-        price: Of loss, as it was for the decision; None: not known yet.
         prompt: Until the spans are made, where prompts are to be on them.
         waits: Begin and end of its time in the queue, if it was there.
     """
@@ -72,7 +71,6 @@ class Journey:
     began: float
     classified: float
     decided: float
-    price: float | None
     prompt: str = ""
     waits: list[tuple[float, float]] = field(default_factory=list)
     hops: list[Hop] = field(default_factory=list)

@@ -9,7 +9,6 @@ from router.policy.decision_log import OutcomeRecord
 from router.policy.render import render_verdict
 
 if TYPE_CHECKING:
-    from router.policy.budget_store import Expectation
     from router.policy.charge import Charge, Visit
     from router.policy.decision import Decision, Priority
     from router.policy.decision_log import DecisionLog
@@ -53,7 +52,6 @@ class RequestRecord(NamedTuple):
         duration_ms: From its arrival to its last byte.
         sla_met: Whether its own bounds on times were met; None: it had none, or its caller left before.
         continued_on: Tiers that continued its answer after failures, in order.
-        expected: What the loss budget counted for it while it was open.
         cached_prompt_tokens: Of its prompt, found in the engine's prefix cache, as the engine reports it.
         predicted_cached_tokens: The same, as expected when the request was sent.
         team: Of the caller's key; empty: none.
@@ -88,7 +86,6 @@ class RequestRecord(NamedTuple):
     sla_met: bool | None
     attempts_failed: int
     continued_on: tuple[TierName, ...]
-    expected: Expectation | None = None
     cached_prompt_tokens: int | None = None
     predicted_cached_tokens: int | None = None
     team: str = ""

@@ -73,11 +73,10 @@ def render_trace(records: Sequence[RequestRecord], *, inside: bool) -> dict[str,
 def spans_of(record: RequestRecord) -> Iterator[dict[str, Any]]:
     """Yield a request's spans, the server span first; times in milliseconds from its arrival."""
     decision, journey = record.decision, record.journey
-    price = journey.price if journey is not None else None
     server: dict[str, Any] = {"http.request.method": "POST", "http.route": record.route}
     if record.key_id:
         server[KEY_ID] = record.key_id
-    server |= decision_attributes(decision, price) | outcome_attributes(record)
+    server |= decision_attributes(decision) | outcome_attributes(record)
     if record.served_by is not None and record.replica is not None:
         server |= served_attributes(record.served_by, record.replica, record.attempts_failed)
     events = [_event(e.name, (e.at - journey.arrived) * 1000, e.attributes) for e in journey.events] if journey else []
@@ -95,7 +94,7 @@ def _steps(record: RequestRecord, journey: Journey) -> Iterator[dict[str, Any]]:
     decision = record.decision
     verdicts = {name: value for verdict in decision.verdicts for name, value in verdict_attributes(verdict).items()}
     yield step("classify", journey.began, journey.classified, features_attributes(decision.query.features))
-    yield step("route", journey.classified, journey.decided, decision_attributes(decision, journey.price) | verdicts)
+    yield step("route", journey.classified, journey.decided, decision_attributes(decision) | verdicts)
     for began, ended in journey.waits:
         yield step("admission wait", began, ended, {"qarr.waited_ms": round((ended - began) * 1000, 3)})
     for hop in journey.hops:

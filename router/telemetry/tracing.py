@@ -237,14 +237,9 @@ class Telemetry:
         attributes = {"qarr.class": kind.value, "qarr.tier": tier}
         return self._tracer.start_as_current_span("live check", Context(), attributes=attributes)
 
-    def record_live_loss(self, span: Span, loss: float, rolling: float) -> None:
-        """Put the loss of a live prompt on its check's span."""
-        span.set_attributes({"qarr.loss": loss, "qarr.loss.rolling": rolling})
-
-    def record_promotion(self, event: str, kind: PromptClass, tier: TierName, loss: float) -> None:
-        """Put a change of a class's lowest tier on the check's span."""
-        if span := _recording():
-            span.add_event(event, {"qarr.class": kind.value, "qarr.tier": tier, "qarr.loss.rolling": loss})
+    def record_live_check(self, span: Span, same: bool | None, regret: float) -> None:
+        """Put what became of a live prompt on its check's span; ``same`` None: the answers could not be compared."""
+        span.set_attributes({"qarr.regret": regret} | ({} if same is None else {"qarr.same_answer": same}))
 
     def start_attempt(self, tier: TierName, replica: Replica, request: TracedRequest, number: int) -> AttemptSpan:
         """Start one upstream attempt (GenAI semantic conventions); the caller ends it."""

@@ -1,0 +1,197 @@
+"""Expected quality loss: the share of answers that a precision gets wrong and the highest one gets right, minus the reverse.
+
+Published losses are known before anything is measured; measured answers update them. Of tasks that at least one of both
+precisions gets right, n in all, let w get worse and b get better. With the published loss m as prior, worth k answers,
+
+    loss = (w - b + k * m) / (n + k)
+
+k is (1 - m) / m, for which the standard deviation of the prior is m itself: published losses differ between models by about
+as much as they are. Where the answers contradict m, that is, where it lies outside of their 95 % interval (Agresti and Min
+2005, "Simple improved confidence intervals for comparing matched proportions"), the model is unlike those published, and
+the prior counts as ``CONTRADICTED`` answers. A kind is a class and a complexity. The published loss of a kind is scaled by
+what all answers of its class say, so that kinds with few answers follow their class (empirical Bayes).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+from typing import TYPE_CHECKING, NamedTuple
+
+from classifier import PromptClass
+from classifier.kinds import Complexity
+from tiers.quantization import quantizations_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from router.policy.profiles import AnswerCount
+
+    Kind = tuple[PromptClass, Complexity]
+    Losses = Mapping[PromptClass, Mapping[Complexity, "ExpectedLoss"]]
+
+CONTRADICTED = 4.0  # answers: enough to keep the first few measured ones from deciding alone
+LEAST = 1e-4  # published losses below this are not told apart
+Z95 = NormalDist().inv_cdf(0.975)
+
+# Published losses of 4-bit weights and of FP8 for trivial, moderate and complex prompts. With 4 bits, 11 % of right
+# answers to mathematical tasks are lost on average, and up to 32 % (arXiv 2501.03035, 2505.11574); about 1 % over general tasks,
+# and more on code (2411.02355); up to several times as many in languages other than English (2407.03211) and on long
+# documents (2505.20276), where 8 bits lose about 0.8 %. FP8 is lossless within noise at 8B to 405B (2411.02355). What takes
+# one step or one fact flips where the model itself is undecided (2407.09141), which we take as 1 in 1,000.
+_PUBLISHED: dict[str, dict[PromptClass, tuple[float, float, float]]] = {
+    "int4": {
+        PromptClass.CHAT: (0.001, 0.010, 0.030),
+        PromptClass.WRITING: (0.003, 0.010, 0.030),
+        PromptClass.EXTRACTION: (0.003, 0.015, 0.040),
+        PromptClass.MULTILINGUAL: (0.008, 0.030, 0.060),
+        PromptClass.CODE: (0.010, 0.040, 0.080),
+        PromptClass.MATH: (0.001, 0.060, 0.110),
+        PromptClass.LONG_CONTEXT: (0.020, 0.040, 0.080),
+    },
+    "fp8": {
+        PromptClass.CHAT: (0.0005, 0.002, 0.004),
+        PromptClass.WRITING: (0.0005, 0.002, 0.004),
+        PromptClass.EXTRACTION: (0.001, 0.003, 0.005),
+        PromptClass.MULTILINGUAL: (0.001, 0.004, 0.006),
+        PromptClass.CODE: (0.002, 0.004, 0.008),
+        PromptClass.MATH: (0.0005, 0.006, 0.010),
+        PromptClass.LONG_CONTEXT: (0.002, 0.006, 0.010),
+    },
+}
+# Other precisions, as a row and a factor: INT8 loses a little more than FP8 (2411.02355); FP4 and what is not known count as
+# 4-bit weights; 16 bits lose nothing.
+_LIKE: dict[str, tuple[str, float]] = {
+    "int4": ("int4", 1.0),
+    "fp4": ("int4", 1.0),
+    "fp6": ("fp8", 2.0),
+    "int8": ("fp8", 1.5),
+    "fp8": ("fp8", 1.0),
+    "fp16": ("fp8", 0.0),
+    "bf16": ("fp8", 0.0),
+    "fp32": ("fp8", 0.0),
+    "unknown": ("int4", 1.0),
+}
+CLASSES = tuple(_PUBLISHED["int4"])  # UNKNOWN is the mean of those but long context
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedLoss:
+    """Share of answers, 0..1, that get worse than the highest precision's: estimate and 95 % interval.
+
+    Attributes:
+        answers: Measured ones that it rests on; 0: it is published.
+    """
+
+    mean: float
+    low: float
+    high: float
+    answers: int = 0
+
+    def at(self, z: float) -> float:
+        """Return the upper bound of the loss at a one-sided confidence, given as a quantile of the normal distribution."""
+        return min(self.mean + (self.high - self.mean) * z / Z95, 1.0)
+
+    @property
+    def basis(self) -> str:
+        """Return what it rests on, for people."""
+        return f"measured on {self.answers} answers" if self.answers else "published"
+
+
+NO_LOSS = ExpectedLoss(0.0, 0.0, 0.0)
+
+
+class Flips(NamedTuple):
+    """Answers to the same tasks: those that at least one precision gets right, and of these those worse and better."""
+
+    answers: int
+    worse: int
+    better: int
+
+
+def published(precision: str, kind: Kind) -> float:
+    """Return the published loss of a precision, as ``TierSpec`` has it, on a kind of prompt; of several, the largest."""
+    at = tuple(Complexity).index(kind[1])
+    rows = [_LIKE[name] for name in quantizations_of(precision)]
+    return max(_PUBLISHED[row][kind[0]][at] * factor for row, factor in rows)
+
+
+def losses(precision: str, counts: Iterable[AnswerCount]) -> Losses:
+    """Return the expected loss of each kind, ``UNKNOWN`` included.
+
+    Args:
+        precision: That the tier serves, as ``TierSpec`` has it.
+        counts: What was measured of the tier; empty: nothing.
+    """
+    flips = {(count.prompt_class, count.complexity): count.flips for count in counts}
+    found: dict[PromptClass, dict[Complexity, ExpectedLoss]] = {}
+    for kind in CLASSES:
+        kinds = [(kind, complexity) for complexity in Complexity]
+        scale = _scale(precision, {one: flips[one] for one in kinds if one in flips})
+        found[kind], easier = {}, NO_LOSS
+        for one in kinds:
+            loss = updated(min(published(precision, one) * scale, 1.0), flips.get(one, Flips(0, 0, 0)))
+            easier = found[kind][one[1]] = _at_least(loss, easier)
+    short = [kind for kind in CLASSES if kind is not PromptClass.LONG_CONTEXT]
+    found[PromptClass.UNKNOWN] = {each: mean_loss([found[kind][each] for kind in short]) for each in Complexity}
+    return found
+
+
+def updated(prior: float, flips: Flips) -> ExpectedLoss:
+    """Return the loss of a kind after measured answers."""
+    n, net, changed = flips.answers, flips.worse - flips.better, flips.worse + flips.better
+    if prior < LEAST and not n:
+        return NO_LOSS
+    prior = max(prior, LEAST)
+    weight = (1 - prior) / prior
+    seen_variance = max(changed + 1 - net**2 / (n + 2), 0.0)  # of the sum, with half an answer added to each outcome
+    if n and abs(net / (n + 2) - prior) > Z95 * math.sqrt(seen_variance) / (n + 2):
+        weight = CONTRADICTED
+    mean = max((net + weight * prior) / (n + weight), 0.0)
+    spread = math.sqrt((seen_variance if n else 0.0) + weight * prior * (1 - prior)) / (n + weight)
+    return ExpectedLoss(min(mean, 1.0), max(mean - Z95 * spread, 0.0), min(mean + Z95 * spread, 1.0), n)
+
+
+def mean_loss(losses: Iterable[ExpectedLoss]) -> ExpectedLoss:
+    """Return the loss of prompts that may be of any of these kinds."""
+    each = list(losses)
+    mean, low, high = (fmean(getattr(loss, part) for loss in each) for part in ("mean", "low", "high"))
+    return ExpectedLoss(mean, low, high, sum(loss.answers for loss in each))
+
+
+def mixed(one: ExpectedLoss, other: ExpectedLoss, share: float) -> ExpectedLoss:
+    """Return the loss of prompts of which a share is of one kind, and the rest of another."""
+    rest = 1 - share
+    return ExpectedLoss(
+        share * one.mean + rest * other.mean,
+        share * one.low + rest * other.low,
+        share * one.high + rest * other.high,
+        one.answers,
+    )
+
+
+def _scale(precision: str, flips: Mapping[Kind, Flips]) -> float:
+    """Return by what the published losses of a class are multiplied for this model, by all of its answers."""
+    answers = sum(one.answers for one in flips.values())
+    if not answers:
+        return 1.0
+    prior = max(sum(published(precision, kind) * one.answers for kind, one in flips.items()) / answers, LEAST)
+    together = Flips(answers, sum(one.worse for one in flips.values()), sum(one.better for one in flips.values()))
+    return updated(prior, together).mean / prior
+
+
+def _at_least(loss: ExpectedLoss, easier: ExpectedLoss) -> ExpectedLoss:
+    """Return the loss of a kind that loses no less than an easier one."""
+    if loss.mean >= easier.mean:
+        return loss
+    return ExpectedLoss(easier.mean, max(loss.low, easier.low), max(loss.high, easier.high), loss.answers)
+
+
+def one_in(loss: float) -> str:
+    """Return a share of answers for people: ``1 in 20``."""
+    if loss < 0.001:  # noqa: PLR2004
+        return "fewer than 1 in 1,000"
+    if loss > 0.4:  # noqa: PLR2004
+        return f"{min(round(loss * 10), 10)} in 10"
+    return f"1 in {round(1 / loss):,}"
