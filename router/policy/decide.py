@@ -302,7 +302,7 @@ class _Case:
         if self.basis is Basis.BUDGET:
             good = (
                 f"{chosen.name} would get {one_in(chosen.loss.mean)} answers wrong that {self.fleet.tiers[-1].spec.name} "
-                f"gets right ({chosen.loss.basis}), within the loss budget, and engines are {self.scarcity:.0%} scarce"
+                f"gets right ({chosen.loss.basis}), within the loss budget while engine time is scarce"
             )
         if chosen.loss.mean == 0 and self.basis is not Basis.BUDGET:
             good = f"{chosen.name} loses nothing"

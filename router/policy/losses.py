@@ -33,13 +33,14 @@ if TYPE_CHECKING:
 
 CONTRADICTED = 4.0  # answers: enough to keep the first few measured ones from deciding alone
 LEAST = 1e-4  # published losses below this are not told apart
+MOST = 0.5  # a prior beyond it would count for less than an answer
 Z95 = NormalDist().inv_cdf(0.975)
 
 # Published losses of 4-bit weights and of FP8 for trivial, moderate and complex prompts. With 4 bits, 11 % of right
-# answers to mathematical tasks are lost on average, and up to 32 % (arXiv 2501.03035, 2505.11574); about 1 % over general tasks,
-# and more on code (2411.02355); up to several times as many in languages other than English (2407.03211) and on long
-# documents (2505.20276), where 8 bits lose about 0.8 %. FP8 is lossless within noise at 8B to 405B (2411.02355). What takes
-# one step or one fact flips where the model itself is undecided (2407.09141), which we take as 1 in 1,000.
+# answers to mathematical tasks are lost on average and up to 32 % (arXiv 2501.03035, 2505.11574), about 1 % of those to
+# general tasks and more of code (2411.02355), and several times as many in languages other than English (2407.03211) and
+# on long documents (2505.20276), where 8 bits lose about 0.8 %. FP8 is lossless within noise at 8B to 405B (2411.02355).
+# What takes one step or one fact flips where the model itself is undecided (2407.09141), which we take as 1 in 1,000.
 _PUBLISHED: dict[str, dict[PromptClass, tuple[float, float, float]]] = {
     "int4": {
         PromptClass.CHAT: (0.001, 0.010, 0.030),
@@ -131,7 +132,7 @@ def losses(precision: str, counts: Iterable[AnswerCount]) -> Losses:
         scale = _scale(precision, {one: flips[one] for one in kinds if one in flips})
         found[kind], easier = {}, NO_LOSS
         for one in kinds:
-            loss = updated(min(published(precision, one) * scale, 1.0), flips.get(one, Flips(0, 0, 0)))
+            loss = updated(published(precision, one) * scale, flips.get(one, Flips(0, 0, 0)))
             easier = found[kind][one[1]] = _at_least(loss, easier)
     short = [kind for kind in CLASSES if kind is not PromptClass.LONG_CONTEXT]
     found[PromptClass.UNKNOWN] = {each: mean_loss([found[kind][each] for kind in short]) for each in Complexity}
@@ -143,7 +144,7 @@ def updated(prior: float, flips: Flips) -> ExpectedLoss:
     n, net, changed = flips.answers, flips.worse - flips.better, flips.worse + flips.better
     if prior < LEAST and not n:
         return NO_LOSS
-    prior = max(prior, LEAST)
+    prior = min(max(prior, LEAST), MOST)
     weight = (1 - prior) / prior
     seen_variance = max(changed + 1 - net**2 / (n + 2), 0.0)  # of the sum, with half an answer added to each outcome
     if n and abs(net / (n + 2) - prior) > Z95 * math.sqrt(seen_variance) / (n + 2):

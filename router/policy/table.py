@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from classifier.kinds import Complexity
 from router.policy.decide import successors
 from router.policy.decision import BY_CALLER, PolicyParameters
-from router.policy.losses import losses
+from router.policy.losses import losses, one_in
 from router.policy.profiles import (
     REFERENCE,
     ProfileError,
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(f"qarr.{__name__}")
 LOOK_S = 2.0
 ENOUGH = 10  # answers of a kind, before what is published may settle it
+MOST_MEANT = 0.05  # share of answers: a larger bound is likely to be one of tokens, as earlier releases had it
 POINTLESS_BATCH = 4  # sequences, at which speeds are compared too
 
 
@@ -143,7 +144,7 @@ class PolicyStore:
                     found[lower.name] = (
                         f"{lower.name} is slower than {higher.name} here ({slow.step_ms(1):.0f} instead of "
                         f"{fast.step_ms(1):.0f} ms a token) and loses more answers: leave it out with "
-                        f"tiers.{lower.name}.enabled = false"
+                        f"tiers.{lower.name}.replicas = 0"
                     )
         return found
 
@@ -183,7 +184,9 @@ class PolicyStore:
         adapters = {name: self._profile(path) for name, path in self._adapter_files.items()}
         self.table = policy_table(self._settings, self._fleet.specs, self.quality, adapters)
         measured = {count.tier for count in self.quality.counts} if self.quality is not None else ()
-        self._fleet.rank_by_loss({tier: _mean(self.table.losses[tier]) for tier in measured if tier in self.table.losses})
+        self._fleet.rank_by_loss(
+            {tier: _mean(self.table.losses[tier]) for tier in measured if tier in self.table.losses}
+        )
         self._set_speeds({fit.tier: fit.model for fit in latency.fits} if latency is not None else {})
 
     def _profile(self, path: Path) -> QualityProfile | None:
@@ -216,7 +219,12 @@ def policy_table(
         profile: Of the checkpoints served; None: published losses count.
         adapters: The same of each adapter that tiers offer.
     """
-    specs = tuple(specs)
+    specs, bounds = tuple(specs), {f"policy.max_loss.{kind.value}": most for kind, most in policy.max_loss.items()}
+    for name, most in ({"policy.loss_budget": policy.loss_budget} | bounds).items():
+        if not isinstance(most, LikeTier) and most > MOST_MEANT:
+            log.warning(
+                "%s = %g lets %s answers get worse: it counts answers, and no longer tokens", name, most, one_in(most)
+            )
     of_adapters: dict[str, dict[TierName, Losses]] = {}
     if adapters:
         of_adapters = {name: _losses(specs, found) for name, found in adapters.items()} | {"": _losses(specs, None)}

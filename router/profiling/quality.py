@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from classifier import PromptClass  # noqa: TC001  pydantic reads these
+from classifier import PromptClass
 from classifier.kinds import Complexity
 from router.policy.profiles import REFERENCE, AnswerCount, Diagnosis, Frozen
 from tiers.spec import TierName, in_order

@@ -6,12 +6,12 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from classifier import PromptClass
+from classifier.kinds import Complexity
 from router.policy.profiles import (
+    AnswerCount,
     Fit,
     FitError,
-    Interval,
     LatencyProfile,
-    Loss,
     QualityProfile,
     Sample,
 )
@@ -25,23 +25,25 @@ AT = datetime(2026, 1, 2, tzinfo=UTC)
 IDENTITIES: Identities = {tier: f"digest of {tier}" for tier in STANDARD_TIERS}
 
 
-def loss(tier: TierName, mean: float, kind: PromptClass = PromptClass.CHAT, prompts: int = 40) -> Loss:
-    """Return a loss whose interval is a tenth of its mean to either side."""
-    share = Interval(mean=mean, low=mean * 0.9, high=mean * 1.1)
-    return Loss(
-        prompt_class=kind, tier=tier, prompts=prompts, tokens=100, top1_disagreement=share, kl_mean=share, kl_p95=share,
-        perplexity_ratio=share, first_divergence=1.0, never_diverged=0.0,
+def counted(
+    tier: TierName,
+    worse: int,
+    better: int = 0,
+    kind: PromptClass = PromptClass.CHAT,
+    complexity: Complexity = Complexity.MODERATE,
+    *,
+    of: int = 40,
+) -> AnswerCount:
+    """Return counts of answers that either the tier or the reference gets right, and some that neither does."""
+    return AnswerCount(
+        prompt_class=kind, complexity=complexity, tier=tier, asked=of + 10, right=of - better, answered=of + 10,
+        worse=worse, better=better, both=of - worse - better,
     )  # fmt: skip
 
 
-def quality(
-    *losses: Loss,
-    identities: Identities = IDENTITIES,
-) -> QualityProfile:
+def quality(*counts: AnswerCount, identities: Identities = IDENTITIES, whole: bool = True) -> QualityProfile:
     """Return a quality profile."""
-    return QualityProfile(
-        created=AT, model="m", checkpoints=identities, answer_tokens=8, top_k=10, prompts="p", losses=losses,
-    )  # fmt: skip
+    return QualityProfile(created=AT, model="m", checkpoints=identities, tasks="made", counts=counts, whole=whole)
 
 
 def fit(tier: TierName, step_ms: float, spread: float = 0.2) -> Fit:

@@ -9,23 +9,38 @@ from typing import Any
 import pytest
 
 from classifier import PromptClass, PromptFeatures
+from classifier.kinds import Complexity
 from router.policy.decide import decide, successors
-from router.policy.decision import CHOSEN, Basis, ExpectedLoss, PolicyParameters, Query, Refusal, Sla
-from router.settings import CLASS_FLOOR
+from router.policy.decision import CHOSEN, Basis, PolicyParameters, Query, Refusal, Sla
+from router.policy.losses import ExpectedLoss
 from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
 from tiers.spec import STANDARD_TIERS, Draft, ReplicaState, TierName, TierSpec
 from tiers.speed import Load, SpeedModel, Trend
 
-CAPS = {
-    kind: 0.12
-    if kind in {PromptClass.CHAT, PromptClass.WRITING}
-    else 0.05
-    if kind in {PromptClass.CODE, PromptClass.MATH, PromptClass.UNKNOWN}
-    else 0.06
-    for kind in PromptClass
-}
-TABLE = PolicyParameters(CLASS_FLOOR, CAPS)
 FAST, BALANCED, PRECISE = STANDARD_TIERS
+PLAIN = {PromptClass.CHAT, PromptClass.WRITING}
+
+
+def lost(mean: float) -> ExpectedLoss:
+    return ExpectedLoss(mean, mean * 0.8, mean * 1.25, 40)
+
+
+def losing(fast: dict[PromptClass, float], balanced: dict[PromptClass, float]) -> dict[TierName, Any]:
+    """Return losses by tier, the same for all complexities; of other classes, as the worst of those given."""
+    each = {FAST: fast, BALANCED: balanced}
+    return {
+        tier: {kind: dict.fromkeys(Complexity, lost(given.get(kind, max(given.values())))) for kind in PromptClass}
+        for tier, given in each.items()
+    }
+
+
+# Plain text goes to fast, all else that is known to balanced.
+TABLE = PolicyParameters(
+    losing(
+        {kind: 0.001 if kind in PLAIN else 0.05 for kind in PromptClass},
+        {kind: 0.01 if kind is PromptClass.UNKNOWN else 0.002 for kind in PromptClass},
+    )
+)
 LENGTHS = {FAST: 2048, BALANCED: 4096, PRECISE: 8192}
 
 
@@ -70,20 +85,19 @@ def fleet(
     return FleetSnapshot(tuple(tiers), TemplateTokens())
 
 
-@pytest.mark.parametrize(("kind", "tier"), CLASS_FLOOR.items())
-def test_class_decides(kind: PromptClass, tier: TierName) -> None:
-    """Each class goes to the lowest tier that its row allows."""
-    assert decide(query(kind), fleet(), TABLE).tier is tier
-
-
 @pytest.mark.parametrize(
-    ("kind", "tier"), [(PromptClass.CHAT, BALANCED), (PromptClass.CODE, PRECISE), (PromptClass.UNKNOWN, PRECISE)]
+    ("kind", "confidence", "tier"),
+    [
+        (PromptClass.CHAT, 0.9, FAST),
+        (PromptClass.CODE, 0.9, BALANCED),
+        (PromptClass.UNKNOWN, 0.9, PRECISE),
+        (PromptClass.CHAT, 0.7, BALANCED),  # may well be of another class
+        (PromptClass.CODE, 0.5, PRECISE),
+    ],
 )
-def test_doubt_goes_up(kind: PromptClass, tier: TierName) -> None:
-    """An unsure class asks for one tier more, and the reason says that it is unsure."""
-    decision = decide(query(kind, 0.5), fleet(), TABLE)
-    assert decision.tier is tier
-    assert kind is PromptClass.UNKNOWN or "confidence of only 0.50" in decision.reason
+def test_the_lowest_tier_with_a_negligible_loss_serves(kind: PromptClass, confidence: float, tier: TierName) -> None:
+    """While no speed is known: on the prompt's class, and on what else it may be if the class is not sure."""
+    assert decide(query(kind, confidence), fleet(), TABLE).tier is tier
 
 
 @pytest.mark.parametrize(
@@ -131,20 +145,15 @@ def test_an_adapter_keeps_a_request_to_the_tiers_that_have_it() -> None:
 
 
 def test_an_adapters_loss_is_not_the_models() -> None:
-    """Measured, it decides by its own; not measured, the class's floor does, whatever the model itself loses."""
+    """Measured, it decides by its own; not measured, what is published does, whatever the model itself loses."""
     offered = fleet()
     offered = replace(
         offered, tiers=tuple(replace(t, spec=replace(t.spec, adapters=("a", "b"))) for t in offered.tiers)
     )
-    little, much = ({PromptClass.CODE: ExpectedLoss(mean, mean, mean)} for mean in (0.001, 0.4))
-    table = replace(
-        TABLE,
-        max_loss=dict.fromkeys(PromptClass, 0.1),
-        losses={FAST: much, BALANCED: much},
-        adapters={"a": {FAST: little, BALANCED: little}},
-    )
+    little, much = (losing({PromptClass.CODE: mean}, {PromptClass.CODE: mean}) for mean in (0.001, 0.4))
+    table = replace(TABLE, losses=much, adapters={"a": little, "": TABLE.losses})
     asked = [decide(query(PromptClass.CODE, adapter=name), offered, table).tier for name in (None, "a", "b")]
-    assert asked == [PRECISE, FAST, CLASS_FLOOR[PromptClass.CODE]]
+    assert asked == [PRECISE, FAST, BALANCED]
 
 
 def test_hint_is_taken_over_the_class() -> None:
@@ -188,17 +197,21 @@ def test_class_that_nothing_allows_is_degraded_and_says_so() -> None:
     states = dict.fromkeys((BALANCED, PRECISE), ReplicaState.FAILED)
     decision = decide(query(PromptClass.CODE), fleet(states), TABLE)
     assert decision.tier is FAST
-    assert decision.reason.startswith("degraded to fast: class code wants balanced or higher")
+    assert decision.reason.startswith(
+        "degraded to fast: code, moderate: fast would get 1 in 20 answers wrong, more than"
+    )
 
 
-def test_sla_excludes_slow_tiers_and_unmeasured_loss() -> None:
-    """Latency bounds are held against measured speed, the loss bound leaves only the reference precision."""
+def test_sla_excludes_slow_and_lossy_tiers() -> None:
+    """Latency bounds are held against measured speed, the loss bound against the upper end of the loss."""
     speeds = {FAST: SpeedModel(100, 1, 10), BALANCED: SpeedModel(20, 0.1, 20), PRECISE: SpeedModel(300, 1, 30)}
     assert decide(query(sla=Sla(ttft_ms=50)), fleet(speeds=speeds), TABLE).tier is BALANCED
     assert decide(query(sla=Sla(tpot_ms=15)), fleet(speeds=speeds), TABLE).tier is FAST
-    loss = decide(query(sla=Sla(max_quality_loss=0.01)), fleet(speeds=speeds), TABLE)
+    loss = decide(query(sla=Sla(max_quality_loss=0.001)), fleet(speeds=speeds), TABLE)
     assert loss.tier is PRECISE
-    assert "not measured yet" in loss.reason
+    assert loss.verdict(FAST).verdict == (
+        "it may get 0.001 of answers wrong (expected 0.001, measured on 40 answers), 0.001 asked"
+    )
 
 
 def test_sla_that_nothing_meets_is_set_aside_or_refused() -> None:
@@ -217,7 +230,7 @@ def test_slow_lower_precision_is_passed_over() -> None:
     slow = {BALANCED: SpeedModel(0, 0, 401), PRECISE: SpeedModel(0, 0, 100)}
     decision = decide(query(PromptClass.CODE), fleet(speeds=slow), TABLE)
     assert decision.tier is PRECISE
-    assert "balanced would do" in decision.reason
+    assert decision.reason.endswith("precise loses nothing, and is much faster here than lower precisions")
     even = {BALANCED: SpeedModel(0, 0, 400), PRECISE: SpeedModel(0, 0, 100)}
     assert decide(query(PromptClass.CODE), fleet(speeds=even), TABLE).tier is BALANCED
 
@@ -239,12 +252,12 @@ def test_a_tier_that_a_higher_one_beats_in_speed_is_the_last_resort() -> None:
 
 def test_who_takes_over_is_decided_as_things_stand() -> None:
     """Full tiers may, in the same order as fallbacks; what is not ready, not allowed or too small may not, nor others at all."""
-    assert successors(FAST, query(), fleet(busy=32), TABLE) == (BALANCED, PRECISE)
-    assert successors(BALANCED, query(hint=FAST), fleet(), TABLE) == (PRECISE, FAST)
-    assert successors(FAST, query(), fleet({BALANCED: ReplicaState.STARTING}), TABLE) == (PRECISE,)
-    assert successors(FAST, query(allowed=frozenset({FAST, BALANCED})), fleet(), TABLE) == (BALANCED,)
-    assert successors(FAST, query(prompt_tokens=5000), fleet(), TABLE) == (PRECISE,)
-    assert successors(FAST, query(hint=FAST, require=True), fleet(), TABLE) == ()
+    assert successors(FAST, query(), fleet(busy=32)) == (BALANCED, PRECISE)
+    assert successors(BALANCED, query(hint=FAST), fleet()) == (PRECISE, FAST)
+    assert successors(FAST, query(), fleet({BALANCED: ReplicaState.STARTING})) == (PRECISE,)
+    assert successors(FAST, query(allowed=frozenset({FAST, BALANCED})), fleet()) == (BALANCED,)
+    assert successors(FAST, query(prompt_tokens=5000), fleet()) == (PRECISE,)
+    assert successors(FAST, query(hint=FAST, require=True), fleet()) == ()
 
 
 def test_every_tier_has_a_verdict() -> None:
@@ -262,47 +275,87 @@ MEASURED = {
     BALANCED: SpeedModel(20, 1, 400, 1, 1, 0, 0.1, 0.1, profiled=True),
     PRECISE: SpeedModel(20, 4, 60, 2, 1, 0, 0.1, 0.1, profiled=True),
 }
-LOSSES = {
-    FAST: {
-        PromptClass.CHAT: ExpectedLoss(0.08, 0.06, 0.1),
-        PromptClass.CODE: ExpectedLoss(0.2, 0.15, 0.25),
-    },
-    BALANCED: {
-        PromptClass.CHAT: ExpectedLoss(0.02, 0.01, 0.03),
-        PromptClass.CODE: ExpectedLoss(0.03, 0.02, 0.04),
-    },
-}
-PROFILED = replace(TABLE, losses=LOSSES)
+LOSING = losing({PromptClass.CHAT: 0.08, PromptClass.CODE: 0.2}, {PromptClass.CHAT: 0.02, PromptClass.CODE: 0.03})
+PROFILED = PolicyParameters(LOSING)
+SCARCE = replace(PROFILED, prices={FAST: 1.0}, loss_budget=0.1)  # engine time is paid for
 
 
-def test_cheapest_by_measurement() -> None:
-    """Where loss costs nothing: of the tiers whose loss the class can bear, that of least engine time, not the slow FP8."""
-    chat = decide(query(), fleet(speeds=MEASURED), PROFILED, 0.0)
+def test_cheapest_within_the_budget() -> None:
+    """Where engine time is paid for: of the tiers whose loss the budget allows, that of least engine time."""
+    chat = decide(query(), fleet(speeds=MEASURED), SCARCE)
     assert (chat.tier, chat.basis) == (FAST, Basis.BUDGET)
-    assert "class chat: fast saves 3.8 engine-seconds over precise for 0.080 more expected loss" in chat.reason
-    code = decide(query(PromptClass.CODE), fleet(speeds=MEASURED), PROFILED, 0.0)
+    assert chat.reason.startswith(
+        "chat, moderate: fast would get 1 in 12 answers wrong that precise gets right (measured on 40 answers), within "
+        "the loss budget"
+    )
+    code = decide(query(PromptClass.CODE), fleet(speeds=MEASURED), SCARCE)
     assert code.tier is PRECISE  # fast loses too much, and balanced would do at a higher cost
     assert [v.verdict for v in code.verdicts] == [
-        "class code may lose 0.05, and this tier may lose 0.233",
-        "would do, at 40 engine-seconds instead of 6.3, and loses 0.030 more",
+        "code, moderate: fast would get 1 in 5 answers wrong, more than policy.loss_budget allows",
+        "would do, at 40 engine-seconds instead of 6.3",
         CHOSEN,
     ]
+
+
+def test_at_idle_nothing_is_given_up() -> None:
+    """The highest precision serves what others would get wrong, whatever the budget; the reason says how often."""
+    for budget in (0.0, 0.5, BALANCED):
+        decision = decide(query(PromptClass.CODE), fleet(speeds=MEASURED), replace(PROFILED, loss_budget=budget))
+        assert (decision.tier, decision.basis) == (PRECISE, Basis.LEAST_LOSS)
+    assert decision.reason == (
+        "code, moderate: fast would get about 1 in 5 answers wrong that precise gets right (measured on 40 answers); "
+        "balanced 1 in 33"
+    )
+    assert (
+        decision.verdict(BALANCED).verdict == "would get 1 in 33 answers wrong; engines are not scarce enough for that"
+    )
+
+
+def test_as_the_highest_precision_fills_up_more_loss_is_allowed() -> None:
+    """From negligible at half of its slots up to the budget at all of them; a lossless tier always may."""
+    table = replace(PROFILED, loss_budget=0.1, losses=losing({PromptClass.CHAT: 0.05}, {PromptClass.CHAT: 0.004}))
+    quick = {**MEASURED, BALANCED: SpeedModel(20, 1, 90, 5, 1, 0, 0.1, 0.1, profiled=True)}
+    taken = [decide(query(), fleet(speeds=quick, loads={PRECISE: Load(n)}), table).tier for n in (0, 8, 11, 12, 16)]
+    assert taken == [PRECISE, PRECISE, PRECISE, FAST, FAST]
+    loads = {FAST: Load(16), BALANCED: Load(16)}
+    assert decide(query(), fleet(speeds=quick, loads=loads), table).tier is not FAST  # only lossless time is scarce
+
+
+def test_riskier_prompts_are_never_on_a_lower_tier_than_safer_ones() -> None:
+    """At any load."""
+    for load in range(17):
+        there = fleet(speeds=MEASURED, loads={PRECISE: Load(load)})
+        chat, code = (decide(query(kind), there, SCARCE).tier for kind in (PromptClass.CHAT, PromptClass.CODE))
+        assert STANDARD_TIERS.index(chat or FAST) <= STANDARD_TIERS.index(code or FAST)
+
+
+def test_by_comparison_a_tier_may_lose_what_it_loses_and_lower_ones_what_it_loses_on_average() -> None:
+    """So balanced answers every prompt when engine time is scarce, and fast those on which it loses no more."""
+    fast = {PromptClass.CHAT: 0.01, PromptClass.CODE: 0.2}
+    losses = losing(fast, {kind: 0.03 if kind is PromptClass.CODE else 0.015 for kind in PromptClass})
+    table = PolicyParameters(losses, prices={FAST: 1.0})
+    assert table.budget(BALANCED) == 0.03
+    assert table.budget(FAST) == pytest.approx((6 * 0.015 + 0.03) / 7)
+    speeds = {**MEASURED, BALANCED: SpeedModel(20, 1, 40, 3, 1, 0, 0.1, 0.1, profiled=True)}
+    asked = [decide(query(kind), fleet(speeds=speeds), table).tier for kind in (PromptClass.CHAT, PromptClass.CODE)]
+    assert asked == [FAST, BALANCED]
+
+
+def test_a_class_has_a_bound_of_its_own() -> None:
+    """Against the upper end of the loss, however scarce engine time is."""
+    bound = replace(SCARCE, max_loss={PromptClass.CHAT: 0.09})
+    assert decide(query(), fleet(speeds=MEASURED), bound).tier is PRECISE
+    wider = replace(SCARCE, max_loss={PromptClass.CHAT: 0.12})
+    assert decide(query(), fleet(speeds=MEASURED), wider).tier is FAST
 
 
 def test_cost_follows_the_load() -> None:
     """With its own growth a cheap tier loses its lead: at sixteen requests in flight the other one takes less time each."""
     speeds = {**MEASURED, PRECISE: SpeedModel(20, 1, 60, 0, 1, 0, 0.1, 0.1, profiled=True)}
-    assert decide(query(), fleet(speeds=speeds), PROFILED, 0.0).tier is FAST
-    assert decide(query(), fleet(speeds=speeds, busy=5), PROFILED, 0.0).tier is PRECISE
-    dear = replace(PROFILED, prices={PRECISE: 3.0})
-    assert decide(query(), fleet(speeds=speeds, busy=5), dear, 0.0).tier is FAST
-
-
-def test_class_in_doubt_takes_the_upper_end_of_the_worst() -> None:
-    """Below the confidence asked for, a tier is taken for what it loses on its worst class."""
-    decision = decide(query(confidence=0.5), fleet(speeds=MEASURED), PROFILED)
-    assert decision.tier is PRECISE
-    assert "may lose 0.250" in decision.verdict(FAST).verdict
+    assert decide(query(), fleet(speeds=speeds), SCARCE).tier is FAST
+    assert decide(query(), fleet(speeds=speeds, busy=5), SCARCE).tier is PRECISE
+    dear = replace(SCARCE, prices={PRECISE: 3.0})
+    assert decide(query(), fleet(speeds=speeds, busy=5), dear).tier is FAST
 
 
 def test_bounds_hold_with_the_confidence_asked_for() -> None:
@@ -314,8 +367,8 @@ def test_bounds_hold_with_the_confidence_asked_for() -> None:
     sure = decide(query(sla=replace(bound, confidence=0.99), require=True), one, PROFILED)
     assert sure.refusal is Refusal.SLA_UNMET
     loss = Sla(max_quality_loss=0.09)
-    assert decide(query(sla=replace(loss, confidence=0.5)), fleet(speeds=MEASURED), PROFILED, 0.0).tier is FAST
-    assert decide(query(sla=replace(loss, confidence=0.95)), fleet(speeds=MEASURED), PROFILED, 0.0).tier is PRECISE
+    assert decide(query(sla=replace(loss, confidence=0.5)), fleet(speeds=MEASURED), SCARCE).tier is FAST
+    assert decide(query(sla=replace(loss, confidence=0.95)), fleet(speeds=MEASURED), SCARCE).tier is PRECISE
 
 
 def test_prediction_follows_the_load() -> None:
@@ -358,13 +411,6 @@ def test_refusal_says_when() -> None:
     assert decide(query(hint=FAST, require=True), full, PROFILED).retry_after_s is not None
 
 
-def test_promotion_never_lowers_a_class() -> None:
-    """A class whose table asks for more than the promotion, or that is in doubt, keeps what it had."""
-    table = replace(TABLE, promoted={PromptClass.UNKNOWN: BALANCED, PromptClass.MATH: BALANCED})
-    assert decide(query(PromptClass.UNKNOWN), fleet(), table).tier is PRECISE
-    assert decide(query(PromptClass.MATH, 0.5), fleet(), table).tier is PRECISE
-
-
 def test_a_hint_counts_where_the_sla_cannot_be_kept() -> None:
     """Where nothing meets the bounds, the hinted tier is as good as any that keeps what the settings keep."""
     decision = decide(query(PromptClass.CHAT, hint=BALANCED, sla=Sla(ttft_ms=1)), fleet(speeds=MEASURED), PROFILED)
@@ -378,14 +424,6 @@ def test_preferences_do_not_make_a_refusal_last() -> None:
     decision = decide(query(sla=Sla(ttft_ms=1, max_quality_loss=0.0)), fleet(speeds=MEASURED, loads=full), PROFILED)
     assert decision.refusal is Refusal.AT_CAPACITY
     assert decision.retry_after_s is not None
-
-
-def test_promoted_class_gets_the_next_precision() -> None:
-    """A class that loses too much in live answers is kept from its tier, and the reason says so."""
-    table = replace(PROFILED, promoted={PromptClass.CHAT: BALANCED})
-    decision = decide(query(), fleet(speeds=MEASURED), table)
-    assert decision.tier is PRECISE  # cheaper than balanced
-    assert "loses too much in live answers" in decision.verdict(FAST).verdict
 
 
 def test_several_answers_cost_and_take_as_much() -> None:
@@ -416,16 +454,17 @@ def warmed(there: FleetSnapshot, cached: dict[TierName, int]) -> FleetSnapshot:
 
 
 def test_a_chat_does_not_leave_a_warm_tier_for_nothing() -> None:
-    """What another tier has to prefill first is part of its cost; with enough to be saved, the chat moves all the same."""
+    """What another tier has to prefill first is part of its cost."""
     asked, there = query(prompt_tokens=1600), fleet(speeds=MEASURED)
-    cold, warm = (decide(asked, warmed(there, {PRECISE: cached}), PROFILED, 0.5) for cached in (0, 1500))
-    assert (cold.tier, warm.tier) == (FAST, PRECISE)
-    assert "precise loses 0.080 less than fast" in warm.reason
-    assert warm.verdict(PRECISE).predicted_ttft_ms == 20 + 4 * 100
+    cold, warm = (decide(asked, warmed(there, {PRECISE: cached}), SCARCE) for cached in (0, 1590))
+    assert (cold.tier, warm.tier) == (FAST, FAST)
+    assert warm.verdict(PRECISE).predicted_ttft_ms == 20 + 4 * 10
     assert (warm.verdict(PRECISE).cost or 0) < (cold.verdict(PRECISE).cost or 0) - 5.9
-    assert [v.cached_prompt_tokens for v in warm.verdicts] == [0, 0, 1500]
+    assert [v.cached_prompt_tokens for v in warm.verdicts] == [0, 0, 1590]
     assert [v.cached_prompt_tokens for v in decide(asked, there, PROFILED).verdicts] == [None] * 3
-    assert decide(asked, warmed(there, {PRECISE: 1500}), PROFILED, 0.0).tier is FAST
+    long = replace(asked, max_tokens=8)
+    asked = [decide(long, warmed(there, {PRECISE: cached}), SCARCE).tier for cached in (0, 1590)]
+    assert asked == [FAST, PRECISE]
 
 
 def test_a_warm_tier_meets_a_bound_on_ttft_that_a_cold_one_breaks() -> None:
@@ -439,29 +478,11 @@ def test_a_warm_tier_meets_a_bound_on_ttft_that_a_cold_one_breaks() -> None:
     assert decide(asked, full, PROFILED).retry_after_s is not None
 
 
-def test_the_price_of_loss_decides() -> None:
-    """As it rises, a request goes to tiers that lose less, and the reason weighs what is saved against what is lost."""
-    speeds = {**MEASURED, BALANCED: SpeedModel(20, 1, 40, 3, 1, 0, 0.1, 0.1, profiled=True)}
-    free, some, dear = (decide(query(), fleet(speeds=speeds), PROFILED, price) for price in (0.0, 0.5, 100.0))
-    assert [decision.tier for decision in (free, some, dear)] == [FAST, BALANCED, PRECISE]
-    assert {decision.basis for decision in (free, some, dear)} == {Basis.BUDGET}
-    assert [option.tier for option in some.priced] == [FAST, BALANCED, PRECISE]
-    assert "balanced saves 2 engine-seconds over precise for 0.020 more expected loss, at a price of 50" in some.reason
-    assert "precise loses 0.020 less than balanced" in dear.reason
-    assert decide(query(), fleet(speeds=speeds), replace(PROFILED, loss_budget=0.0), 0.0).tier is PRECISE
-
-
-def test_hints_and_bounds_come_before_the_price() -> None:
+def test_hints_and_bounds_come_before_the_budget() -> None:
     """What a caller asks for is not weighed against cost."""
-    hinted = decide(query(hint=PRECISE), fleet(speeds=MEASURED), PROFILED, 0.0)
-    assert (hinted.tier, hinted.basis, hinted.priced) == (PRECISE, Basis.HINT, ())
-    bound = decide(query(sla=Sla(max_quality_loss=0.0)), fleet(speeds=MEASURED), PROFILED, 0.0)
-    assert bound.tier is PRECISE
-
-
-def test_without_caps_only_the_price_counts() -> None:
-    """A class has no bound of its own unless the settings give one."""
-    assert decide(query(PromptClass.CODE), fleet(speeds=MEASURED), replace(PROFILED, max_loss={}), 0.0).tier is FAST
+    hinted = decide(query(hint=PRECISE), fleet(speeds=MEASURED), SCARCE)
+    assert (hinted.tier, hinted.basis) == (PRECISE, Basis.HINT)
+    assert decide(query(sla=Sla(max_quality_loss=0.0)), fleet(speeds=MEASURED), SCARCE).tier is PRECISE
 
 
 def test_cost_follows_the_trend() -> None:
@@ -469,8 +490,8 @@ def test_cost_follows_the_trend() -> None:
     slow = fleet(speeds=MEASURED)
     replica = replace(slow.tiers[0].replicas[0], tpot_trend=Trend(math.log(3.0), 0.01, 0.0))
     slow = replace(slow, tiers=(replace(slow.tiers[0], replicas=(replica,)), *slow.tiers[1:]))
-    usual = decide(query(), fleet(speeds=MEASURED), PROFILED, 0.0)
-    now = decide(query(), slow, PROFILED, 0.0)
+    usual = decide(query(), fleet(speeds=MEASURED), SCARCE)
+    now = decide(query(), slow, SCARCE)
     assert (usual.tier, now.tier) == (FAST, PRECISE)
     assert now.verdict(FAST).cost == pytest.approx(3 * (usual.verdict(FAST).cost or 0), rel=1e-3)
 
@@ -490,20 +511,21 @@ def test_an_unknown_time_meets_no_bound(sla: Sla) -> None:
     assert (known.tier, known.degraded) == (BALANCED, ())
 
 
-def test_an_unknown_loss_meets_no_bound() -> None:
-    """Only the reference is known to lose nothing; without it the answer says that nobody knows."""
-    away = {PRECISE: ReplicaState.FAILED}
-    decision = decide(query(sla=Sla(max_quality_loss=0.5)), fleet(away), TABLE)
-    assert decision.degraded == ("unmeasured",)
-    assert decide(query(sla=Sla(max_quality_loss=0.5), require=True), fleet(away), TABLE).refusal is Refusal.SLA_UNMET
+def test_a_tier_that_nothing_is_known_of_may_lose_everything() -> None:
+    """It meets no bound on loss; the highest precision loses nothing."""
+    away = fleet({PRECISE: ReplicaState.FAILED})
+    unknown = PolicyParameters()
+    assert decide(query(sla=Sla(max_quality_loss=0.5), require=True), away, unknown).refusal is Refusal.SLA_UNMET
+    assert decide(query(), fleet(), unknown).tier is PRECISE
+    assert decide(query(), away, unknown).degraded == ("quality",)
 
 
 def test_where_all_are_late_the_least_late_serves() -> None:
     """Not the cheapest, and not the highest precision: so requests beyond what the tiers can do spread over all of them."""
     speeds = {**MEASURED, BALANCED: SpeedModel(20, 1, 40, 3, 1, 0, 0.1, 0.1, profiled=True)}
     sla = Sla(tpot_ms=10)
-    assert decide(query(sla=sla), fleet(speeds=speeds), replace(PROFILED, max_loss={}), 100.0).tier is FAST
+    assert decide(query(sla=sla), fleet(speeds=speeds), replace(PROFILED, loss_budget=0.1)).tier is FAST
     busy = {FAST: Load(sequences=12, output_tokens=100)}
-    assert decide(query(sla=sla), fleet(speeds=speeds, loads=busy), replace(PROFILED, max_loss={})).tier is BALANCED
+    assert decide(query(sla=sla), fleet(speeds=speeds, loads=busy), replace(PROFILED, loss_budget=0.1)).tier is BALANCED
     bound = Sla(tpot_ms=10, max_quality_loss=0.0)  # within the loss that is allowed
     assert decide(query(sla=bound), fleet(speeds=speeds), PROFILED).tier is PRECISE

@@ -9,56 +9,46 @@ from statistics import NormalDist
 import pytest
 
 from classifier import PromptClass
+from classifier.kinds import Complexity
 from router.policy.decide import decide
-from router.policy.decision import CHOSEN, NO_LOSS, PRIORITIES, ExpectedLoss, PolicyParameters, Refused
-from router.settings import CLASS_FLOOR
+from router.policy.decision import CHOSEN, PRIORITIES, PolicyParameters, Refused
+from router.policy.losses import NO_LOSS, ExpectedLoss
 from tests.unit.policy.test_decide import TABLE, features, fleet, query
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaState
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 LOSS = ExpectedLoss(0.2, 0.1, 0.3)
-WORSE = ExpectedLoss(0.15, 0.1, 0.4)
 
 
 @pytest.mark.parametrize(
     ("confidence", "expected"), [(0.5, 0.2), (0.975, 0.3), (0.025, 0.1), (0.9, 0.2 + 0.1 * 1.2816 / 1.96)]
 )
 def test_a_loss_rises_with_the_confidence_asked_for(confidence: float, expected: float) -> None:
-    """From the mean at even odds to the interval's end; no more than all tokens can differ."""
+    """From the mean at even odds to the interval's end; no more than all answers can get worse."""
     z = NormalDist().inv_cdf(confidence)
     assert LOSS.at(z) == pytest.approx(expected, abs=1e-4)
 
 
-def test_no_more_than_every_token_differs() -> None:
+def test_no_more_than_every_answer_gets_worse() -> None:
     """However wide the interval is."""
     assert ExpectedLoss(0.6, 0.1, 0.99).at(NormalDist().inv_cdf(0.9999)) == 1.0
 
 
-def parameters(**losses: dict[PromptClass, ExpectedLoss]) -> PolicyParameters:
-    return PolicyParameters(CLASS_FLOOR, losses={TierName(name): of for name, of in losses.items()})
+def test_a_loss_is_that_of_the_kind_and_of_others_where_the_class_is_not_sure() -> None:
+    """By the confidence; a complexity that was not judged is moderate."""
+    kinds = {kind: dict.fromkeys(Complexity, LOSS) for kind in PromptClass}
+    kinds[PromptClass.CODE] = {each: ExpectedLoss(n / 10, 0, 1, 5) for n, each in enumerate(Complexity)}
+    table = PolicyParameters({FAST: kinds})
+    asked = [replace(features(PromptClass.CODE, 0.9), complexity=each) for each in (None, *Complexity)]
+    assert [table.loss(FAST, one).mean for one in asked] == [0.1, 0.0, 0.1, 0.2]
+    assert table.loss(FAST, features(PromptClass.CODE, 0.75)).mean == 0.1
+    assert table.loss(FAST, features(PromptClass.CODE, 0.7)).mean == pytest.approx(0.7 * 0.1 + 0.3 * 0.2)
 
 
-def test_a_loss_is_that_of_the_class_and_an_uncertain_class_gets_the_worst() -> None:
-    """By its upper end, not its mean; so does a class that was not measured."""
-    table = parameters(fast={PromptClass.CHAT: LOSS, PromptClass.CODE: WORSE})
-    assert table.loss(FAST, features(PromptClass.CHAT, 0.9)) == LOSS
-    assert table.loss(FAST, features(PromptClass.CHAT, 0.59)) == WORSE
-    assert table.loss(FAST, features(PromptClass.CHAT, 0.6)) == LOSS
-    assert table.loss(FAST, features(PromptClass.MATH, 0.9)) == WORSE
-
-
-def test_what_the_budget_allows_a_prompt() -> None:
-    """A number is the same for all; by comparison it is the other tier's loss, if that is measured."""
-    table = parameters(fast={PromptClass.CHAT: LOSS})
-    assert replace(table, loss_budget=0.07).allowed(features(PromptClass.CHAT, 0.9)) == 0.07
-    assert replace(table, loss_budget=FAST).allowed(features(PromptClass.CHAT, 0.9)) == LOSS.mean
-    assert table.allowed(features(PromptClass.CHAT, 0.9)) is None
-
-
-def test_the_reference_loses_nothing_and_an_unmeasured_tier_is_unknown() -> None:
-    """Measured or not, certain or not."""
-    assert parameters().loss(PRECISE, features(confidence=0.1)) == NO_LOSS
-    assert parameters(fast={PromptClass.CHAT: LOSS}).loss(BALANCED, features(confidence=0.1)) is None
+def test_the_reference_loses_nothing_and_a_tier_that_nothing_is_known_of_everything() -> None:
+    """Certain or not."""
+    assert PolicyParameters().loss(PRECISE, features(confidence=0.1)) == NO_LOSS
+    assert PolicyParameters().loss(BALANCED, features(confidence=0.1)).mean == 1
 
 
 def test_tokens_of_several_prompts_and_answers() -> None:

@@ -64,11 +64,11 @@ def test_what_replicas_hold_is_logged_and_the_prompt_is_not(tmp_path: Path) -> N
     prefix = Prefix.of([Part("a secret " * 100, 1600)], session="whose")
     asked, there = query(prompt_tokens=1600, prefix=prefix), warmed(fleet(speeds=MEASURED), {PRECISE: 1500})
     log = DecisionLog(tmp_path / "log")
-    log.decided("r1", decide(asked, there, PROFILED, 0.5), there, PROFILED, price=0.5)
+    log.decided("r1", decide(asked, there, PROFILED), there, PROFILED)
     log.close()
     _, record = read_log(tmp_path / "log")
     assert isinstance(record, DecisionRecord)
-    again = decide(record.query, record.fleet, PROFILED, record.price)
+    again = decide(record.query, record.fleet, PROFILED)
     assert (again.tier, again.reason) == (PRECISE, record.reason)
     assert prefix is not None
     text = (tmp_path / "log").read_text()
@@ -79,7 +79,7 @@ def test_parameters_are_written_once_until_they_change(tmp_path: Path) -> None:
     """Each decision is below the parameters that it was made by, and names them."""
     path = tmp_path / "log"
     log = DecisionLog(path)
-    other = replace(TABLE, max_slowdown=2.0)
+    other = replace(TABLE, negligible_loss=0.01)
     for table in (TABLE, TABLE, other, TABLE):
         log.decided("r", decide(query(), fleet(), table), fleet(), table)
     log.close()
@@ -94,7 +94,7 @@ def test_parameters_are_written_once_until_they_change(tmp_path: Path) -> None:
 def test_the_digest_is_of_every_parameter() -> None:
     """Equal parameters have one name; a changed one has another."""
     others = [
-        replace(TABLE, min_confidence=0.5), replace(TABLE, give_up="quality"), replace(TABLE, prices={FAST: 2.0}),
+        replace(TABLE, negligible_loss=0.5), replace(TABLE, give_up="quality"), replace(TABLE, prices={FAST: 2.0}),
         replace(TABLE, losses=PROFILED.losses),
     ]  # fmt: skip
     assert digest_of(replace(TABLE)) == digest_of(TABLE)

@@ -11,9 +11,10 @@ import pytest
 from pydantic import TypeAdapter
 
 from classifier import PromptClass, PromptFeatures
+from classifier.kinds import Complexity
 from router.policy.decide import decide, successors
-from router.policy.decision import Decision, ExpectedLoss, PolicyParameters, Query, Sla
-from router.settings import CLASS_FLOOR
+from router.policy.decision import Decision, PolicyParameters, Query, Sla
+from router.policy.losses import ExpectedLoss
 from tiers.fleet import Fleet, Lease
 from tiers.prefix_memory import Part, Prefix
 from tiers.replica import FleetOptions, PeerLoad, Replica, Share
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 STEPS = 120
 ADAPTER = TypeAdapter(FleetSnapshot)
-LOSS = {kind: ExpectedLoss(0.03, 0.02, 0.05) for kind in PromptClass}
-TABLE = PolicyParameters(CLASS_FLOOR, losses={TierName.FAST: LOSS, TierName.BALANCED: LOSS})
+LOSS = {kind: dict.fromkeys(Complexity, ExpectedLoss(0.03, 0.02, 0.05)) for kind in PromptClass}
+TABLE = PolicyParameters({TierName.FAST: LOSS, TierName.BALANCED: LOSS})
 
 
 def alone(replica: Replica, now: float) -> Load:
@@ -258,11 +259,11 @@ def test_a_decision_by_kept_views_is_the_one_by_whole_replicas(seed: int, clock:
         world.happen()
         query = world.query()
         snapshot = world.fleet.snapshot(prefix=query.prefix)
-        decision, after = decide(query, snapshot, TABLE), successors(TierName.FAST, query, snapshot, TABLE)
+        decision, after = decide(query, snapshot, TABLE), successors(TierName.FAST, query, snapshot)
         logged = ADAPTER.validate_json(ADAPTER.dump_json(snapshot))
         for same in (whole(snapshot), logged):
             assert shown(decide(query, same, TABLE)) == shown(decision)
-            assert successors(TierName.FAST, query, same, TABLE) == after
+            assert successors(TierName.FAST, query, same) == after
         assert [tier.state for tier in logged.tiers] == [tier.state for tier in snapshot.tiers]
         asked = [t.ask(query.tokens_to_read, query.max_tokens, query.sequences, snapshot) for t in snapshot.tiers]
         found = [tier.next(ask) for tier, ask in zip(snapshot.tiers, asked, strict=True)]

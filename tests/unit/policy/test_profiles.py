@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from pydantic import ValidationError
 
-from classifier import PromptClass
 from router.policy.profiles import (
-    MIN_PROMPTS,
     MIN_SPREAD,
     LatencyProfile,
     ProfileError,
@@ -22,7 +20,7 @@ from router.policy.profiles import (
     percentile,
     profile_name,
 )
-from tests.unit.policy.made_profiles import IDENTITIES, fit, latency, loss, quality
+from tests.unit.policy.made_profiles import IDENTITIES, counted, fit, latency, quality
 from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
@@ -49,18 +47,11 @@ def test_percentiles_are_interpolated(values: list[float], share: float, expecte
     assert percentile(values, share) == pytest.approx(expected)
 
 
-def test_a_loss_is_found_by_class_and_tier() -> None:
-    """And by both: what is measured of another class or tier is not it."""
-    profile = quality(loss(FAST, 0.2), loss(FAST, 0.4, PromptClass.CODE), loss(BALANCED, 0.1))
-    found = profile.loss(PromptClass.CODE, FAST)
-    assert found is not None
-    assert found.top1_disagreement.mean == 0.4
-    assert profile.loss(PromptClass.CODE, BALANCED) is None
-
-
-def test_few_prompts_are_not_certain() -> None:
-    """From the least number on, intervals mean something."""
-    assert [loss(FAST, 0.2, prompts=n).certain for n in (MIN_PROMPTS - 1, MIN_PROMPTS)] == [False, True]
+def test_tasks_that_neither_gets_right_do_not_count() -> None:
+    """Only those that tell both apart, or that both get right."""
+    profile = quality(counted(FAST, 8, 2), counted(BALANCED, 1))
+    assert [one.flips for one in profile.of(FAST)] == [(40, 8, 2)]
+    assert profile.of(PRECISE) == ()
 
 
 def test_a_perfect_fit_still_scatters() -> None:
@@ -91,7 +82,7 @@ def test_files_are_named_by_what_was_measured() -> None:
 def test_profiles_are_the_same_after_a_file(tmp_path: Path) -> None:
     """Both kinds, with all that is in them."""
     path = tmp_path / "profile"
-    measured = quality(loss(FAST, 0.2))
+    measured = quality(counted(FAST, 8))
     path.write_text(measured.model_dump_json())
     assert load_profile(path) == measured
     speeds = latency({FAST: 10})
@@ -99,13 +90,14 @@ def test_profiles_are_the_same_after_a_file(tmp_path: Path) -> None:
     assert load_latency(path) == speeds
 
 
-def test_files_of_earlier_releases_are_read(tmp_path: Path) -> None:
-    """Their fields may come in any order; those that only they have are ignored."""
+def test_a_profile_of_an_earlier_release_counts_tokens_and_is_measured_again(tmp_path: Path) -> None:
+    """It cannot be read as one of answers."""
     path = tmp_path / "profile"
-    earlier = {"version": 1, "observations": [{"tier": "fast", "chars": 20}], "certainties": [{"logprob": -1.0}]}
-    content = json.loads(quality(loss(FAST, 0.2)).model_dump_json()) | earlier
-    path.write_text(json.dumps(dict(reversed(content.items()))))
-    assert load_profile(path).losses == (loss(FAST, 0.2),)
+    path.write_text(json.dumps({"version": 2, "answer_tokens": 32, "losses": []}))
+    with pytest.raises(
+        ProfileError, match=r"no quality profile of this release: version.*run 'qarr profile quality' again"
+    ):
+        load_profile(path)
 
 
 @pytest.mark.parametrize(("load", "kind"), [(load_profile, "quality"), (load_latency, "latency")])
@@ -148,4 +140,4 @@ def test_the_first_fault_is_named(profile: type[QualityProfile | LatencyProfile]
     """By where it is and what is wrong; the value itself, which may be long, is left out."""
     with pytest.raises(ValidationError) as caught:
         profile.model_validate({"version": "secret"})
-    assert first_fault(caught.value) == f"version: Input should be {'1 or 2' if profile is QualityProfile else '1'}"
+    assert first_fault(caught.value) == f"version: Input should be {'3' if profile is QualityProfile else '1'}"

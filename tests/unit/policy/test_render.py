@@ -37,18 +37,14 @@ def test_a_refusal_has_no_tier_and_says_when() -> None:
     assert {report["state"] for report in rendered["tiers"]} == {"warming"}
 
 
-def test_losses_have_their_interval_where_they_are_measured() -> None:
-    """And null where they are not: 0 would be a claim."""
+def test_losses_have_their_interval_and_what_they_rest_on() -> None:
+    """0 answers: they are published; the reference loses nothing."""
     measured = decide(query(PromptClass.CODE), fleet(speeds=MEASURED), PROFILED)
-    loss = measured.verdict(FAST).expected_loss
-    assert loss is not None
     shown = render_verdict(measured.verdict(FAST))
-    assert (shown["expected_loss"], shown["expected_loss_interval"]) == (loss.mean, [loss.low, loss.high])
-    unknown = render_verdict(decide(query(), fleet(), TABLE).verdict(FAST))
-    assert [unknown[name] for name in ("expected_loss", "expected_loss_interval", "predicted_ttft_ms", "cost")] == [
-        None
-    ] * 4
+    assert (shown["expected_loss"], shown["expected_loss_interval"], shown["loss_answers"]) == (0.2, [0.16, 0.25], 40)
     assert render_verdict(measured.verdict(PRECISE))["expected_loss"] == 0
+    unknown = render_verdict(decide(query(), fleet(), TABLE).verdict(FAST))
+    assert [unknown[name] for name in ("predicted_ttft_ms", "cost")] == [None, None]
 
 
 def test_confidence_is_rounded_and_signals_are_a_list() -> None:

@@ -1,4 +1,4 @@
-"""The policy's present parameters: from settings, profiles that come and go, and live answers."""
+"""The policy's present parameters: from settings, and profiles that come and go."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from classifier import PromptClass
-from router.policy.decision import ExpectedLoss
+from classifier.kinds import Complexity
+from router.policy.decide import decide
 from router.policy.profiles import latency_name, profile_name
 from router.policy.table import PolicyStore, policy_table
-from router.settings import CLASS_FLOOR, load_settings
-from tests.unit.policy.made_profiles import IDENTITIES, fit, latency, loss, quality
-from tests.unit.policy.test_decide import query
+from router.settings import load_settings
+from tests.unit.policy.made_profiles import IDENTITIES, counted, fit, latency, quality
+from tests.unit.policy.test_decide import TABLE, fleet, query
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,72 +50,114 @@ def write(folder: Path, profile: QualityProfile | LatencyProfile, *, at: float =
     return path
 
 
-def test_settings_change_some_classes_and_leave_the_others() -> None:
-    """Floors and losses that the settings name, beside the defaults; nothing is measured."""
-    table = policy_table(settings(class_floor={"chat": "precise"}, max_loss={"code": 0.5}, prices={"fast": 2.5}))
-    assert table.class_floor == {**CLASS_FLOOR, PromptClass.CHAT: PRECISE}
-    assert table.max_loss == {PromptClass.CODE: 0.5}
-    assert table.prices[FAST] == 2.5
-    assert (table.losses, table.promoted) == ({}, {})
+KIND = PromptClass.CHAT, Complexity.MODERATE
 
 
-def test_losses_come_from_the_profile_by_tier_and_class() -> None:
-    """A class with too few prompts is left out, others of the same tier are not."""
-    table = policy_table(
-        settings(), quality(loss(FAST, 0.2), loss(FAST, 0.4, PromptClass.CODE, prompts=2), loss(BALANCED, 0.1))
-    )
-    assert table.losses == {
-        FAST: {PromptClass.CHAT: ExpectedLoss(0.2, pytest.approx(0.18), pytest.approx(0.22))},
-        BALANCED: {PromptClass.CHAT: ExpectedLoss(0.1, pytest.approx(0.09), pytest.approx(0.11))},
-    }
+def mean(store: PolicyStore, tier: TierName = FAST) -> float:
+    return store.table.losses[tier][PromptClass.CHAT][Complexity.MODERATE].mean
+
+
+def test_before_anything_is_measured_published_losses_count() -> None:
+    """By the precision that a tier serves, and before that is known by what its name says."""
+    specs = made_fleet().specs
+    table = policy_table(settings(max_loss={"code": 0.5}, prices={"fast": 2.5}), specs)
+    assert (table.max_loss, table.prices) == ({PromptClass.CODE: 0.5}, {FAST: 2.5})
+    lost = {tier: each[PromptClass.MATH][Complexity.COMPLEX] for tier, each in table.losses.items()}
+    assert {tier: (one.mean, one.basis) for tier, one in lost.items()} == {
+        FAST: (0.11, "published"), BALANCED: (0.01, "published"),
+    }  # fmt: skip
+    known = [replace(spec, precision="bf16") if spec.name is FAST else spec for spec in specs]
+    assert policy_table(settings(), known).losses[FAST][PromptClass.MATH][Complexity.COMPLEX].mean == 0
 
 
 def test_profiles_that_appear_change_and_vanish_are_followed(tmp_path: Path) -> None:
     """While the router runs: loss, speeds and what counts as measured are those of the files that are there."""
     fleet = made_fleet()
     store = PolicyStore(settings(tmp_path), fleet)
-    assert (store.table.losses, fleet.speeds, store.measured, store.quality) == ({}, {}, frozenset(), None)
-    written = write(tmp_path, quality(loss(FAST, 0.2)))
+    published = mean(store)
+    assert (fleet.speeds, store.measured, store.quality) == ({}, frozenset(), None)
+    written = write(tmp_path, quality(counted(FAST, 20), whole=False))
     speeds = write(tmp_path, latency({FAST: 10}))
-    assert store.measured == frozenset()
     store.take_up()
-    assert store.measured == {FAST}
+    assert store.measured == frozenset()  # there is more to measure
+    assert 0.4 < (half := mean(store)) < 0.5
     assert fleet.speeds == {FAST: fit(FAST, 10).model}
-    write(tmp_path, quality(loss(FAST, 0.3), loss(BALANCED, 0.1)), at=2.0)
+    write(tmp_path, quality(counted(FAST, 30), counted(BALANCED, 1)), at=2.0)
     store.take_up()
-    assert store.table.losses[FAST][PromptClass.CHAT].mean == 0.3
-    assert store.measured == {FAST, BALANCED}
+    assert mean(store) > half
+    assert store.measured == {FAST, BALANCED, PRECISE}
     written.unlink()
     speeds.unlink()
     store.take_up()
-    assert (store.table.losses, fleet.speeds, store.measured) == ({}, {}, frozenset())
+    assert (mean(store), fleet.speeds, store.measured) == (published, {}, frozenset())
 
 
 def test_an_adapter_has_losses_of_its_own(tmp_path: Path) -> None:
-    """From its profile, once a tier offers it; the model's own never count for it, measured or not."""
+    """From its profile, once a tier offers it; else the published ones, whatever the model itself loses."""
     fleet = made_fleet()
     store = PolicyStore(settings(tmp_path), fleet)
-    write(tmp_path, quality(loss(FAST, 0.2)))
-    profile = quality(loss(FAST, 0.5)).model_copy(update={"adapter": "support"})
+    published = mean(store)
+    write(tmp_path, quality(counted(FAST, 8)))
+    profile = quality(counted(FAST, 30)).model_copy(update={"adapter": "support"})
     (tmp_path / profile_name(IDENTITIES, "support")).write_text(profile.model_dump_json())
-    store.take_up()
-    assert store.table.adapters == {}
     fleet.configure(replace(fleet.spec(FAST), adapters=("other", "support")))
     store.take_up()
     features = query().features
-    means = {name: store.table.with_adapter(name).loss(FAST, features) for name in (None, "support", "other")}
-    assert {name: found and found.mean for name, found in means.items()} == {None: 0.2, "support": 0.5, "other": None}
-    assert store.table.with_adapter("support").loss(PRECISE, features) == ExpectedLoss(0.0, 0.0, 0.0)
+    model, own, other, late = (
+        store.table.with_adapter(name).loss(FAST, features).mean for name in (None, "support", "other", "late")
+    )
+    assert published == other == late < model < own
     (tmp_path / profile_name(IDENTITIES, "support")).write_text("{")
     store.take_up()
-    assert store.table.with_adapter("support").losses == {}
-    assert store.table.losses[FAST]
+    assert store.table.with_adapter("support").loss(FAST, features).mean == published
+
+
+def test_what_is_measured_next_is_what_decisions_depend_on(tmp_path: Path) -> None:
+    """A kind of which little is known, or whose interval holds a bound; more so the more it is asked for."""
+    store = PolicyStore(settings(tmp_path), made_fleet())
+    code = PromptClass.CODE, Complexity.COMPLEX
+    assert store.worth(FAST, KIND) == store.worth(FAST, code) > 0
+    for _ in range(9):
+        store.served(decide(query(), fleet(), TABLE), FAST)
+    assert store.worth(FAST, KIND) > 5 * store.worth(FAST, code)
+    write(tmp_path, quality(counted(FAST, 38), counted(FAST, 1, 0, *code), counted(BALANCED, 0)))
+    store.take_up()
+    assert store.worth(FAST, KIND) == 0, "it loses far more than any bound"
+    assert store.worth(FAST, code) > 0, "it may lose more than balanced or less"
+
+
+def test_answers_count_against_the_budget_unless_the_caller_chose() -> None:
+    """By what they are expected to lose on the tier that served them."""
+    store = PolicyStore(settings(loss_budget=0.02), made_fleet())
+    store.served(decide(query(), fleet(), TABLE), FAST)
+    store.served(decide(query(hint=FAST), fleet(), TABLE), FAST)
+    store.served(decide(query(), fleet(), TABLE), None)
+    assert (store.tally.answers, store.tally.lost, store.tally.allowed) == (1, mean(store), 0.02)
+
+
+def test_a_tier_that_is_slower_and_loses_more_than_a_higher_one_is_pointless(tmp_path: Path) -> None:
+    """It is named with what to do; one that is faster, or loses less, is not."""
+    write(tmp_path, latency({FAST: 10, BALANCED: 90, PRECISE: 50}))
+    store = PolicyStore(settings(tmp_path), made_fleet())
+    assert store.pointless == {
+        BALANCED: "balanced is slower than precise here (94 instead of 54 ms a token) and loses more answers: leave it "
+        "out with tiers.balanced.replicas = 0"
+    }
+
+
+def test_old_numbers_that_counted_tokens_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    """A twentieth of answers is more than anybody means."""
+    policy_table(settings(loss_budget=0.2, max_loss={"chat": 0.3, "code": 0.01}), made_fleet().specs)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{name} = {value} lets 1 in {n} answers get worse: it counts answers, and no longer tokens"
+        for name, value, n in (("policy.loss_budget", 0.2, 5), ("policy.max_loss.chat", 0.3, 3))
+    ]
 
 
 def test_files_that_did_not_change_are_not_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The router looks every two seconds, and says something only when it has loaded something."""
     store = PolicyStore(settings(tmp_path), made_fleet())
-    write(tmp_path, quality(loss(FAST, 0.2)))
+    write(tmp_path, quality(counted(FAST, 8)))
     with caplog.at_level(logging.INFO, "qarr.router.policy"):
         store.take_up()
         table = store.table
@@ -128,11 +171,11 @@ def test_one_broken_profile_does_not_cost_the_other(
     broken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The one that cannot be used counts as not measured, with a warning; the other one counts."""
-    paths = {"quality": write(tmp_path, quality(loss(FAST, 0.2))), "latency": write(tmp_path, latency({FAST: 10}))}
+    paths = {"quality": write(tmp_path, quality(counted(FAST, 8))), "latency": write(tmp_path, latency({FAST: 10}))}
     paths[broken].write_text("{")
     fleet = made_fleet()
     store = PolicyStore(settings(tmp_path), fleet)
-    assert bool(store.table.losses) is (broken == "latency")
+    assert (store.quality is not None) is (broken == "latency")
     assert bool(fleet.speeds) is (broken == "quality")
     assert [f"is no {broken} profile" in record.getMessage() for record in caplog.records] == [True]
 
@@ -141,11 +184,11 @@ def test_a_profile_under_the_right_name_of_other_weights_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its content counts, whatever its name: as when a file was copied."""
-    write(tmp_path, quality(loss(FAST, 0.2), identities={**IDENTITIES, FAST: "other"}))
+    write(tmp_path, quality(counted(FAST, 8), identities={**IDENTITIES, FAST: "other"}))
     write(tmp_path, latency({FAST: 10}, machine="small"))
     fleet = made_fleet()
     store = PolicyStore(settings(tmp_path), fleet)
-    assert (store.table.losses, fleet.speeds, store.quality) == ({}, {}, None)
+    assert (fleet.speeds, store.quality) == ({}, None)
     assert "another checkpoint of fast" in caplog.text
     assert "measured on small, this is big" in caplog.text
 
@@ -164,20 +207,6 @@ def test_new_speeds_replace_those_of_running_replicas_and_equal_ones_do_not(tmp_
     store.take_up()
     assert replica.speed is None
     assert fleet.speeds[FAST].step_base_ms == 12
-
-
-def test_promotions_outlast_new_profiles(tmp_path: Path) -> None:
-    """And are replaced as a whole; tables that decisions hold do not change."""
-    store = PolicyStore(settings(tmp_path), made_fleet())
-    before = store.table
-    store.promote({PromptClass.CHAT: BALANCED})
-    write(tmp_path, quality(loss(FAST, 0.2)))
-    store.take_up()
-    assert store.table.promoted == {PromptClass.CHAT: BALANCED}
-    assert store.table.losses
-    store.promote({PromptClass.CODE: PRECISE})
-    assert store.table.promoted == {PromptClass.CODE: PRECISE}
-    assert before.promoted == {}
 
 
 def test_successors_are_those_of_the_fleet_now() -> None:
