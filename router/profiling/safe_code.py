@@ -1,6 +1,6 @@
 """Reads Python that a model wrote, and computes what it returns, without running it.
 
-The text is parsed, and its tree is walked by simpleeval: no import, no attribute but the methods listed here, no large
+The text is parsed, and its tree is walked by simpleeval: no import, no attribute but methods of plain values, no large
 value, and a bound on all work together.
 """
 
@@ -11,7 +11,7 @@ import builtins
 import math
 import re
 import warnings
-from contextlib import contextmanager
+from collections.abc import ItemsView, KeysView, ValuesView
 from copy import deepcopy
 from functools import partial
 from itertools import takewhile
@@ -19,10 +19,10 @@ from textwrap import dedent
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from simpleeval import DEFAULT_OPERATORS, EvalWithCompoundTypes
+from simpleeval import BASIC_ALLOWED_ATTRS, DEFAULT_OPERATORS, EvalWithCompoundTypes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 MAX_SIZE = 5_000  # of one value: characters, elements and 32 bits of integers, all levels together
 MAX_BITS = 8_000  # of a power
@@ -30,36 +30,16 @@ MAX_WORK = 300_000  # sizes of all values that an answer computes
 
 _FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _FORMAT = re.compile(r"[<>^]?[-+ ]?0?\d{0,2}[,_]?(\.\d{1,2})?[bdefgnosxX%]?")
-_METHODS: dict[type | None, set[str]] = {
-    str: set(
-        "capitalize casefold count endswith find index isalnum isalpha isdecimal isdigit islower isnumeric isspace isupper "
-        "join ljust lower lstrip partition removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip "
-        "split splitlines startswith strip swapcase title upper zfill center".split()
-    ),
-    list: set("append copy count extend index insert pop remove reverse sort".split()),
-    tuple: {"count", "index"},
-    dict: set("copy get items keys pop setdefault update values".split()),
-    set: set("add copy difference discard intersection issubset issuperset remove symmetric_difference union".split()),
-    int: {"bit_length"},
-    float: {"is_integer"},
-    None: set(),
-}
+_PADDING = {"center", "ljust", "rjust", "zfill"}
+_UNBOUNDED = {"encode", "expandtabs", "format", "format_map", "from_bytes", "fromkeys", "to_bytes", "translate"}
 
 
 class TooMuch(Exception):
-    """A value or the work of an answer is too large."""
+    """A value, or the work of an answer, is too large or of a kind that is not computed."""
 
 
-class _Return(Exception):
-    pass
-
-
-class _Break(Exception):
-    pass
-
-
-class _Continue(Exception):
-    pass
+class _Jump(Exception):
+    """A return, break or continue: its node's type, and the value."""
 
 
 def _few(function: Callable[..., Any], most: int = MAX_SIZE) -> Callable[..., Any]:
@@ -81,33 +61,35 @@ def _power(base: Any, exponent: Any, modulus: int | None = None) -> Any:
     return base**exponent
 
 
-def _round(number: Any, digits: int | None = None) -> Any:
-    return round(number, digits if digits is None else min(max(digits, -MAX_BITS), MAX_BITS))
-
-
 def _modulo(left: Any, right: Any) -> Any:
     if isinstance(left, str):
         raise TooMuch  # its widths have no limit
     return left % right
 
 
+def _round(number: Any, digits: int | None = None) -> Any:
+    return round(number, digits if digits is None else min(max(digits, -MAX_BITS), MAX_BITS))
+
+
+def _listed(make: Callable[..., Iterable[Any]], *args: Any, **named: Any) -> list[Any]:
+    return list(make(*args, **named))
+
+
 _MATH = {
-    name: getattr(math, name)
-    for name in "ceil e fabs floor fsum gcd hypot inf isqrt lcm log log10 log2 pi pow prod sqrt trunc".split()
-} | {name: _few(getattr(math, name), 1_000) for name in ("comb", "factorial", "perm")}
-_PLAIN = "abs all any bin bool chr dict divmod float frozenset hex int len list max min oct ord range set sorted str sum"
+    name: _few(found, 1_000) if name in {"comb", "factorial", "perm"} else found
+    for name, found in vars(math).items()
+    if not name.startswith("_")
+}
+_PLAIN = "abs all any bin bool chr dict divmod float hex int len list max min ord range set sorted str sum tuple"
 _FUNCTIONS = {
     **_MATH,
-    **{name: getattr(builtins, name) for name in [*_PLAIN.split(), "tuple"]},
-    **{
-        name: lambda *args, _make=getattr(builtins, name), **how: list(_make(*args, **how))
-        for name in ("enumerate", "filter", "map", "reversed", "zip")
-    },
+    **{name: getattr(builtins, name) for name in _PLAIN.split()},
+    **{name: partial(_listed, getattr(builtins, name)) for name in ("enumerate", "filter", "map", "reversed", "zip")},
     "pow": _power,
     "round": _round,
 }
-_DATA = (int, float, str, bool, type(None), list, tuple, set, frozenset, dict, range, slice)
-_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_GROUPS = (list, tuple, set, frozenset, dict)
+_DATA = (int, float, str, range, slice, SimpleNamespace, type(None), *_GROUPS)
 
 
 def size(value: Any) -> int:
@@ -119,60 +101,53 @@ def size(value: Any) -> int:
     total, left = 0, [value]
     while left:
         item = left.pop()
-        total += 1
-        if isinstance(item, int):
-            total += item.bit_length() // 32
-        elif isinstance(item, str | list | tuple | set | frozenset | dict | range):
-            total += len(item)
+        total += 1 + (item.bit_length() // 32 if isinstance(item, int) else 0)
+        total += len(item) if isinstance(item, (str, range, *_GROUPS)) else 0
         if total > MAX_SIZE:
             raise TooMuch
-        if isinstance(item, dict):
-            left += [*item.keys(), *item.values()]
-        elif isinstance(item, list | tuple | set | frozenset):
-            left += item
+        if isinstance(item, _GROUPS):
+            left += [*item, *item.values()] if isinstance(item, dict) else item
     return total
 
 
 class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
-    """Evaluates a parsed program's functions."""
+    """Evaluates a parsed program: functions, assignments, conditions, loops and expressions."""
+
+    names: dict[str, Any]
 
     def __init__(self) -> None:
+        attributes = {kind: names - _UNBOUNDED for kind, names in BASIC_ALLOWED_ATTRS.items()}
+        attributes[SimpleNamespace] = set(_MATH)
         operators = {**DEFAULT_OPERATORS, ast.Pow: _power, ast.Mod: _modulo}
-        names = {"math": SimpleNamespace(**_MATH)}
-        super().__init__(operators, dict(_FUNCTIONS), names, {**_METHODS, SimpleNamespace: set(_MATH)})
-        self._left = MAX_WORK
+        super().__init__(operators, dict(_FUNCTIONS), {"math": SimpleNamespace(**_MATH)}, attributes)
         self.ATTR_INDEX_FALLBACK = False
-        self.nodes |= {
-            ast.Assign: self._assign,
-            ast.AnnAssign: self._assign,
-            ast.AugAssign: self._augment,
+        self._left = MAX_WORK
+        handlers: dict[type[ast.AST], Callable[[Any], Any]] = {
+            **dict.fromkeys((ast.Import, ast.ImportFrom, ast.Pass), lambda _: None),  # math is there, no other module
+            **dict.fromkeys((ast.Return, ast.Break, ast.Continue), self._jump),
+            **dict.fromkeys((ast.Assign, ast.AnnAssign), self._assign),
+            **dict.fromkeys((ast.ListComp, ast.GeneratorExp), lambda n: list(self._elements(n, n.elt))),
+            ast.SetComp: lambda n: set(self._elements(n, n.elt)),
+            ast.DictComp: lambda n: dict(self._elements(n, ast.Tuple([n.key, n.value]))),
             ast.Attribute: self._attribute,
-            ast.Break: partial(self._stop, _Break),
+            ast.AugAssign: self._augment,
             ast.Call: self._call,
-            ast.Continue: partial(self._stop, _Continue),
-            ast.DictComp: lambda n: {self._eval(n.key): self._eval(n.value) for _ in self._scoped(n.generators)},
-            ast.For: self._for,
+            ast.For: lambda n: self._repeat(n, map(partial(self._bind, n.target), self._eval(n.iter))),
             ast.FormattedValue: self._formatted,
-            ast.FunctionDef: self._define,
-            ast.GeneratorExp: lambda n: [self._eval(n.elt) for _ in self._scoped(n.generators)],
+            ast.FunctionDef: lambda n: self._bind(ast.Name(n.name), partial(self._enter, n, self.names)),
             ast.If: lambda n: self._run(n.body if self._eval(n.test) else n.orelse),
-            ast.Import: lambda _: None,  # what is not listed above is not found
-            ast.ImportFrom: lambda _: None,
             ast.Lambda: lambda n: partial(self._enter, n, self.names),
-            ast.ListComp: lambda n: [self._eval(n.elt) for _ in self._scoped(n.generators)],
-            ast.Pass: lambda _: None,
-            ast.Return: partial(self._stop, _Return),
-            ast.SetComp: lambda n: {self._eval(n.elt) for _ in self._scoped(n.generators)},
-            ast.While: self._while,
+            ast.While: lambda n: self._repeat(n, iter(lambda: bool(self._eval(n.test)), False)),
         }
+        self.nodes |= handlers
 
     def _eval(self, node: ast.AST) -> Any:
         found = self.nodes[type(node)](node)
-        return self._counted(list(found) if isinstance(found, _VIEWS) else found)
+        return self._counted(list(found) if isinstance(found, KeysView | ValuesView | ItemsView) else found)
 
     def _counted(self, value: Any) -> Any:
         self._left -= size(value)
-        if self._left < 0 or not (isinstance(value, (*_DATA, SimpleNamespace)) or callable(value)):
+        if self._left < 0 or not (isinstance(value, _DATA) or callable(value)):
             raise TooMuch
         return value
 
@@ -180,8 +155,8 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
         for statement in body:
             self._eval(statement)
 
-    def _stop(self, kind: type[Exception], node: Any) -> None:
-        raise kind(self._eval(node.value) if getattr(node, "value", None) else None)
+    def _jump(self, node: Any) -> None:
+        raise _Jump(type(node), self._eval(node.value) if getattr(node, "value", None) else None)
 
     def _bind(self, target: Any, value: Any) -> None:
         if isinstance(target, ast.Name):
@@ -204,41 +179,27 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
         for _ in turns:
             try:
                 self._run(node.body)
-            except _Continue:
-                continue
-            except _Break:
-                return
+            except _Jump as jump:
+                if jump.args[0] is ast.Return:
+                    raise
+                if jump.args[0] is ast.Break:
+                    return
         self._run(node.orelse)
 
-    def _for(self, node: ast.For) -> None:
-        self._repeat(node, (self._bind(node.target, item) for item in self._eval(node.iter)))
+    def _elements(self, node: Any, element: ast.expr) -> Iterator[Any]:
+        before, self.names = self.names, dict(self.names)
+        for _ in self._loops(node.generators):
+            yield self._eval(element)
+        self.names = before
 
-    def _while(self, node: ast.While) -> None:
-        self._repeat(node, iter(lambda: bool(self._eval(node.test)), False))
-
-    @contextmanager
-    def _scope(self, names: dict[str, Any]) -> Iterator[None]:
-        before, self.names = self.names, names
-        try:
-            yield
-        finally:
-            self.names = before
-
-    def _scoped(self, generators: list[ast.comprehension]) -> Iterator[None]:
-        with self._scope(dict(self.names)):
-            yield from self._loops(generators)
-
-    def _loops(self, generators: list[ast.comprehension]) -> Iterator[None]:
-        if not generators:
+    def _loops(self, loops: list[ast.comprehension]) -> Iterator[None]:
+        if not loops:
             yield
             return
-        for item in self._eval(generators[0].iter):
-            self._bind(generators[0].target, item)
-            if all(self._eval(test) for test in generators[0].ifs):
-                yield from self._loops(generators[1:])
-
-    def _define(self, node: ast.FunctionDef) -> None:
-        self.names[node.name] = partial(self._enter, node, self.names)
+        for item in self._eval(loops[0].iter):
+            self._bind(loops[0].target, item)
+            if all(self._eval(test) for test in loops[0].ifs):
+                yield from self._loops(loops[1:])
 
     def _enter(self, node: ast.FunctionDef | ast.Lambda, around: dict[str, Any], *args: Any, **named: Any) -> Any:
         """Call a function that the text defines."""
@@ -248,14 +209,13 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
         if len(args) > len(names) or named.keys() - set(names):
             raise TypeError
         bound = {name: given[name] if name in given else self._eval(late[name]) for name in names}
-        with self._scope({**around, **bound}):
-            if isinstance(node, ast.Lambda):
-                return self._eval(node.body)
-            try:
-                self._run(node.body)
-            except _Return as found:
-                return found.args[0]
-        return None
+        before, self.names = self.names, {**around, **bound}
+        try:
+            return self._eval(node.body) if isinstance(node, ast.Lambda) else self._run(node.body)
+        except _Jump as jump:
+            return jump.args[1]
+        finally:
+            self.names = before
 
     def _call(self, node: ast.Call) -> Any:
         args: list[Any] = []
@@ -265,20 +225,17 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
 
     def _attribute(self, node: ast.Attribute) -> Any:
         found = self._eval_attribute(node)
-        return partial(self._method, found) if callable(found) and not hasattr(math, node.attr) else found
+        return partial(self._method, found) if callable(found) and node.attr not in _MATH else found
 
     def _method(self, method: Any, *args: Any, **named: Any) -> Any:
-        """Call a method; that it may change its object, time and again, is why the object is counted each time."""
-        self._counted(method.__self__)
-        limited = _few(method) if method.__name__ in {"center", "ljust", "rjust", "zfill"} else method
-        return limited(*args, **named)
+        self._counted(method.__self__)  # each time: it may have grown
+        return (_few(method) if method.__name__ in _PADDING else method)(*args, **named)
 
     def _formatted(self, node: ast.FormattedValue) -> str:
         how = self._eval(node.format_spec) if node.format_spec else ""
-        value = self._eval(node.value)
         if node.conversion not in {-1, ord("s")} or not _FORMAT.fullmatch(how):
             raise TooMuch
-        return format(value, how)
+        return format(self._eval(node.value), how)
 
 
 def _parse(text: str) -> ast.Module:
