@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from simpleeval import BASIC_ALLOWED_ATTRS, DEFAULT_OPERATORS, EvalWithCompoundTypes
 
+from router.profiling.answer_text import FENCE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -28,7 +30,6 @@ MAX_SIZE = 5_000  # of one value: characters, elements and 32 bits of integers, 
 MAX_BITS = 8_000  # of a power
 MAX_WORK = 300_000  # sizes of all values that an answer computes
 
-_FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _FORMAT = re.compile(r"[<>^]?[-+ ]?0?\d{0,2}[,_]?(\.\d{1,2})?[bdefgnosxX%]?")
 _PADDING = {"center", "ljust", "rjust", "zfill"}
 _UNBOUNDED = {"encode", "expandtabs", "format", "format_map", "from_bytes", "fromkeys", "to_bytes", "translate"}
@@ -240,7 +241,7 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
 
 def _parse(text: str) -> ast.Module:
     """Parse a fenced block, or else the whole text, or else its first function."""
-    if block := _FENCE.search(text):
+    if block := FENCE.search(text):
         return ast.parse(dedent(block[1]))
     try:
         return ast.parse(text.strip().strip("`"))
