@@ -2,7 +2,7 @@
 
 A sample of the prompts that a cheap tier served is kept in memory. When nothing is in flight, that tier and the reference
 answer one again, greedily. Numbers, choices, JSON and code are compared; nobody knows which of two answers is right, so the
-share that differs is an upper bound of the loss. The regret of the others' tokens is reported (``router.profiling.quality``).
+share that differs is an upper bound of the loss. The regret of all tokens is reported (``router.profiling.quality``).
 Both show drift, of the traffic or of an engine, against the profile; decisions do not depend on them.
 """
 
@@ -21,7 +21,7 @@ from pydantic_core import to_json
 from classifier import PromptClass
 from router.policy.decision import PRIORITIES
 from router.policy.profiles import REFERENCE
-from router.profiling.checks import same_answer
+from router.profiling.answer_text import same_answer
 from router.profiling.quality import score
 from router.profiling.scoring import answer_body, read_greedy, read_scored, scoring_body, text_of
 from router.upstream.engine_stream import BufferedAnswer
@@ -102,7 +102,7 @@ class Drift:
     checked: int = 0
     compared: int = 0
 
-    def add(self, same: bool | None, scores: Scores) -> None:
+    def add(self, scores: Scores, *, same: bool | None) -> None:
         """Add an answer."""
         self.answers.append((same, scores))
         self.checked += 1
@@ -166,8 +166,8 @@ class ShadowEvaluation:
                 log.warning("live check on %s: %s", sample.tier, type(error).__name__)
                 return
             drift = self.drifts.setdefault((kind, sample.tier), Drift())
-            drift.add(same, scores)
-            self._telemetry.record_live_check(span, same, scores.regret / max(scores.tokens, 1))
+            drift.add(scores, same=same)
+            self._telemetry.record_live_check(span, scores.regret / max(scores.tokens, 1), same=same)
 
     async def _compare(self, sample: Sample) -> tuple[bool | None, Scores]:
         """Return whether both answers are the same, None if they cannot be compared; and the tier's scores."""

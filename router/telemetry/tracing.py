@@ -237,7 +237,7 @@ class Telemetry:
         attributes = {"qarr.class": kind.value, "qarr.tier": tier}
         return self._tracer.start_as_current_span("live check", Context(), attributes=attributes)
 
-    def record_live_check(self, span: Span, same: bool | None, regret: float) -> None:
+    def record_live_check(self, span: Span, regret: float, *, same: bool | None) -> None:
         """Put what became of a live prompt on its check's span; ``same`` None: the answers could not be compared."""
         span.set_attributes({"qarr.regret": regret} | ({} if same is None else {"qarr.same_answer": same}))
 

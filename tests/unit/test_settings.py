@@ -52,15 +52,6 @@ def test_file_then_environment_then_command_line(tmp_path: Path, monkeypatch: py
     assert settings.tiers.fast.max_model_len == 2048
 
 
-def test_a_class_can_be_changed_alone(tmp_path: Path) -> None:
-    """One row of the class table can be set without repeating the others."""
-    file = tmp_path / "qarr.toml"
-    file.write_text("[policy.class_floor]\ncode = 'fast'\n")
-    table = policy_table(load_settings(file).policy)
-    assert table.class_floor[PromptClass.CODE] is TierName.FAST
-    assert table.class_floor[PromptClass.MATH] is TierName.BALANCED
-
-
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -68,8 +59,8 @@ def test_a_class_can_be_changed_alone(tmp_path: Path) -> None:
         ("[server]\nport = 70000", "server.port"),
         ("[tiers.fast]\nmax_model_len = 'long'", "tiers.fast.max_model_len"),
         ("[tiers.huge]\nmax_model_len = 1", "tiers.huge"),
-        ("[policy.class_floor]\npoetry = 'fast'", "policy.class_floor.poetry"),
-        ("[policy]\nmin_confidence = 2", "policy.min_confidence"),
+        ("[policy.max_loss]\npoetry = 0.1", "policy.max_loss.poetry"),
+        ("[policy]\nnegligible_loss = 2", "policy.negligible_loss"),
         ("[telemetry]\ntrace_url = 'http://viewer/trace/'", "telemetry.trace_url: an address that begins with http"),
         ("not toml", "is not TOML"),
         ("[tiers.fast]\nurls = ['notaurl']", "tiers.fast.urls.0: this is no address that begins with http"),
@@ -261,7 +252,6 @@ def test_the_table_names_folders_and_no_paths() -> None:
     assert {
         defaults[key] for key in ("tiers.*.urls", "state.redis_url", "policy.prices", "telemetry.decision_log")
     } == {"none"}
-    assert defaults["policy.class_floor"].startswith("chat: fast, writing: fast, extraction: balanced")
     assert not [row for row in rows if str(PROJECT) in row or "SecretStr" in row]
 
 

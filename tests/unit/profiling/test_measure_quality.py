@@ -1,18 +1,20 @@
-"""Measuring loss through a router: prompts, the journal, and what is asked only once."""
+"""Counting answers through a router: the journal, what is asked next, and what is not asked at all."""
 
 from __future__ import annotations
 
 import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from classifier import PromptClass
+from classifier.kinds import Complexity
 from router.policy.profiles import ProfileError
 from router.profiling.client import RouterClient, connect
-from router.profiling.measure_quality import Plan, measure, read_prompts
-from router.profiling.profile_files import PROMPTS
+from router.profiling.measure_quality import Plan, measure
+from router.profiling.tasks import Task
 from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
 
@@ -23,58 +25,16 @@ if TYPE_CHECKING:
     from router.policy.profiles import QualityProfile
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-TEXTS = ("What is the capital of France?", "Write a SQL query for the ten best customers")
+PARIS = {"type": "contains", "all": ["Paris"]}  # what fakes answer
+NO_MATCH = {"type": "contains", "all": ["Berlin"]}
 
 
-def prompts_file(folder: Path, *rows: Any) -> Path:
-    """Write prompts; strings are lines as they are."""
-    path = folder / "prompts.jsonl"
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), "utf-8")
-    return path
+def task(name: str, check: dict[str, Any] = PARIS, **more: Any) -> Task:
+    fields = {"class": "chat", "complexity": "trivial", "prompt": f"What is {name}?", "max_tokens": 8}
+    return Task.model_validate({"id": name, "check": check, **fields, **more})
 
 
-def test_prompts_are_classified_where_they_have_no_class(tmp_path: Path) -> None:
-    """Empty lines are skipped, and a prompt that is there twice counts once."""
-    path = prompts_file(tmp_path, {"text": TEXTS[1]}, "", {"text": "hi", "class": "math"}, "  ", {"text": TEXTS[1]})
-    found = read_prompts(path, None)
-    assert [(prompt.text, prompt.prompt_class) for prompt in found] == [
-        (TEXTS[1], PromptClass.CODE),
-        ("hi", PromptClass.MATH),
-    ]
-    assert len({prompt.digest for prompt in found}) == 2
-
-
-def test_as_many_of_each_class_as_are_wanted(tmp_path: Path) -> None:
-    rows = [{"text": f"{kind} {n}", "class": kind} for n in range(3) for kind in ("chat", "code")]
-    found = read_prompts(prompts_file(tmp_path, *rows), 2)
-    assert [prompt.text for prompt in found] == ["chat 0", "code 0", "chat 1", "code 1"]
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["{", "[]", '"hi"', "null", "{}", '{"text": null}', '{"text": 5}', '{"text": 5, "class": "chat"}',
-     '{"text": "hi", "class": "poetry"}'],
-)  # fmt: skip
-def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
-    path = prompts_file(tmp_path, {"text": "hi"}, line)
-    with pytest.raises(ProfileError, match=r'prompts\.jsonl line 2: expected \{"text".*one of chat, code'):
-        read_prompts(path, None)
-
-
-def test_files_without_prompts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match="has no prompts"):
-        read_prompts(prompts_file(tmp_path, "", ""), None)
-    with pytest.raises(ProfileError, match="cannot be read"):
-        read_prompts(tmp_path / "none", None)
-    (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(ProfileError, match="cannot be read"):
-        read_prompts(tmp_path / "binary", None)
-
-
-def test_the_built_in_prompts_are_of_every_class_but_unknown() -> None:
-    prompts = read_prompts(PROMPTS, None)
-    assert {prompt.prompt_class for prompt in prompts} == set(PromptClass) - {PromptClass.UNKNOWN}
-    assert len(prompts) == 64
+TASKS = (task("one"), task("two", **{"class": "code", "complexity": "complex"}))
 
 
 @asynccontextmanager
@@ -85,12 +45,15 @@ async def connected(tmp_path: Path) -> AsyncIterator[tuple[Stack, RouterClient]]
 
 
 async def measured(
-    client: RouterClient, tmp_path: Path, answer_tokens: int = 8, adapter: str | None = None
+    client: RouterClient, tmp_path: Path, tasks: tuple[Task, ...] = TASKS, **plan: Any
 ) -> QualityProfile:
-    """Measure two prompts."""
-    prompts = read_prompts(prompts_file(tmp_path, *({"text": text} for text in TEXTS)), None)
-    plan = Plan(prompts, answer_tokens, None, tmp_path / "journal.jsonl", adapter)
-    return await measure(client, plan, lambda *_: None)
+    """Measure two tasks."""
+    made = Plan(tasks, "two tasks", tmp_path / "journal.jsonl", **plan)
+    return await measure(client, made, lambda *_: None)
+
+
+def flips(profile: QualityProfile) -> dict[tuple[TierName, PromptClass], tuple[int, int, int]]:
+    return {(count.tier, count.prompt_class): tuple(count.flips) for count in profile.counts}
 
 
 def asked(stack: Stack) -> dict[TierName, int]:
@@ -118,47 +81,111 @@ async def test_an_adapter_is_measured_on_the_tiers_that_offer_it(tmp_path: Path)
         profile = await measured(client, tmp_path, adapter="support")
         models = [request["model"] for engine in stack.engines.values() for request in engine.requests]
         assert (profile.adapter, set(models)) == ("support", {"support"})
-        assert {loss.tier for loss in profile.losses} == {FAST, PRECISE}
+        assert {count.tier for count in profile.counts} == {FAST}
         assert asked(stack)[BALANCED] == 0
 
 
 @pytest.mark.anyio
-async def test_each_prompt_is_answered_once_a_tier_and_equal_answers_are_scored_once(tmp_path: Path) -> None:
-    """Fakes answer alike: two prompts are two answers a tier, and two scores on the reference."""
+async def test_each_task_is_answered_once_a_tier_and_some_answers_are_scored(tmp_path: Path) -> None:
+    """The reference's own are not."""
     async with connected(tmp_path) as (stack, client):
         profile = await measured(client, tmp_path)
-        assert asked(stack) == {FAST: 2, BALANCED: 2, PRECISE: 2 + 2}
-        assert {loss.tier for loss in profile.losses} == set(STANDARD_TIERS)
-        assert all(loss.top1_disagreement.mean == 0 for loss in profile.losses)
+        assert asked(stack) == {FAST: 2, BALANCED: 2, PRECISE: 2 + 4}
+        kinds = PromptClass.CHAT, PromptClass.CODE
+        assert flips(profile) == {(tier, kind): (1, 0, 0) for tier in (FAST, BALANCED) for kind in kinds}
+        assert {count.diagnosis.disagreement for count in profile.counts if count.diagnosis} == {0}
+        assert (profile.whole, profile.tasks) == (True, "two tasks")
+        (tmp_path / "journal.jsonl").unlink()
+        asked(stack)
+        await measured(client, tmp_path, diagnosed=0)
+        assert asked(stack) == {FAST: 2, BALANCED: 2, PRECISE: 2}
         assert stack.leases() == 0
 
 
 @pytest.mark.anyio
 async def test_the_journal_saves_what_was_judged(tmp_path: Path) -> None:
-    """Of an interrupted measurement the rest is asked; a line that was cut off counts as the rest."""
+    """Of an interrupted measurement the rest is asked; a line that was cut off, or is of other weights, counts as the rest."""
     async with connected(tmp_path) as (stack, client):
         first = await measured(client, tmp_path)
         asked(stack)
         again = await measured(client, tmp_path)
-        assert (again.losses, again.prompts) == (first.losses, first.prompts)
+        assert again.counts == first.counts
         assert sum(asked(stack).values()) == 0
         journal = tmp_path / "journal.jsonl"
         whole = journal.read_text().splitlines()
-        kept = [row for row in map(json.loads, whole) if row["score"]["tier"] != "fast"]
-        kept[0]["score"]["certainty"] = -1.0  # as an earlier release wrote it
+        kept = [row for row in map(json.loads, whole) if row["answer"]["tier"] != "fast"]
+        next(row for row in kept if row["answer"]["tier"] == "balanced")["setting"] = "other weights"
         journal.write_text("\n".join(map(json.dumps, kept)) + "\n" + whole[0][:30] + "\n")
-        assert (await measured(client, tmp_path)).losses == first.losses
-        assert asked(stack) == {FAST: 2, BALANCED: 0, PRECISE: 4}  # its own answers are compared with, and it scores
-        await measured(client, tmp_path, answer_tokens=4)  # another setting: nothing of the journal counts
-        assert asked(stack) == {FAST: 2, BALANCED: 2, PRECISE: 4}
+        assert (await measured(client, tmp_path)).counts == first.counts
+        assert asked(stack) == {FAST: 2, BALANCED: 1, PRECISE: 3}  # scores
+
+
+@pytest.mark.anyio
+async def test_worse_and_better_answers_are_counted(tmp_path: Path) -> None:
+    """Against the reference's to the same task."""
+    async with connected(tmp_path) as (stack, client):
+        stack.engines[FAST].answer = ("Berlin",)
+        profile = await measured(client, tmp_path, (*TASKS, task("three", NO_MATCH)))
+        assert flips(profile) == {
+            (FAST, PromptClass.CHAT): (2, 1, 1), (FAST, PromptClass.CODE): (1, 1, 0),
+            (BALANCED, PromptClass.CHAT): (1, 0, 0), (BALANCED, PromptClass.CODE): (1, 0, 0),
+        }  # fmt: skip
+
+
+@pytest.mark.anyio
+async def test_what_reference_and_lowest_tier_get_wrong_is_asked_of_no_other(tmp_path: Path) -> None:
+    """It would hardly tell anything."""
+    async with connected(tmp_path) as (stack, client):
+        profile = await measured(client, tmp_path, (task("one", NO_MATCH),), diagnosed=0)
+        assert asked(stack) == {FAST: 1, BALANCED: 0, PRECISE: 1}
+        assert flips(profile) == {(FAST, PromptClass.CHAT): (0, 0, 0)}
+        await measured(client, tmp_path, (task("one", NO_MATCH),), diagnosed=0)
+        assert sum(asked(stack).values()) == 0
+
+
+@pytest.mark.anyio
+async def test_what_decisions_depend_on_is_asked_first_and_the_rest_not_at_all(tmp_path: Path) -> None:
+    """By the worth that the policy gives a kind on any tier; what is known is told on the way."""
+    tasks = tuple(task(f"{kind} {n}", **{"class": kind}) for kind in ("chat", "math", "code") for n in range(30))
+    told: list[QualityProfile] = []
+    worth = {PromptClass.CHAT: 1.0, PromptClass.MATH: 2.0, PromptClass.CODE: 0.0}
+    async with connected(tmp_path) as (stack, client):
+        profile = await measured(
+            client, tmp_path, tasks, diagnosed=0, parallel=1, keep=told.append,
+            worth=lambda tier, kind: worth[kind[0]] if tier is FAST else 0.0,
+        )  # fmt: skip
+        prompts = [request["messages"][0]["content"] for request in stack.engines[FAST].requests]
+    assert prompts == [t.prompt for t in (*tasks[30:60], *tasks[:30])]
+    assert [(one.whole, sum(c.asked for c in one.counts if c.tier is FAST)) for one in told] == [
+        (False, 20), (False, 40), (False, 60),
+    ]  # fmt: skip
+    assert profile.whole
+
+
+@pytest.mark.anyio
+async def test_code_is_run_only_if_that_is_asked_for(tmp_path: Path) -> None:
+    """Else tasks that need it are left out, as are those that are too long for a tier."""
+    ran = task("two", {"type": "runs", "test": "assert f(2) == 4"})
+    seen: list[tuple[str, str]] = []
+
+    async def runs(answer: str, test: str) -> bool:
+        seen.append((answer, test))
+        return False
+
+    async with connected(tmp_path) as (stack, client):
+        profile = await measured(client, tmp_path, (ran, task("long " * 5000)), diagnosed=0)
+        assert (profile.counts, sum(asked(stack).values())) == ((), 0)
+        await measured(client, tmp_path, (ran,), diagnosed=0, runs=runs)
+        assert seen == [("The capital of France is Paris.", "assert f(2) == 4")] * 2
 
 
 @pytest.mark.anyio
 async def test_disagreement_is_measured(tmp_path: Path) -> None:
-    """The reference ranks every token of every answer second, its own included."""
+    """The reference ranks every token of every answer second."""
     async with connected(tmp_path) as (stack, client):
         stack.engines[PRECISE].rank = 2
-        assert {loss.top1_disagreement.mean for loss in (await measured(client, tmp_path)).losses} == {1.0}
+        counts = (await measured(client, tmp_path)).counts
+        assert {count.diagnosis.disagreement for count in counts if count.diagnosis} == {1.0}
 
 
 @pytest.mark.anyio
@@ -187,5 +214,4 @@ async def test_the_profile_holds_no_text(tmp_path: Path) -> None:
     """Neither of prompts nor of answers."""
     async with connected(tmp_path) as (_, client):
         profile = await measured(client, tmp_path)
-        words = [word for text in TEXTS for word in text.split() if len(word) > 4]
-        assert not any(word in profile.model_dump_json() for word in words)
+        assert not any(text in profile.model_dump_json() for text in ("What is", "Paris"))

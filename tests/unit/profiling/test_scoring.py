@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from router.policy.profiles import TOP_K
-from router.profiling.scoring import GreedyAnswer, greedy_body, read_greedy, read_scored, scoring_body
+from router.profiling.scoring import GreedyAnswer, answer_body, read_greedy, read_scored, scoring_body
 
 
 def answered(*tops: dict[int, float], ids: list[int]) -> dict[str, Any]:
@@ -49,6 +49,8 @@ def test_the_reference_scores_the_answer_after_its_prompt() -> None:
 
 
 def test_answers_are_greedy_and_bounded() -> None:
-    body = greedy_body([{"role": "user", "content": "hi"}], 24)
+    body = answer_body([{"role": "user", "content": "hi"}], 24, scored=True)
     assert (body["temperature"], body["max_tokens"], body["top_logprobs"]) == (0, 24, TOP_K)
     assert body["return_token_ids"] is body["return_tokens_as_token_ids"] is body["logprobs"] is True
+    plain = answer_body([{"role": "user", "content": "hi"}], 24, scored=False)
+    assert plain.keys() == {"messages", "temperature", "max_tokens"}

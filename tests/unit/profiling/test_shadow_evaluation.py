@@ -1,4 +1,4 @@
-"""Shadow evaluation: which prompts are kept, what they are asked again, and when a class changes its tier."""
+"""Shadow evaluation: which prompts are kept, what they are asked again, and what is told of the answers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 from classifier import PromptClass
 from router.policy.decision import PRIORITIES
-from router.policy.profiles import MIN_LIVE
 from router.policy.table import PolicyStore
 from router.profiling import shadow_evaluation as module
+from router.profiling.quality import Scores
 from router.profiling.shadow_evaluation import (
     ANSWER_TOKENS,
     KEPT_PROMPTS,
     WINDOW,
-    RollingLoss,
+    Drift,
     ShadowEvaluation,
 )
 from router.settings import load_settings
@@ -44,10 +44,9 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 @dataclass(slots=True)
 class Evaluated:
-    """An evaluation of every prompt, in front of one engine a tier; chats may lose a tenth."""
+    """An evaluation of every prompt, in front of one engine a tier."""
 
     evaluation: ShadowEvaluation
-    policy: PolicyStore
     fleet: Fleet
     engines: dict[TierName, Behaviour]
 
@@ -57,13 +56,9 @@ class Evaluated:
             self.evaluation.offer(decision(tier), tier, MESSAGES)
 
     def checked(self, tier: TierName = FAST) -> int:
-        """Return how many chats were scored on a tier."""
-        found = self.evaluation.losses.get((CHAT, tier))
+        """Return how many chats were checked on a tier."""
+        found = self.evaluation.drifts.get((CHAT, tier))
         return found.checked if found is not None else 0
-
-    def disagree(self, *, wholly: bool) -> None:
-        """Let the reference rank each token first, or second."""
-        self.engines[PRECISE].rank = 2 if wholly else 1
 
 
 @asynccontextmanager
@@ -71,15 +66,14 @@ async def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: floa
     """Serve the engines, and look for quiet all the time."""
     monkeypatch.setattr(module, "LOOK_S", 0.001)
     engines = {tier: Behaviour() for tier in STANDARD_TIERS}
-    policy = {"profiles": str(tmp_path), "max_loss": {"chat": 0.1}}
-    settings = load_settings(None, {"policy": policy})
+    settings = load_settings(None, {"policy": {"profiles": str(tmp_path)}})
     async with serving_all(*(FakeEngine(engine).app for engine in engines.values())) as urls:
         fleet = Fleet(tuple(TierSpec(name, 2048, 8, 16) for name in STANDARD_TIERS))
         for spec, url in zip(fleet.specs, urls, strict=True):
             fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake")).mark(ReplicaState.READY)
         store, telemetry = PolicyStore(settings.policy, fleet), Telemetry(None)
         upstream = Upstream(fleet, EngineTransport(10), settings.upstream, telemetry, store)
-        found = Evaluated(ShadowEvaluation(share, fleet, upstream, store, telemetry), store, fleet, engines)
+        found = Evaluated(ShadowEvaluation(share, fleet, upstream, telemetry), fleet, engines)
         running = asyncio.create_task(found.evaluation.run())
         yield found
         assert not running.done()
@@ -89,37 +83,34 @@ async def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: floa
         assert all(replica.in_flight == 0 for replica in fleet.replicas)
 
 
-def score(disagreed: int, tokens: int) -> Any:
-    """Return a score with this loss."""
-    return module.judge(
-        "", CHAT, FAST, answer=range(tokens), own=[{n: 0.0} for n in range(tokens)],
-        reference=[{n: (0.0, 2 if n < disagreed else 1)} for n in range(tokens)], reference_answer=range(tokens),
-    )  # fmt: skip
-
-
-def test_a_rolling_loss_is_by_tokens_and_forgets() -> None:
-    """Long answers weigh more; of no tokens the loss is 0; the oldest answers go."""
-    loss = RollingLoss()
-    assert loss.share == 0
-    loss.add(score(0, 0))
-    assert loss.share == 0
-    loss.add(score(9, 10))
-    loss.add(score(0, 20))
-    assert loss.share == pytest.approx(0.3)
+def test_drift_is_of_the_last_answers_and_of_those_that_can_be_compared() -> None:
+    """Regret is by tokens: long answers weigh more."""
+    drift = Drift()
+    assert (drift.differing, drift.regret) == (None, 0)
+    for same, tokens, regret in ((None, 10, 5.0), (True, 20, 0.0), (False, 10, 1.0)):
+        drift.add(Scores(tokens=tokens, disagreed=0, kl=0, regret=regret), same=same)
+    assert (drift.differing, drift.regret, drift.checked, drift.compared) == (0.5, 0.15, 3, 2)
     for _ in range(WINDOW):
-        loss.add(score(1, 4))
-    assert (loss.share, loss.checked) == (0.25, WINDOW + 3)
+        drift.add(Scores(tokens=1, disagreed=0, kl=0, regret=0), same=True)
+    assert drift.render() == {"checked": WINDOW + 3, "compared": WINDOW + 2, "differing": 0.0, "regret": 0.0}
 
 
-async def test_a_prompt_is_answered_again_and_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedily and briefly by the tier that served it, then scored by the reference, beneath everybody's priority."""
+async def test_a_prompt_is_answered_again_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedily and briefly by the tier that served it and by the reference, beneath everybody's priority, then scored."""
     async with evaluated(tmp_path, monkeypatch) as one:
         one.offer()
         await until(one.checked)
-        (again,), (scoring,) = one.engines[FAST].requests, one.engines[PRECISE].requests
-        assert (again["messages"], again["temperature"], again["max_tokens"]) == (MESSAGES, 0, ANSWER_TOKENS)
+        (again,), (theirs, scoring) = one.engines[FAST].requests, one.engines[PRECISE].requests
+        for asked in (again, theirs):
+            assert (asked["messages"], asked["temperature"], asked["max_tokens"]) == (MESSAGES, 0, ANSWER_TOKENS)
         assert scoring["prompt_logprobs"]
-        assert {again["priority"], scoring["priority"]} == {PRIORITIES["batch"]}
+        assert {each["priority"] for each in (again, theirs, scoring)} == {PRIORITIES["batch"]}
+        drift = one.evaluation.drifts[CHAT, FAST]
+        assert (drift.differing, drift.compared) == (0.0, 1)
+        one.engines[FAST].answer = ("Berlin",)
+        one.offer()
+        await until(lambda: one.checked() == 2)
+        assert drift.differing == 0.5
         assert one.engines[BALANCED].requests == []
         assert one.fleet.output_share == 1.0  # how long callers' answers are is not learned from it
 
@@ -149,39 +140,6 @@ async def test_it_waits_for_quiet_and_keeps_the_newest(tmp_path: Path, monkeypat
         lease.release()
         await until(lambda: one.checked() >= KEPT_PROMPTS)
         assert one.checked() == KEPT_PROMPTS
-
-
-async def test_a_class_changes_its_tier_and_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is promoted after enough answers, its prompts are still tried on the tier that it left, and it recovers."""
-    monkeypatch.setattr(module.random, "random", lambda: 0.0)  # every sample is of the tier that was left
-    async with evaluated(tmp_path, monkeypatch) as one:
-        one.disagree(wholly=True)
-        one.offer(MIN_LIVE - 1)
-        await until(lambda: one.checked() == MIN_LIVE - 1)
-        assert one.policy.table.promoted == {}
-        one.offer()
-        await until(lambda: one.checked() == MIN_LIVE)
-        await until(lambda: one.policy.table.promoted == {CHAT: BALANCED})
-        assert one.evaluation.promoted == {CHAT: BALANCED}
-        assert "class chat loses 1.000 on fast in live answers, 0.100 is allowed: it gets balanced until" in caplog.text
-        one.disagree(wholly=False)
-        while one.evaluation.promoted:  # served by the tier that it was promoted to
-            done = one.checked()
-            one.offer(1, BALANCED)
-            await until(lambda done=done: one.checked() == done + 1)
-        assert one.policy.table.promoted == {}
-        assert "it gets fast again" in caplog.text
-        rolling = one.evaluation.losses[CHAT, FAST]
-        assert rolling.expected.high > 0.1  # so it does not serve yet, and is tried on
-        while rolling.expected.high > 0.1:
-            done = one.checked()
-            one.offer(1, BALANCED)
-            await until(lambda done=done: one.checked() == done + 1)
-        assert one.checked(BALANCED) == 0
-        one.offer(3, BALANCED)
-        await until(lambda: one.checked(BALANCED) == 3)
 
 
 async def test_an_engine_that_fails_costs_the_sample_only(
