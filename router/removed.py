@@ -32,7 +32,6 @@ SETTINGS: dict[str, Removed] = {
     "policy.class_floor": Removed(
         "published losses decide until the model is measured; policy.max_loss bounds the loss of a class", refused=False
     ),
-    "policy.max_slowdown": Removed("a lower precision that is 4 times slower is not used", refused=False),
     "policy.min_confidence": Removed("an unsure class counts with what the others lose", refused=False),
     "policy.check_share": Removed("lower policy.loss_budget for more answers at a higher precision", refused=False),
     "policy.check_wait_s": Removed("first tokens are no longer held", refused=False),

@@ -36,7 +36,7 @@ from pydantic_core import to_jsonable_python
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from redis.asyncio.connection import parse_url
 
-from classifier import PromptClass
+from classifier import PromptClass  # noqa: TC001  pydantic reads it
 from router.removed import removed_setting, without_ignored
 from tiers.address import normalised, wrong_with
 from tiers.checkpoints.prepare import CALIBRATION_SAMPLES, CALIBRATION_TOKENS, DEFAULT_CALIBRATION, DEFAULT_MODEL
@@ -646,6 +646,7 @@ class PolicySettings(Section):
             "sla_confidence",
             "give_up",
             "prices",
+            "max_slowdown",
             "live_check_share",
         }
     )
@@ -681,6 +682,12 @@ class PolicySettings(Section):
     profiles: Path = Field(
         default_factory=lambda: cache_dir() / "profiles",
         description="Where `qarr profile` keeps its results. The served checkpoints' profile is used.",
+    )
+    max_slowdown: float = Field(
+        4.0,
+        gt=1,
+        description="While speed under load is not measured, a tier this many times slower per token than a higher "
+        "precision is not used.",
     )
     live_check_share: Share = Field(
         0,

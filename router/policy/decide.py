@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 STARTING_RETRY_S = 10.0  # engines start and warm in tens of seconds
 PLENTY = 0.5  # share of the highest precision's slots up to which engine time is worth nothing
-SLOWER = 4.0  # times a token that a lower precision may take as long as a higher one while no speed under load is known
 UNKNOWN_RETRY_S = 1.0  # a slot frees up with the next finished request
 LIKELIEST_TO_PASS = (
     Refusal.AT_CAPACITY,
@@ -322,7 +321,7 @@ class _Case:
         if chosen is None or self.query.require:
             return ()
         spare = [(o.name, o.speed) for o in self.possible if o is not chosen]
-        return _fallback_order(chosen.name, spare, self.need.ranks)
+        return _fallback_order(chosen.name, spare, self.need.ranks, self.table.max_slowdown)
 
     def retry_after_s(self) -> float | None:
         """Return the predicted seconds until a refused request could be served; None: never, as far as is known."""
@@ -579,7 +578,7 @@ def _choose(query: Query, within: Sequence[_TierEstimate], case: _Case) -> tuple
     if not taken:  # the tiers that lose nothing do not serve now
         least = min(o.loss.mean for o in fit)
         taken = [o for o in fit if o.loss.mean == least]
-    chosen = min(taken, key=_cost) if all(o.under_load for o in taken) else _lowest(taken)
+    chosen = min(taken, key=_cost) if all(o.under_load for o in taken) else _lowest(taken, case.table.max_slowdown)
     if chosen.loss.mean > case.table.negligible_loss:
         return chosen, Basis.BUDGET if len(fit) > 1 else Basis.LEAST_LOSS
     lossless = all(o is chosen or o.loss.mean > case.table.negligible_loss for o in within)
@@ -627,18 +626,18 @@ def _wrong_text(lower: Sequence[_TierEstimate], highest: TierName) -> str:
     return "; ".join([f"{first.name} would get about {wrong}", *(f"{o.name} {one_in(o.loss.mean)}" for o in others)])
 
 
-def _lowest(fit: Sequence[_TierEstimate]) -> _TierEstimate:
+def _lowest(fit: Sequence[_TierEstimate], max_slowdown: float) -> _TierEstimate:
     """Choose the lowest precision while no speed is measured under load, unless a higher one is far faster even so."""
     chosen = fit[0]
     for higher in fit[1:]:
-        if _dominated(chosen.speed, higher.speed):
+        if _dominated(chosen.speed, higher.speed, max_slowdown):
             chosen = higher
     return chosen
 
 
-def _dominated(lower: SpeedModel | None, higher: SpeedModel | None) -> bool:
+def _dominated(lower: SpeedModel | None, higher: SpeedModel | None, max_slowdown: float) -> bool:
     """Tell whether a lower precision is so much slower than a higher one that it has nothing to offer."""
-    return lower is not None and higher is not None and lower.step_ms(1) > SLOWER * higher.step_ms(1)
+    return lower is not None and higher is not None and lower.step_ms(1) > max_slowdown * higher.step_ms(1)
 
 
 def _nearest(
@@ -669,7 +668,7 @@ def _nearest(
     return chosen, tuple(dict.fromkeys(found))
 
 
-def successors(tier: TierName, query: Query, fleet: FleetSnapshot) -> tuple[TierName, ...]:
+def successors(tier: TierName, query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> tuple[TierName, ...]:
     """Return the tiers that may take over now from one that failed, in the order of a decision's fallbacks.
 
     Full tiers are among them: an admitted request may take a slot beyond a replica's limit.
@@ -681,13 +680,14 @@ def successors(tier: TierName, query: Query, fleet: FleetSnapshot) -> tuple[Tier
         for other in fleet.tiers
         if other.spec.name is not tier and _obstacle(other, query, free=False) is Refusal.AT_CAPACITY
     ]
-    return _fallback_order(tier, spare, fleet.ranks)
+    return _fallback_order(tier, spare, fleet.ranks, table.max_slowdown)
 
 
 def _fallback_order(
     chosen: TierName,
     spare: Sequence[tuple[TierName, SpeedModel | None]],
     ranks: Mapping[TierName, int],
+    max_slowdown: float,
 ) -> tuple[TierName, ...]:
     """Order other tiers for a retry: higher precisions first, then lower ones from the top.
 
@@ -696,7 +696,7 @@ def _fallback_order(
     higher = [name for name, _ in spare if ranks[name] > ranks[chosen]]
     lower = [name for name, _ in spare if ranks[name] < ranks[chosen]]
     order = [*higher, *reversed(lower)]
-    if len(order) > 1 and _dominated(spare[0][1], spare[-1][1]):
+    if len(order) > 1 and _dominated(spare[0][1], spare[-1][1], max_slowdown):
         order.remove(spare[0][0])
         order.append(spare[0][0])
     return tuple(order)

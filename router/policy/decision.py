@@ -48,6 +48,7 @@ class PolicyParameters:
     negligible_loss: float = 0.005
     sla_confidence: float = 0.9
     give_up: Bound = "latency"
+    max_slowdown: float = 4.0
     prices: Mapping[TierName, float] = field(default_factory=dict)
     adapters: Mapping[str, Mapping[TierName, Mapping[PromptClass, Mapping[Complexity, ExpectedLoss]]]] = field(
         default_factory=dict

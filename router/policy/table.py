@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from classifier import PromptClass
     from router.policy.decision import Decision, Query
     from router.policy.losses import ExpectedLoss, Kind, Losses
+    from router.policy.profiles import AnswerCount
     from router.settings import PolicySettings
     from tiers.fleet import Fleet
     from tiers.spec import TierName, TierSpec
@@ -100,7 +101,7 @@ class PolicyStore:
 
     def successors(self, tier: TierName, query: Query) -> tuple[TierName, ...]:
         """Return the tiers that may take over now from one that failed, in order."""
-        return successors(tier, query, self._fleet.snapshot())
+        return successors(tier, query, self._fleet.snapshot(), self.table)
 
     def served(self, decision: Decision, tier: TierName | None) -> None:
         """Count an answer's expected loss, unless the caller chose its tier.
@@ -126,9 +127,13 @@ class PolicyStore:
         table, loss = self.table, self.table.losses[tier][kind[0]][kind[1]]
         share = (self._asked[kind] + 1) / (self._asked.total() + 1)
         if loss.answers < ENOUGH:
-            return (1 + ENOUGH - loss.answers) * share
+            asked = sum(c.answered for c in self._counts(tier) if (c.prompt_class, c.complexity) == kind)
+            return (1 + ENOUGH - loss.answers) * share / (1 + asked / ENOUGH)  # what all get wrong tells little
         bounds = table.negligible_loss, table.budget(tier), table.max_loss.get(kind[0], table.negligible_loss)
         return (loss.high - loss.low) * share if any(loss.low <= bound <= loss.high for bound in bounds) else 0.0
+
+    def _counts(self, tier: TierName) -> tuple[AnswerCount, ...]:
+        return self.quality.of(tier) if self.quality is not None else ()
 
     @property
     def pointless(self) -> dict[TierName, str]:
@@ -235,6 +240,7 @@ def policy_table(
         negligible_loss=policy.negligible_loss,
         sla_confidence=policy.sla_confidence,
         give_up=policy.give_up,
+        max_slowdown=policy.max_slowdown,
         prices=policy.prices,
         adapters=of_adapters,
     )

@@ -102,7 +102,7 @@ class ChoiceCheck(_Check):
 
 def _option(text: str) -> str:
     """Return a pattern of an option; of a letter, where it is no article and no part of a word."""
-    if len(text) > 1 or not text.isalpha():
+    if len(text) > 1 or not (text.isascii() and text.isalpha()):
         return f"(?i:{whole(text)})"
     article = r"(?!\s+(?!(?:because|since|as|is|and|with)\b)\p{Ll})" if text in "AIai" else ""
     return rf"(?<!\w'|[\w.])(?:{text.upper()}(?!\w|'\w)|{text.lower()}(?=[.):]|\Z)){article}"

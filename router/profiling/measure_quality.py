@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from router.policy.profiles import REFERENCE, ProfileError, QualityProfile
+from router.profiling.checks import RunsCheck
 from router.profiling.client import first_of
 from router.profiling.quality import Judged, Scores, count, score
 from router.profiling.scoring import answer_body, read_greedy, read_scored, scoring_body, text_of
@@ -191,20 +192,22 @@ class _Run:
         body = answer_body(task.messages, task.max_tokens, scored=diagnosed)
         answer = await self._ask("/v1/chat/completions", tier, body)
         text = text_of(answer)
-        if task.needs_run and self._plan.runs is not None:
-            right = await self._plan.runs(text, task.test)
-        else:
-            right = await asyncio.to_thread(task.check.passes, text)
         self._keep(
             Judged(
                 task=task.digest,
                 prompt_class=task.prompt_class,
                 complexity=task.complexity,
                 tier=tier,
-                right=right,
+                right=await self._is_right(task, text),
                 scores=await self._score(answer) if diagnosed else None,
             )
         )
+
+    async def _is_right(self, task: Task, text: str) -> bool:
+        check, runs = task.check, self._plan.runs
+        if isinstance(check, RunsCheck) and runs is not None:
+            return await runs(text, check.test)
+        return await asyncio.to_thread(check.passes, text)
 
     async def _score(self, answer: Mapping[str, Any]) -> Scores | None:
         """Return the reference's scores of an answer, from one prefill."""
@@ -248,7 +251,7 @@ class _Run:
 
 
 def _askable(task: Task, plan: Plan, longest: float) -> bool:
-    return (plan.runs is not None or not task.needs_run) and len(task.prompt) / longest < 1
+    return (plan.runs is not None or not isinstance(task.check, RunsCheck)) and len(task.prompt) / longest < 1
 
 
 def _setting(plan: Plan, fleet: FleetState, tier: TierName) -> str:

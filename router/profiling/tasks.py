@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -16,6 +17,9 @@ from router.profiling.checks import Check
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+    from router.policy.losses import Kind
+
+SUITE = "the built-in suite"
 TASKS = Path(__file__).with_name("tasks.jsonl")
 
 
@@ -30,11 +34,22 @@ class Task(Frozen):
     max_tokens: int = Field(ge=1, le=4096)
     check: Check
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Name what decides the answer and whether it is right."""
         decides = self.model_dump(include={"prompt", "system", "max_tokens", "check"}, by_alias=True)
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def kind(self) -> Kind:
+        """Return class and complexity."""
+        return self.prompt_class, self.complexity
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """Return the chat that asks it."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": self.prompt}]
 
 
 def read_tasks(path: Path) -> tuple[Task, ...]:

@@ -54,10 +54,10 @@ class Measuring:
 
     @property
     def journal(self) -> list[Any]:
-        """Return the judged answers: prompt and tier."""
+        """Return the judged answers: task and tier."""
         path = self.folder / JOURNAL
         lines = path.read_text().splitlines() if path.exists() else []
-        return [(row["prompt"], row["tier"]) for row in (json.loads(line)["score"] for line in lines)]
+        return [(row["task"], row["tier"]) for row in (json.loads(line)["answer"] for line in lines)]
 
     @property
     def computing(self) -> int:

@@ -134,8 +134,10 @@ async def test_two_tiers_are_enough(tmp_path: Path) -> None:
         ({"tiers": {"copy": {"urls": ["http://a"]}}}, "tiers.copy: give the tier another name"),
         ({"tiers": {"int8": {"urls": ["http://a"], "max_len": 4}}}, "tiers.int8.max_len: there is no such setting"),
         ({"tiers": {"int8": {"urls": ["http://a"]}, "fast": {"urls": ["http://a/"]}}}, "both name http://a"),
-        ({"policy": {"class_floor": {"code": "int8"}}}, "there is no tier int8; there are fast, balanced, precise"),
-        ({"policy": {"prices": {"int8": 2}}}, "policy.prices.int8: there is no tier int8"),
+        (
+            {"policy": {"prices": {"int8": 2}}},
+            "policy.prices.int8: there is no tier int8; there are fast, balanced, precise",
+        ),
         ({"openai": {"aliases": {"gpt": "int8"}}}, "openai.aliases.gpt: there is no tier int8"),
         ({"policy": {"loss_budget": {"like": "int8"}}}, "policy.loss_budget.like: there is no tier int8"),
     ],

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 import pytest
 from pydantic import ValidationError
 
-from classifier import PromptClass
-from router.policy.table import policy_table
 from router.settings import (
     PROJECT,
     LikeTier,

@@ -9,13 +9,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+from router.policy.budget import Answer
+from router.policy.budget_store import LossBudget
 
 from classifier import PromptClass
 from router.monitoring.metrics import Budget, RequestMetrics
 from router.monitoring.tally import Tally
 from router.pipeline.registry import OVER_BUDGET, OVER_QUOTA
-from router.policy.budget import Answer
-from router.policy.budget_store import LossBudget
 from router.policy.decision import Priced, Refusal
 from router.telemetry.record import Outcome
 from tests.unit.records import decision, record

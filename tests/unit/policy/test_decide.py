@@ -252,12 +252,12 @@ def test_a_tier_that_a_higher_one_beats_in_speed_is_the_last_resort() -> None:
 
 def test_who_takes_over_is_decided_as_things_stand() -> None:
     """Full tiers may, in the same order as fallbacks; what is not ready, not allowed or too small may not, nor others at all."""
-    assert successors(FAST, query(), fleet(busy=32)) == (BALANCED, PRECISE)
-    assert successors(BALANCED, query(hint=FAST), fleet()) == (PRECISE, FAST)
-    assert successors(FAST, query(), fleet({BALANCED: ReplicaState.STARTING})) == (PRECISE,)
-    assert successors(FAST, query(allowed=frozenset({FAST, BALANCED})), fleet()) == (BALANCED,)
-    assert successors(FAST, query(prompt_tokens=5000), fleet()) == (PRECISE,)
-    assert successors(FAST, query(hint=FAST, require=True), fleet()) == ()
+    assert successors(FAST, query(), fleet(busy=32), TABLE) == (BALANCED, PRECISE)
+    assert successors(BALANCED, query(hint=FAST), fleet(), TABLE) == (PRECISE, FAST)
+    assert successors(FAST, query(), fleet({BALANCED: ReplicaState.STARTING}), TABLE) == (PRECISE,)
+    assert successors(FAST, query(allowed=frozenset({FAST, BALANCED})), fleet(), TABLE) == (BALANCED,)
+    assert successors(FAST, query(prompt_tokens=5000), fleet(), TABLE) == (PRECISE,)
+    assert successors(FAST, query(hint=FAST, require=True), fleet(), TABLE) == ()
 
 
 def test_every_tier_has_a_verdict() -> None:

@@ -259,11 +259,11 @@ def test_a_decision_by_kept_views_is_the_one_by_whole_replicas(seed: int, clock:
         world.happen()
         query = world.query()
         snapshot = world.fleet.snapshot(prefix=query.prefix)
-        decision, after = decide(query, snapshot, TABLE), successors(TierName.FAST, query, snapshot)
+        decision, after = decide(query, snapshot, TABLE), successors(TierName.FAST, query, snapshot, TABLE)
         logged = ADAPTER.validate_json(ADAPTER.dump_json(snapshot))
         for same in (whole(snapshot), logged):
             assert shown(decide(query, same, TABLE)) == shown(decision)
-            assert successors(TierName.FAST, query, same) == after
+            assert successors(TierName.FAST, query, same, TABLE) == after
         assert [tier.state for tier in logged.tiers] == [tier.state for tier in snapshot.tiers]
         asked = [t.ask(query.tokens_to_read, query.max_tokens, query.sequences, snapshot) for t in snapshot.tiers]
         found = [tier.next(ask) for tier, ask in zip(snapshot.tiers, asked, strict=True)]

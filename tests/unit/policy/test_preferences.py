@@ -49,7 +49,7 @@ def test_only_allowed_precisions_serve_and_take_over() -> None:
     assert (decision.tier, decision.fallbacks) == (BALANCED, (PRECISE,))
     assert decision.verdicts[0].verdict == "serves awq-int4, and the request allows bf16, fp8 only"
     assert "the request allows bf16, fp8 only" in decision.reason
-    assert successors(PRECISE, asked, known(fleet())) == (BALANCED,)
+    assert successors(PRECISE, asked, known(fleet()), TABLE) == (BALANCED,)
     assert decide(query(PromptClass.CODE, precisions=frozenset({"int4"})), known(fleet()), TABLE).degraded == (
         "quality",
     )

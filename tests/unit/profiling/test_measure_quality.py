@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from classifier import PromptClass
-from classifier.kinds import Complexity
 from router.policy.profiles import ProfileError
 from router.profiling.client import RouterClient, connect
 from router.profiling.measure_quality import Plan, measure

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,7 +22,7 @@ from router.telemetry.tracing import (
     TelemetryError,
     engine_target,
 )
-from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, fleet, query
+from tests.unit.policy.test_decide import MEASURED, SCARCE, TABLE, fleet, query
 from tests.unit.records import record
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, OtlpTarget, ReplicaState, TierSpec
@@ -304,20 +303,14 @@ def test_a_decision_is_told_with_its_bounds_and_every_tiers_report() -> None:
     assert {f"qarr.{tier}.state" for tier in STANDARD_TIERS} < found.keys()
 
 
-def test_a_decision_is_told_with_the_price_of_loss_and_what_it_expects() -> None:
-    """Loss and cost are those of the chosen tier; a price that is not known yet is left out."""
-    table = replace(PROFILED, max_loss={})
-    for price in (None, 0.25):
-        made, exporter, provider = telemetry()
-        decision = decide(query(), fleet(speeds=MEASURED), table, price)
-        chosen = decision.chosen
-        assert chosen is not None
-        assert chosen.expected_loss is not None
-        with server_span(provider):
-            made.record_outcome(record(decision=decision, journey=Journey(1.0, 1.0, 1.001, 1.002, price)))
-        found = attributes(exporter, "POST")
-        assert found.get("qarr.loss.price") == price
-        assert (found["qarr.loss.expected"], found["qarr.cost"]) == (chosen.expected_loss.mean, chosen.cost)
+def test_a_decision_is_told_with_what_it_expects() -> None:
+    """Loss and cost are those of the chosen tier."""
+    made, exporter, provider = telemetry()
+    decision = decide(query(), fleet(speeds=MEASURED), SCARCE)
+    with server_span(provider):
+        made.record_outcome(record(decision=decision, journey=Journey(1.0, 1.0, 1.001, 1.002)))
+    found, chosen = attributes(exporter, "POST"), decision.verdict(FAST)
+    assert (found["qarr.loss.expected"], found["qarr.cost"]) == (0.08, chosen.cost)
 
 
 def test_a_refusal_has_no_tier() -> None:
@@ -336,17 +329,13 @@ def test_a_live_check_is_a_trace_of_its_own() -> None:
     made, exporter, provider = telemetry()
     with server_span(provider) as root:
         with made.live_check(PromptClass.CHAT, FAST) as span:
-            made.record_live_loss(span, 0.5, 0.25)
-            made.record_promotion("promoted", PromptClass.CHAT, BALANCED, 0.25)
+            made.record_live_check(span, 0.25, same=False)
         assert trace.get_current_span() is root
     check = span_named(exporter, "live check")
     assert check.parent is None
     assert dict(check.attributes or {}) == {
-        "qarr.class": "chat", "qarr.tier": "fast", "qarr.loss": 0.5, "qarr.loss.rolling": 0.25,
+        "qarr.class": "chat", "qarr.tier": "fast", "qarr.regret": 0.25, "qarr.same_answer": False,
     }  # fmt: skip
-    assert [(event.name, dict(event.attributes or {})["qarr.tier"]) for event in check.events] == [
-        ("promoted", "balanced")
-    ]
 
 
 def test_the_callers_key_is_on_the_server_span() -> None:

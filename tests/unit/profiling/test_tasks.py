@@ -1,0 +1,77 @@
+"""Tasks: our own, those of users, and what is said of a wrong line."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from classifier import Complexity, PromptClass
+from router.policy.profiles import ProfileError
+from router.profiling.tasks import TASKS, read_tasks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TASK: dict[str, Any] = {"prompt": "Write a poem\u2028", "max_tokens": 8, "check": {"type": "exact", "values": ["x"]}}
+
+
+def read(path: Path, *rows: Any) -> Any:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows))
+    return read_tasks(path)
+
+
+def test_our_own_tasks_can_be_read() -> None:
+    tasks = read_tasks(TASKS)
+    assert {task.prompt_class for task in tasks} == set(PromptClass) - {PromptClass.UNKNOWN}
+    assert len({task.digest for task in tasks}) == len(tasks)
+
+
+def test_the_classifier_judges_what_a_line_leaves_out(tmp_path: Path) -> None:
+    first, second = read(tmp_path / "t", "", TASK, {**TASK, "id": "a", "class": "math", "complexity": "complex"})
+    assert (first.id, first.prompt_class, second.id) == ("line-2", PromptClass.WRITING, "a")
+    assert (second.prompt_class, second.complexity) == (PromptClass.MATH, Complexity.COMPLEX)
+
+
+def test_a_digest_changes_with_all_that_decides_the_outcome_and_nothing_else(tmp_path: Path) -> None:
+    changes = [{}, {"prompt": "b"}, {"max_tokens": 9}, {"system": "s"}, {"check": {"type": "exact", "values": ["y"]}}]
+    schemas = [{"check": {"type": "json", "schema": schema}} for schema in ({}, {"type": "null"})]
+    tasks = read(tmp_path / "t", *({**TASK, **change} for change in [*changes, *schemas, {"class": "math"}]))
+    digests = [task.digest for task in tasks]
+    assert (len(set(digests)), digests[-1]) == (7, digests[0])
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({**TASK, "class": "poem"}, "line 2: class: Input should be 'chat', "),
+        ({**TASK, "max_token": 8}, "line 2: max_token: there is no such field; there are id, class, complexity, prompt"),
+        ({**TASK, "check": {"type": "exact", "value": "x"}}, "line 2: check.exact.values: Field required"),
+        ({**TASK, "check": {"type": "exact", "values": ["x"], "any": 1}}, "check.exact.any: there is no such field; there are type, values"),
+        ({**TASK, "check": {"type": "is"}}, "'number', 'choice', 'exact', 'contains'"),
+        ({**TASK, "check": {}}, "line 2: check: it needs a type, one of number, choice"),
+        ({**TASK, "check": {"type": "regex", "pattern": "("}}, "check.regex.pattern: no pattern of the library regex"),
+        ({**TASK, "prompt": 1}, "line 2: prompt: Input should be a valid string"),
+        ({**TASK, "id": "line-1"}, "line 2: id: 'line-1' is line 1's; ids are unique"),
+        ([], "line 2: a task: Input should be a valid dictionary"),
+        ("{", "line 2: a task is a JSON object: Expecting"),
+        ("[" * 100_000, "line 2: it is nested too deep"),
+    ],
+)  # fmt: skip
+def test_a_wrong_line_is_named(tmp_path: Path, row: Any, why: str) -> None:
+    with pytest.raises(ProfileError) as error:
+        read(tmp_path / "tasks.jsonl", TASK, row)
+    assert str(tmp_path / "tasks.jsonl") in str(error.value)
+    assert why in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"), [(b"\n \n", "has no tasks"), (b"\xff", "cannot be read"), (None, "cannot be read")]
+)
+def test_a_file_without_tasks_is_refused(tmp_path: Path, content: bytes | None, why: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ProfileError, match=why):
+        read_tasks(path)
