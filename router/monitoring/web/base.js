@@ -87,10 +87,10 @@ function loss(share) {
   return share > 0.4 ? `${Math.min(Math.round(share * 10), 10)} in 10` : `1 in ${count(Math.round(1 / share))}`;
 }
 
-/** An interval of such shares. */
-function lossRange(low, high) {
-  if (low < 0.001) return high < 0.001 ? loss(high) : `at most ${loss(high)}`;
-  return high > 0.4 ? `${loss(low)} to ${loss(high)}` : `1 in ${count(Math.round(1 / high))}–${count(Math.round(1 / low))}`;
+/** The interval of such a share, and how many measured answers it rests on. */
+function lossBasis(low, high, answers) {
+  const within = low < 0.001 ? `≤ ${loss(high)}` : high > 0.4 ? `${loss(low)} to ${loss(high)}` : `1 in ${count(Math.round(1 / high))}–${count(Math.round(1 / low))}`;
+  return el("small", { title: answers ? `95 % interval, measured on ${plural(answers, "answer")}` : "95 % interval of what is published" }, ` ${within}, ${answers ? `of ${count(answers)}` : "published"}`);
 }
 
 const cost = (seconds) => (known(seconds) ? `${fixed(seconds, seconds < 10 ? 2 : 1)} s` : NONE);

@@ -23,7 +23,7 @@ function showBudget(budget) {
   byId("budget").hidden = !budget;
   if (!budget) return;
   const may = rule?.like ? `no prompt may lose more than ${rule.like} loses` : `no prompt may lose more than ${loss(rule)} answers`;
-  const worse = (share) => rate(share * answers);
+  const worse = (share) => fixed(share * answers, share * answers < 10 ? 2 : 0);
   put(byId("budget"), `Where engine time is scarce, ${rule === 0 ? "nothing more may be lost" : may}.${answers ? ` Of ${plural(answers, "answer")} since the start, ${worse(mean)} are expected to be worse than the highest precision’s; ${worse(allowed)} were allowed.` : ""}`);
 }
 
@@ -54,21 +54,20 @@ function unmeasured() {
 function lossTable({ losses, negligible_loss, max_loss }, classes, tiers) {
   const cell = (tier, kind, complexity) => {
     const found = losses[tier][kind][complexity], over = found.mean > (max_loss[kind] ?? 1);
-    return el("td", { class: "num" }, found.mean <= negligible_loss ? el("span", { title: "As good as the highest precision" }, "✓ ") : null, loss(found.mean), over ? " over" : "",
-      el("small", { title: "95 % interval, and what it rests on" }, ` ${lossRange(found.low, found.high)}, ${found.answers ? `measured on ${count(found.answers)}` : "published"}`));
+    return el("td", { class: "num" }, found.mean <= negligible_loss ? el("span", { title: "As good as the highest precision" }, "✓ ") : null, loss(found.mean), over ? " over" : "", lossBasis(found.low, found.high, found.answers));
   };
   const row = (kind) => ([complexity], n, all) => el("tr", {},
     n ? null : el("th", { scope: "rowgroup", rowspan: all.length }, kind.replaceAll("_", " "), known(max_loss[kind]) ? el("small", {}, `cap ${loss(max_loss[kind])}`) : null),
     el("th", { scope: "row" }, complexity), tiers.map((t) => cell(t, kind, complexity)));
-  return figuresTable("Expected loss", ["Class", "Complexity", ...tiers], classes.map((c) => el("tbody", {}, Object.entries(losses[tiers[0]][c]).map(row(c)))));
+  return figuresTable("Expected loss", ["Class", "Complexity"], tiers, classes.map((c) => el("tbody", {}, Object.entries(losses[tiers[0]][c]).map(row(c)))));
 }
 
 /** How live answers of a tier compare to the highest precision's: it shows drift, and decides nothing. */
 function liveTable(live) {
   const row = (l) => el("tr", {}, el("th", { scope: "row" }, `${l.class.replaceAll("_", " ")} on ${l.tier}`),
     el("td", { class: "num" }, known(l.differing) ? `${percent(l.differing)} of ${count(l.compared)} compared` : NONE), el("td", { class: "num" }, count(l.checked)), el("td", { class: "num" }, fixed(l.regret, 3)));
-  return figuresTable("Live answers", ["Live answers", "Differing", "Checked", "Regret, nats a token"], el("tbody", {}, live.map(row)));
+  return figuresTable("Live answers", ["Live answers"], ["Differing", "Checked", "Regret, nats a token"], el("tbody", {}, live.map(row)));
 }
 
-const figuresTable = (name, heads, ...bodies) => el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name }, el("table", {},
-  el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))), ...bodies));
+const figuresTable = (name, words, figures, ...bodies) => el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name }, el("table", {},
+  el("thead", {}, el("tr", {}, [...words, ...figures].map((head, n) => el("th", { scope: "col", class: n < words.length ? null : "num" }, head)))), ...bodies));

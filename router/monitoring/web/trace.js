@@ -60,13 +60,12 @@ function verdictTable(tiers, chosen) {
   const head = ["Tier", "TTFT", "TPOT", "Loss", "Cost", "Verdict"];
   const cell = (kind, ...children) => el("td", { role: "cell", class: kind }, ...children);
   const row = (t) => {
-    const interval = t.expected_loss_interval;
-    const range = interval && interval[1] > 0 ? ` ${lossRange(...interval)}, ${t.loss_answers ? `measured on ${count(t.loss_answers)}` : "published"}` : "";
+    const interval = t.expected_loss_interval ?? [0, 0];
     return el("tr", { role: "row", class: t.tier === chosen ? "chosen" : null },
       el("th", { role: "rowheader", scope: "row" }, tierName(t.tier), t.state === "ready" ? null : el("span", { class: "muted" }, ` ${t.state}`)),
       cell("num", duration(t.predicted_ttft_ms)),
       cell("num", duration(t.predicted_tpot_ms)),
-      cell("num", loss(t.expected_loss), range ? el("span", { class: "muted", title: "95 % interval, and what it rests on" }, range) : null),
+      cell("num", loss(t.expected_loss), interval[1] > 0 ? lossBasis(...interval, t.loss_answers) : null),
       cell("num", cost(t.cost)),
       cell("verdict", t.tier === chosen ? `✓ ${t.verdict}` : t.verdict));
   };
