@@ -18,6 +18,7 @@ from rich.text import Text
 
 from router.cli.client import KEY_NEEDED, URL, KeyOption, UrlOption, authorization, no_answer, trusted
 from router.cli.common import output, printable
+from router.policy.losses import one_in
 from router.telemetry.logs import shown_ms
 from tiers.errors import OperationError
 from tiers.preparing import Preparing
