@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from router.auth.api_keys import add_key, set_team
-from router.policy.profiles import latency_name
 from router.profiling.shadow_evaluation import LOOK_S, QUIET_LOOKS
-from tests.browser.made_up import speed
+from tests.browser.made_up import measured
+from tests.fakes.engine import Behaviour
 from tests.deploy.services import eventually
 from tests.unit.own_engines import until
-from tests.unit.pipeline.test_live_loss import profiled_stack
 from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
@@ -95,17 +94,18 @@ class Routers:
                 behaviour.status = 200
 
     async def losses(self) -> None:
-        """Let the highest precision disagree with live answers, until a class is promoted."""
+        """Let live answers differ from the highest precision's, until that shows."""
         stack = self.stacks[1]
-        stack.engines[PRECISE].rank = 2
 
-        async def promoted() -> bool:
-            for _ in range(10):  # of their own accord they would leave a tier that this machine happens to slow down
-                await self.ask(stack, tier="fast")
+        async def differing() -> bool:
+            for _ in range(3):  # of their own accord they would leave a tier that this machine happens to slow down
+                for prompt in PROMPTS:
+                    await self.ask(stack, prompt=prompt, tier="fast")
+                    await self.ask(stack, prompt=prompt, tier="balanced")
             await asyncio.sleep(UNTIL_IDLE_S)
-            return "qarr_promoted_classes{" in (await stack.client.get(f"{stack.url}/metrics")).text
+            return "qarr_live_differing_ratio{" in (await stack.client.get(f"{stack.url}/metrics")).text
 
-        await eventually(promoted, 60)
+        await eventually(differing, 60)
 
     async def everything(self) -> None:
         """Let all of it happen."""
