@@ -1062,7 +1062,8 @@ class TelemetrySettings(Section):
         "", description="Address of a trace in a trace viewer, with `{trace_id}` in it; answers then carry it."
     )
     sampled_prompts: Path | None = Field(
-        None, description="File of sampled prompts for `qarr profile quality --prompts`; none: no prompt is kept."
+        None,
+        description="File of sampled prompts, to write tasks from and to train the classifier; none: no prompt is kept.",
     )
     prompt_share: Share = Field(0.01, description="Share of prompts that are sampled to that file.")
     decision_log: Path | None = Field(

@@ -184,7 +184,6 @@ def test_no_attribute_is_computed_for_a_request_that_is_not_traced(made_of: str)
         made.name_server_span(never, never)
         made.record_outcome(record(decision=never))
         assert not made.wants_prompt
-        made.record_promotion("event", never, never, 0.0)
         assert made.start_attempt(FAST, replica(), Asked(), 1).span is root
     assert exporter.get_finished_spans() == ()
 
