@@ -15,20 +15,21 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import dedent
 
 from router.policy.profiles import ProfileError
 
 SANDBOX = Path(__file__).with_name("sandbox.py")
 START_S, WALL_S = 30.0, 5.0
 LONGEST = 20_000  # characters of an answer
-_FENCED = re.compile(r"```[ \t]*(?:python3?|py)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
-_BARE_FENCE = re.compile(r"```[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_BLOCKS = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def code_of(answer: str) -> str:
-    """Return the first block of Python, else the first block without a language, else the whole answer."""
-    found = _FENCED.search(answer) or _BARE_FENCE.search(answer)
-    return found[1] if found else answer
+    """Return the first block of Python, else the first block, else the whole answer."""
+    blocks = _BLOCKS.findall(answer)
+    python = [block for language, block in blocks if language.lower() in {"python", "python3", "py"}]
+    return dedent([*python, *(block for _, block in blocks), answer][0])
 
 
 async def passes(answer: str, test: str) -> bool:
@@ -40,7 +41,7 @@ async def passes(answer: str, test: str) -> bool:
     return await asyncio.to_thread(run, code_of(answer[:LONGEST]), test)
 
 
-def run(code: str, test: str) -> bool:
+def run(code: str, test: str, seconds: float = WALL_S) -> bool:
     """Do as ``passes`` does, in this thread."""
     token = secrets.token_hex(16).encode()
     job = json.dumps([code, test]).encode() + b"\n" + token
@@ -67,7 +68,7 @@ def run(code: str, test: str) -> bool:
             if (begun := _read(output, 1, START_S)) != b"+":
                 why = (begun + _read(output, 200, 1)).decode(errors="replace") or "the sandbox did not start"
                 raise ProfileError(f"code is not run, for it cannot be locked in: {why}; leave out --run-code")
-            return _read(output, len(token) + 1, WALL_S) == token
+            return _read(output, len(token) + 1, seconds) == token
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

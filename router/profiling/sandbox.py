@@ -64,7 +64,7 @@ def lock() -> str:
     if libc.prctl(SECCOMP, c_ulong(FILTER), byref(Program(len(code) // 8, code)), c_ulong(0), c_ulong(0)):
         return f"seccomp filter: {os.strerror(get_errno())}"
     try:
-        os.stat("/")
+        os.open("/", os.O_RDONLY)
     except PermissionError:
         return ""
     return "the seccomp filter is not obeyed"
@@ -83,7 +83,9 @@ def main() -> None:
     if refused:
         leave(1)
     for module in (os, sys.modules["posix"]):
-        del module.read  # the one way left to the token
+        del module.read  # with ctypes the last way to the token
+    for name in [name for name in sys.modules if "ctypes" in name]:
+        del sys.modules[name]
     sys.modules["answer"] = answer_module = ModuleType("answer")
     for source in (code, test):
         exec(compile(source, "answer", "exec"), answer_module.__dict__)  # noqa: S102  # what this is for
