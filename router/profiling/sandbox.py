@@ -15,7 +15,7 @@ from importlib import import_module
 from types import ModuleType
 
 PRELOADED = (
-    "abc array base64 bisect calendar cmath collections.abc contextlib copy dataclasses datetime decimal difflib enum "
+    "__future__ abc array ast base64 bisect calendar cmath collections.abc contextlib copy dataclasses datetime decimal difflib enum "
     "fractions functools hashlib heapq io itertools json math numbers operator queue random re statistics string "
     "textwrap threading time traceback types typing unicodedata _strptime encodings.ascii encodings.latin_1"
 )
