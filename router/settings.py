@@ -933,11 +933,17 @@ class LoraSettings(Section):
     )
 
 
+TierPolicy = Literal["prefer", "require"]
+
+
 class OpenAISettings(Section):
     """OpenAI's API."""
 
-    reloads: ClassVar[frozenset[str]] = frozenset({"aliases", "embeddings_urls"})
+    reloads: ClassVar[frozenset[str]] = frozenset({"tier_policy", "aliases", "embeddings_urls"})
 
+    tier_policy: TierPolicy = Field(
+        "require", description="A tier named as `model`: `require`, it answers or nothing does; `prefer`, it is a hint."
+    )
     aliases: dict[str, Literal["auto"] | TierName] = Field({}, description='More model names, as in `gpt-4o = "auto"`.')
     embeddings_urls: Annotated[tuple[BaseAddress, ...], AfterValidator(_once)] = Field(
         (), description="Engines that serve `/v1/embeddings`; the first one that answers is used."
