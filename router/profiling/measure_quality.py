@@ -132,7 +132,7 @@ class _Run:
             checkpoints=dict(fleet.checkpoints),
             tasks=plan.name,
             whole=whole,
-            counts=count(self._answers.values()),
+            counts=count(self._answers.values(), self._lower),
             adapter=plan.adapter,
         )
 
