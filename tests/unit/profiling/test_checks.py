@@ -20,16 +20,11 @@ def passes(check: dict[str, Any], answer: str) -> bool:
     return bool(READ.validate_python(check).passes(answer))
 
 
-def failing(check: dict[str, Any], cases: dict[str, bool]) -> list[str]:
-    """Return the answers that are not judged as expected."""
-    return [answer for answer, right in cases.items() if passes(check, answer) is not right]
-
-
 NUMBERS = [
-    ("42", 42), ("The answer is 42.", 42), ("6 * 7 = **42**", 42), ("$1,234.50", 1234.5), ("-7", -7), ("−7 °C", -7),
+    ("42", 42), ("The answer is 42.", 42), ("6 * 7 = **42**", 42), ("$1,234.50", 1234.5), ("-7", -7), ("minus 7", -7), ("−7 °C", -7),
     ("10-5", 5), ("Range 3 - 5", 5), ("- 5 apples", 5), ("$-3$", -3), ("-$5", -5), ("50%", 50), ("3/4", 0.75),
     ("1 3/4 cups", 1.75), (r"\frac{3}{4}", 0.75), (r"So \boxed{42} after 3 steps", 42), (r"\boxed{\frac{1}{2}}", 0.5),
-    (r"1{,}234", 1234), ("25 cm^2", 25), ("25 m²", 25), ("5km", 5), ("3,5", 3.5), ("1,2,3", 3), ("12 345,", 12345),
+    (r"1{,}234", 1234), ("25 cm^2", 25), ("25 m²", 25), ("5km", 5), ("3,5", 3.5), ("1.234,50 €", 1234.5), ("1,2,3", 3), ("12 345,", 12345),
     ("1\u202f000\u202f000", 1e6), ("1.5e3", 1500), ("3 × 10^8 m/s", 3e8), (".5", 0.5), ("€ 20", 20), ("答案是42。", 42),
     ("There are five.", 5), ("x2 = 9", 9), ("4 eggs, 2/0", float("nan")), ("none", float("nan")), ("9" * 500, float("inf")),
 ]  # fmt: skip
@@ -41,10 +36,6 @@ def test_last_number(answer: str, number: float) -> None:
     check = {"type": "number", "value": number if finite else 1}
     assert passes(check, answer) is finite
     assert not passes({"type": "number", "value": (number if finite else 1) + 1.25}, answer)
-
-
-def test_a_number_may_be_off_by_its_tolerance() -> None:
-    assert failing({"type": "number", "value": 3.14, "tolerance": 0.01}, {"3.1416": True, "3.16": False}) == []
 
 
 LETTERS = {
@@ -59,19 +50,11 @@ WORDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("value", "options", "cases"),
-    [
-        ("B", list("ABCD"), LETTERS),
-        ("positive", ["positive", "neutral", "very positive"], WORDS),
-        ("是", ["是", "否"], {"答：是的": True}),
-    ],
-)
-def test_choices(value: str, options: list[str], cases: dict[str, bool]) -> None:
-    assert failing({"type": "choice", "value": value, "options": options}, cases) == []
-
-
 CHECKS: list[tuple[dict[str, Any], dict[str, bool]]] = [
+    ({"type": "number", "value": 3.14, "tolerance": 0.01}, {"3.1416": True, "3.16": False}),
+    ({"type": "choice", "value": "B", "options": ["A", "B", "C", "D"]}, LETTERS),
+    ({"type": "choice", "value": "positive", "options": ["positive", "neutral", "very positive"]}, WORDS),
+    ({"type": "choice", "value": "是", "options": ["是", "否"]}, {"答：是的": True, "答：否": False}),
     ({"type": "exact", "values": ["Paris"]}, {" **paris**.\n": True, "“Paris”": True, "It is Paris": False, "": False}),
     ({"type": "exact", "values": ["it's"]}, {"It’s!": True, "its": False}),
     ({"type": "exact", "values": ["snake_case", ".5"]}, {"`snake_case`": True, "snakecase": False, ".5": True, "5": False}),
@@ -80,6 +63,8 @@ CHECKS: list[tuple[dict[str, Any], dict[str, bool]]] = [
     ({"type": "contains", "all": ["東京"]}, {"それは東京です": True, "京都": False}),
     ({"type": "contains", "all": ["C++", "don't"]}, {"I don’t like\nC++.": True, "C+": False}),
     ({"type": "regex", "pattern": r"^\d{4}-\d\d$"}, {"2024-05": True, "on 2024-05": False}),
+    ({"type": "regex", "pattern": "^(a|a?)+$"}, {"aaa": True, "a" * 60 + "!": False}),
+    ({"type": "code", "cases": [[[], 3]]}, {"sum([1, 2])": True, "x = 3": True, "1 +": False, "print(3)": False}),
     ({"type": "json", "schema": {"type": "object", "required": ["a"]}, "values": {"/a/0/b~1c": 3}},
      {'{"a": [{"b/c": 3}]}': True, 'Here:\n```json\n{"a": [{"b/c": 3.0}]}\n```': True, 'So {"a": [{"b/c": 3}]}, done [1]': True,
       '{"a": [{"b/c": true}]}': False, '{"a": []}': False, '{"a": 1}': False, "[1]": False, "{'a': 1}": False, "no": False}),
@@ -87,7 +72,7 @@ CHECKS: list[tuple[dict[str, Any], dict[str, bool]]] = [
     ({"type": "json", "values": {"": ["é", None]}}, {'["é", null]': True, '["\\u00e9", null]': True, '["e", null]': False}),
     ({"type": "constraints", "min_words": 2, "max_words": 3}, {"one - two": True, "one": False, "a b c d": False}),
     ({"type": "constraints", "sentences": 2}, {"Dr. Lee ran 3.5 km. She won!": True, "One.": False, "A? B. C.": False, "雨です。はい。": True}),
-    ({"type": "constraints", "sentences": 1}, {"1. We met at 5 p.m. in town.": True, 'He said "no." 🙂': True, "a.\nb": False}),
+    ({"type": "constraints", "sentences": 1}, {"1. We met at 5 p.m. in the U.S. office.": True, 'He said "no." 🙂': True, "a.\nb": False}),
     ({"type": "constraints", "bullets": 2}, {"- a\n* b": True, "1. a\n2) b": True, "- a": False, "-a\n-b": False}),
     ({"type": "constraints", "lines": 3, "paragraphs": 2}, {"a\n\nb\nc": True, "a\nb\nc": False}),
     ({"type": "constraints", "starts_with": "However", "ends_with": "the end"}, {'"However, it is **The End**."': True, "However the ending": False}),
@@ -99,11 +84,11 @@ CHECKS: list[tuple[dict[str, Any], dict[str, bool]]] = [
 
 
 @pytest.mark.parametrize(("check", "cases"), CHECKS)
-def test_texts_and_forms(check: dict[str, Any], cases: dict[str, bool]) -> None:
-    assert failing(check, cases) == []
+def test_answers_are_judged(check: dict[str, Any], cases: dict[str, bool]) -> None:
+    assert {answer: passes(check, answer) for answer in cases} == cases
 
 
-FACTORIAL = "def f(n):\n    '''Doc.'''\n    out = 1\n    for i in range(2, n + 1):\n        out *= i\n    return out"
+FACTORIAL = "def f(n):\n    '''Doc.'''\n    if not isinstance(n, int):\n        raise ValueError\n    out = 1\n    for i in range(2, n + 1):\n        out *= i\n    return out"
 CODE: list[tuple[str, list[Any], Any, bool]] = [
     (FACTORIAL, [5], 120, True),
     (f"Sure:\n```python\n{FACTORIAL}\nprint(f(3))\n```\nIt works.", [5], 120, True),
@@ -128,13 +113,6 @@ CODE: list[tuple[str, list[Any], Any, bool]] = [
 @pytest.mark.parametrize(("answer", "args", "expected", "right"), CODE)
 def test_code_is_computed_without_running_it(answer: str, args: list[Any], expected: Any, *, right: bool) -> None:
     assert passes({"type": "code", "function": "f", "cases": [[args, expected], [args, expected]]}, answer) is right
-
-
-@pytest.mark.parametrize(
-    ("answer", "right"), [("sum([1, 2])", True), ("x = 3", True), ("1 +", False), ("print(3)", False)]
-)
-def test_an_expression_is_code(answer: str, *, right: bool) -> None:
-    assert passes({"type": "code", "cases": [[[], 3]]}, answer) is right
 
 
 N = 20_000
@@ -191,10 +169,6 @@ def test_no_answer_raises_or_hangs(check: dict[str, Any]) -> None:
         assert isinstance(read.passes(text), bool)
 
     any_text()
-
-
-def test_a_pattern_that_takes_long_does_not_pass() -> None:
-    assert not passes({"type": "regex", "pattern": r"^(a|a?)+$"}, "a" * 60 + "!")
 
 
 def test_a_test_is_not_run_here() -> None:

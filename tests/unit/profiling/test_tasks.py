@@ -35,7 +35,13 @@ def test_the_classifier_judges_what_a_line_leaves_out(tmp_path: Path) -> None:
 
 
 def test_a_digest_changes_with_all_that_decides_the_outcome_and_nothing_else(tmp_path: Path) -> None:
-    changes = [{}, {"prompt": "b"}, {"max_tokens": 9}, {"system": "s"}, {"check": {"type": "exact", "values": ["y"]}}]
+    changes: list[dict[str, Any]] = [
+        {},
+        {"prompt": "b"},
+        {"max_tokens": 9},
+        {"system": "s"},
+        {"check": {"type": "exact", "values": ["y"]}},
+    ]
     schemas = [{"check": {"type": "json", "schema": schema}} for schema in ({}, {"type": "null"})]
     tasks = read(tmp_path / "t", *({**TASK, **change} for change in [*changes, *schemas, {"class": "math"}]))
     digests = [task.digest for task in tasks]
