@@ -10,14 +10,15 @@ import platform
 import resource
 import struct
 import sys
-from ctypes import CDLL, Structure, byref, c_char_p, c_ulong, c_ushort, get_errno
+from ctypes import CDLL, addressof, c_ulong, create_string_buffer, get_errno
 from importlib import import_module
 from types import ModuleType
 
 PRELOADED = (
-    "__future__ abc array ast base64 bisect calendar cmath collections.abc contextlib copy dataclasses datetime decimal difflib enum "
-    "fractions functools hashlib heapq io itertools json math numbers operator queue random re statistics string "
-    "textwrap threading time traceback types typing unicodedata _strptime encodings.ascii encodings.latin_1"
+    "__future__ abc array ast base64 bisect calendar cmath collections.abc contextlib copy dataclasses datetime "
+    "decimal difflib enum fractions functools hashlib heapq io itertools json math numbers operator queue random re "
+    "statistics string textwrap threading time traceback types typing unicodedata _strptime encodings.ascii "
+    "encodings.latin_1"
 )
 CPU_S, MEMORY = 2, 512 * 2**20
 # The only system calls that are left, with their numbers on the machines that have a column in MACHINES.
@@ -28,15 +29,8 @@ CALLS = (
     "gettimeofday 96 169, getrusage 98 165, getpid 39 172, getrandom 318 278, exit 60 93, exit_group 231 94"
 )
 MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column of CALLS, name in the kernel's audit
-NO_NEW_PRIVILEGES, SECCOMP, FILTER = 38, 22, 2
 KILL, ALLOW, DENY = 0x80000000, 0x7FFF0000, 0x00050001  # denied calls fail with EPERM
 LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
-
-
-class Program(Structure):
-    """The kernel's struct sock_fprog."""
-
-    _fields_ = (("length", c_ushort), ("filter", c_char_p))
 
 
 def program(machine: str) -> bytes:
@@ -52,17 +46,17 @@ def lock() -> str:
     """Give up everything but computing; return why that fails, or nothing."""
     for name in PRELOADED.split():
         import_module(name)
-    limits = {"CPU": CPU_S, "AS": MEMORY, "FSIZE": 0, "CORE": 0, "NPROC": 0}
-    for limit, value in limits.items():
+    for limit, value in {"CPU": CPU_S, "AS": MEMORY, "FSIZE": 0, "CORE": 0, "NPROC": 0}.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (value, value))
     if platform.machine() not in MACHINES:
         return f"no list of system calls for {platform.machine()}"
-    code = program(platform.machine())
+    code = create_string_buffer(program(platform.machine()))
+    sock_fprog = create_string_buffer(struct.pack("HP", len(code) // 8, addressof(code)))
+    steps = {"no_new_privs": (38, 1, 0, 0, 0), "seccomp filter": (22, 2, addressof(sock_fprog), 0, 0)}
     libc = CDLL(None, use_errno=True)
-    if libc.prctl(NO_NEW_PRIVILEGES, *map(c_ulong, (1, 0, 0, 0))):
-        return f"no_new_privs: {os.strerror(get_errno())}"
-    if libc.prctl(SECCOMP, c_ulong(FILTER), byref(Program(len(code) // 8, code)), c_ulong(0), c_ulong(0)):
-        return f"seccomp filter: {os.strerror(get_errno())}"
+    for name, arguments in steps.items():
+        if libc.prctl(*map(c_ulong, arguments)):
+            return f"{name}: {os.strerror(get_errno())}"
     try:
         os.open("/", os.O_RDONLY)
     except PermissionError:

@@ -13,32 +13,16 @@ import psutil
 import pytest
 
 from router.profiling.run_code import code_of, passes, run
-from router.profiling.sandbox import MACHINES, program
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-DENIED = """
-import os, threading
-
-def denied(call, *args):
-    try:
-        call(*args)
-    except (OSError, RuntimeError):
-        return True
-    return False
-"""
+DENIED = "try:\n    {}\nexcept (OSError, RuntimeError):\n    pass\nelse:\n    raise AssertionError"
 SOLVED = "def f(x):\n    return 2 * x\n"
-LATE = """
-from __future__ import annotations
-from dataclasses import dataclass
-@dataclass
-class A:
-    x: int
-f = lambda x: A(x).x * 2
-if __name__ == "__main__":
-    input()
-"""
+LATE = (
+    "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n"
+    "f = lambda x: A(x).x * 2\nif __name__ == '__main__':\n    input()"
+)
 TOKENS = """
 import gc, os, re, sys
 planted = "0f" * 16
@@ -97,21 +81,20 @@ def test_code_that_ends_or_bursts_does_not_pass(code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "test",
+    "call",
     [
-        "not denied(os.getpid)",
-        "denied(open, '/etc/passwd')",
-        "denied(open, 'new', 'w')",
-        "denied(os.listdir, '.')",
-        "denied(os.fork)",
-        "denied(threading.Thread(target=print).start)",
-        "denied(os.posix_spawn, '/bin/true', ['true'], {})",
-        "denied(os.execv, '/bin/true', ['true'])",
-        "denied(os.kill, os.getpid(), 0)",
+        "open('/etc/passwd')",
+        "open('new', 'w')",
+        "os.listdir('.')",
+        "os.fork()",
+        "threading.Thread(target=print).start()",
+        "os.posix_spawn('/bin/true', ['true'], {})",
+        "os.execv('/bin/true', ['true'])",
+        "os.kill(os.getpid(), 0)",
     ],
 )
-def test_what_could_leave_the_process_is_denied(test: str) -> None:
-    assert run(DENIED, f"assert {test}")
+def test_what_could_leave_the_process_is_denied(call: str) -> None:
+    assert run("import os, threading\nos.getpid()", DENIED.format(call))
 
 
 def test_the_token_is_not_in_memory() -> None:
@@ -144,7 +127,3 @@ def test_nothing_runs_where_the_lock_is_not_known() -> None:
     done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=False)
     assert "ProfileError: code is not run" in done.stderr
     assert "no list of system calls" in done.stderr
-
-
-def test_both_machines_allow_as_many_calls() -> None:
-    assert len({len(program(machine)) for machine in MACHINES}) == 1
