@@ -13,6 +13,7 @@ import sys
 from ctypes import CDLL, addressof, c_ulong, create_string_buffer, get_errno
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 PRELOADED = (
     "__future__ abc array ast base64 bisect calendar cmath collections.abc contextlib copy dataclasses datetime "
@@ -64,6 +65,14 @@ def lock() -> str:
     return "the seccomp filter is not obeyed"
 
 
+def hide(event: str, arguments: tuple[Any, ...]) -> None:
+    """Keep the frames below the code, and so the way to the token, out of its sight."""
+    if event in {"sys._getframe", "sys._current_frames", "sys.setprofile", "sys.settrace"} or (
+        event.startswith("gc.get_") or (event == "object.__getattr__" and arguments[1].endswith("_frame"))
+    ):
+        raise AttributeError(event)
+
+
 def main() -> None:
     """Lock in, run, and answer."""
     with open(0, "rb", buffering=0, closefd=False) as stdin:  # unbuffered: the token stays where it is
@@ -77,9 +86,10 @@ def main() -> None:
     if refused:
         leave(1)
     for module in (os, sys.modules["posix"]):
-        del module.read  # with ctypes the last way to the token
-    for name in [name for name in sys.modules if "ctypes" in name]:
+        del module.read  # with ctypes and frames the last way to the token
+    for name in [name for name in sys.modules if "ctypes" in name or name == "__main__"]:
         del sys.modules[name]
+    sys.addaudithook(hide)
     sys.modules["answer"] = answer_module = ModuleType("answer")
     for source in (code, test):
         exec(compile(source, "answer", "exec"), answer_module.__dict__)  # noqa: S102  # what this is for

@@ -23,11 +23,11 @@ LATE = (
     "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n"
     "f = lambda x: A(x).x * 2\nif __name__ == '__main__':\n    input()"
 )
-TOKENS = """
-import gc, os, re, sys
-planted = "0f" * 16
-words = [*gc.get_referents(*gc.get_objects()), *sys.argv, *os.environ.values()]
-found = {w for w in words if re.fullmatch("b?'[0-9a-f]{32}'", repr(w) if type(w) in (str, bytes) else "")}
+CHEAT = """
+while frame and "token" not in frame.f_locals:
+    frame = frame.f_back
+names = frame.f_locals
+names["write"](names["answer"], names["read"](names["token"], 64)), names["leave"](0)
 """
 UNDER_LOCK = "import socket, sys; s = socket.socket(); from router.profiling.sandbox import lock; assert not lock(); "
 TEST = "assert f(2) == 4"
@@ -97,8 +97,19 @@ def test_what_could_leave_the_process_is_denied(call: str) -> None:
     assert run("import os, threading\nos.getpid()", DENIED.format(call))
 
 
-def test_the_token_is_not_in_memory() -> None:
-    assert run(TOKENS, "assert found == {planted}, found")
+@pytest.mark.parametrize(
+    "frame",
+    [
+        "import sys; frame = sys._getframe()",
+        "import sys; frame = sys._current_frames().popitem()[1]",
+        "try:\n    0 / 0\nexcept ZeroDivisionError as error:\n    frame = error.__traceback__.tb_frame",
+        "g = (g.gi_frame.f_back for _ in 'x'); frame = next(g)",
+        "import sys; sys.setprofile(lambda f, *_: globals().setdefault('frame', f)); (lambda: 0)()",
+        "import gc; frame = next(o for o in gc.get_objects() if 'frame' in str(type(o)) and 'token' in o.f_locals)",
+    ],
+)
+def test_the_token_is_out_of_reach(frame: str) -> None:
+    assert not run(frame + CHEAT, "")
 
 
 def test_no_connection_is_made() -> None:
