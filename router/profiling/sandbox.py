@@ -34,16 +34,18 @@ KILL, ALLOW, DENY = 0x80000000, 0x7FFF0000, 0x00050001  # denied calls fail with
 LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
 
 
-def program(machine: str) -> bytes:
-    """Return a BPF program that allows ``CALLS`` of this machine, and no other machine's."""
+def program(machine: str, token: int) -> bytes:
+    """Return a BPF program that allows ``CALLS`` of this machine; who tries to read anything but the token is killed."""
     column, audit = MACHINES[machine]
-    steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    for call in CALLS.split(", "):
-        steps += [(EQUAL, 0, 1, int(call.split()[column])), (RETURN, 0, 0, ALLOW)]
+    read, *calls = (int(call.split()[column]) for call in CALLS.split(", "))
+    steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0), (EQUAL, 0, 5, read)]
+    steps += [(LOAD, 0, 0, 16), (EQUAL, 1, 0, 0), (EQUAL, 0, 1, token), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, KILL)]
+    for call in calls:
+        steps += [(EQUAL, 0, 1, call), (RETURN, 0, 0, ALLOW)]
     return b"".join(struct.pack("=HBBI", *step) for step in [*steps, (RETURN, 0, 0, DENY)])
 
 
-def lock() -> str:
+def lock(token: int) -> str:
     """Give up everything but computing; return why that fails, or nothing."""
     for name in PRELOADED.split():
         import_module(name)
@@ -51,7 +53,7 @@ def lock() -> str:
         resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (value, value))
     if platform.machine() not in MACHINES:
         return f"no list of system calls for {platform.machine()}"
-    code = create_string_buffer(program(platform.machine()))
+    code = create_string_buffer(program(platform.machine(), token))
     sock_fprog = create_string_buffer(struct.pack("HP", len(code) // 8, addressof(code)))
     steps = {"no_new_privs": (38, 1, 0, 0, 0), "seccomp filter": (22, 2, addressof(sock_fprog), 0, 0)}
     libc = CDLL(None, use_errno=True)
@@ -77,16 +79,15 @@ def main() -> None:
     """Lock in, run, and answer."""
     with open(0, "rb", buffering=0, closefd=False) as stdin:  # unbuffered: the token stays where it is
         code, test = json.loads(stdin.readline())
-    token, answer, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
+    token, answer, null = 256 + os.urandom(1)[0], os.dup(1), os.open(os.devnull, os.O_RDWR)
+    os.dup2(0, token)  # a number to guess, in one try
     os.dup2(null, 0)
     os.dup2(null, 1)
     read, write, leave = os.read, os.write, os._exit
-    refused = lock()
+    refused = lock(token)
     write(answer, refused.encode() or b"+")
     if refused:
         leave(1)
-    for module in (os, sys.modules["posix"]):
-        del module.read  # with ctypes and frames the last way to the token
     for name in [name for name in sys.modules if "ctypes" in name or name == "__main__"]:
         del sys.modules[name]
     sys.addaudithook(hide)

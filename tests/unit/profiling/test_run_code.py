@@ -29,7 +29,7 @@ while frame and "token" not in frame.f_locals:
 names = frame.f_locals
 names["write"](names["answer"], names["read"](names["token"], 64)), names["leave"](0)
 """
-UNDER_LOCK = "import socket, sys; s = socket.socket(); from router.profiling.sandbox import lock; assert not lock(); "
+UNDER_LOCK = "import socket, sys; s = socket.socket(); from router.profiling.sandbox import lock; assert not lock(0); "
 TEST = "assert f(2) == 4"
 
 
@@ -65,14 +65,14 @@ def test_the_test_decides(answer: str, *, passed: bool) -> None:
     [
         "import sys; sys.exit(0)",
         "import os; os._exit(0)",
-        "import os; os.write(4, b'0' * 32); os._exit(0)",
-        "import os; os.write(4, os.read(3, 64)); os._exit(0)",
+        "import os; os.write(3, b'0' * 32); os._exit(0)",
+        "import os\nfor i in range(3, 512):\n    try: os.write(3, os.read(i, 64)); os._exit(0)\n    except OSError: pass",
         "import ctypes; ctypes.CDLL(None).read",
         "f = lambda x: exit()",
         "x = [0] * 10**9",
         "while True: pass",
         "while True: print('x' * 10**6)",
-        "import os\nwhile True: os.write(4, b'x' * 10**6)",
+        "import os\nwhile True: os.write(3, b'x' * 10**6)",
         "f = lambda x: f(x)",
     ],
 )
@@ -105,7 +105,6 @@ def test_what_could_leave_the_process_is_denied(call: str) -> None:
         "try:\n    0 / 0\nexcept ZeroDivisionError as error:\n    frame = error.__traceback__.tb_frame",
         "g = (g.gi_frame.f_back for _ in 'x'); frame = next(g)",
         "import sys; sys.setprofile(lambda f, *_: globals().setdefault('frame', f)); (lambda: 0)()",
-        "import gc; frame = next(o for o in gc.get_objects() if 'frame' in str(type(o)) and 'token' in o.f_locals)",
     ],
 )
 def test_the_token_is_out_of_reach(frame: str) -> None:
