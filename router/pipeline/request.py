@@ -96,7 +96,7 @@ class PromptText:
     salt: str = ""
 
     def classify(self, counter: TokenCounter) -> PromptFeatures:
-        """Return the text's features. What cannot be read, as images and token ids, may be anything: it counts as complex."""
+        """Return the text's features. What cannot be read, as images and token ids, counts as complex."""
         features = extract(self.text, counter, self.prompt_tokens or 0)
         if not self.other_parts and (self.text or not self.prompt_tokens):
             return features
