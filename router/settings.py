@@ -304,6 +304,7 @@ def _no_tier(name: str) -> str:
 
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,99}$"), AfterValidator(_no_tier)]
 EngineArgs = Annotated[tuple[str, ...], AfterValidator(_not_ours)]
+TierPolicy = Literal["prefer", "require"]
 EngineAddress = Annotated[str, AfterValidator(_engine_address)]  # unchanged: profiles of a tier are named by it
 BaseAddress = Annotated[EngineAddress, AfterValidator(lambda url: url.rstrip("/"))]
 
@@ -912,8 +913,9 @@ class LoraSettings(Section):
 class OpenAISettings(Section):
     """OpenAI's API."""
 
-    reloads: ClassVar[frozenset[str]] = frozenset({"aliases", "embeddings_urls"})
+    reloads: ClassVar[frozenset[str]] = frozenset({"tier_policy", "aliases", "embeddings_urls"})
 
+    tier_policy: TierPolicy = Field("require", description="Of a tier named as `model`; `prefer` makes it a hint.")
     aliases: dict[str, Literal["auto"] | TierName] = Field({}, description='More model names, as in `gpt-4o = "auto"`.')
     embeddings_urls: Annotated[tuple[BaseAddress, ...], AfterValidator(_once)] = Field(
         (), description="Engines that serve `/v1/embeddings`; the first one that answers is used."
@@ -1062,7 +1064,8 @@ class TelemetrySettings(Section):
         "", description="Address of a trace in a trace viewer, with `{trace_id}` in it; answers then carry it."
     )
     sampled_prompts: Path | None = Field(
-        None, description="File of sampled prompts for `qarr profile quality --prompts`; none: no prompt is kept."
+        None,
+        description="File of sampled prompts, to write tasks from and to train the classifier; none: no prompt is kept.",
     )
     prompt_share: Share = Field(0.01, description="Share of prompts that are sampled to that file.")
     decision_log: Path | None = Field(

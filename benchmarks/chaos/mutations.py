@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-CHAT = {"model": "fast", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0}
+CHAT = {"model": "auto", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0}
 GENERATE = {
     "prompt": "What is the capital of France?",
     "system_prompt": "be brief",

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from router.api.provider_body import not_here
 from router.pipeline.request import NO_BOUNDS, RoutingOptions, Truncate
 from router.policy.decision import Priority, Sla
-from router.settings import AdapterName, EngineAddress, LimitSettings
+from router.settings import AdapterName, EngineAddress, LimitSettings, TierPolicy
 from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
 
 if TYPE_CHECKING:
@@ -52,15 +52,17 @@ class Rules:
 
     Attributes:
         tiers: That requests may name.
+        tier_policy: Of a tier named as a model, if the request says none.
     """
 
     limits: LimitSettings = field(default_factory=LimitSettings)
     tiers: tuple[TierName, ...] = STANDARD_TIERS
+    tier_policy: TierPolicy = "require"
 
     @classmethod
     def of(cls, settings: Settings) -> Rules:
         """Return the rules that the settings make."""
-        return cls(settings.limits, settings.tiers.names)
+        return cls(settings.limits, settings.tiers.names, settings.openai.tier_policy)
 
 
 STANDARD_RULES = Rules()
@@ -84,7 +86,7 @@ class RoutingFields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, cache_strings="keys")
 
     tier: str = "auto"
-    tier_policy: Literal["prefer", "require"] = "prefer"
+    tier_policy: TierPolicy = "prefer"
     sla: SlaBody = SlaBody()
     priority: Priority = "standard"
     truncate: Truncate | None = None

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from router.pipeline.pipeline import Pipeline
     from router.pipeline.request import PromptText, RequestContext, RoutingOptions
     from router.policy.decision import Decision
+    from router.settings import TierPolicy
     from router.upstream.engine_stream import EngineStream
 
 # Header → member of the ``qarr`` object; numbers are written as such.
@@ -53,9 +54,9 @@ class OpenAIFields(RoutingFields):
 
 
 @cache  # of known names only
-def _plain_fields(tier: str) -> OpenAIFields:
+def _plain_fields(tier: str, policy: TierPolicy) -> OpenAIFields:
     """Return the options of a request that says nothing about routing but a model's name."""
-    return OpenAIFields.model_construct(tier=tier)
+    return OpenAIFields.model_construct(tier=tier, tier_policy=policy)
 
 
 def _allowed(rules: Rules) -> dict[str, str]:
@@ -207,13 +208,15 @@ def routing_fields(document: JsonObject, context: RequestContext, model: str, ru
         InvalidBody: They are not valid.
     """
     by_header, by_body = _from_headers(context, rules), _from_body(document, rules)
+    policy: TierPolicy = "prefer" if model == "auto" else rules.tier_policy
     if not by_header and not by_body:
-        return _plain_fields(model), "model"
+        return _plain_fields(model, policy), "model"
     given = {**by_header, **by_body}
     if "sla" in given:
         given["sla"] = {**by_header.get("sla", {}), **by_body.get("sla", {})}
     field = "qarr.tier" if "tier" in (document.get("qarr") or {}) else "x-qarr-tier" if "tier" in given else "model"
-    return OpenAIFields.model_validate({"tier": model, **given}, context=rules), field
+    named = {"tier": model, "tier_policy": policy} if field == "model" else {}
+    return OpenAIFields.model_validate({**named, **given}, context=rules), field
 
 
 def _sequences(document: JsonObject, prompt: PromptText, most: int, *, chat: bool) -> int:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FORM = "answers 1"  # of the journal: lines of another form do not count
 DIAGNOSED = 4  # answers of each kind and tier that are scored as well
 KEEP_EVERY = 20  # tasks, after which what is known so far is written
-CHARS_PER_TOKEN = 3.0  # at least, of prompts: those that may be too long for a tier are left out
+CHARS_PER_TOKEN = 4.0  # of long prompts: those that may be too long for a tier are left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class _Run:
             checkpoints=dict(fleet.checkpoints),
             tasks=plan.name,
             whole=whole,
-            counts=count(self._answers.values()),
+            counts=count(self._answers.values(), self._lower),
             adapter=plan.adapter,
         )
 

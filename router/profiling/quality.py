@@ -16,6 +16,7 @@ much changes, not whether it gets worse (arXiv 2606.19558):
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import TYPE_CHECKING
 
 from classifier import PromptClass
@@ -25,6 +26,8 @@ from tiers.spec import TierName, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+    from router.policy.losses import Kind
 
 
 class Scores(Frozen):
@@ -89,34 +92,28 @@ def kl_divergence(p: Mapping[int, float], q: Mapping[int, float]) -> float:
     return max(inner + rest_p * math.log(rest_p / rest_q), 0.0)
 
 
-def count(answers: Iterable[Judged]) -> tuple[AnswerCount, ...]:
-    """Return the counts of every kind and tier but the reference; tasks that it has not answered do not count."""
-    by_tier: dict[TierName, dict[str, Judged]] = {}
+def count(answers: Iterable[Judged], tiers: Iterable[TierName]) -> tuple[AnswerCount, ...]:
+    """Return the counts of every kind that the reference has answered, on each of these tiers but itself."""
+    by_tier: dict[TierName, dict[str, Judged]] = {tier: {} for tier in (*tiers, REFERENCE)}
     for answer in answers:
-        by_tier.setdefault(answer.tier, {})[answer.task] = answer
-    reference = by_tier.pop(REFERENCE, {})
-    return tuple(
-        _count(tier, prompt_class, complexity, by_tier[tier], reference)
-        for tier in in_order(by_tier)
-        for prompt_class in PromptClass
-        for complexity in Complexity
-        if any((a.prompt_class, a.complexity) == (prompt_class, complexity) for a in by_tier[tier].values())
-    )
+        by_tier[answer.tier][answer.task] = answer
+    reference = by_tier.pop(REFERENCE)
+    asked = {(answer.prompt_class, answer.complexity) for answer in reference.values()}
+    kinds = [kind for kind in product(PromptClass, Complexity) if kind in asked]
+    return tuple(_count(tier, kind, by_tier[tier], reference) for tier in in_order(by_tier) for kind in kinds)
 
 
 def _count(
     tier: TierName,
-    prompt_class: PromptClass,
-    complexity: Complexity,
+    kind: Kind,
     answers: Mapping[str, Judged],
     reference: Mapping[str, Judged],
 ) -> AnswerCount:
-    kind = prompt_class, complexity
     asked = [a for a in reference.values() if (a.prompt_class, a.complexity) == kind]
     pairs = [(answers[theirs.task], theirs) for theirs in asked if theirs.task in answers]
     return AnswerCount(
-        prompt_class=prompt_class,
-        complexity=complexity,
+        prompt_class=kind[0],
+        complexity=kind[1],
         tier=tier,
         asked=len(asked),
         right=sum(a.right for a in asked),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from router.policy.losses import Kind
 
 SUITE = "the built-in suite"
-TASKS = Path(__file__).with_name("tasks.jsonl")
+TASKS = Path(__file__).with_name("suite")
 
 
 class Task(Frozen):
@@ -53,11 +53,15 @@ class Task(Frozen):
 
 
 def read_tasks(path: Path) -> tuple[Task, ...]:
-    """Read tasks, a JSON object a line. Id, class and complexity may be left out: the classifier judges the prompt.
+    """Read tasks, a JSON object a line, from a file or a folder's ``*.jsonl``.
+
+    Id, class and complexity may be left out: the classifier judges the prompt.
 
     Raises:
         ProfileError: The file cannot be read or has no tasks, a line is no task, or two have the same id.
     """
+    if path.is_dir():
+        return tuple(task for file in sorted(path.glob("*.jsonl")) for task in read_tasks(file))
     try:
         lines = path.read_text("utf-8").split("\n")  # splitlines() would also split at U+2028, which prompts may have
     except (OSError, UnicodeDecodeError) as error:

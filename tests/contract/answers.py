@@ -97,6 +97,7 @@ REFUSED: dict[str, Asked] = {
     "generate, unknown event": Asked("POST", "/generate", HI, headers={"last-event-id": "none.1"}),
     "chat, unknown model": Asked("POST", "/v1/chat/completions", {**CHAT, "model": "none"}),
     "chat, a wrong field": Asked("POST", "/v1/chat/completions", {**CHAT, "max_tokens": -1}),
+    "chat, a wrong header": Asked("POST", "/v1/chat/completions", CHAT, headers={"x-qarr-tier-policy": "must"}),
     "message, a wrong field": Asked("POST", "/v1/messages", {**MESSAGE, "max_tokens": 0}),
     "response, a wrong field": Asked("POST", "/v1/responses", {"model": "auto"}),
     "no such endpoint": Asked("GET", "/none"),
@@ -107,6 +108,7 @@ BROKEN: dict[str, Asked] = {
     "generate, an engine that fails": Asked("POST", "/generate", {**HI, "stream": False}),
     "generate, a stream that breaks": Asked("POST", "/generate", {**HI, "stream": True}),
     "chat, an engine that fails": Asked("POST", "/v1/chat/completions", CHAT),
+    "chat, a named tier that fails": Asked("POST", "/v1/chat/completions", {**CHAT, "model": "fast"}),
     "chat, a stream that breaks": Asked("POST", "/v1/chat/completions", {**CHAT, "stream": True}),
     "message, a stream that breaks": Asked("POST", "/v1/messages", {**MESSAGE, "stream": True}),
 }

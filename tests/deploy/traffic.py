@@ -13,7 +13,7 @@ from router.profiling.shadow_evaluation import LOOK_S, QUIET_LOOKS
 from tests.browser.made_up import speed
 from tests.deploy.services import eventually
 from tests.unit.own_engines import until
-from tests.unit.pipeline.test_live_loss import profiled_stack
+from tests.unit.profiled_stack import profiled_stack
 from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from router.auth.api_keys import add_key
 from router.policy.profiles import profile_name
 from router.upstream.client import PASSED_AT_ONCE
 from tests.fakes.engine import Behaviour, FakeEngine, serving
-from tests.unit.pipeline.test_live_loss import profile
+from tests.unit.profiled_stack import profile
 from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import STANDARD_TIERS, TierName
 

@@ -7,12 +7,14 @@ import json
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import httpx
 
 from classifier import EstimatingCounter
 from router.app import wire_router
 from router.auth.api_keys import KeyStore
+from router.profiling import auto_profile
 from router.profiling.profile_files import JOURNAL
 from router.server.http_protocol import protocol_for
 from router.settings import load_settings
@@ -27,6 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+TASKS = [
+    {"id": f"{kind}-{n}", "class": kind, "complexity": "moderate", "prompt": f"{kind} {n}", "max_tokens": 8,
+     "check": {"type": "contains", "all": ["Paris"]}}
+    for kind in ("chat", "code") for n in range(8)
+]  # fmt: skip
 QUICK = {"auto": True, "idle_s": 0.1, "latency_s": 4.0}
 
 
@@ -72,6 +79,8 @@ async def measuring_router(
     """Run a router in front of engines that it takes for its own."""
     async with AsyncExitStack() as cleanup:
         cleanup.enter_context(no_faults_in_the_router())
+        (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, TASKS)))
+        cleanup.enter_context(patch.object(auto_profile, "TASKS", folder / "tasks.jsonl"))
         urls = await cleanup.enter_async_context(serving_all(*(FakeEngine(b).app for b in engines)))
         settings = load_settings(
             None,

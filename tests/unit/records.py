@@ -18,7 +18,7 @@ def decision(tier: TierName | None = TierName.FAST, kind: PromptClass = PromptCl
         for name in STANDARD_TIERS
     )
     precision = Precision.BF16 if tier is not None else None
-    return Decision(tier, precision, "the cheapest", query, (), reports, Basis.MEASURED if tier else Basis.REFUSED)
+    return Decision(tier, precision, "the cheapest", query, (), reports, Basis.NEGLIGIBLE if tier else Basis.REFUSED)
 
 
 def record(**fields: Any) -> RequestRecord:

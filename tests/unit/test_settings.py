@@ -179,7 +179,7 @@ def test_the_file_may_come_from_a_variable(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_every_mistake_is_named_at_once(tmp_path: Path) -> None:
     """One line for each, with what was given."""
     file = tmp_path / "qarr.toml"
-    file.write_text("[server]\nport = -1\nprot = 2\n[policy]\nmin_confidence = 'high'\n")
+    file.write_text("[server]\nport = -1\nprot = 2\n[policy]\nnegligible_loss = 'high'\n")
     with pytest.raises(SettingsError) as caught:
         load_settings(file)
     lines = str(caught.value).splitlines()
@@ -259,7 +259,7 @@ def test_the_schema_allows_what_the_settings_allow() -> None:
     server = found["$defs"]["ServerSettings"]
     assert server["additionalProperties"] is False
     assert (server["properties"]["port"]["minimum"], server["properties"]["port"]["maximum"]) == (0, 65535)
-    assert found["$defs"]["PolicySettings"]["properties"]["min_confidence"]["maximum"] == 1
+    assert found["$defs"]["PolicySettings"]["properties"]["negligible_loss"]["maximum"] == 1
 
 
 @pytest.mark.parametrize("value", ["2", "-0.1", '"balanced"', '{ like = "precise" }'])

@@ -97,7 +97,7 @@ async def test_preferences_map_onto_the_policy(tmp_path: Path) -> None:
         assert (await ask(stack, path, {"order": ["balanced"]})).headers["x-qarr-tier"] == "precise"
         both = await ask(stack, path, {"order": ["balanced"]}, model="fast")
         assert (both.status_code, both.json()["error"]["param"]) == (400, "provider.order")
-        wrong = await ask(stack, path, {"quantizations": ["fp8"]}, model="fast", qarr={"tier_policy": "require"})
+        wrong = await ask(stack, path, {"quantizations": ["fp8"]}, model="fast")
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "provider.quantizations")
 
 

@@ -175,7 +175,7 @@ async def test_a_key_bounds_tiers_and_priority(tmp_path: Path, keys_file: Path) 
     soft, _ = add_key(keys_file, "soft", **rights)
     hard, _ = add_key(keys_file, "hard", over="refuse", **rights)
     async with router_stack(tmp_path, {"auth": {"keys_file": str(keys_file)}}) as stack:
-        taken = await ask(stack, soft, model="precise")
+        taken = await ask(stack, soft, qarr={"tier": "precise"})
         assert taken.headers["x-qarr-tier"] == "fast"
         assert "hint precise not taken: is not allowed for this key" in taken.headers["x-qarr-reason"]
         code = await ask(stack, soft, messages=[{"role": "user", "content": "Write a Python function that adds"}])
@@ -184,7 +184,7 @@ async def test_a_key_bounds_tiers_and_priority(tmp_path: Path, keys_file: Path) 
         refused = await ask(stack, hard, model="precise")
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "beyond_key")
         assert refused.json()["error"]["param"] == "model"
-        required = await ask(stack, soft, model="precise", qarr={"tier_policy": "require"})
+        required = await ask(stack, soft, model="precise")
         assert (required.status_code, required.json()["error"]["code"]) == (403, "not_allowed")
         engine = stack.engines[TierName.FAST]
         await ask(stack, soft, qarr={"priority": "interactive"})

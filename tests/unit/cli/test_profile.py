@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from router.cli.profile import _Log, _show, _show_latency
-from router.policy.profiles import Fit, FitError, Interval, LatencyProfile, Loss, ProfileError, QualityProfile
+from router.policy.profiles import Diagnosis, Fit, FitError, LatencyProfile, ProfileError
 from tests.unit.cli.stub_router import qarr
+from tests.unit.policy.made_profiles import counted, quality
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -18,26 +19,8 @@ if TYPE_CHECKING:
 
 from classifier import PromptClass
 
+FAST = TierName.FAST
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
-
-
-def loss(prompts: int, **more: Any) -> Loss:
-    rough = Interval(mean=0.1234, low=0.1, high=0.25)
-    plain = {"top1_disagreement": rough, "kl_mean": rough, "kl_p95": rough, "perplexity_ratio": rough}
-    return Loss(
-        prompt_class=PromptClass.CHAT,
-        tier=TierName.FAST,
-        prompts=prompts,
-        tokens=640,
-        first_divergence=1,
-        never_diverged=0,
-        **plain,
-        **more,
-    )
-
-
-def quality(*losses: Loss) -> QualityProfile:
-    return QualityProfile(created=NOW, model="m", checkpoints={}, answer_tokens=64, top_k=5, prompts="p", losses=losses)
 
 
 def fit(**more: Any) -> Fit:
@@ -49,14 +32,17 @@ def fit(**more: Any) -> Fit:
     return Fit(**plain | more)
 
 
-def test_losses_are_shown_with_their_intervals(capsys: pytest.CaptureFixture[str]) -> None:
-    """The share of tokens in percent; an interval of too few prompts is not shown as one."""
-    _show(quality(loss(40), loss(1)))
-    head, sure, unsure = capsys.readouterr().out.splitlines()
-    assert head.split()[:3] == ["class", "tier", "tokens"]
-    assert sure.split()[:6] == ["chat", "fast", "640", "12.3", "(10.0", "to"]
-    assert "0.123 (0.100 to 0.250)" in sure
-    assert unsure.count("(too few prompts)") == 4
+def test_losses_are_shown_as_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both flips beside the net; a kind of which no answer counts has none. Diagnoses follow, where there are any."""
+    scored = Diagnosis(tokens=640, disagreement=0.1234, kl=0.05, regret=0.2)
+    counts = counted(FAST, 5, 1), counted(FAST, 0, of=0, kind=PromptClass.MATH).model_copy(update={"diagnosis": scored})
+    _show(quality(*counts))
+    head, _, chat, math, _, about, _, diagnosed = capsys.readouterr().out.splitlines()
+    assert head == ("m, measured with made. Of the answers that precise or the tier gets right: worse, better, net.")
+    assert chat.split() == ["chat", "moderate", "fast", "39", "of", "50", "40", "5", "1", "10.0"]
+    assert math.split()[-4:] == ["0", "0", "0", "-"]
+    assert "not whether answers get worse" in about
+    assert diagnosed.split() == ["math,", "moderate", "fast", "640", "12.3", "0.050", "0.200"]
 
 
 def test_fits_are_shown_as_formulas(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,16 +91,16 @@ def test_two_measurements_do_not_share_a_folder(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("args", "said"), [(("quality", "--tokens", "0"), "--tokens"), (("latency", "--step", "0.1"), "--step"), (("latency", "--tier", "9"), "--tier")]
+    ("args", "said"), [(("quality", "--parallel", "0"), "--parallel"), (("latency", "--step", "0.1"), "--step"), (("latency", "--tier", "9"), "--tier")]
 )  # fmt: skip
 def test_options_have_bounds(args: tuple[str, ...], said: str) -> None:
     done = qarr("profile", *args)
     assert (done.exit_code, said in done.stderr) == (2, True)
 
 
-def test_prompts_are_read_before_the_router_is_asked(tmp_path: Path) -> None:
+def test_tasks_are_read_before_the_router_is_asked(tmp_path: Path) -> None:
     """A line of another form is named with its file."""
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hi"}\n')
-    done = qarr("profile", "quality", "--prompts", str(tmp_path / "prompts.jsonl"), "--url", "http://127.0.0.1:9")
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "hi"}\n')
+    done = qarr("profile", "quality", "--tasks", str(tmp_path / "tasks.jsonl"), "--url", "http://127.0.0.1:9")
     assert isinstance(done.exception, ProfileError)
-    assert "prompts.jsonl" in str(done.exception)
+    assert "tasks.jsonl" in str(done.exception)

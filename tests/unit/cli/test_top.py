@@ -34,7 +34,7 @@ async def test_top_in_a_terminal(tmp_path: Path) -> None:
             asking = asyncio.create_task(router.generate())
             await until(lambda: "decode" in after())
             assert (await asking).status_code == 200
-            await until(lambda: "class chat: lowest" in after())
+            await until(lambda: "chat, trivial: fast" in after())
             router.kill()
             await until(lambda: "trying again" in after())
             await router.start()
@@ -56,7 +56,7 @@ async def test_once_is_text(tmp_path: Path) -> None:
         assert (await router.generate(stream=False)).status_code == 200
         once = await router.qarr("top", "--once", "--url", router.url)
         assert (once.returncode, "\x1b" in once.stdout) == (0, False)
-        for part in ("3/3 tiers ready", "fast-0", "0/", "ENDED", "class chat"):
+        for part in ("3/3 tiers ready", "fast-0", "0/", "ENDED", "chat, trivial"):
             assert part in once.stdout
 
 

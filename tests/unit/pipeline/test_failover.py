@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 WORDS = ("The", " capital", " of", " France", " is", " Paris", ",", " on", " the", " Seine", ".")
 TEXT = "".join(WORDS)
+HINT = {"x-qarr-tier": "fast"}
 SOON = {"upstream": {"token_timeout_s": 0.3}}
 # Two characters of which each takes two tokens.
 CUT = (b"Paris", b" caf", b"\xc3", b"\xa9", b" ", b"\xf0\x9f", b"\x97\xbc", b" end")
@@ -59,9 +60,9 @@ def content(text: str) -> str:
 
 
 async def chat(stack: Stack, **more: Any) -> str:
-    """Stream a chat from ``fast``."""
-    body = {"model": "fast", "messages": [{"role": "user", "content": "hi"}], "stream": True, **more}
-    return (await stack.client.post(f"{stack.url}/v1/chat/completions", json=body)).text
+    """Stream a chat from ``fast``, which is only preferred."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, **more}
+    return (await stack.client.post(f"{stack.url}/v1/chat/completions", json=body, headers=HINT)).text
 
 
 @pytest.mark.parametrize("pieces", [1, 4])
@@ -138,8 +139,8 @@ NO_COMPLETIONS = {
 async def test_what_is_no_completion_is_the_engines_fault(tmp_path: Path, instead: str) -> None:
     """The same for an answer that is not streamed."""
     async with faulty_stack(tmp_path, {"fast": {"nonsense": instead.encode()}}) as stack:
-        body = {"model": "fast", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 64}
-        answer = await stack.client.post(f"{stack.url}/v1/chat/completions", json=body)
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 64}
+        answer = await stack.client.post(f"{stack.url}/v1/chat/completions", json=body, headers=HINT)
         assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, "balanced")
         assert answer.json()["choices"][0]["message"]["content"] == TEXT
         assert stack.fleet.failures[TierName.FAST, "EngineFailed"] == 1
@@ -227,8 +228,8 @@ async def test_openai_streams_go_on_as_one_stream(tmp_path: Path) -> None:
 async def test_completions_go_on(tmp_path: Path) -> None:
     """The same for a completion of plain text, whose own default of 16 tokens holds for all of it."""
     async with faulty_stack(tmp_path, {"fast": {"break_after": 4}}) as stack:
-        body = {"model": "fast", "prompt": "The", "stream": True}
-        text = (await stack.client.post(f"{stack.url}/v1/completions", json=body)).text
+        body = {"prompt": "The", "stream": True}
+        text = (await stack.client.post(f"{stack.url}/v1/completions", json=body, headers=HINT)).text
         assert "".join(c["choices"][0]["text"] for c in chunks(text)) == TEXT
         assert stack.engines[TierName.BALANCED].requests[-1]["max_tokens"] == 12
 

@@ -13,15 +13,13 @@ from router.policy.decision import PRIORITIES
 from router.policy.profiles import ProfileError, latency_name, load_latency, load_profile, profile_name
 from router.profiling.auto_profile import ELSEWHERE
 from router.profiling.profile_files import only_one
-from tests.unit.measuring_router import QUICK, engines, measuring_router
+from tests.unit.measuring_router import QUICK, TASKS, engines, measuring_router
 from tests.unit.own_engines import until
 from tests.unit.own_router import QARR
 from tiers.spec import STANDARD_TIERS, ReplicaState
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-PROMPTS = 64  # of the built-in set
 
 
 @pytest.mark.anyio
@@ -72,7 +70,7 @@ async def test_it_gives_way_at_once_and_goes_on(tmp_path: Path) -> None:
                 assert sum(len(engine.requests) for engine in own.engines) == asked
             own.engines[0].delay_s = 0.01
         await own.comes_to(state="done")
-        assert len(own.journal) == len(set(own.journal)) == PROMPTS * len(STANDARD_TIERS)
+        assert len(own.journal) == len(set(own.journal)) == len(TASKS) * len(STANDARD_TIERS)
         assert all(replica.in_flight == 0 for replica in own.fleet.replicas)
 
 
@@ -80,15 +78,15 @@ async def test_it_gives_way_at_once_and_goes_on(tmp_path: Path) -> None:
 async def test_it_goes_on_after_a_restart(tmp_path: Path) -> None:
     """What was judged before the router ended is not asked again."""
     async with measuring_router(tmp_path, engines(0.01)) as own:
-        await until(lambda: len(own.journal) > PROMPTS // 2)
+        await until(lambda: len(own.journal) > len(TASKS) // 2)
     before = len(own.journal)
-    assert before < PROMPTS * len(STANDARD_TIERS)
+    assert before < len(TASKS) * len(STANDARD_TIERS)
     async with measuring_router(tmp_path, engines()) as again:
         assert (await again.comes_to(what="quality"))["measured"]["latency"] == list(STANDARD_TIERS)
         await again.comes_to(state="done")
-        assert len(again.journal) == len(set(again.journal)) == PROMPTS * len(STANDARD_TIERS)
+        assert len(again.journal) == len(set(again.journal)) == len(TASKS) * len(STANDARD_TIERS)
         judged = sum(bool(body.get("prompt_logprobs")) for engine in again.engines for body in engine.requests)
-        assert judged <= PROMPTS * len(STANDARD_TIERS) - before
+        assert judged <= len(TASKS) * len(STANDARD_TIERS) - before
 
 
 @pytest.mark.anyio

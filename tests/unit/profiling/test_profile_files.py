@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from router.policy.profiles import (
-    TOP_K,
     Fit,
     FitError,
     LatencyProfile,
@@ -17,7 +16,7 @@ from router.policy.profiles import (
     load_latency,
     load_profile,
 )
-from router.profiling.profile_files import PROMPTS, keep_latency, keep_quality, only_one
+from router.profiling.profile_files import keep_latency, keep_quality, only_one
 from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
@@ -76,18 +75,9 @@ def test_tiers_that_are_left_out_keep_their_speed(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_a_quality_profile_comes_with_its_report(tmp_path: Path) -> None:
-    """Text of the model's name cannot become markup."""
-    profile = QualityProfile(
-        created=NOW, model="<b>model</b>", checkpoints=SERVED, answer_tokens=32, top_k=TOP_K, prompts="c", losses=()
-    )
+def test_a_quality_profile_is_the_same_after_its_file(tmp_path: Path) -> None:
+    """One of an adapter is another file."""
+    profile = QualityProfile(created=NOW, model="m", checkpoints=SERVED, tasks="made", counts=())
     path = keep_quality(tmp_path, profile)
     assert load_profile(path) == profile
-    report = path.with_suffix(".html").read_text("utf-8")
-    assert "&lt;b&gt;model" in report
-    assert "<b>model" not in report
-    assert "precise unknown" in report
-
-
-def test_the_built_in_prompts_are_there() -> None:
-    assert PROMPTS.exists()
+    assert keep_quality(tmp_path, profile.model_copy(update={"adapter": "a"})) != path

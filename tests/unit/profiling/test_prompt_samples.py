@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from classifier import PromptClass, PromptFeatures
-from router.profiling.measure_quality import read_prompts
 from router.profiling.prompt_samples import MAX_PROMPTS, PromptSamples
 
 if TYPE_CHECKING:
@@ -27,14 +26,13 @@ def lines_after(path: Path, share: float, *texts: str) -> list[str]:
     return path.read_text("utf-8").splitlines() if path.exists() else []
 
 
-def test_samples_are_prompts_to_measure_with(tmp_path: Path) -> None:
-    """What is written is what ``qarr profile quality`` reads, and only its owner may read it."""
+def test_samples_are_prompts_with_their_class(tmp_path: Path) -> None:
+    """With the class that they were routed by; only the file's owner may read it."""
     path = tmp_path / "made" / "prompts.jsonl"
     texts = ["two\nlines", "ünïcode \u2028", 'a "quote"']
     lines_after(path, 1.0, *texts)
-    assert [(prompt.text, prompt.prompt_class) for prompt in read_prompts(path, None)] == [
-        (text, PromptClass.CODE) for text in texts
-    ]
+    rows = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
+    assert [(row["text"], row["class"]) for row in rows] == [(text, "code") for text in texts]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 

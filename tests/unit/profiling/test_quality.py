@@ -82,7 +82,7 @@ def test_answers_are_paired_by_task() -> None:
     answers += [judged("a", FAST, right=True, scores=scores[0]), judged("b", FAST, right=False, scores=scores[1])]
     answers += [judged("c", FAST, right=False), judged("d", FAST, right=True), judged("e", FAST, right=False)]
     answers.append(judged("y", FAST, right=True))
-    (found,) = count(answers)
+    (found,) = count(answers, [FAST])
     assert (found.tier, found.prompt_class, found.complexity) == (FAST, PromptClass.MATH, Complexity.TRIVIAL)
     assert (found.asked, found.right, found.answered) == (6, 4, 5)
     assert (found.worse, found.better, found.both) == (2, 1, 1)

@@ -184,7 +184,6 @@ def test_no_attribute_is_computed_for_a_request_that_is_not_traced(made_of: str)
         made.name_server_span(never, never)
         made.record_outcome(record(decision=never))
         assert not made.wants_prompt
-        made.record_promotion("event", never, never, 0.0)
         assert made.start_attempt(FAST, replica(), Asked(), 1).span is root
     assert exporter.get_finished_spans() == ()
 
@@ -269,7 +268,7 @@ def test_an_attempt_after_the_server_span_has_ended_is_still_traced() -> None:
 
 def ended(prompt: str = "", **fields: Any) -> RequestRecord:
     """Return the record of a request with its journey."""
-    return record(**fields, journey=Journey(1.0, 1.0, 1.001, 1.002, None, prompt))
+    return record(**fields, journey=Journey(1.0, 1.0, 1.001, 1.002, prompt))
 
 
 def test_prompts_are_on_spans_only_where_that_is_switched_on() -> None:

@@ -1,0 +1,150 @@
+"""Code of a model is run with its test, and can do nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import tempfile
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from router.profiling.run_code import code_of, passes, run
+from router.profiling.sandbox import MACHINES, program
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DENIED = """
+import os, threading
+
+def denied(call, *args):
+    try:
+        call(*args)
+    except (OSError, RuntimeError):
+        return True
+    return False
+"""
+SOLVED = "def f(x):\n    return 2 * x\n"
+LATE = """
+from __future__ import annotations
+from dataclasses import dataclass
+@dataclass
+class A:
+    x: int
+f = lambda x: A(x).x * 2
+if __name__ == "__main__":
+    input()
+"""
+TOKENS = """
+import gc, os, re, sys
+planted = "0f" * 16
+words = [*gc.get_referents(*gc.get_objects()), *sys.argv, *os.environ.values()]
+found = {w for w in words if re.fullmatch("b?'[0-9a-f]{32}'", repr(w) if type(w) in (str, bytes) else "")}
+"""
+UNDER_LOCK = "import socket, sys; s = socket.socket(); from router.profiling.sandbox import lock; assert not lock(); "
+TEST = "assert f(2) == 4"
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("Sure:\n```python\nx = 1\n```\nThen:\n```python\nx = 2\n```", "x = 1\n"),
+        ("```bash\npip\n```\nand\n```py\nx = 1\n```", "x = 1\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("  ```Python\n  x = 1\n  y =", "x = 1\ny ="),
+    ],
+)
+def test_code_is_found_in_an_answer(answer: str, code: str) -> None:
+    assert code_of(answer) == code
+
+
+@pytest.mark.parametrize(
+    ("answer", "passed"),
+    [
+        (f"Here:\n```python\n{SOLVED}```", True),
+        (SOLVED.replace("2", "3"), False),
+        ("def f(x:", False),
+        (LATE, True),
+    ],
+)
+def test_the_test_decides(answer: str, *, passed: bool) -> None:
+    assert asyncio.run(passes(answer, TEST)) is passed
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "import os; os.write(4, b'0' * 32); os._exit(0)",
+        "import os; os.write(4, os.read(3, 64)); os._exit(0)",
+        "import ctypes; ctypes.CDLL(None).read",
+        "f = lambda x: exit()",
+        "x = [0] * 10**9",
+        "while True: pass",
+        "while True: print('x' * 10**6)",
+        "import os\nwhile True: os.write(4, b'x' * 10**6)",
+        "f = lambda x: f(x)",
+    ],
+)
+def test_code_that_ends_or_bursts_does_not_pass(code: str) -> None:
+    assert run(f"{SOLVED}{code}", TEST) is False
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "not denied(os.getpid)",
+        "denied(open, '/etc/passwd')",
+        "denied(open, 'new', 'w')",
+        "denied(os.listdir, '.')",
+        "denied(os.fork)",
+        "denied(threading.Thread(target=print).start)",
+        "denied(os.posix_spawn, '/bin/true', ['true'], {})",
+        "denied(os.execv, '/bin/true', ['true'])",
+        "denied(os.kill, os.getpid(), 0)",
+    ],
+)
+def test_what_could_leave_the_process_is_denied(test: str) -> None:
+    assert run(DENIED, f"assert {test}")
+
+
+def test_the_token_is_not_in_memory() -> None:
+    assert run(TOKENS, "assert found == {planted}, found")
+
+
+def test_no_connection_is_made() -> None:
+    """Neither by a new socket nor by one that was there before the lock."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        for call in (f"s.connect({server.getsockname()!r})", "socket.socket()"):
+            done = subprocess.run(
+                [sys.executable, "-c", UNDER_LOCK + call], capture_output=True, text=True, check=False
+            )
+            assert "PermissionError" in done.stderr
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_nothing_is_left_of_what_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert not run("import time; time.sleep(60)", "", seconds=0.3)
+    assert not list(tmp_path.iterdir())
+    assert not [child for child in psutil.Process().children() if "sandbox.py" in " ".join(child.cmdline())]
+
+
+def test_nothing_runs_where_the_lock_is_not_known() -> None:
+    """A kernel that says it is another machine."""
+    other = "import ctypes; ctypes.CDLL(None).personality(8); from router.profiling.run_code import run; run('', '')"
+    done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=False)
+    assert "ProfileError: code is not run" in done.stderr
+    assert "no list of system calls" in done.stderr
+
+
+def test_both_machines_allow_as_many_calls() -> None:
+    assert len({len(program(machine)) for machine in MACHINES}) == 1
