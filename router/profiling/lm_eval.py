@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -80,8 +79,7 @@ class Sample(BaseModel):
         return max(lengths) > HALF if lengths else None
 
 
-@dataclass(frozen=True, slots=True)
-class Imported:
+class Imported(NamedTuple):
     """A profile, and how many samples of each tier had no counterpart of the reference."""
 
     profile: QualityProfile
@@ -104,9 +102,7 @@ def import_runs(
     answers = {(a.tier, a.task): a for tier, path in _newest(runs) for a in _judged(tier, path, known)}
     tiers = {tier for tier, _ in answers}
     if unknown := tiers - fleet.checkpoints.keys():
-        raise ProfileError(
-            f"the router has no tier {', '.join(sorted(unknown))}: give the tier of its logs as TIER=DIR"
-        )
+        raise ProfileError(f"the router has no tier {', '.join(sorted(unknown))}: give whose logs they are as TIER=DIR")
     if REFERENCE not in tiers or len(tiers) == 1:
         found = ", ".join(sorted(tiers)) or "no tier"
         raise ProfileError(f"there are samples of {found}; give a run of {REFERENCE} and one of another tier at least")
@@ -120,7 +116,7 @@ def import_runs(
         model=fleet.model,
         checkpoints=dict(fleet.checkpoints),
         tasks=f"lm-evaluation-harness: {', '.join(sorted({task.split(' ')[0] for _, task in answers}))}",
-        counts=count(answers.values()),
+        counts=count(answers.values(), lower),
     )
     return Imported(profile, unpaired)
 
@@ -182,8 +178,7 @@ def _judged(tier: TierName, path: Path, known: Mapping[str, Known]) -> Iterator[
             if sample.filter != first:
                 continue
             if (right := sample.right) is None:
-                metrics = ", ".join(sample.metrics)
-                raise ProfileError(f"{path}: none of its metrics ({metrics}) tells whether an answer is right")
+                raise ProfileError(f"{path}: none of {', '.join(sample.metrics)} tells whether an answer is right")
             yield Judged(
                 task=f"{task} {sample.key}",
                 prompt_class=kind.prompt_class,
