@@ -231,6 +231,8 @@ def _show(profile: QualityProfile) -> None:
         kind = count.prompt_class.value, count.complexity.value
         table.add_row(*kind, count.tier, right, str(answers), str(worse), str(better), net)
     print_table(table)
+    if not any(count.diagnosis for count in profile.counts):
+        return
     typer.echo("\nHow much tokens differ from the reference's (not whether answers get worse):")
     table = Table("class", "tier", "tokens", "not first choice %", "KL nats", "regret nats", box=None)
     for count in profile.counts:

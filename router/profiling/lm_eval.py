@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 
     from router.profiling.client import FleetState
 
+    Run = tuple[TierName | None, Path]
+
 SAMPLES = re.compile(r"samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
 CLASSES = Path(__file__).with_name("lm_eval_classes.toml")
+NAMED = 8  # tasks, at most, in a profile's description
 HALF = 0.5  # above which a metric calls an answer right
 # Metrics that tell whether an answer is right, the strictest first.
 STRICT = "exact_match pass@1 pass_at_1 prompt_level_strict_acc acc em exact contains acc_norm"
@@ -64,9 +67,7 @@ class Sample(BaseModel):
         text = self.arguments["gen_args_0"]["arg_0"]
         if isinstance(text, str):
             return text
-        chat = [message for message in json.loads(text[0]) if message["role"] == "user"]
-        content = chat[-1]["content"]
-        return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        return str([message["content"] for message in json.loads(text[0]) if message["role"] == "user"][-1])
 
     @property
     def right(self) -> bool | None:
@@ -86,9 +87,7 @@ class Imported(NamedTuple):
     unpaired: Mapping[TierName, int]
 
 
-def import_runs(
-    runs: Sequence[tuple[TierName | None, Path]], known: Mapping[str, Known], fleet: FleetState
-) -> Imported:
+def import_runs(runs: Sequence[Run], known: Mapping[str, Known], fleet: FleetState) -> Imported:
     """Make a profile of the fleet's tiers from the harness's logs.
 
     Args:
@@ -106,17 +105,19 @@ def import_runs(
     if REFERENCE not in tiers or len(tiers) == 1:
         found = ", ".join(sorted(tiers)) or "no tier"
         raise ProfileError(f"there are samples of {found}; give a run of {REFERENCE} and one of another tier at least")
-    lower = sorted(tiers - {REFERENCE})
-    unpaired = {tier: sum(t == tier and (REFERENCE, task) not in answers for t, task in answers) for tier in lower}
-    for tier in lower:
-        if unpaired[tier] == sum(t == tier for t, _ in answers):
+    unpaired: dict[TierName, int] = {}
+    for tier in sorted(tiers - {REFERENCE}):
+        paired = [(REFERENCE, task) in answers for one, task in answers if one is tier]
+        unpaired[tier] = paired.count(False)
+        if not any(paired):
             raise ProfileError(f"{tier} and {REFERENCE} answered no prompt in common: run both with the same options")
+    names = sorted({task.split(" ")[0] for _, task in answers})
     profile = QualityProfile(
         created=datetime.now(UTC),
         model=fleet.model,
         checkpoints=dict(fleet.checkpoints),
-        tasks=f"lm-evaluation-harness: {', '.join(sorted({task.split(' ')[0] for _, task in answers}))}",
-        counts=count(answers.values(), lower),
+        tasks=f"lm-evaluation-harness ({', '.join(names) if len(names) <= NAMED else f'{len(names)} tasks'})",
+        counts=count(answers.values(), unpaired),
     )
     return Imported(profile, unpaired)
 
@@ -138,7 +139,7 @@ def read_classes(path: Path) -> dict[str, Known]:
         raise ProfileError(f"the classes {path} cannot be read: {error}") from error
 
 
-def _newest(runs: Sequence[tuple[TierName | None, Path]]) -> Iterator[tuple[TierName, Path]]:
+def _newest(runs: Sequence[Run]) -> Iterator[tuple[TierName, Path]]:
     """Return the newest samples of each tier and task."""
     found: dict[tuple[TierName, str], tuple[str, Path]] = {}
     for given, folder in runs:
@@ -164,8 +165,7 @@ def _tier(results: Path) -> TierName:
 
 def _judged(tier: TierName, path: Path, known: Mapping[str, Known]) -> Iterator[Judged]:
     """Read one task's samples; of several filters the first counts."""
-    match = SAMPLES.fullmatch(path.name)
-    task, first = match[1] if match else path.stem, None
+    task, first = path.name.removeprefix("samples_").rpartition("_")[0], None
     kind = _kind(task, known)
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -192,6 +192,4 @@ def _kind(task: str, known: Mapping[str, Known]) -> Known:
     for pattern, kind in known.items():
         if fnmatchcase(task, pattern):
             return kind
-    raise ProfileError(
-        f'the class of the task {task} is not known: give a file with {task} = "chat" or so as --classes'
-    )
+    raise ProfileError(f'the class of the task {task} is not known: give a file with {task} = "chat" as --classes')

@@ -56,7 +56,7 @@ def test_one_folder_with_a_run_of_each_tier_is_a_profile_of_the_fleet() -> None:
     assert {(count.prompt_class, count.answered > 0) for count in made.profile.counts} == {(PromptClass.MATH, True)}
     assert sum(count.asked for count in made.profile.of(FAST)) == 8
     assert (made.profile.checkpoints, made.profile.model, set(made.unpaired.values())) == (DIGESTS, "m", {0})
-    assert made.profile.tasks == "lm-evaluation-harness: gsm_short"
+    assert made.profile.tasks == "lm-evaluation-harness (gsm_short)"
 
 
 def test_only_equal_prompts_are_paired(logs: Path) -> None:
