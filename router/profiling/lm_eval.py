@@ -111,12 +111,12 @@ def import_runs(runs: Sequence[Run], known: Mapping[str, Known], fleet: FleetSta
         unpaired[tier] = paired.count(False)
         if not any(paired):
             raise ProfileError(f"{tier} and {REFERENCE} answered no prompt in common: run both with the same options")
-    names = sorted({task.split(" ")[0] for _, task in answers})
+    names = {task.split(" ")[0] for _, task in answers}
     profile = QualityProfile(
         created=datetime.now(UTC),
         model=fleet.model,
         checkpoints=dict(fleet.checkpoints),
-        tasks=f"lm-evaluation-harness ({', '.join(names) if len(names) <= NAMED else f'{len(names)} tasks'})",
+        tasks=f"lm-evaluation-harness ({', '.join(sorted(names)) if len(names) <= NAMED else f'{len(names)} tasks'})",
         counts=count(answers.values(), unpaired),
     )
     return Imported(profile, unpaired)
@@ -157,8 +157,7 @@ def _newest(runs: Sequence[Run]) -> Iterator[tuple[TierName, Path]]:
 def _tier(results: Path) -> TierName:
     """Return the tier that a run's model names."""
     try:
-        name = json.loads(results.read_text("utf-8"))["model_name"]
-        return TierName(name)
+        return TierName(json.loads(results.read_text("utf-8"))["model_name"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ProfileError(f"{results} does not tell which tier answered ({error}): give it as TIER=DIR") from error
 
@@ -166,7 +165,9 @@ def _tier(results: Path) -> TierName:
 def _judged(tier: TierName, path: Path, known: Mapping[str, Known]) -> Iterator[Judged]:
     """Read one task's samples; of several filters the first counts."""
     task, first = path.name.removeprefix("samples_").rpartition("_")[0], None
-    kind = _kind(task, known)
+    kind = next((known[pattern] for pattern in known if fnmatchcase(task, pattern)), None)
+    if kind is None:
+        raise ProfileError(f'the class of the task {task} is not known: give a file with {task} = "chat" as --classes')
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -186,10 +187,3 @@ def _judged(tier: TierName, path: Path, known: Mapping[str, Known]) -> Iterator[
                 tier=tier,
                 right=right,
             )
-
-
-def _kind(task: str, known: Mapping[str, Known]) -> Known:
-    for pattern, kind in known.items():
-        if fnmatchcase(task, pattern):
-            return kind
-    raise ProfileError(f'the class of the task {task} is not known: give a file with {task} = "chat" as --classes')
