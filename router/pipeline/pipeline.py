@@ -62,7 +62,7 @@ class Pipeline:
         decisions: The decision log; None: none is written.
         prompt_observer: None: no prompt is sampled.
         answer_observer: None: no answer is evaluated.
-        on_request: Called before the decision on a request that is to be served.
+        on_request: Called before each decision, also one that is only asked for: what measures itself must not count.
     """
 
     fleet: Fleet
@@ -91,8 +91,7 @@ class Pipeline:
             BeyondKey: The caller's key refuses the hinted tier.
         """
         _check_hint(request.context, request.options)
-        if serve:
-            self.on_request()
+        self.on_request()
         began = time.monotonic()
         features = request.prompt.classify(self.counter)
         classified = time.monotonic()

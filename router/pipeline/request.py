@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from classifier import PromptClass, extract
+from classifier import Complexity, PromptClass, extract
 from router.auth.api_keys import ANONYMOUS, BeyondKey, Caller
 from router.policy.decision import PRIORITIES, Query, Sla
 from tiers.prefix_memory import Part, Prefix
@@ -96,12 +96,12 @@ class PromptText:
     salt: str = ""
 
     def classify(self, counter: TokenCounter) -> PromptFeatures:
-        """Return the text's features. With parts that are not text the class is unknown, which raises the precision."""
+        """Return the text's features. What cannot be read, as images and token ids, counts as complex."""
         features = extract(self.text, counter, self.prompt_tokens or 0)
-        if not self.other_parts:
+        if not self.other_parts and (self.text or not self.prompt_tokens):
             return features
         signals = tuple(f"part that is not text: {kind}" for kind in self.other_parts)
-        return replace(features, prompt_class=PromptClass.UNKNOWN, signals=signals)
+        return replace(features, prompt_class=PromptClass.UNKNOWN, complexity=Complexity.COMPLEX, signals=signals)
 
     def tokens(self, features: PromptFeatures, template: TemplateTokens) -> int:
         """Return the longest prompt's tokens, chat template included."""

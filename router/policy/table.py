@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(f"qarr.{__name__}")
 LOOK_S = 2.0
 ENOUGH = 10  # answers of a kind, before what is published may settle it
+HOPELESS = 10  # tasks of a kind, of which less than one that a precision gets right: it is too hard for the model
 MOST_MEANT = 0.05  # share of answers: a larger bound is likely to be one of tokens, as earlier releases had it
 POINTLESS_BATCH = 4  # sequences, at which speeds are compared too
 
@@ -127,8 +128,9 @@ class PolicyStore:
         table, loss = self.table, self.table.losses[tier][kind[0]][kind[1]]
         share = (self._asked[kind] + 1) / (self._asked.total() + 1)
         if loss.answers < ENOUGH:
-            asked = sum(c.answered for c in self._counts(tier) if (c.prompt_class, c.complexity) == kind)
-            return (1 + ENOUGH - loss.answers) * share / (1 + asked / ENOUGH)  # what all get wrong tells little
+            asked = sum(c.asked for c in self._counts(tier) if (c.prompt_class, c.complexity) == kind)
+            hopeless = asked >= ENOUGH and loss.answers * HOPELESS < asked
+            return 0.0 if hopeless else (1 + ENOUGH - loss.answers) * share / (1 + asked)
         bounds = table.negligible_loss, table.budget(tier), table.max_loss.get(kind[0], table.negligible_loss)
         return (loss.high - loss.low) * share if any(loss.low <= bound <= loss.high for bound in bounds) else 0.0
 

@@ -18,7 +18,9 @@ FENCE = regex.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", regex.DOTALL)
 CLOSING = " .!?,;:。！？…"
 EDGES = " \t\r\n*_`\"'"
 
-_SIGNS = str.maketrans({**dict.fromkeys("‘’‚‛", "'"), **dict.fromkeys("“”„«»‹›「」『』", '"'), "−": "-"})
+_SIGNS = str.maketrans(
+    {**dict.fromkeys("‘’‚‛", "'"), **dict.fromkeys("“”„«»‹›「」『』", '"'), **dict.fromkeys("−–", "-")}
+)
 _EMPHASIS = regex.compile(r"(?<!\w)[*_`]+|[*_`]+(?!\w)")
 # What words are made of, in scripts that put spaces between words.
 _LETTER = r"[[\p{L}\p{M}\p{N}_]--[\p{Han}\p{Hiragana}\p{Katakana}\p{Hangul}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]]"
@@ -30,18 +32,19 @@ _LATEX = (
     (r"\\[,!;: ]|\\(?:text|mathrm)\{[^{}]*\}", " "),
 )
 _DIGITS = (
-    r"(?:\d{1,3}(?:[,' \u00a0\u202f]\d{3})+(?!\d)(?:\.\d+)?|(?<!\d,)\d+,\d{1,2}(?![\d,])|\d+(?:\.\d+)?|\.\d+)"
+    r"(?:\d{1,3}(?:[,' \u00a0\u202f]\d{3})+(?!\d)(?:\.\d+)?|"
+    r"(?<!\d,)(?:\d{1,3}(?:\.\d{3})+|\d+),\d{1,2}(?![\d,])|\d+(?:\.\d+)?|\.\d+)"
     r"(?:[eE][-+]?\d{1,3})?"
 )
 _NUMBER = regex.compile(
-    r"(?:(?<![\w)])(?P<sign>[-+]))?(?:\\?[$€£¥₹] ?)?(?<![\p{Latin}_.\d]|[\p{Latin})]\^\{?)(?:(?P<whole>\d+) (?=\d+/\d))?"
-    rf"(?P<top>{_DIGITS})(?:\s?/\s?(?P<under>{_DIGITS}))?"
+    r"(?:(?<![\w)])(?P<sign>[-+]|minus |negative ))?(?:\\?[$€£¥₹] ?)?(?<![\p{Latin}_.\d]|[\p{Latin})]\^\{?)"
+    rf"(?:(?P<whole>\d+) (?=\d+/\d))?(?P<top>{_DIGITS})(?:\s?/\s?(?P<under>{_DIGITS}))?"
     r"(?:\s?(?:[×·*]|\\times|\\cdot)\s?10\^\{?(?P<power>[-+]?\d{1,3}))?"
 )
 _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 _MARK = regex.compile(r"^[ \t]*(?:[-*•+]|\d{1,3}[.)])[ \t]+", regex.MULTILINE)
-_SHORT = regex.compile(r"\b(?:(?:Mrs?|Ms|Dr|Prof|St)\.(?=\s)|(?:etc|vs|e\.g|i\.e|[ap]\.m)\.(?=\s+\p{Ll}))")
+_SHORT = regex.compile(r"\b(?:(?:Mrs?|Ms|Dr|Prof|St)\.(?=\s)|(?:etc|vs|e\.g|i\.e|[ap]\.m|[A-Z]\.[A-Z])\.(?=\s+\p{Ll}))")
 _SENTENCE_END = regex.compile(r"(?<=[.!?…]['\")\]*]?)\s+|(?<=[。！？])|\n+")
 
 
@@ -88,13 +91,14 @@ def last_number(text: str) -> float:
     if last["under"]:
         under = _value(last["under"])
         value = value / under if under else math.nan
-    value = (value + float(last["whole"] or 0)) * 10.0 ** int(last["power"] or 0) if not math.isnan(value) else value
-    return -value if last["sign"] == "-" else value
+    value = (value + float(last["whole"] or 0)) * 10.0 ** int(last["power"] or 0)
+    return -value if last["sign"] not in {None, "+"} else value
 
 
 def _value(digits: str) -> float:
-    decimal_comma = regex.fullmatch(r"\d+,\d{1,2}", digits)
-    return float(digits.replace(",", ".") if decimal_comma else regex.sub(r"[,'\s]", "", digits))
+    if regex.fullmatch(r"[\d.]+,\d{1,2}", digits):  # a decimal comma
+        digits = digits.replace(".", "").replace(",", ".")
+    return float(regex.sub(r"[,'\s]", "", digits))
 
 
 def first_json(text: str) -> Any:

@@ -121,6 +121,7 @@ class _Run:
         for task in self._tasks.values():
             if not self._is_done(task):
                 self._left[task.kind].append(task)
+        self._lately: Counter[Kind] = Counter()  # asked since the last ``keep``
         self._done = self._kept = len(self._tasks) - sum(map(len, self._left.values()))
 
     def profile(self, *, whole: bool) -> QualityProfile:
@@ -154,6 +155,7 @@ class _Run:
             self._tell(f"{task.prompt_class} {task.complexity}")
             if self._plan.keep is not None and self._done >= self._kept + KEEP_EVERY:
                 self._kept = self._done
+                self._lately.clear()
                 self._plan.keep(self.profile(whole=False))
 
     def _next(self) -> Task | None:
@@ -164,9 +166,13 @@ class _Run:
             value = 0.0
             if tasks:
                 value = max(worth(tier, one) for tier in self._lower) if worth is not None else float(len(tasks))
+                value /= 1 + self._lately[one]  # what these will tell is not known yet
             if value > most:
                 most, kind = value, one
-        return None if kind is None else self._left[kind].popleft()
+        if kind is None:
+            return None
+        self._lately[kind] += 1
+        return self._left[kind].popleft()
 
     def _is_done(self, task: Task) -> bool:
         found = {tier: self._answers.get((task.digest, tier)) for tier in (REFERENCE, *self._lower)}

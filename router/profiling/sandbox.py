@@ -10,14 +10,16 @@ import platform
 import resource
 import struct
 import sys
-from ctypes import CDLL, Structure, byref, c_char_p, c_ulong, c_ushort, get_errno
+from ctypes import CDLL, addressof, c_ulong, create_string_buffer, get_errno
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 PRELOADED = (
-    "__future__ abc array ast base64 bisect calendar cmath collections.abc contextlib copy dataclasses datetime decimal difflib enum "
-    "fractions functools hashlib heapq io itertools json math numbers operator queue random re statistics string "
-    "textwrap threading time traceback types typing unicodedata _strptime encodings.ascii encodings.latin_1"
+    "__future__ abc array ast base64 bisect calendar cmath collections.abc contextlib copy dataclasses datetime "
+    "decimal difflib enum fractions functools hashlib heapq io itertools json math numbers operator queue random re "
+    "statistics string textwrap threading time traceback types typing unicodedata _strptime encodings.ascii "
+    "encodings.latin_1"
 )
 CPU_S, MEMORY = 2, 512 * 2**20
 # The only system calls that are left, with their numbers on the machines that have a column in MACHINES.
@@ -28,41 +30,36 @@ CALLS = (
     "gettimeofday 96 169, getrusage 98 165, getpid 39 172, getrandom 318 278, exit 60 93, exit_group 231 94"
 )
 MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column of CALLS, name in the kernel's audit
-NO_NEW_PRIVILEGES, SECCOMP, FILTER = 38, 22, 2
 KILL, ALLOW, DENY = 0x80000000, 0x7FFF0000, 0x00050001  # denied calls fail with EPERM
 LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
 
 
-class Program(Structure):
-    """The kernel's struct sock_fprog."""
-
-    _fields_ = (("length", c_ushort), ("filter", c_char_p))
-
-
-def program(machine: str) -> bytes:
-    """Return a BPF program that allows ``CALLS`` of this machine, and no other machine's."""
+def program(machine: str, token: int) -> bytes:
+    """Return a BPF program that allows ``CALLS`` of this machine; who tries to read anything but the token is killed."""
     column, audit = MACHINES[machine]
-    steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    for call in CALLS.split(", "):
-        steps += [(EQUAL, 0, 1, int(call.split()[column])), (RETURN, 0, 0, ALLOW)]
+    read, *calls = (int(call.split()[column]) for call in CALLS.split(", "))
+    steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0), (EQUAL, 0, 5, read)]
+    steps += [(LOAD, 0, 0, 16), (EQUAL, 1, 0, 0), (EQUAL, 0, 1, token), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, KILL)]
+    for call in calls:
+        steps += [(EQUAL, 0, 1, call), (RETURN, 0, 0, ALLOW)]
     return b"".join(struct.pack("=HBBI", *step) for step in [*steps, (RETURN, 0, 0, DENY)])
 
 
-def lock() -> str:
+def lock(token: int) -> str:
     """Give up everything but computing; return why that fails, or nothing."""
     for name in PRELOADED.split():
         import_module(name)
-    limits = {"CPU": CPU_S, "AS": MEMORY, "FSIZE": 0, "CORE": 0, "NPROC": 0}
-    for limit, value in limits.items():
+    for limit, value in {"CPU": CPU_S, "AS": MEMORY, "FSIZE": 0, "CORE": 0, "NPROC": 0}.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (value, value))
     if platform.machine() not in MACHINES:
         return f"no list of system calls for {platform.machine()}"
-    code = program(platform.machine())
+    code = create_string_buffer(program(platform.machine(), token))
+    sock_fprog = create_string_buffer(struct.pack("HP", len(code) // 8, addressof(code)))
+    steps = {"no_new_privs": (38, 1, 0, 0, 0), "seccomp filter": (22, 2, addressof(sock_fprog), 0, 0)}
     libc = CDLL(None, use_errno=True)
-    if libc.prctl(NO_NEW_PRIVILEGES, *map(c_ulong, (1, 0, 0, 0))):
-        return f"no_new_privs: {os.strerror(get_errno())}"
-    if libc.prctl(SECCOMP, c_ulong(FILTER), byref(Program(len(code) // 8, code)), c_ulong(0), c_ulong(0)):
-        return f"seccomp filter: {os.strerror(get_errno())}"
+    for name, arguments in steps.items():
+        if libc.prctl(*map(c_ulong, arguments)):
+            return f"{name}: {os.strerror(get_errno())}"
     try:
         os.open("/", os.O_RDONLY)
     except PermissionError:
@@ -70,22 +67,30 @@ def lock() -> str:
     return "the seccomp filter is not obeyed"
 
 
+def hide(event: str, arguments: tuple[Any, ...]) -> None:
+    """Keep the frames below the code, and so the way to the token, out of its sight."""
+    if event in {"sys._getframe", "sys._current_frames", "sys.setprofile", "sys.settrace"} or (
+        event.startswith("gc.get_") or (event == "object.__getattr__" and arguments[1].endswith("_frame"))
+    ):
+        raise AttributeError(event)
+
+
 def main() -> None:
     """Lock in, run, and answer."""
     with open(0, "rb", buffering=0, closefd=False) as stdin:  # unbuffered: the token stays where it is
         code, test = json.loads(stdin.readline())
-    token, answer, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
+    token, answer, null = 256 + os.urandom(1)[0], os.dup(1), os.open(os.devnull, os.O_RDWR)
+    os.dup2(0, token)  # a number to guess, in one try
     os.dup2(null, 0)
     os.dup2(null, 1)
     read, write, leave = os.read, os.write, os._exit
-    refused = lock()
+    refused = lock(token)
     write(answer, refused.encode() or b"+")
     if refused:
         leave(1)
-    for module in (os, sys.modules["posix"]):
-        del module.read  # with ctypes the last way to the token
-    for name in [name for name in sys.modules if "ctypes" in name]:
+    for name in [name for name in sys.modules if "ctypes" in name or name == "__main__"]:
         del sys.modules[name]
+    sys.addaudithook(hide)
     sys.modules["answer"] = answer_module = ModuleType("answer")
     for source in (code, test):
         exec(compile(source, "answer", "exec"), answer_module.__dict__)  # noqa: S102  # what this is for

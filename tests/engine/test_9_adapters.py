@@ -129,15 +129,15 @@ def test_its_loss_is_measured_and_decides(lora: Up, folders: dict[str, Path], tm
         [],
         ["support"],
     ]
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(f'{{"text": "{QUESTION}", "class": "chat"}}\n{{"text": "What is 2 + 2?", "class": "math"}}\n')
-    few = ("--prompts", str(prompts), "--tokens", "8")
-    profiled = _qarr(lora, "profile", "quality", "--adapter", "support", *few)
+    row = {"prompt": QUESTION, "class": "chat", "complexity": "trivial", "max_tokens": 8}
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps(row | {"check": {"type": "regex", "pattern": "."}}))
+    profiled = _qarr(lora, "profile", "quality", "--adapter", "support", "--tasks", str(tasks))
     assert profiled.returncode == 0, profiled.stderr
     assert "not first choice" in profiled.stdout
     profiles = [load_profile(path) for path in lora.profiles.glob("quality-*.json")]
     (measured,) = [profile for profile in profiles if profile.adapter == "support"]
-    assert {loss.tier for loss in measured.losses} == {"fast", "precise"}
+    assert {count.tier for count in measured.counts} == {"fast"}
 
 
 def _qarr(running: Up, *argv: str) -> subprocess.CompletedProcess[str]:

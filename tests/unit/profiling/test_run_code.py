@@ -13,39 +13,23 @@ import psutil
 import pytest
 
 from router.profiling.run_code import code_of, passes, run
-from router.profiling.sandbox import MACHINES, program
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-DENIED = """
-import os, threading
-
-def denied(call, *args):
-    try:
-        call(*args)
-    except (OSError, RuntimeError):
-        return True
-    return False
-"""
+DENIED = "try:\n    {}\nexcept (OSError, RuntimeError):\n    pass\nelse:\n    raise AssertionError"
 SOLVED = "def f(x):\n    return 2 * x\n"
-LATE = """
-from __future__ import annotations
-from dataclasses import dataclass
-@dataclass
-class A:
-    x: int
-f = lambda x: A(x).x * 2
-if __name__ == "__main__":
-    input()
+LATE = (
+    "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n"
+    "f = lambda x: A(x).x * 2\nif __name__ == '__main__':\n    input()"
+)
+CHEAT = """
+while frame and "token" not in frame.f_locals:
+    frame = frame.f_back
+names = frame.f_locals
+names["write"](names["answer"], names["read"](names["token"], 64)), names["leave"](0)
 """
-TOKENS = """
-import gc, os, re, sys
-planted = "0f" * 16
-words = [*gc.get_referents(*gc.get_objects()), *sys.argv, *os.environ.values()]
-found = {w for w in words if re.fullmatch("b?'[0-9a-f]{32}'", repr(w) if type(w) in (str, bytes) else "")}
-"""
-UNDER_LOCK = "import socket, sys; s = socket.socket(); from router.profiling.sandbox import lock; assert not lock(); "
+UNDER_LOCK = "import socket, sys; s = socket.socket(); from router.profiling.sandbox import lock; assert not lock(0); "
 TEST = "assert f(2) == 4"
 
 
@@ -81,14 +65,14 @@ def test_the_test_decides(answer: str, *, passed: bool) -> None:
     [
         "import sys; sys.exit(0)",
         "import os; os._exit(0)",
-        "import os; os.write(4, b'0' * 32); os._exit(0)",
-        "import os; os.write(4, os.read(3, 64)); os._exit(0)",
+        "import os; os.write(3, b'0' * 32); os._exit(0)",
+        "import os\nfor i in range(3, 512):\n    try: os.write(3, os.read(i, 64)); os._exit(0)\n    except OSError: pass",
         "import ctypes; ctypes.CDLL(None).read",
         "f = lambda x: exit()",
         "x = [0] * 10**9",
         "while True: pass",
         "while True: print('x' * 10**6)",
-        "import os\nwhile True: os.write(4, b'x' * 10**6)",
+        "import os\nwhile True: os.write(3, b'x' * 10**6)",
         "f = lambda x: f(x)",
     ],
 )
@@ -97,25 +81,34 @@ def test_code_that_ends_or_bursts_does_not_pass(code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "test",
+    "call",
     [
-        "not denied(os.getpid)",
-        "denied(open, '/etc/passwd')",
-        "denied(open, 'new', 'w')",
-        "denied(os.listdir, '.')",
-        "denied(os.fork)",
-        "denied(threading.Thread(target=print).start)",
-        "denied(os.posix_spawn, '/bin/true', ['true'], {})",
-        "denied(os.execv, '/bin/true', ['true'])",
-        "denied(os.kill, os.getpid(), 0)",
+        "open('/etc/passwd')",
+        "open('new', 'w')",
+        "os.listdir('.')",
+        "os.fork()",
+        "threading.Thread(target=print).start()",
+        "os.posix_spawn('/bin/true', ['true'], {})",
+        "os.execv('/bin/true', ['true'])",
+        "os.kill(os.getpid(), 0)",
     ],
 )
-def test_what_could_leave_the_process_is_denied(test: str) -> None:
-    assert run(DENIED, f"assert {test}")
+def test_what_could_leave_the_process_is_denied(call: str) -> None:
+    assert run("import os, threading\nos.getpid()", DENIED.format(call))
 
 
-def test_the_token_is_not_in_memory() -> None:
-    assert run(TOKENS, "assert found == {planted}, found")
+@pytest.mark.parametrize(
+    "frame",
+    [
+        "import sys; frame = sys._getframe()",
+        "import sys; frame = sys._current_frames().popitem()[1]",
+        "try:\n    0 / 0\nexcept ZeroDivisionError as error:\n    frame = error.__traceback__.tb_frame",
+        "g = (g.gi_frame.f_back for _ in 'x'); frame = next(g)",
+        "import sys; sys.setprofile(lambda f, *_: globals().setdefault('frame', f)); (lambda: 0)()",
+    ],
+)
+def test_the_token_is_out_of_reach(frame: str) -> None:
+    assert not run(frame + CHEAT, "")
 
 
 def test_no_connection_is_made() -> None:
@@ -144,7 +137,3 @@ def test_nothing_runs_where_the_lock_is_not_known() -> None:
     done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=False)
     assert "ProfileError: code is not run" in done.stderr
     assert "no list of system calls" in done.stderr
-
-
-def test_both_machines_allow_as_many_calls() -> None:
-    assert len({len(program(machine)) for machine in MACHINES}) == 1
