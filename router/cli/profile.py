@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from contextlib import asynccontextmanager
-from pathlib import Path  # noqa: TC003  typer reads it
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +16,7 @@ from router.cli.client import URL, UrlOption, trusted
 from router.cli.common import ConfigOption, clock, err, plain, print_table
 from router.policy.profiles import REFERENCE, ProfileError, load_latency
 from router.profiling.client import connect
+from router.profiling.lm_eval import CLASSES, import_runs, read_classes
 from router.profiling.measure_latency import LatencyPlan, measure_latency
 from router.profiling.measure_quality import Plan, measure
 from router.profiling.profile_files import JOURNAL, keep_latency, keep_quality, only_one
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from router.policy.profiles import Fit, LatencyProfile, QualityProfile
-    from router.profiling.client import RouterClient
+    from router.profiling.client import FleetState, RouterClient
 
 profile_app = typer.Typer(help="Measure the loss and the speed of a running fleet's tiers.", no_args_is_help=True)
 
@@ -83,6 +84,45 @@ def profile_quality(
     log(str(path))
 
 
+@profile_app.command("import")
+def profile_import(
+    lm_eval: Annotated[
+        list[str],
+        typer.Option(
+            metavar="[TIER=]DIR",
+            help="Samples that lm-evaluation-harness logged, of one tier or of all (repeat for more folders).",
+        ),
+    ],
+    url: UrlOption = URL,
+    classes: Annotated[
+        Path | None,
+        typer.Option(help="Classes of further harness tasks by pattern, JSON or TOML.", show_default=False),
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Make the loss profile of runs of lm-evaluation-harness, one for each tier, instead of measuring it.
+
+    docs/lm-eval.md has the harness's commands. If the router needs a key, set QARR_KEY.
+    """
+    folder = load_settings(config).policy.profiles
+    log = _Log()
+    known = {**(read_classes(classes) if classes else {}), **read_classes(CLASSES)}
+    runs = [_tier_and_folder(text) for text in lm_eval]
+
+    async def running() -> FleetState:
+        async with _connected(url) as client:
+            return await client.fleet()
+
+    with only_one(folder):
+        imported = import_runs(runs, known, asyncio.run(running()))
+        path = keep_quality(folder, imported.profile)
+    _show(imported.profile)
+    for tier, samples in imported.unpaired.items():
+        if samples:
+            log(f"{samples} samples of {tier} left out: {REFERENCE} has none of the same prompt")
+    log(str(path))
+
+
 @profile_app.command("latency")
 def profile_latency(
     url: UrlOption = URL,
@@ -113,6 +153,17 @@ def profile_latency(
         path = keep_latency(folder, profile)
     _show_latency(load_latency(path))
     log(str(path))
+
+
+def _tier_and_folder(text: str) -> tuple[TierName | None, Path]:
+    """Read ``[TIER=]DIR``; a folder's own name may hold an equals sign after a slash."""
+    tier, equals, path = text.partition("=")
+    if not equals or "/" in tier:
+        return None, Path(text)
+    try:
+        return TierName(tier), Path(path)
+    except ValueError:
+        raise typer.BadParameter(f"{tier!r} is no tier's name", param_hint="--lm-eval") from None
 
 
 class _Log:
@@ -180,6 +231,8 @@ def _show(profile: QualityProfile) -> None:
         kind = count.prompt_class.value, count.complexity.value
         table.add_row(*kind, count.tier, right, str(answers), str(worse), str(better), net)
     print_table(table)
+    if not any(count.diagnosis for count in profile.counts):
+        return
     typer.echo("\nHow much tokens differ from the reference's (not whether answers get worse):")
     table = Table("class", "tier", "tokens", "not first choice %", "KL nats", "regret nats", box=None)
     for count in profile.counts:

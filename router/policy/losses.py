@@ -20,7 +20,7 @@ from statistics import NormalDist, fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from classifier import PromptClass
-from classifier.kinds import Complexity
+from classifier.kinds import JUDGED, Complexity
 from tiers.quantization import quantizations_of
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ _LIKE: dict[str, tuple[str, float]] = {
     "fp32": ("fp8", 0.0),
     "unknown": ("int4", 1.0),
 }
-CLASSES = tuple(_PUBLISHED["int4"])  # UNKNOWN is the mean of those but long context
+CLASSES = tuple(_PUBLISHED["int4"])
+# Classes that may be taken for one another; code is told by its marks, a long context by its length.
+DOUBTFUL = tuple(kind for kind in JUDGED if kind is not PromptClass.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +136,7 @@ def losses(precision: str, counts: Iterable[AnswerCount]) -> Losses:
         for one in kinds:
             loss = updated(published(precision, one) * scale, flips.get(one, Flips(0, 0, 0)))
             easier = found[kind][one[1]] = _at_least(loss, easier)
-    short = [kind for kind in CLASSES if kind is not PromptClass.LONG_CONTEXT]
-    found[PromptClass.UNKNOWN] = {each: mean_loss([found[kind][each] for kind in short]) for each in Complexity}
+    found[PromptClass.UNKNOWN] = {each: mean_loss([found[kind][each] for kind in DOUBTFUL]) for each in Complexity}
     return found
 
 

@@ -141,6 +141,7 @@ class AutoProfile:
                 "latency": in_order(speeds),
                 "quality": in_order(losses),
             },
+            "pointless": self._policy.pointless,
         }
 
     async def run(self) -> None:

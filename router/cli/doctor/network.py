@@ -115,7 +115,11 @@ def running_router(context: CheckContext) -> Iterator[Finding]:
         yield warning("not checked", KEY_NEEDED, "tiers")
         return
     yield from judge_fleet(fleet.json())
-    yield judge_profiling(fleet.json()["profiling"])
+    profiling = fleet.json()["profiling"]
+    yield judge_profiling(profiling)
+    for tier, why in profiling["pointless"].items():
+        found, _, then = why.partition(": ")
+        yield warning(found, then, f"tier {tier}")
 
 
 def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
