@@ -91,7 +91,7 @@ def fleet(
         (PromptClass.CHAT, 0.9, FAST),
         (PromptClass.CODE, 0.9, BALANCED),
         (PromptClass.UNKNOWN, 0.9, PRECISE),
-        (PromptClass.CHAT, 0.7, BALANCED),  # may well be of another class
+        (PromptClass.CHAT, 0.55, BALANCED),  # may well be of another class
         (PromptClass.CODE, 0.5, PRECISE),
     ],
 )
