@@ -18,6 +18,7 @@ from rich.text import Text
 
 from router.cli.client import KEY_NEEDED, URL, KeyOption, UrlOption, authorization, no_answer, trusted
 from router.cli.common import output, printable
+from router.policy.losses import one_in
 from router.telemetry.logs import shown_ms
 from tiers.errors import OperationError
 from tiers.preparing import Preparing
@@ -128,7 +129,8 @@ def _summary(fleet: Mapping[str, Any]) -> Text:
     ]
     if budget.get("mean") is not None and budget.get("budget") is not None:
         over = budget["mean"] > budget["budget"]
-        parts.append((f"loss {budget['mean']:.1%} of {budget['budget']:.1%} allowed", "yellow" if over else ""))
+        lost, allowed = one_in(budget["mean"]), one_in(budget["budget"])
+        parts.append((f"{lost} answers expected worse, {allowed} allowed", "yellow" if over else ""))
     if fleet.get("scope") == "own":
         parts.append(("only this key's own requests are shown: a key made with --admin sees all", "yellow"))
     return Text(" · ").join(Text(text, style=style) for text, style in parts)

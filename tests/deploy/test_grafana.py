@@ -91,10 +91,10 @@ async def test_no_panel_is_empty(tmp_path: Path) -> None:
         told = {
             tier: {where for where, expr in asked if await found.tells_of(expr, tier)} for tier in ("balanced", "int8")
         }
-        # No profile has the added tier, and its router checks no live answers.
-        live = {"Live loss", "Live loss, as a share of the cap", "Live answers checked", "Measured loss", "Promoted"}
+        # The added tier's router checks no live answers.
+        live = {"Live answers that differ", "Live regret", "Live answers checked"}
         unmeasured = {f"qarr-quality: {title}" for title in live}
         assert told["balanced"] - told["int8"] <= unmeasured, "a tier that the settings add is in every other panel"
         assert len(told["int8"]) > 15
-        for rare in ("qarr_continuations_total", "qarr_promoted_classes"):
+        for rare in ("qarr_continuations_total", "qarr_live_differing_ratio"):
             assert await found.query(f"sum({rare}) > 0"), rare

@@ -79,7 +79,20 @@ function about(seconds) {
 const count = (value) => (known(value) ? whole.format(value) : NONE);
 const rate = (value) => (known(value) ? fixed(value, value < 99.95 ? 1 : 0) : NONE);
 const percent = (share, digits = 0) => (known(share) ? `${fixed(share * 100, digits)} %` : NONE);
-const loss = (share) => (known(share) ? percent(share, 1) : NONE);
+
+/** A share of answers for people: 1 in 20. */
+function loss(share) {
+  if (!known(share)) return NONE;
+  if (share < 0.001) return share === 0 ? "none" : "under 1 in 1,000";
+  return share > 0.4 ? `${Math.min(Math.round(share * 10), 10)} in 10` : `1 in ${count(Math.round(1 / share))}`;
+}
+
+/** The interval of such a share, and how many measured answers it rests on. */
+function lossBasis(low, high, answers) {
+  const within = low < 0.001 ? `≤ ${loss(high)}` : high > 0.4 ? `${loss(low)} to ${loss(high)}` : `1 in ${count(Math.round(1 / high))}–${count(Math.round(1 / low))}`;
+  return el("small", { title: answers ? `95 % interval, measured on ${plural(answers, "answer")}` : "95 % interval of what is published" }, ` ${within}, ${answers ? `of ${count(answers)}` : "published"}`);
+}
+
 const cost = (seconds) => (known(seconds) ? `${fixed(seconds, seconds < 10 ? 2 : 1)} s` : NONE);
 const plural = (n, one, many = `${one}s`) => `${count(n)} ${n === 1 ? one : many}`;
 

@@ -27,7 +27,6 @@ function showFleet(next) {
 /** Leave a gap in what is drawn over time: nothing was heard. */
 function gapInSeries() {
   for (const row of rows.values()) row.gap();
-  for (const series of Object.values(budgetSeries)) series.push(null);
 }
 
 const sum = (items, of) => items.reduce((total, item) => total + (of(item) ?? 0), 0);

@@ -35,7 +35,7 @@ function facts(r) {
     ["Queue", duration(r.queue_ms)],
     ["Overhead", duration(r.overhead_ms)],
     ["Tokens", `${count(r.prompt_tokens)} in the prompt, ${count(r.output_tokens)} in the answer`],
-    ["Expected loss", loss(r.tiers?.find((t) => t.tier === r.tier)?.expected_loss)],
+    ["Expected worse", loss(r.tiers?.find((t) => t.tier === r.tier)?.expected_loss)],
     ["Cost", known(r.cost) ? `${cost(r.cost)} of engine time, predicted` : NONE],
     ["Priority", r.priority],
     ["Endpoint", r.route],
@@ -49,7 +49,7 @@ function facts(r) {
 }
 
 const BASES = {
-  hint: "the caller's hint", sort: "what the caller sorts tiers by", budget: "engine time and loss, by the price of loss", measured: "measured speed", table: "the table: not measured yet",
+  hint: "the caller's hint", sort: "what the caller sorts tiers by", least_loss: "the least loss", negligible: "engine time, among tiers that are as good", budget: "engine time, within the loss budget",
   degraded_quality: "what was possible: quality gave way", degraded_latency: "what was possible: latency gave way",
   degraded_unmeasured: "what was possible: a bound is not known to be kept", refused: "refusal",
 };
@@ -60,13 +60,12 @@ function verdictTable(tiers, chosen) {
   const head = ["Tier", "TTFT", "TPOT", "Loss", "Cost", "Verdict"];
   const cell = (kind, ...children) => el("td", { role: "cell", class: kind }, ...children);
   const row = (t) => {
-    const interval = t.expected_loss_interval;
-    const range = interval && interval[1] > 0 ? ` ${fixed(interval[0] * 100, 1)}–${fixed(interval[1] * 100, 1)}` : "";
+    const interval = t.expected_loss_interval ?? [0, 0];
     return el("tr", { role: "row", class: t.tier === chosen ? "chosen" : null },
       el("th", { role: "rowheader", scope: "row" }, tierName(t.tier), t.state === "ready" ? null : el("span", { class: "muted" }, ` ${t.state}`)),
       cell("num", duration(t.predicted_ttft_ms)),
       cell("num", duration(t.predicted_tpot_ms)),
-      cell("num", loss(t.expected_loss), range ? el("span", { class: "muted", title: "95 % interval" }, range) : null),
+      cell("num", loss(t.expected_loss), interval[1] > 0 ? lossBasis(...interval, t.loss_answers) : null),
       cell("num", cost(t.cost)),
       cell("verdict", t.tier === chosen ? `✓ ${t.verdict}` : t.verdict));
   };

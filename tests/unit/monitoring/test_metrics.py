@@ -9,14 +9,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.parser import text_string_to_metric_families as parse_text
-from router.policy.budget import Answer
-from router.policy.budget_store import LossBudget
 
 from classifier import PromptClass
-from router.monitoring.metrics import Budget, RequestMetrics
+from router.monitoring.metrics import RequestMetrics
 from router.monitoring.tally import Tally
 from router.pipeline.registry import OVER_BUDGET, OVER_QUOTA
-from router.policy.decision import Priced, Refusal
+from router.policy.decision import Refusal
 from router.telemetry.record import Outcome
 from tests.unit.records import decision, record
 from tests.unit.router_stack import router_stack
@@ -186,19 +184,16 @@ async def test_a_scrape_reads_the_fleet_as_it_is(tmp_path: Path) -> None:
         assert not any(first.id in names for names in await scrape(stack))
 
 
-def test_the_loss_budget_is_gauges_of_the_router_and_counters_of_the_process() -> None:
-    """What is not known yet has no sample; counters are at 0 from the start, and do not fade as the gauges do."""
-    seconds = iter((0.0, 0.0, 0.0, 0.0, 600.0))
-    budget = LossBudget(300, now=lambda: next(seconds))
-
-    def samples() -> dict[str, float]:
-        return {s.name: s.value for metric in Budget(budget, 300).collect() for s in metric.samples}
-
-    counters = ("qarr_loss_counted_tokens_total", "qarr_loss_differing_tokens_total", "qarr_loss_allowed_tokens_total")
-    assert samples() == {"qarr_loss_budget_half_life_seconds": 300, **dict.fromkeys(counters, 0)}
-    budget.add(Answer(100, 0.2, 0.05, (Priced(FAST, 0.01, 0.2), Priced(PRECISE, 0.03, 0.0))))
-    budget.add(Answer(300, 0.0, 0.05, (Priced(FAST, 0.01, 0.2), Priced(PRECISE, 0.03, 0.0))))
-    found = samples()
-    assert [found[name] for name in counters] == [400, 20, 20]
-    assert (found["qarr_loss_mean_ratio"], found["qarr_loss_budget_ratio"]) == pytest.approx((0.05, 0.05))
-    assert found["qarr_loss_price_engine_seconds"] == budget.price
+@pytest.mark.anyio
+async def test_losses_are_counted_in_answers(tmp_path: Path) -> None:
+    """Expected by kind and tier with what they rest on, and of answers whose tier the policy chose."""
+    async with router_stack(tmp_path) as stack:
+        counters = [f"qarr_loss_{what}_answers_total" for what in ("counted", "expected", "allowed")]
+        before = await scrape(stack)
+        assert [before[name,] for name in counters] == [0, 0, 0]
+        assert before["qarr_expected_loss_ratio", "math", "complex", "fast"] == 0.11
+        assert before["qarr_expected_loss_answers", "math", "complex", "fast"] == 0
+        await stack.generate(prompt="What is the capital of France?")
+        await stack.generate(prompt="What is the capital of France?", tier="fast")
+        after = await scrape(stack)
+        assert [after[name,] for name in counters] == pytest.approx([1, 0.001, 0.005])
