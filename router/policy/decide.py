@@ -288,24 +288,17 @@ class _Case:
 
     def _chosen_text(self, chosen: _TierEstimate) -> str:
         """Return why a tier was chosen, by what it and the others lose."""
-        if self.basis is Basis.LEAST_LOSS:
-            lower = [o for o in self.within if o.loss.mean > chosen.loss.mean]
-            if lower:
-                return _wrong_text(lower, self.fleet.tiers[-1].spec.name)
-            return (
-                f"no tier but {chosen.name} serves now"
-                if len(self.within) == 1
-                else f"no tier loses less than {chosen.name}"
-            )
-        good = f"{chosen.name} is as good ({one_in(chosen.loss.mean)} answers gets worse, {chosen.loss.basis})"
+        highest, loss, name = self.fleet.tiers[-1].spec.name, chosen.loss, chosen.name
         if self.basis is Basis.BUDGET:
-            good = (
-                f"{chosen.name} would get {one_in(chosen.loss.mean)} answers wrong that {self.fleet.tiers[-1].spec.name} "
-                f"gets right ({chosen.loss.basis}), within the loss budget while engine time is scarce"
-            )
-        if chosen.loss.mean == 0 and self.basis is not Basis.BUDGET:
-            good = f"{chosen.name} loses nothing"
-        return f"{good}, and {self._cheap_text(chosen)}"
+            wrong = f"{name} would get {one_in(loss.mean)} answers wrong that {highest} gets right ({loss.basis})"
+            return f"{wrong}, within the loss budget while engine time is scarce, and {self._cheap_text(chosen)}"
+        worse = [o for o in self.within if o.loss.mean > max(loss.mean, self.table.negligible_loss)]
+        parts = [_wrong_text(worse, highest)] if worse else []
+        if self.basis is Basis.NEGLIGIBLE:
+            good = "loses nothing" if loss.mean == 0 else f"is as good ({one_in(loss.mean)} gets worse, {loss.basis})"
+            parts.append(f"{name} {good}, and {self._cheap_text(chosen)}")
+        alone = f"no tier but {name} serves now" if len(self.within) == 1 else f"no tier loses less than {name}"
+        return "; ".join(parts) or alone
 
     def _cheap_text(self, chosen: _TierEstimate) -> str:
         """Return what speaks for a tier among those that lose little enough."""

@@ -28,7 +28,7 @@ Sort = Literal["price", "throughput", "latency"]
 Degraded = Literal["quality", "latency", "unmeasured"]  # the last: nobody knows whether a bound is kept
 CHOSEN = "chosen"
 ALL_LOST = ExpectedLoss(1.0, 1.0, 1.0)  # of a tier that nothing is known of
-SURE = 0.75  # confidence in a class from which a prompt counts as of that class alone
+SURE = 0.6  # confidence in a class from which a prompt counts as of that class alone
 
 
 @dataclass(frozen=True, slots=True)

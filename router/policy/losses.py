@@ -17,10 +17,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from classifier import PromptClass
 from classifier.kinds import JUDGED, Complexity
+from router.policy.profiles import Flips
 from tiers.quantization import quantizations_of
 
 if TYPE_CHECKING:
@@ -103,14 +104,6 @@ class ExpectedLoss:
 
 
 NO_LOSS = ExpectedLoss(0.0, 0.0, 0.0)
-
-
-class Flips(NamedTuple):
-    """Answers to the same tasks: those that at least one precision gets right, and of these those worse and better."""
-
-    answers: int
-    worse: int
-    better: int
 
 
 def published(precision: str, kind: Kind) -> float:

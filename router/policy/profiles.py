@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from classifier import PromptClass  # noqa: TC001  pydantic reads these
 from classifier.kinds import Complexity  # noqa: TC001
-from router.policy.losses import Flips
 from tiers.spec import STANDARD_TIERS, TierName, in_order
 from tiers.speed import SpeedModel
 
@@ -50,6 +49,14 @@ class Diagnosis(Frozen):
     disagreement: float
     kl: float
     regret: float
+
+
+class Flips(NamedTuple):
+    """Answers to the same tasks: those that at least one precision gets right, and of these those worse and better."""
+
+    answers: int
+    worse: int
+    better: int
 
 
 class AnswerCount(Frozen):

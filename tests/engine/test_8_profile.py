@@ -121,7 +121,9 @@ async def judged_directly(client: httpx.AsyncClient, fleet: Fleet) -> float:
         ids = [*made["prompt"], *made["token_ids"]]
         judged = await ask(precise, "/v1/completions", prompt=ids, max_tokens=1, prompt_logprobs=1)
         places = zip(made["token_ids"], judged["prompt_logprobs"][len(made["prompt"]) :], strict=True)
-        regret += sum(max(p["logprob"] for p in place.values()) - place[str(token)]["logprob"] for token, place in places)
+        regret += sum(
+            max(p["logprob"] for p in place.values()) - place[str(token)]["logprob"] for token, place in places
+        )
         tokens += len(made["token_ids"])
     return regret / tokens
 

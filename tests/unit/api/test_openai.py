@@ -244,7 +244,7 @@ async def test_the_report_is_added_when_asked_for(tmp_path: Path) -> None:
         whole = (await chat(stack, qarr={"report": True})).json()
         assert whole["qarr"] == {
             "tier": "fast", "precision": "awq-int4", "checkpoint": None, "class": "chat",
-            "reason": "chat, trivial: fast is as good (1 in 1,000 answers gets worse, published), and is the lowest precision",
+            "reason": "chat, trivial: fast is as good (1 in 1,000 gets worse, published), and is the lowest precision",
         }  # fmt: skip
         streamed = chunks((await chat(stack, stream=True, qarr={"report": True})).text)
         assert streamed[-1]["qarr"]["tier"] == "fast"

@@ -38,7 +38,7 @@ def losing(fast: dict[PromptClass, float], balanced: dict[PromptClass, float]) -
 TABLE = PolicyParameters(
     losing(
         {kind: 0.001 if kind in PLAIN else 0.05 for kind in PromptClass},
-        {kind: 0.01 if kind is PromptClass.UNKNOWN else 0.002 for kind in PromptClass},
+        {kind: 0.007 if kind is PromptClass.UNKNOWN else 0.002 for kind in PromptClass},
     )
 )
 LENGTHS = {FAST: 2048, BALANCED: 4096, PRECISE: 8192}
@@ -91,8 +91,8 @@ def fleet(
         (PromptClass.CHAT, 0.9, FAST),
         (PromptClass.CODE, 0.9, BALANCED),
         (PromptClass.UNKNOWN, 0.9, PRECISE),
-        (PromptClass.CHAT, 0.7, BALANCED),  # may well be of another class
-        (PromptClass.CODE, 0.5, PRECISE),
+        (PromptClass.CHAT, 0.55, BALANCED),  # may well be of another class
+        (PromptClass.CODE, 0.3, PRECISE),
     ],
 )
 def test_the_lowest_tier_with_a_negligible_loss_serves(kind: PromptClass, confidence: float, tier: TierName) -> None:

@@ -41,8 +41,8 @@ def test_a_loss_is_that_of_the_kind_and_of_others_where_the_class_is_not_sure() 
     table = PolicyParameters({FAST: kinds})
     asked = [replace(features(PromptClass.CODE, 0.9), complexity=each) for each in (None, *Complexity)]
     assert [table.loss(FAST, one).mean for one in asked] == [0.1, 0.0, 0.1, 0.2]
-    assert table.loss(FAST, features(PromptClass.CODE, 0.75)).mean == 0.1
-    assert table.loss(FAST, features(PromptClass.CODE, 0.7)).mean == pytest.approx(0.7 * 0.1 + 0.3 * 0.2)
+    assert table.loss(FAST, features(PromptClass.CODE, 0.6)).mean == 0.1
+    assert table.loss(FAST, features(PromptClass.CODE, 0.5)).mean == pytest.approx(0.5 * 0.1 + 0.5 * 0.2)
 
 
 def test_the_reference_loses_nothing_and_a_tier_that_nothing_is_known_of_everything() -> None:

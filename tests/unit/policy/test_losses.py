@@ -6,7 +6,8 @@ import pytest
 
 from classifier import PromptClass
 from classifier.kinds import Complexity
-from router.policy.losses import CLASSES, NO_LOSS, ExpectedLoss, Flips, losses, mixed, one_in, published, updated
+from router.policy.losses import CLASSES, NO_LOSS, ExpectedLoss, losses, mixed, one_in, published, updated
+from router.policy.profiles import Flips
 from tests.unit.policy.made_profiles import counted
 from tiers.spec import STANDARD_TIERS
 
