@@ -1,15 +1,15 @@
 """Expected quality loss: the share of answers that a precision gets wrong and the highest one gets right, minus the reverse.
 
 Published losses are known before anything is measured; measured answers update them. Of tasks that at least one of both
-precisions gets right, n in all, let w get worse and b get better. With the published loss m as prior, worth k answers,
+precisions gets right, n in all, let w get worse and b get better. The measured loss and its variance, with half an answer
+added to each outcome (Agresti and Min 2005, "Simple improved confidence intervals for comparing matched proportions"), are
 
-    loss = (w - b + k * m) / (n + k)
+    d = (w - b) / (n + 2)        v = (w + b + 1 - (w - b)^2 / (n + 2)) / (n + 2)^2
 
-k is (1 - m) / m, for which the standard deviation of the prior is m itself: published losses differ between models by about
-as much as they are. Where the answers contradict m, that is, where it lies outside of their 95 % interval (Agresti and Min
-2005, "Simple improved confidence intervals for comparing matched proportions"), the model is unlike those published, and
-the prior counts as ``CONTRADICTED`` answers. A kind is a class and a complexity. The published loss of a kind is scaled by
-what all answers of its class say, so that kinds with few answers follow their class (empirical Bayes).
+The expected loss is the mean of d and the published loss m, weighted by the inverse of their variances. That of m is m^2:
+published losses differ between models by about as much as they are. Where m lies outside of the 95 % interval of d, the
+model is unlike those published, and m hardly counts (``UNLIKE``). A kind is a class and a complexity. The published loss of
+a kind is scaled by what all answers of its class say, so that kinds with few answers follow their class (empirical Bayes).
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     Kind = tuple[PromptClass, Complexity]
     Losses = Mapping[PromptClass, Mapping[Complexity, "ExpectedLoss"]]
 
-CONTRADICTED = 4.0  # answers: enough to keep the first few measured ones from deciding alone
+UNLIKE = 0.3  # standard deviation of a published loss that the answers contradict
 LEAST = 1e-4  # published losses below this are not told apart
-MOST = 0.5  # a prior beyond it would count for less than an answer
 Z95 = NormalDist().inv_cdf(0.975)
 
 # Published losses of 4-bit weights and of FP8 for trivial, moderate and complex prompts. With 4 bits, 11 % of right
@@ -135,17 +134,20 @@ def losses(precision: str, counts: Iterable[AnswerCount]) -> Losses:
 
 def updated(prior: float, flips: Flips) -> ExpectedLoss:
     """Return the loss of a kind after measured answers."""
-    n, net, changed = flips.answers, flips.worse - flips.better, flips.worse + flips.better
+    n, net = flips.answers, flips.worse - flips.better
     if prior < LEAST and not n:
         return NO_LOSS
-    prior = min(max(prior, LEAST), MOST)
-    weight = (1 - prior) / prior
-    seen_variance = max(changed + 1 - net**2 / (n + 2), 0.0)  # of the sum, with half an answer added to each outcome
-    if n and abs(net / (n + 2) - prior) > Z95 * math.sqrt(seen_variance) / (n + 2):
-        weight = CONTRADICTED
-    mean = max((net + weight * prior) / (n + weight), 0.0)
-    spread = math.sqrt((seen_variance if n else 0.0) + weight * prior * (1 - prior)) / (n + weight)
-    return ExpectedLoss(min(mean, 1.0), max(mean - Z95 * spread, 0.0), min(mean + Z95 * spread, 1.0), n)
+    prior = max(prior, LEAST)
+    mean, variance = prior, prior**2
+    if n:
+        seen = net / (n + 2)
+        seen_variance = (flips.worse + flips.better + 1 - net * seen) / (n + 2) ** 2
+        if abs(seen - prior) > Z95 * math.sqrt(seen_variance):
+            variance = UNLIKE**2
+        weight = seen_variance / (seen_variance + variance)
+        mean, variance = weight * prior + (1 - weight) * seen, weight * variance
+    mean, spread = min(max(mean, 0.0), 1.0), Z95 * math.sqrt(variance)
+    return ExpectedLoss(mean, max(mean - spread, 0.0), min(mean + spread, 1.0), n)
 
 
 def mean_loss(losses: Iterable[ExpectedLoss]) -> ExpectedLoss:
