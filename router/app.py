@@ -187,7 +187,6 @@ class _Served:
 
 
 def _served(parts: _Parts, settings: Settings) -> _Served:
-    """Return what answers requests, by these settings."""
     wired, streams = parts.wired, parts.streams
     pipeline, rules = _pipeline(wired, settings), Rules.of(settings)
     admin = Admin(parts.operations, parts.keys, rules).routes() if parts.operations is not None else []
@@ -214,11 +213,7 @@ def _served(parts: _Parts, settings: Settings) -> _Served:
 
 
 def _prepare(parts: _Parts, gate: Gate, settings: Settings) -> Callable[[], None]:
-    """Check new settings; return what makes the router take them, without disturbing open requests.
-
-    Raises:
-        ReloadError: The key file, the issuer's keys or the certificate cannot be used, or TLS would be switched.
-    """
+    """Check new settings; return what makes the router take them, without disturbing open requests."""
     wired, tls = parts.wired, parts.tls
     if (tls is None) != (settings.tls.certificate is None):
         raise ReloadError("tls.certificate: a running router cannot switch between HTTP and HTTPS; restart it")
@@ -280,7 +275,6 @@ def _wire(
     *,
     state: ServerState,
 ) -> _Wired:
-    """Wire the pipeline."""
     kept = settings.telemetry
     registry = RequestRegistry(state, kept.recent_requests)
     registry.observers.extend((telemetry.record_outcome, log_request))
@@ -329,7 +323,6 @@ def _wire(
 
 
 def _pipeline(wired: _Wired, settings: Settings) -> Pipeline:
-    """Return the pipeline as the settings have it."""
     base = wired.pipeline
     attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
     failover = replace(base.failover, attempts=attempts, default_max_tokens=max_tokens)
@@ -354,7 +347,6 @@ def _lifespan(
     keys: KeyStore,
     tls: Tls | None,
 ) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
-    """Return what runs while the router serves, and is closed afterwards."""
     pipeline = wired.pipeline
 
     @asynccontextmanager
@@ -464,7 +456,6 @@ class Status:
 
 
 async def _problem(request: Request, error: Exception) -> Response:
-    """Answer an error as a problem object."""
     return response_to(error, request.scope)
 
 

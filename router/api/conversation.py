@@ -98,7 +98,6 @@ def read_input(document: JsonObject) -> Conversation:
 
 
 def _begun(document: JsonObject, system: Any) -> Conversation:
-    """Return a conversation that has a system prompt and tools, or neither."""
     read = Conversation()
     if text := text_of(system):
         read.add("system", text)

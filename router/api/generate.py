@@ -130,7 +130,6 @@ def fitted(request: GenerateRequest, pipeline: Pipeline, *, chat: bool) -> Gener
 
 
 def _sampling(body: GenerateBody, limits: LimitSettings) -> dict[str, Any]:
-    """Return how tokens are chosen, in the engine's fields."""
     temperature = limits.default_temperature if body.temperature is None else body.temperature
     given = {name: getattr(body, name) for name in ("top_p", "repetition_penalty", "seed", "stop")}
     return {"temperature": temperature, **{name: value for name, value in given.items() if value is not None}}
@@ -185,8 +184,6 @@ class Generate:
         await send_whole(await _collect(answer, active.context), "application/json", headers, send)
 
     async def _make(self, request: GenerateRequest, decision: Decision, stream: ResumableStream) -> None:
-        """Make a resumable stream's events."""
-
         async def begin(active: ActiveRequest, answer: EngineStream) -> tuple[Encoder, Sink]:
             context = request.context
             headers = answer_headers(active, self.settings.telemetry)
@@ -197,7 +194,6 @@ class Generate:
         await serve_stream(self.pipeline, request, decision, begin)
 
     async def _read(self, stream: ResumableStream, after: int, context: RequestContext, send: Send) -> None:
-        """Send a resumable stream from some event on."""
         started = False
 
         async def start(headers: Mapping[str, str]) -> None:
@@ -310,7 +306,6 @@ def error_event(error: Exception, context: RequestContext) -> bytes:
 
 
 async def _collect(answer: EngineStream, context: RequestContext) -> bytes:
-    """Read a whole answer, and return it as one JSON object."""
     parts: list[str] = []
 
     def take(_events: bytes, texts: PlainTexts) -> bool:

@@ -69,7 +69,6 @@ class Models:
         raise UnknownModel(wanted, (*model_names(self.settings, self.fleet), *adapter_names(self.fleet)))
 
     def _cards(self, wanted: str | None) -> list[dict[str, Any]]:
-        """Return what is told of a model, or of all."""
         choices, adapters = model_names(self.settings, self.fleet), adapter_names(self.fleet)
         cards = [self._card(name, choice) for name, choice in choices.items() if wanted in {None, name}]
         return cards + [self._adapter_card(name) for name in adapters if wanted in {None, name} and name not in choices]

@@ -55,12 +55,10 @@ class OpenAIFields(RoutingFields):
 
 @cache  # of known names only
 def _plain_fields(tier: str, policy: TierPolicy) -> OpenAIFields:
-    """Return the options of a request that says nothing about routing but a model's name."""
     return OpenAIFields.model_construct(tier=tier, tier_policy=policy)
 
 
 def _allowed(rules: Rules) -> dict[str, str]:
-    """Return the allowed values of each field."""
     return {
         **routing_allowed(rules),
         "report": "true or false",
@@ -220,11 +218,7 @@ def routing_fields(document: JsonObject, context: RequestContext, model: str, ru
 
 
 def _sequences(document: JsonObject, prompt: PromptText, most: int, *, chat: bool) -> int:
-    """Return the answers that a request asks for: its prompts times the choices for each.
-
-    Raises:
-        InvalidBody: They are too many.
-    """
+    """Return the answers that a request asks for: its prompts times the choices for each."""
     field, each = "n", as_integer(document.get("n")) or 1
     if not chat and (best_of := as_integer(document.get("best_of")) or 1) > each:  # what older engines compute
         field, each = "best_of", best_of
@@ -241,11 +235,7 @@ def _sequences(document: JsonObject, prompt: PromptText, most: int, *, chat: boo
 
 
 def _from_headers(context: RequestContext, rules: Rules) -> dict[str, Any]:
-    """Return the options in a request's headers, each checked by itself, so that errors name the header.
-
-    Raises:
-        InvalidBody: One is not valid.
-    """
+    """Return the options in a request's headers, each checked by itself, so that errors name the header."""
     given: dict[str, Any] = {}
     problems = []
     for name in [name for name in HEADERS if name in context.sent]:
@@ -267,11 +257,6 @@ def _from_headers(context: RequestContext, rules: Rules) -> dict[str, Any]:
 
 
 def _from_body(document: JsonObject, rules: Rules) -> dict[str, Any]:
-    """Return the options in a body's ``qarr`` object.
-
-    Raises:
-        InvalidBody: They are not valid.
-    """
     given = document.get("qarr")
     if given is None:
         return {}

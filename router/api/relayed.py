@@ -105,7 +105,6 @@ class RelayEndpoint(ABC, Generic[Call]):
 
 
 def _report(request: RelayedCall, active: ActiveRequest) -> dict[str, Any] | None:
-    """Return who serves the answer and why, where its caller asked for it."""
     answer = active.answer
     if not request.report or answer is None:
         return None

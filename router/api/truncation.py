@@ -82,7 +82,6 @@ class Cutter:
     def _shorter(
         self, messages: Sequence[dict[str, Any]], sizes: Sequence[int], others: int
     ) -> list[dict[str, Any]] | None:
-        """Cut the longest text that is no system prompt's."""
         texts = [(self._tokens(m["content"]), n) for n, m in enumerate(messages) if _is_cuttable(m)]
         if not texts:
             return None

@@ -227,7 +227,6 @@ class Quotas:
         self._refunds.pop(unused.slot, None)
 
     def _lose(self, error: BaseException) -> None:
-        """Count alone from now on, and let nobody wait for Redis any longer."""
         if not self._lost:
             self._lost = True
             log.warning("Redis does not serve (%s): quotas are counted by this router alone", outage(error))

@@ -131,7 +131,6 @@ class Spending:
         await self.ledger.aclose()
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Start work that must finish even if nobody waits for it any longer."""
         task = asyncio.ensure_future(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
@@ -178,7 +177,6 @@ class Spending:
                 del self._known[place]
 
     def _lose(self, error: BaseException) -> None:
-        """Count alone from now on."""
         self._back = False
         if self._alone is None:
             self._alone = MemoryLedger(self._known)

@@ -223,11 +223,7 @@ class Tokens:
             raise Unauthorized(said) from None
 
     def _signer(self, kid: str | None) -> Signer:
-        """Return the key that a token names; the only one, if it names none.
-
-        Raises:
-            UnknownSigner: It is not known.
-        """
+        """Return the key that a token names; the only one, if it names none."""
         if kid is None and len(self._signers) == 1:
             return next(iter(self._signers.values()))
         found = self._signers.get(kid)
@@ -236,11 +232,6 @@ class Tokens:
         return found
 
     def _caller(self, claims: Mapping[str, Any]) -> Caller:
-        """Return the caller that a token's claims describe, with the rights of a key's record.
-
-        Raises:
-            Unauthorized: The claims cannot be used.
-        """
         names = self.settings.claims
         subject, rights = claims[names.name], claims.get(names.rights, {})
         if not isinstance(subject, str) or not subject:

@@ -114,11 +114,6 @@ def tiers_record(tier: TierArgument, config: ConfigOption = None) -> None:
 
 
 def _operate(kind: Kind, target: str, url: str, key: str) -> None:
-    """Run an operation on each of the target's replicas, with its progress on standard error.
-
-    Raises:
-        OperationError: There is no such replica, or an operation failed.
-    """
     router = RouterApiClient(url, key)
     for replica in _replicas(router.ask("/tiers"), target):
         _follow(router, kind, replica)
@@ -145,11 +140,6 @@ def _follow(router: RouterApiClient, kind: Kind, replica: str, body: dict[str, A
 
 
 def _named(fleet: dict[str, Any], replica: str) -> str:
-    """Return the id of the replica that an id or an engine's URL names.
-
-    Raises:
-        OperationError: There is none.
-    """
     known = [r for tier in fleet["tiers"] for r in tier["replicas"]]
     for each in known:
         if replica == each["id"] or (each["url"] and normalised(replica) == normalised(each["url"])):

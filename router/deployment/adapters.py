@@ -62,11 +62,6 @@ def check_adapters(local: Sequence[TierSpec], lora: LoraSettings) -> None:
 
 
 def _rank(name: str, folder: Path) -> int:
-    """Return an adapter's rank.
-
-    Raises:
-        PlanError: Its folder holds no adapter that vLLM loads.
-    """
     where = f"lora.adapters.{name}.path is {folder}"
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))

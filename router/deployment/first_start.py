@@ -125,11 +125,7 @@ class FirstStart:
             await asyncio.gather(making, return_exceptions=True)
 
     def _launches(self, made: Checkpoint) -> tuple[list[EngineLaunch], Plan | None]:
-        """Return the engines that can start now that a checkpoint is made, and the plan if it is new. In the thread.
-
-        Raises:
-            TierError: The tiers differ in tokenizer, or the machine is too small.
-        """
+        """Return the engines that can start now that a checkpoint is made, and the plan if it is new. In the thread."""
         settings, model = self._deployment.settings, self._deployment.model
         if made.tier in self._missing:
             self._missing.remove(made.tier)
@@ -155,11 +151,7 @@ class FirstStart:
         )
 
     async def _start(self, made: Checkpoint, launches: list[EngineLaunch], plan: Plan | None) -> None:
-        """Start engines. In the event loop.
-
-        Raises:
-            PortInUse: An engine's port is taken.
-        """
+        """Start engines. In the event loop."""
         if self._over:
             return
         fleet, now = self._supervisor.fleet, time.monotonic()
@@ -208,11 +200,7 @@ class FirstStart:
         self._launched.update(spec.name for spec in waiting)
 
     def _failed(self, error: Exception) -> None:
-        """Note that no more checkpoints can be made; engines that were started continue.
-
-        Raises:
-            TierError: No engine was started.
-        """
+        """Note that no more checkpoints can be made; engines that were started continue."""
         if not isinstance(error, TierError):
             log.error("making checkpoints failed", exc_info=error)
             error = CheckpointError(f"{type(error).__name__}: {error}")

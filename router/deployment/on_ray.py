@@ -79,11 +79,6 @@ def make_ray_deployment(settings: Settings, checkpoints: Sequence[Checkpoint]) -
 
 
 def _placed_specs(settings: Settings, prepared: Mapping[TierName, Checkpoint]) -> tuple[TierSpec, ...]:
-    """Return the tiers that are to be placed, with all that their engines are started from.
-
-    Raises:
-        TierError: As above.
-    """
     tiers = {name: settings.tiers.of(name) for name in settings.tiers.names}
     specs = tuple(tier_spec(name, tier, prepared, engine_args(settings, name)) for name, tier in tiers.items())
     specs = with_adapters(with_drafts(specs, settings, prepared), settings.lora)

@@ -203,12 +203,6 @@ async def _one_ready(fleet: Fleet, server: Server) -> bool:
 
 
 async def _started(deployment: Deployment, supervisor: Supervisor, observer: StartObserver, on_ray: OnRay) -> None:
-    """Make missing checkpoints, and wait until no tier is starting any more.
-
-    Raises:
-        StartError: An engine that was started here failed; while checkpoints are made, only if no other tier is ready.
-        TierError: No engine could be started here.
-    """
     fleet, making = supervisor.fleet, None
     on_ray.start()
     if deployment.missing:
@@ -229,12 +223,6 @@ async def _started(deployment: Deployment, supervisor: Supervisor, observer: Sta
 
 
 async def _settled(deployment: Deployment, fleet: Fleet, making: asyncio.Task[None] | None) -> bool:
-    """Return whether no tier is starting any more.
-
-    Raises:
-        StartError: As above.
-        TierError: As above.
-    """
     if making is not None and making.done():
         await making
     failed = [r for r in fleet.replicas if r.state is ReplicaState.FAILED and r.spec.name in deployment.local]

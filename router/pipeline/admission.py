@@ -204,7 +204,6 @@ class Admission:
         )
 
     def _specs(self, query: Query) -> list[TierSpec]:
-        """Return the tiers that could serve a request when they are ready and free."""
         only = query.hint if query.require else None
         return [
             spec
@@ -260,7 +259,6 @@ class Admission:
             asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
-        """Admit those that fit, in order."""
         self._scheduled = False
         reserved, passed_over = set[str](), set[_Waiting]()
         while (entry := self._next(passed_over)) is not None:

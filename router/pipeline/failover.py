@@ -382,11 +382,6 @@ class _Continuation:
         return None
 
     async def _detokenized(self, ids: Sequence[int], replica: Replica) -> str:
-        """Return one engine's text of ids.
-
-        Raises:
-            UpstreamError: The engine does not answer; ValueError, LookupError or TypeError: its answer makes no sense.
-        """
         if not ids:
             return ""
         body = to_json({"model": replica.model, "tokens": list(ids)})

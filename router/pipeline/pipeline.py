@@ -140,7 +140,6 @@ class Pipeline:
                 error = None  # its trace leads here
 
     async def _open(self, active: ActiveRequest, grant: Grant, asked: EngineRequest, request: ParsedRequest) -> None:
-        """Take quota, budget and slot, and open the answer."""
         decision, caller, sent_at = active.decision, active.context.caller, time.monotonic()
         final = decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY
         if final and not self.overflow.takes(decision, request):
@@ -179,7 +178,6 @@ class Pipeline:
     async def _close(
         self, active: ActiveRequest, grant: Grant, asked: EngineRequest, error: BaseException | None
     ) -> None:
-        """Close the answer, and give back quota, budget and slot."""
         answer = active.answer
         try:
             if answer is not None:

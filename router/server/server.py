@@ -31,7 +31,6 @@ CUT_S = 2  # after the deadline, for sending the error that ends unfinished answ
 
 
 def _has_terminal() -> bool:
-    """Tell whether this process has a controlling terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK))
     except OSError:

@@ -80,11 +80,7 @@ def load_pair(settings: TlsSettings) -> Pair:
 
 
 def _no_password() -> bytes:
-    """Refuse a key with a password: OpenSSL would ask for it on the terminal.
-
-    Raises:
-        ValueError: Always.
-    """
+    """Refuse a key with a password: OpenSSL would ask for it on the terminal."""
     raise ValueError("it has a password")
 
 

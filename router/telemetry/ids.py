@@ -14,7 +14,6 @@ class _Buffer:
         self._digits, self._next = "", 0
 
     def take(self, digits: int) -> str:
-        """Return so many hexadecimal digits."""
         start, end = self._next, self._next + digits
         if end > len(self._digits):
             self._digits, start, end = os.urandom(BUFFER_BYTES).hex(), 0, digits

@@ -155,7 +155,6 @@ class Logging:
     current: ClassVar[Logging | None] = None
 
     def __init__(self, telemetry: TelemetrySettings) -> None:
-        """Take over the process's log."""
         self._telemetry = telemetry
         self._stderr = _Stream(telemetry)
         self._file: _File | None = None
@@ -231,7 +230,6 @@ def _level(telemetry: TelemetrySettings) -> int:
 
 
 def _is_request(record: logging.LogRecord) -> bool:
-    """Tell whether a record is the line of a request that has ended well."""
     return record.name == log.name and record.levelno < logging.WARNING and hasattr(record, "fields")
 
 

@@ -77,7 +77,6 @@ class _GivenIds(RandomIdGenerator):
     """Makes ids, except a trace id that was chosen beforehand."""
 
     def generate_trace_id(self) -> int:
-        """Return the next trace's id."""
         given = _TRACE_ID.get()
         _TRACE_ID.set(0)
         return given or super().generate_trace_id()
@@ -373,7 +372,6 @@ def _recording() -> Span | None:
 
 
 def _note(name: str, attributes: dict[str, Any]) -> None:
-    """Note an event of the present request."""
     if (journey := JOURNEY.get()) is not None:
         journey.events.append(Event(name, time.monotonic(), attributes))
 

@@ -232,7 +232,6 @@ class PassedRequest:
 
 
 def _numbers_of(document: JsonObject | Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a body that traces show, by semantic conventions' names."""
     values = ((name, document.get(field)) for field, name in _NUMBERS.items())
     return {name: value for name, value in values if isinstance(value, int | float) and abs(value) < 1 << 63}
 
@@ -263,7 +262,6 @@ def resumption_of(document: JsonObject, priority: int, *, choices: int, chat: bo
 
 
 def _is_text(message: Any) -> bool:
-    """Tell whether a message holds nothing but text."""
     content = message.get("content") if isinstance(message, dict) else None
     if isinstance(content, list):
         return all(isinstance(part, dict) and part.get("type") == "text" for part in content)

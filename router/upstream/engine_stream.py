@@ -379,11 +379,6 @@ class EngineStream(EngineAnswer):
         return self._take(events, texts)
 
     async def _fail_over(self, broken: EngineBroke) -> Sequence[Chunk] | None:
-        """Read on from another engine.
-
-        Raises:
-            EngineBroke: None may go on, or none could.
-        """
         try:
             if self.resume is None or self.progress is None:
                 raise broken

@@ -139,7 +139,6 @@ class _LineFeeds(Body):
         self._inner, self._held = inner, b""
 
     def limit_reads(self, limit_s: float) -> None:
-        """See ``Body``."""
         self._inner.limit_reads(limit_s)
 
     async def __anext__(self) -> bytes:
@@ -148,11 +147,9 @@ class _LineFeeds(Body):
         return data
 
     async def pump(self, take: Callable[[bytes], bool]) -> None:
-        """See ``Body``."""
         await self._inner.pump(lambda data: not (changed := self._changed(data)) or take(changed))
 
     async def aclose(self) -> None:
-        """See ``Body``."""
         await self._inner.aclose()
 
     def _changed(self, data: bytes) -> bytes:
@@ -260,7 +257,6 @@ class OverflowClient:
         self.in_flight -= 1
 
     def _http(self, request: EngineRequest, content: bytes, limit_s: float) -> httpx.Request:
-        """Return the request as it is sent."""
         url = httpx.URL(self._options.url + request.path.removeprefix("/v1"))
         headers = [
             (b"host", url.netloc),
@@ -282,13 +278,11 @@ class OverflowClient:
 
 
 def _stream(begun: Attempt, request: EngineRequest) -> EngineStream:
-    """Return a stream that no engine can go on with."""
     answer = EngineStream(begun, request)
     answer.progress = None
     return answer
 
 
 def _readable(response: httpx.Response) -> httpx.Response:
-    """Return a response whose lines end as engines' do."""
     assert isinstance(response.stream, Body)
     return httpx.Response(response.status_code, headers=response.headers.raw, stream=_LineFeeds(response.stream))

@@ -122,7 +122,6 @@ def _is_text(prompt: Any) -> bool:
 
 
 def _plain_options(options: Any) -> bool:
-    """Tell whether a stream's options ask for nothing but token counts."""
     return options is None or (
         isinstance(options, dict) and all(name == "include_usage" or not on for name, on in options.items())
     )

@@ -105,7 +105,6 @@ class Progress:
         self._add(chunk.text, chunk.token_ids)
 
     def _add(self, text: str, token_ids: Sequence[int]) -> None:
-        """Add a text and its tokens."""
         alone = len(token_ids) == 1
         self.output_ids += token_ids
         if text:

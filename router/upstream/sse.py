@@ -262,7 +262,6 @@ class EventSource:
         return found
 
     async def _more(self) -> None:
-        """Wait for more bytes."""
         data = await anext(self._parts, b"")
         if not data:
             raise EngineBroke("the engine's stream ended early")
@@ -272,7 +271,6 @@ class EventSource:
             raise EngineBroke(f"the engine's stream holds an event of over {MAX_EVENT_BYTES} bytes")
 
     def _parse(self, found: list[Chunk], *, first: bool) -> None:
-        """Parse the whole events that have come, and add them to ``found``."""
         if not self._whole:
             return
         *events, rest = bytes(self._buffer).split(SEPARATOR)

@@ -516,7 +516,6 @@ class EngineTransport(httpx.AsyncBaseTransport):
         return connection.rest()
 
     def _release(self, connection: Connection) -> None:
-        """Take back a connection, and the slot of its request."""
         if self._end(connection):
             if self._closed:
                 connection.close()
@@ -537,7 +536,6 @@ class EngineTransport(httpx.AsyncBaseTransport):
                 del self._idle[origin]
 
     def _lost(self, connection: Connection) -> None:
-        """Forget a connection that was closed while it was idle."""
         idle = self._idle.get(connection.origin)
         if idle is not None and connection in idle:
             idle.remove(connection)
@@ -546,11 +544,6 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
 
 async def _message(request: httpx.Request) -> bytes:
-    """Return a request as it is sent.
-
-    Raises:
-        httpx.LocalProtocolError: Its head would hold something that ends a line, or a NUL.
-    """
     content = request.read() if isinstance(request.stream, httpx.ByteStream) else await request.aread()
     lines = [b"%b %b HTTP/1.1" % (request.method.encode("ascii"), request.url.raw_path)]
     lines += [b"%b: %b" % header for header in request.headers.raw]

@@ -243,7 +243,6 @@ def _get(url: str, path: str, key: str = "") -> httpx.Response | None:
 
 
 def _running_ports(context: CheckContext) -> set[int]:
-    """Return the ports of the running router's engines."""
     fleet = _get(context.url, "/tiers", context.key)
     if fleet is None:
         return set()
