@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision
     from router.policy.decision_log import DecisionLog
     from router.telemetry.tracing import Telemetry
-    from router.upstream.engine_stream import EngineAnswer, EngineRequest
+    from router.upstream.engine_request import EngineRequest
+    from router.upstream.engine_stream import EngineAnswer
     from router.upstream.overflow import OverflowClient
 
 log = logging.getLogger(f"qarr.{__name__}")

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import httpx
 
-from router.upstream.engine_stream import Attempt, BufferedAnswer, EngineAnswer, EngineRequest, EngineStream, end_span
+from router.upstream.engine_stream import Attempt, BufferedAnswer, EngineAnswer, EngineStream, end_span
 from router.upstream.errors import (
     EngineBroke,
     EngineFailed,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from router.policy.table import PolicyStore
     from router.settings import UpstreamSettings
     from router.telemetry.tracing import AttemptSpan, Telemetry
+    from router.upstream.engine_request import EngineRequest
     from tiers.fleet import Fleet, Lease
     from tiers.replica import Replica
     from tiers.spec import TierName

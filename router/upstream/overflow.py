@@ -6,7 +6,7 @@ Nothing of the caller's headers goes there, no trace context and no id. What the
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -14,7 +14,14 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from router.upstream.client import status_error, translate
-from router.upstream.engine_stream import Attempt, BufferedAnswer, EngineStream, end_span
+from router.upstream.engine_stream import (
+    Attempt,
+    BufferedAnswer,
+    EngineStream,
+    OverflowHold,
+    OverflowServer,
+    end_span,
+)
 from router.upstream.errors import EngineRefused, NoSlot, UpstreamError, without_trace
 from router.upstream.overflow_body import body_for
 from router.upstream.sse import COMPLETION_FORMAT
@@ -27,9 +34,9 @@ if TYPE_CHECKING:
 
     from router.settings import OverflowSettings, UpstreamSettings
     from router.telemetry.tracing import Telemetry
-    from router.upstream.engine_stream import EngineAnswer, EngineRequest
+    from router.upstream.engine_request import EngineRequest
+    from router.upstream.engine_stream import EngineAnswer
     from router.upstream.sse import WholeAnswer
-    from tiers.replica import Sent
 
 CHARACTERS_PER_TOKEN = 4  # of English, about; for servers that tell no counts
 
@@ -92,44 +99,6 @@ class _WholeAnswer(BufferedAnswer):
         self._tokens = sum(-(-len(text) // CHARACTERS_PER_TOKEN) for text in texts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Replica:
-    """What an answer says of the server."""
-
-    id: str
-    spec: TierSpec
-    fingerprint: None = None
-
-
-@dataclass(slots=True)
-class _Hold:
-    """A request's hold on one of the places at the overflow. Nothing is learned from its times."""
-
-    replica: _Replica
-    sequences: int
-    _free: Callable[[], None]
-    sent: Sent | None = None
-    _released: bool = False
-
-    def first_token(self, ttft_ms: float | None = None) -> None:
-        """Note the first token."""
-
-    def produced(self, tokens: int = 1) -> None:
-        """Count output tokens."""
-
-    def finished(self, tpot_ms: float | None, output_tokens: int = 0, cached_tokens: int | None = None) -> None:
-        """Note a complete answer."""
-
-    def failed(self, error: str) -> None:
-        """Note a failure."""
-
-    def release(self) -> None:
-        """Give the place back. Only the first call counts."""
-        if not self._released:
-            self._released = True
-            self._free()
-
-
 class _LineFeeds(Body):
     """A body whose lines end with a line feed alone: servers may end those of events with a carriage return as well."""
 
@@ -182,7 +151,7 @@ class OverflowClient:
                 times.breaker_longest_pause_s,
             )
         )
-        self._replica = _Replica(self.name, TierSpec(TierName(OVERFLOW), 0, 0, options.max_in_flight, replicas=0))
+        self._replica = OverflowServer(self.name, TierSpec(TierName(OVERFLOW), 0, 0, options.max_in_flight, replicas=0))
 
     async def open(self, request: EngineRequest, sequences: int, sent_at: float) -> EngineAnswer:
         """Return an answer that has begun.
@@ -225,7 +194,7 @@ class OverflowClient:
     async def _begun(self, request: EngineRequest, content: bytes, sequences: int, sent_at: float) -> EngineAnswer:
         """Send a request; its place, its connection and its span end with it unless an answer is returned."""
         options, times = self._options, self._times
-        hold = _Hold(self._replica, sequences, self._freed)
+        hold = OverflowHold(self._replica, sequences, self._freed)
         span = self._telemetry.start_overflow(self.name, options.url, options.model, request)
         limit_s = options.first_token_timeout_s if request.streamed else times.answer_timeout_s
         response: httpx.Response | None = None

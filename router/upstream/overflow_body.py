@@ -15,7 +15,7 @@ from router.upstream.engine_request import ChatRequest, RelayRequest
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from router.upstream.engine_stream import EngineRequest
+    from router.upstream.engine_request import EngineRequest
 
 _SHARED = {
     "frequency_penalty",

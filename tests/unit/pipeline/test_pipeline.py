@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from classifier import PromptFeatures
     from router.pipeline.registry import ActiveRequest
     from router.policy.decision import Decision
-    from router.upstream.engine_stream import EngineRequest
+    from router.upstream.engine_request import EngineRequest
     from tests.unit.upstream_stack import UpstreamStack
 
 pytestmark = pytest.mark.anyio
