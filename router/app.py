@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
 from router.aio import end_tasks
-from router.api.admin import Admin, ReloadEndpoint
+from router.api.admin import Admin, reload_route
 from router.api.asgi import ClientGone, context_of
 from router.api.bodies import Rules, health_of, render_fleet, render_preparing
 from router.api.generate import Generate, Route
@@ -141,7 +141,7 @@ def wire_router(
         *UsageEndpoint(wired.database, pipeline.charging, keys).routes(),
     ]
     if reloads is not None:
-        routes.append(ReloadEndpoint(reloads, keys).route())
+        routes.append(reload_route(reloads, keys))
     lifespan = _lifespan(wired, streams, live, usage, keys=keys, tls=tls)
     parts = _Parts(wired, server_state, keys, streams, operations, routes, lifespan, tls)
     served = _served(parts, settings)

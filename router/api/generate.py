@@ -25,7 +25,7 @@ from router.api.resumable import ResumableStream, ResumableStreams, ResumedElsew
 from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, send_whole, serve_stream
 from router.api.truncation import cutter_for
 from router.pipeline.pipeline import engine_request_id
-from router.pipeline.request import PromptText, RoutingOptions, class_priority, session_of
+from router.pipeline.request import ParsedRequest, class_priority, session_of
 from router.policy.render import render_decision
 from router.upstream.engine_request import ChatRequest
 from router.upstream.engine_stream import EngineStream, continued_on
@@ -51,25 +51,12 @@ if TYPE_CHECKING:
 STREAM_ID = "x-qarr-stream-id"
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest(ParsedRequest):
     """A request for ``/generate``, read."""
 
-    context: RequestContext
-    prompt: PromptText
-    options: RoutingOptions
-    max_tokens: int
     sampling: Mapping[str, Any]
     messages: tuple[Mapping[str, str], ...]
-    sequences: int = 1
-    undraftable: str = ""
-    adapter: str | None = None
-    truncated: str = ""
-
-    @property
-    def session(self) -> str:
-        """Return what its caller names its conversation by."""
-        return session_of(self.context)
 
     def engine_request(self, decision: Decision) -> ChatRequest:
         """Return what the engine is asked: the prompt goes through the model's own chat template there."""
@@ -107,6 +94,7 @@ def read_request(
         sampling=_sampling(body, limits),
         messages=tuple(messages),
         adapter=body.adapter,
+        session=session_of(context),
     )
 
 

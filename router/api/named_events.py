@@ -17,7 +17,7 @@ from router.api.openai_events import with_member
 from router.api.paths import MESSAGES, RESPONSES, error_form
 from router.api.problems import NotStored, describe
 from router.api.provider import provider_of, with_provider
-from router.api.relayed import RelayEndpoint
+from router.api.relayed import RelayedCall, RelayEndpoint
 from router.pipeline.pipeline import engine_request_id
 from router.pipeline.request import MAX_COUNT, session_of
 from router.upstream.engine_request import PassedRequest
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from router.pipeline.request import PromptText, RequestContext, RoutingOptions
+    from router.pipeline.request import RequestContext
     from router.policy.decision import Decision
     from router.upstream.engine_stream import EngineStream
     from router.upstream.errors import UpstreamError
@@ -61,39 +61,17 @@ class Api:
     answers: AnswerFormat
 
 
-@dataclass(frozen=True, slots=True)
-class PassedCall:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassedCall(RelayedCall):
     """A request, read.
 
     Attributes:
         answers: How the API's answers are read.
-        priority: To send to engines; None leaves the body's own.
-        report: The answer is to say who served it.
         chat: Its messages, where the same could be asked as a chat; None where not.
-        adapter: The LoRA adapter that it names as its model; None: none.
-        session: What its caller names the conversation by.
     """
 
-    context: RequestContext
-    path: str
-    document: JsonObject
     answers: AnswerFormat
-    prompt: PromptText
-    options: RoutingOptions
-    max_tokens: int
-    streamed: bool
-    priority: int | None
-    report: bool
     chat: Sequence[Any] | None
-    adapter: str | None
-    session: str
-    sequences: int = 1
-    truncated: str = ""  # nothing is cut here
-
-    @property
-    def undraftable(self) -> str:
-        """Return its parameters that vLLM refuses with speculative decoding."""
-        return undraftable_of(self.document)
 
     def engine_request(self, decision: Decision) -> PassedRequest:
         """Return what the engine is asked."""
@@ -170,6 +148,7 @@ class NamedEvents(RelayEndpoint[PassedCall]):
             report=fields.report,
             chat=conversation.chat,
             adapter=choice.adapter,
+            undraftable=undraftable_of(document),
             session=session_of(context, *_named_sessions(document)),
         )
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from starlette.types import Send
 
+    from router.api.resumable import ResumableStream
+    from router.lifecycle import ResponseTracker
     from router.pipeline.pipeline import Pipeline
     from router.pipeline.registry import ActiveRequest
     from router.pipeline.request import ParsedRequest
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from router.upstream.engine_stream import EngineAnswer
     from router.upstream.sse import Chunk, PlainTexts
 
-    Begin = Callable[[ActiveRequest, EngineStream], Awaitable[tuple["Encoder", "Sink"]]]
+    Sink = ResponseTracker | ResumableStream
+    Begin = Callable[[ActiveRequest, EngineStream], Awaitable[tuple["Encoder", Sink]]]
 
 log = logging.getLogger(f"qarr.{__name__}")
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -48,22 +51,6 @@ class Encoder(Protocol):
 
     def failure(self, error: UpstreamError) -> list[bytes]:
         """Return the events that end an answer which could not be completed."""
-
-
-class Sink(Protocol):
-    """Takes a stream's events."""
-
-    @property
-    def write(self) -> Callable[[bytes], bool] | None:
-        """Return what writes events at once, and tells whether it takes more now; None: there is no such thing."""
-
-    async def put(self, events: Sequence[bytes], *, last: bool) -> None:
-        """Take some events, in order, once they can be taken.
-
-        Args:
-            events: Each without an id.
-            last: Whether no more come.
-        """
 
 
 async def serve_stream(pipeline: Pipeline, request: ParsedRequest, decision: Decision, begin: Begin) -> None:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from router.api.asgi import CLIENT, ForeignHost, ForeignPage, body_message, context_of, forget, keep, track
+from router.api.asgi import CLIENT, CONTEXT, TRACKER, ForeignHost, ForeignPage, body_message, context_of, forget
 from router.api.paths import PAGE, ErrorForm, error_form
 from router.api.problems import Draining, describe, is_known, response_to
 from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized, UnknownSigner
@@ -100,8 +100,7 @@ class Gate:
         sent = dict(reversed(scope["headers"]))  # the first of those that share a name
         context = RequestContext(*self._telemetry.request_ids(sent), route=scope["path"], sent=sent)
         begin_request(context.request_id, context.trace_id)
-        keep(scope, context)
-        track(scope, tracker)
+        scope[CONTEXT], scope[TRACKER] = context, tracker
         try:
             try:
                 context.caller = self._caller(scope["method"], context)
