@@ -20,8 +20,7 @@ from router.api.admin import Admin, reload_route
 from router.api.asgi import ClientGone, context_of
 from router.api.bodies import Rules, health_of, render_fleet, render_preparing
 from router.api.generate import Generate, Route
-from router.api.model_endpoints import ModelEndpoints
-from router.api.models import Models
+from router.api.models import ModelEndpoints, Models
 from router.api.named_events import NamedEvents, stored_response
 from router.api.openai import Completions
 from router.api.openapi import document

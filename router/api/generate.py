@@ -15,8 +15,7 @@ from starlette.responses import Response
 
 from router.api.asgi import body_message, cancel_on_disconnect, context_of, read_body, start_message, tracker_of
 from router.api.bodies import FieldProblem, InvalidBody, Rules
-from router.api.generate_body import parse_generate
-from router.api.generate_prompt import messages_of, read_messages
+from router.api.generate_body import messages_of, parse_generate, read_messages
 from router.api.models import adapter_names
 from router.api.paths import ErrorForm
 from router.api.problems import describe

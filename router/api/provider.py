@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from router.api.bodies import FieldProblem, InvalidBody, problem_of
-from router.api.provider_body import ProviderBody, provider_allowed
+from router.api.bodies import FieldProblem, InvalidBody, ProviderBody, problem_of, provider_allowed
 from tiers.quantization import quantizations_of
 from tiers.spec import UNKNOWN, TierName
 

@@ -13,14 +13,16 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from router.deployment.counters import LateCounter, make_counter
-from router.deployment.drafts import check_draft, with_drafts
 from router.deployment.layout import (
     HOST,
+    LateCounter,
+    check_draft,
     engine_args,
+    make_counter,
     make_launches,
     prepare_options,
     with_checkpoint,
+    with_drafts,
 )
 from tiers.checkpoints.checkpoint import check_alike
 from tiers.checkpoints.prepare import DEFAULT_MODEL, DEFAULT_WEIGHTS, prepare

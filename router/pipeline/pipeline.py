@@ -14,8 +14,8 @@ from router.pipeline.request import MAX_COUNT, query_of
 from router.policy.charge import Visit
 from router.policy.decide import decide
 from router.policy.decision import Refusal, Refused
-from router.telemetry.ids import random_hex
 from router.telemetry.journey import JOURNEY, Journey
+from router.telemetry.tracing import random_hex
 from router.upstream.errors import EngineTooSlow
 from tiers.spec import TierName, in_order
 

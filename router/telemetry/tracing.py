@@ -25,11 +25,9 @@ from opentelemetry.sdk.trace.sampling import Decision as Sampling
 from opentelemetry.trace import Status, StatusCode
 from starlette.datastructures import Headers
 
-from router.telemetry.attributes import KEY_ID, hop_attributes
-from router.telemetry.ids import random_hex
 from router.telemetry.journey import JOURNEY, Event, Hop
 from router.telemetry.record import Outcome
-from router.telemetry.request_trace import spans_of
+from router.telemetry.request_trace import KEY_ID, hop_attributes, spans_of
 from tiers.spec import OtlpTarget
 
 if TYPE_CHECKING:
@@ -44,6 +42,27 @@ if TYPE_CHECKING:
     from router.telemetry.record import RequestRecord
     from tiers.replica import Replica
     from tiers.spec import TierName
+
+
+BUFFER_BYTES = 4096  # taken from the system at a time: its call costs a twentieth of a request
+
+
+class _Buffer:
+    """Random bytes of the system that are not used yet. One event loop owns it."""
+
+    def __init__(self) -> None:
+        self._digits, self._next = "", 0
+
+    def take(self, digits: int) -> str:
+        start, end = self._next, self._next + digits
+        if end > len(self._digits):
+            self._digits, start, end = os.urandom(BUFFER_BYTES).hex(), 0, digits
+        self._next = end
+        return self._digits[start:end]
+
+
+random_hex = _Buffer().take
+
 
 SERVICE = "qarr-router"
 HTTP, GRPC = "http/protobuf", "grpc"

@@ -27,9 +27,8 @@ from router.upstream.errors import (
     UpstreamError,
     without_trace,
 )
-from router.upstream.http import body_of
 from router.upstream.json_object import read_json
-from router.upstream.transport import EngineTransport
+from router.upstream.transport import EngineTransport, body_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

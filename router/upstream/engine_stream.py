@@ -16,9 +16,9 @@ from router.upstream.errors import (
     UpstreamError,
     without_trace,
 )
-from router.upstream.http import body_of
 from router.upstream.progress import Progress
 from router.upstream.sse import COMPLETION_FORMAT, USAGE, EventSource, cached_tokens_of
+from router.upstream.transport import body_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence

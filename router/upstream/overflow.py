@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from router.upstream.client import status_error, translate
+from router.upstream.engine_request import ChatRequest, RelayRequest
 from router.upstream.engine_stream import (
     Attempt,
     BufferedAnswer,
@@ -23,7 +25,6 @@ from router.upstream.engine_stream import (
     end_span,
 )
 from router.upstream.errors import EngineRefused, NoSlot, UpstreamError, without_trace
-from router.upstream.overflow_body import body_for
 from router.upstream.sse import COMPLETION_FORMAT
 from router.upstream.transport import Body, EngineTransport
 from tiers.breaker import Breaker, BreakerOptions
@@ -37,6 +38,117 @@ if TYPE_CHECKING:
     from router.upstream.engine_request import EngineRequest
     from router.upstream.engine_stream import EngineAnswer
     from router.upstream.sse import WholeAnswer
+
+
+_SHARED = {
+    "frequency_penalty",
+    "logprobs",
+    "max_tokens",
+    "model",
+    "n",
+    "presence_penalty",
+    "seed",
+    "stop",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_p",
+}
+_CHAT = _SHARED | {
+    "function_call",
+    "functions",
+    "max_completion_tokens",
+    "messages",
+    "parallel_tool_calls",
+    "reasoning_effort",
+    "response_format",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "verbosity",
+}
+_COMPLETION = _SHARED | {"best_of", "echo", "prompt", "suffix"}
+# Of no effect on the answer; some tell who asks, make the server keep it, or change what it costs.
+_LEFT_OUT = {
+    "cache_salt",
+    "metadata",
+    "priority",
+    "prompt_cache_key",
+    "provider",
+    "qarr",
+    "request_id",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+# Values of vLLM's parameters that change nothing (vLLM 0.32, SamplingParams and its OpenAI protocol).
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "bad_words": ([],),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "repetition_penalty": (1,),
+    "return_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "stream_options": ({},),
+    "top_k": (0, -1),
+    "use_beam_search": (False,),
+}
+
+
+def body_for(request: EngineRequest, model: str) -> bytes | None:
+    """Return the body of a request to a foreign server; None where it cannot be asked there.
+
+    Args:
+        request: As an engine would be asked.
+        model: The server's name for its model.
+    """
+    if request.adapter is not None:
+        return None
+    if isinstance(request, ChatRequest):
+        if (sampling := _portable(request.sampling, _CHAT)) is None:
+            return None
+        whole = {"model": model, "messages": request.messages, "max_tokens": request.max_tokens, **sampling}
+        return to_json({**whole, "stream": True, "stream_options": {"include_usage": True}})
+    if not isinstance(request, RelayRequest):
+        return None
+    values, known = request.document.values, _CHAT if request.operation == "chat" else _COMPLETION
+    kept = _portable(values, known)
+    if kept is None or not _is_text(values.get("prompt")) or not _plain_options(values.get("stream_options")):
+        return None
+    changes: dict[str, Any] = {name: None for name in values if name not in kept}
+    changes |= {"model": model, "stream_options": {"include_usage": True} if request.streamed else None}
+    return request.document.edited(changes)
+
+
+def _portable(values: Mapping[str, Any], known: set[str]) -> dict[str, Any] | None:
+    """Return the members that any server knows; None where another one changes the answer."""
+    given = {name: value for name, value in values.items() if value is not None and name not in _LEFT_OUT}
+    if any(name not in known and value not in _NEUTRAL.get(name, ()) for name, value in given.items()):
+        return None
+    return {name: value for name, value in given.items() if name in known}
+
+
+def _is_text(prompt: Any) -> bool:
+    """Tell whether a completion's prompt, where there is one, is text: token ids are of the fleet's tokenizer."""
+    prompts = prompt if isinstance(prompt, list) else [prompt]
+    return all(one is None or isinstance(one, str) for one in prompts)
+
+
+def _plain_options(options: Any) -> bool:
+    return options is None or (
+        isinstance(options, dict) and all(name == "include_usage" or not on for name, on in options.items())
+    )
+
 
 CHARACTERS_PER_TOKEN = 4  # of English, about; for servers that tell no counts
 

@@ -12,8 +12,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from typing_extensions import TypedDict
 
 from router.upstream.errors import EngineBroke, EngineStalled, without_trace
-from router.upstream.http import parts_of
-from router.upstream.transport import Body
+from router.upstream.transport import Body, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -20,7 +20,7 @@ import httpx
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable
+    from collections.abc import AsyncGenerator, Callable
 
 READ_BUFFER_BYTES = 1 << 15  # of an answer that nobody has read yet: with more than that, the socket is not read
 MAX_HEAD_BYTES = 1 << 16  # of an answer's status line and headers, informational ones included
@@ -551,3 +551,24 @@ async def _message(request: httpx.Request) -> bytes:
     if head.count(b"\n") + head.count(b"\r") != 2 * len(lines) - 2 or b"\0" in head:
         raise httpx.LocalProtocolError("a header holds a line break or a NUL")
     return b"%b\r\n\r\n%b" % (head, content)
+
+
+def parts_of(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """Return the parts of a response's body as they come; who reads them closes them."""
+    assert isinstance(response.stream, httpx.AsyncByteStream)
+    return cast("AsyncGenerator[bytes, None]", aiter(response.stream))
+
+
+async def body_of(response: httpx.Response, limit: int | None = None) -> bytes:
+    """Read a response's body, up to about ``limit`` bytes."""
+    found: list[bytes] = []
+    size, parts = 0, parts_of(response)
+    try:
+        async for part in parts:
+            found.append(part)
+            size += len(part)
+            if limit is not None and size > limit:
+                break
+    finally:
+        await parts.aclose()
+    return b"".join(found)
