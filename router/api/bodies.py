@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -17,7 +17,7 @@ from tiers.quantization import QUANTIZATIONS, Quantization
 from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from pydantic import ValidationInfo
     from pydantic_core import ErrorDetails
@@ -205,13 +205,7 @@ def parse_adapter(body: bytes, rules: Rules) -> AdapterBody:
     Raises:
         InvalidBody: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
     """
-    try:
-        return AdapterBody.model_validate_json(body, context=rules)
-    except ValidationError as error:
-        allowed = adapter_allowed(rules)
-        found = [problem_of(e, allowed) for e in error.errors(include_url=False, include_input=False)]
-        problems = [replace(p, allowed=allowed.get(p.field.split(".")[0], p.allowed)) for p in found]
-        raise InvalidBody(tuple(problems)) from None
+    return parsed(AdapterBody, body, adapter_allowed, rules)
 
 
 class ReplicaBody(BaseModel):
@@ -241,10 +235,10 @@ def parse_replica(body: bytes, tiers: Collection[TierName]) -> tuple[TierName, s
     Raises:
         InvalidBody: The body is not UTF-8, not JSON, or a field is wrong; lists every problem.
     """
-    parsed = _parsed(ReplicaBody, body, REPLICA_ALLOWED)
+    found = parsed(ReplicaBody, body, lambda _: REPLICA_ALLOWED)
     for tier in tiers:
-        if tier == parsed.tier:
-            return tier, parsed.url
+        if tier == found.tier:
+            return tier, found.url
     raise InvalidBody((FieldProblem("tier", "there is no such tier", ", ".join(tiers)),))
 
 
@@ -254,18 +248,24 @@ def parse_remove(body: bytes) -> RemoveBody:
     Raises:
         InvalidBody: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
     """
-    return _parsed(RemoveBody, body or b"{}", REMOVE_ALLOWED)
+    return parsed(RemoveBody, body or b"{}", lambda _: REMOVE_ALLOWED)
 
 
 B = TypeVar("B", bound=BaseModel)
 
 
-def _parsed(kind: type[B], body: bytes, allowed: Mapping[str, str]) -> B:
+def parsed(
+    kind: type[B], body: bytes, allowed: Callable[[Rules], Mapping[str, str]], rules: Rules = STANDARD_RULES
+) -> B:
+    """Parse a body; ``allowed`` returns the allowed values of each field.
+
+    Raises:
+        InvalidBody: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
+    """
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(body, context=rules)
     except ValidationError as error:
-        problems = [problem_of(e, allowed) for e in error.errors(include_url=False, include_input=False)]
-        raise InvalidBody(tuple(problems)) from None
+        raise InvalidBody(problems_of(error, allowed(rules))) from None  # pydantic's own text quotes the input
 
 
 def routing_allowed(rules: Rules) -> dict[str, str]:
@@ -285,8 +285,13 @@ def routing_allowed(rules: Rules) -> dict[str, str]:
     }
 
 
-def problem_of(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem:
-    """Return an error that pydantic found, with what is allowed."""
+def problems_of(error: ValidationError, allowed: Mapping[str, str], *within: str) -> tuple[FieldProblem, ...]:
+    """Return the errors that pydantic found in a body, or in the object ``within`` it, with what is allowed."""
+    errors = error.errors(include_url=False, include_input=False)
+    return tuple(_problem_of({**each, "loc": (*within, *each["loc"])}, allowed) for each in errors)
+
+
+def _problem_of(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem:
     field = ".".join(str(part) for part in error["loc"])
     named = ".".join(part for part in error["loc"] if isinstance(part, str))  # without the places in lists
     if not field:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from router.api.bodies import (
     STANDARD_RULES,
-    InvalidBody,
     ProviderBody,
     RoutingFields,
     Rules,
-    problem_of,
+    parsed,
     provider_allowed,
     routing_allowed,
 )
@@ -134,12 +133,7 @@ def parse_generate(body: bytes, rules: Rules) -> GenerateBody:
     Raises:
         InvalidBody: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
     """
-    try:
-        return GenerateBody.model_validate_json(body, context=rules)
-    except ValidationError as error:
-        allowed = allowed_values(rules)
-        problems = [problem_of(e, allowed) for e in error.errors(include_url=False, include_input=False)]
-        raise InvalidBody(tuple(problems)) from None  # pydantic's own text quotes the input
+    return parsed(GenerateBody, body, allowed_values, rules)
 
 
 def allowed_values(rules: Rules) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from router.api.bodies import FieldProblem, InvalidBody, ProviderBody, problem_of, provider_allowed
+from router.api.bodies import FieldProblem, InvalidBody, ProviderBody, problems_of, provider_allowed
 from tiers.quantization import quantizations_of
 from tiers.spec import UNKNOWN, TierName
 
@@ -33,10 +33,7 @@ def provider_of(document: JsonObject, rules: Rules) -> ProviderBody | None:
     try:
         return ProviderBody.model_validate(given, context=rules)
     except ValidationError as error:
-        allowed = provider_allowed(rules.tiers)
-        errors = error.errors(include_url=False, include_input=False)
-        problems = [problem_of({**e, "loc": ("provider", *e["loc"])}, allowed) for e in errors]
-        raise InvalidBody(tuple(problems)) from None
+        raise InvalidBody(problems_of(error, provider_allowed(rules.tiers), "provider")) from None
 
 
 def with_provider(options: RoutingOptions, provider: ProviderBody | None, fleet: Fleet) -> RoutingOptions:

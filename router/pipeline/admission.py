@@ -26,6 +26,7 @@ from router.policy.charge import FREE
 from router.policy.decide import UNKNOWN_RETRY_S, decide
 from router.policy.decision import PRIORITIES, Basis, Refusal, Refused
 from router.telemetry.journey import JOURNEY
+from router.upstream.client import lease_for
 from tiers.fleet import Demand
 
 if TYPE_CHECKING:
@@ -310,15 +311,7 @@ class Admission:
         """Lease a slot on the decision's tier, apart from reserved replicas; None: there is none."""
         if decision.tier is None:
             return None
-        query = decision.query
-        lease = self._fleet.lease(
-            decision.tier,
-            prompt_tokens=query.tokens_to_read,
-            max_tokens=query.max_tokens,
-            sequences=query.sequences,
-            exclude=[*reserved, *query.barred(self._fleet.replicas)] if query.precisions is not None else reserved,
-            prefix=query.prefix,
-        )
+        lease = lease_for(self._fleet, decision.tier, decision.query, reserved)
         if lease is None:
             return None
         self._held[key_id] += lease.sequences

@@ -33,7 +33,7 @@ from router.upstream.transport import EngineTransport, body_of
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from router.policy.decision import Decision
+    from router.policy.decision import Decision, Query
     from router.policy.table import PolicyStore
     from router.settings import UpstreamSettings
     from router.telemetry.tracing import AttemptSpan, Telemetry
@@ -150,7 +150,9 @@ class Upstream:
         self._retries.earn()
         for tier in self._targets(decision, elsewhere=elsewhere):
             while len(tried) < self._options.attempts:
-                lease = lease or self._lease(tier, decision, {*taken, *exclude}, over_limit=over_limit or bool(tried))
+                lease = lease or lease_for(
+                    self._fleet, tier, decision.query, {*taken, *exclude}, over_limit=over_limit or bool(tried)
+                )
                 if lease is None:
                     break
                 taken.add(lease.replica.id)
@@ -174,18 +176,6 @@ class Upstream:
         yield decision.tier
         if elsewhere:
             yield from self._policy.successors(decision.tier, decision.query)
-
-    def _lease(self, tier: TierName, decision: Decision, exclude: Collection[str], *, over_limit: bool) -> Lease | None:
-        query = decision.query
-        return self._fleet.lease(
-            tier,
-            prompt_tokens=query.tokens_to_read,
-            max_tokens=query.max_tokens,
-            sequences=query.sequences,
-            exclude=[*exclude, *query.barred(self._fleet.replicas)] if query.precisions is not None else exclude,
-            over_limit=over_limit,
-            prefix=query.prefix,
-        )
 
     async def pass_on(
         self, url: str, api_key: str, path: str, body: bytes, pool: Pool = "own"
@@ -300,6 +290,21 @@ class Upstream:
         stream = httpx.ByteStream(content)
         limits = self._streamed if request.streamed else self._whole
         return httpx.Request("POST", url, headers=headers, stream=stream, extensions=limits)
+
+
+def lease_for(
+    fleet: Fleet, tier: TierName, query: Query, exclude: Collection[str], *, over_limit: bool = False
+) -> Lease | None:
+    """Return a slot for a request on a tier, apart from replicas to exclude; None: there is none."""
+    return fleet.lease(
+        tier,
+        prompt_tokens=query.tokens_to_read,
+        max_tokens=query.max_tokens,
+        sequences=query.sequences,
+        exclude=[*exclude, *query.barred(fleet.replicas)] if query.precisions is not None else exclude,
+        over_limit=over_limit,
+        prefix=query.prefix,
+    )
 
 
 @lru_cache(256)
