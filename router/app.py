@@ -112,17 +112,8 @@ def wire_router(
 ) -> Router:
     """Wire the router.
 
-    Args:
-        settings: All settings.
-        fleet: Updated by a supervisor; read and leased here.
-        counter: Counts tokens with the tiers' tokenizer.
-        telemetry: Gets the spans.
-        model: The served model's name, for people.
-        keys: Keys of those who may use the router.
-        server_state: Whether requests are taken; None: always.
-        operations: What operators may do; None: nothing.
-        reloads: What operators reload the settings with; None: they cannot.
-        tls: What the server shows; None: it serves plain HTTP.
+    Without ``server_state`` requests are always taken; without ``operations`` and ``reloads`` operators can do none of them;
+    without ``tls`` plain HTTP is served.
     """
     server_state = server_state or ServerState()
     wired = _wire(settings, fleet, counter, telemetry, model, state=server_state)

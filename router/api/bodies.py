@@ -158,12 +158,7 @@ class RoutingFields(BaseModel):
         return tier
 
     def options(self, priority: int, hint_field: str) -> RoutingOptions:
-        """Return the options as the pipeline knows them.
-
-        Args:
-            priority: In vLLM's numbers.
-            hint_field: The field or header that named the tier.
-        """
+        """Return the options as the pipeline knows them; ``hint_field`` is the field or header that named the tier."""
         sla, hint = NO_BOUNDS, None if self.tier == "auto" else TierName(self.tier)
         if self.sla.model_fields_set:
             sla = Sla(self.sla.ttft_ms, self.sla.tpot_ms, self.sla.max_quality_loss, self.sla.confidence)
@@ -311,12 +306,7 @@ def render_fleet(
 ) -> dict[str, Any]:
     """Return the fleet as the answer of ``GET /tiers``.
 
-    Args:
-        fleet: The fleet's present state.
-        model: The served model's name.
-        machine: The machine that the router runs on.
-        sources: Who names each replica, by id.
-        inside: Whether to show where engines and checkpoints are, and the details that quote such addresses and paths.
+    ``sources``: who names each replica, by id. ``inside``: with addresses and paths, and details that quote them.
     """
     return {
         "model": model,
@@ -403,13 +393,7 @@ def _render_replica(replica: ReplicaSnapshot, *, inside: bool) -> dict[str, Any]
 
 
 def health_of(fleet: FleetSnapshot, notes: Iterable[str] = (), *, serves: bool) -> dict[str, Any]:
-    """Return whether requests are answered, and what an operator should look at.
-
-    Args:
-        fleet: As it is.
-        notes: What is wrong with where engines are named.
-        serves: The router takes requests.
-    """
+    """Return whether requests are answered, and what an operator should look at; ``notes``: of where engines are named."""
     tiers = [tier for tier in fleet.tiers if not tier.spec.absent]
     reasons = [f"tier {tier.spec.name} is {tier.state.value}" for tier in tiers if tier.state is not ReplicaState.READY]
     for replica in (replica for tier in tiers for replica in tier.replicas):

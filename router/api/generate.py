@@ -98,13 +98,7 @@ def read_request(
 
 
 def fitted(request: GenerateRequest, pipeline: Pipeline, *, chat: bool) -> GenerateRequest:
-    """Return a request that fits the longest context, cut where its caller has asked for it and it can be cut so far.
-
-    Args:
-        request: The request.
-        pipeline: Knows tiers and tokens.
-        chat: It came as messages, not as one prompt.
-    """
+    """Return a request that fits the longest context, cut where its caller has asked for it and it can be cut so far."""
     cutter = cutter_for(request, pipeline)
     if cutter is None:
         return request
@@ -235,13 +229,7 @@ class Route:
 
 
 class TextEvents:
-    """Writes an answer as text events, then one ``done`` or one ``error`` event.
-
-    Args:
-        answer: Which.
-        context: The request's ids.
-        numbered: Each event gets its number as id; else whoever takes the events gives them ids.
-    """
+    """Writes an answer as text events, then one ``done`` or one ``error`` event; ``numbered``: their ids are numbers."""
 
     __slots__ = ("_answer", "_context", "_number")
 

@@ -254,12 +254,7 @@ class NamedEvents(RelayEndpoint[PassedCall]):
 
 
 class PassedEvents:
-    """Passes a stream's events on as they are. Its last one waits until the answer is known to be complete.
-
-    Args:
-        context: Of the request.
-        report: A further member of the last event; None: there is none.
-    """
+    """Passes a stream's events on as they are. Its last one waits until the answer is complete, and gets the report."""
 
     __slots__ = ("_context", "_last", "_latest", "_report")
 

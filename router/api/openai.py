@@ -142,13 +142,7 @@ class Completions(RelayEndpoint[CompletionRequest]):
 def fitted(
     request: CompletionRequest, pipeline: Pipeline, read: Callable[[JsonObject, TokenCounter], PromptText]
 ) -> CompletionRequest:
-    """Return a request that fits the longest context, cut where its caller has asked for it and it can be cut so far.
-
-    Args:
-        request: The request.
-        pipeline: Knows tiers and tokens.
-        read: What its prompt is read by.
-    """
+    """Return a request that fits the longest context, cut where its caller has asked for it and it can be cut so far."""
     cutter = cutter_for(request, pipeline)
     if cutter is None:
         return request

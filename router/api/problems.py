@@ -131,13 +131,7 @@ class Problem:
         return "; ".join(f"{e.field}: {e.problem} (allowed: {e.allowed})" for e in self.errors) or self.detail
 
     def event(self, form: ErrorForm, ids: Mapping[str, str], number: int = 0) -> bytes:
-        """Return the event that ends a stream, without the empty line after it.
-
-        Args:
-            form: Of the endpoint.
-            ids: Of the request.
-            number: Of the event, where events have numbers.
-        """
+        """Return the event that ends a stream, without the empty line after it; ``number``: where events have numbers."""
         if form is ErrorForm.OPENAI:
             return b"data: " + to_json(self.openai_body())
         if form is ErrorForm.ANTHROPIC:

@@ -73,13 +73,7 @@ class RelayEndpoint(ABC, Generic[Call]):
 
     @abstractmethod
     def encoder(self, request: Call, answer: EngineStream, report: dict[str, Any] | None) -> Encoder:
-        """Return what writes the events of a stream.
-
-        Args:
-            request: What is answered.
-            answer: The engine's.
-            report: Who serves it and why; None: its caller did not ask.
-        """
+        """Return what writes the events of a stream; ``report``: who serves it and why, if its caller asked."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Work stops when the client goes away."""

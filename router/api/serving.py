@@ -39,12 +39,7 @@ class Encoder(Protocol):
         """Return the events for what came together; none where nothing of it is shown."""
 
     def plain(self, events: bytes, texts: PlainTexts) -> bytes:
-        """Return the events for plain ones of the engine, joined.
-
-        Args:
-            events: Whole ones, as they came.
-            texts: What they hold.
-        """
+        """Return the events for plain ones of the engine, which are whole, joined."""
 
     def end(self) -> list[bytes]:
         """Return the events that end a complete answer."""
@@ -56,11 +51,7 @@ class Encoder(Protocol):
 async def serve_stream(pipeline: Pipeline, request: ParsedRequest, decision: Decision, begin: Begin) -> None:
     """Serve a streamed answer: its head, events as they come, then exactly one end or one error.
 
-    Args:
-        pipeline: Opens the answer.
-        request: What is asked.
-        decision: Where to.
-        begin: Sends the head; returns what encodes the chunks, and where the events go.
+    ``begin`` sends the head; it returns what encodes the chunks, and where the events go.
     """
 
     async def consume(active: ActiveRequest) -> None:

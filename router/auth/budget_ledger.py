@@ -71,12 +71,7 @@ class MemoryLedger:
 
 
 class SqliteLedger:
-    """Counts in a file, for all processes of one machine, and over restarts.
-
-    Args:
-        database: The file.
-        now: A clock that all processes share, in seconds since 1970.
-    """
+    """Counts in a file, for all processes of one machine, with one clock (seconds since 1970), and over restarts."""
 
     timeout_s = 30.0  # the machine's own disk is slow, if anything, not away
 

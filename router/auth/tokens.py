@@ -68,11 +68,7 @@ class IssuerError(Exception):
 
 
 class Tokens:
-    """Checks the tokens of one issuer. One event loop owns it.
-
-    Args:
-        settings: With an issuer.
-        now: A monotonic clock.
+    """Checks the tokens of one issuer, by a monotonic clock. One event loop owns it.
 
     Raises:
         KeysError: The keys are in a file that cannot be used.
@@ -97,10 +93,6 @@ class Tokens:
 
     def find(self, token: str, teams: Mapping[str, TeamRecord] = NO_TEAMS) -> Caller:
         """Return a token's caller.
-
-        Args:
-            token: As it was sent.
-            teams: Those that there are, by name.
 
         Raises:
             Unauthorized: The token is not valid; the text says why, without the token.

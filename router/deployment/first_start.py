@@ -68,11 +68,7 @@ class Steps:
 class FirstStart:
     """Makes missing checkpoints in a thread, and starts each engine in the event loop as soon as it can.
 
-    Args:
-        deployment: With tiers whose checkpoints are missing.
-        supervisor: Gets the engines.
-        on_plan: Called once, with the plan and the tiers.
-        say: Gets a line for each step.
+    ``on_plan`` is called once, with the plan and the tiers; ``say`` gets a line for each step.
     """
 
     def __init__(

@@ -31,11 +31,7 @@ HOST = "127.0.0.1"
 def make_launches(specs: Sequence[TierSpec], plan: Plan, settings: Settings, model: str) -> tuple[EngineLaunch, ...]:
     """Return how the engines are started, tier by tier; they get ports in this order.
 
-    Args:
-        specs: All tiers that run here; those that wait for a checkpoint get ports, and no launch.
-        plan: How the engines share the machine.
-        settings: All settings.
-        model: The model's name.
+    ``specs``: all tiers that run here; those that wait for a checkpoint get ports, and no launch.
     """
     engines = [(spec, number) for spec in specs for number in range(spec.replicas)]
     return tuple(
@@ -194,15 +190,7 @@ def tier_spec(
     args: Sequence[str] = (),
     named_by: tuple[str, ...] = (),
 ) -> TierSpec:
-    """Return a tier's layout; its engines here have the checkpoint of the settings, else the prepared one.
-
-    Args:
-        name: The tier.
-        tier: Its settings.
-        prepared: Prepared checkpoints.
-        args: vLLM's further arguments, which may change the precision that is served.
-        named_by: See ``TierSpec``.
-    """
+    """Return a tier's layout; its engines here have the checkpoint of the settings, else the prepared one."""
     spec = TierSpec(
         name=name,
         max_model_len=tier.max_model_len,

@@ -34,11 +34,7 @@ OF_THE_NODE = {"VLLM_API_KEY", "CUDA_VISIBLE_DEVICES"}  # variables that its act
 
 
 def make_ray_deployment(settings: Settings, checkpoints: Sequence[Checkpoint]) -> Deployment:
-    """Lay out a fleet on a Ray cluster.
-
-    Args:
-        settings: All settings.
-        checkpoints: Prepared checkpoints; nodes have them under the same paths.
+    """Lay out a fleet on a Ray cluster, whose nodes have the checkpoints under the same paths.
 
     Raises:
         TierError: A checkpoint is missing, tiers differ in tokenizer, or a tier's resources cannot be right.
@@ -167,13 +163,7 @@ def _share(spec: TierSpec, resources: Mapping[str, float], kv_cache_gib: int) ->
 
 
 class OnRay:
-    """The placement beside a running router; nothing where no engines are on Ray.
-
-    Args:
-        options: What is placed; None: nothing.
-        fleet: The router's, which follows the engines' file.
-        say: Gets a line for each change.
-    """
+    """The placement beside a running router; nothing where no engines are on Ray. ``say`` gets a line for each change."""
 
     def __init__(self, options: RayOptions | None, fleet: Fleet, say: Callable[[str], None]) -> None:
         self._engines = RayEngines(options, say) if options is not None else None

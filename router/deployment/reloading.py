@@ -49,16 +49,7 @@ class Asked:
 
 
 class Parts:
-    """The parts of a running router.
-
-    Args:
-        deployment: As started; on Ray its settings differ from those that were read.
-        read: The settings that were read.
-        router: Takes them.
-        server: Likewise.
-        fleet: Likewise.
-        roster: Which engines elsewhere belong to the fleet.
-    """
+    """The parts of a running router. On Ray the deployment's settings differ from those that were read."""
 
     def __init__(
         self, deployment: Deployment, read: Settings, router: Router, server: Server, *, fleet: Fleet, roster: Roster

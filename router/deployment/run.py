@@ -101,13 +101,7 @@ async def run(
 ) -> None:
     """Start the engines and the router; return when a signal or a successor router has ended both.
 
-    Args:
-        deployment: What to run.
-        sock: The router's listening socket.
-        observer: Gets the progress.
-        keys: Of those who may use the router.
-        asked: The settings as they were read, and what reads them again.
-        predecessor: The router that is taken over; it serves until one of the engines is ready here.
+    The predecessor, which is taken over, serves until one of the engines is ready here.
 
     Raises:
         StartError: An engine that was started here failed before it was ever ready.

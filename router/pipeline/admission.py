@@ -144,12 +144,7 @@ class Admission:
             self._dispatch()
 
     async def enter(self, decision: Decision, key_id: str, priority: int) -> Admitted:
-        """Return a slot, at once or after a wait. Give it back by ``leave``.
-
-        Args:
-            decision: The policy's present decision.
-            key_id: Of the caller's key.
-            priority: In vLLM's numbers, lower first.
+        """Return a slot, at once or after a wait; give it back by ``leave``. ``priority`` is in vLLM's numbers, lower first.
 
         Raises:
             Refused: No tier serves the request, or none in time.

@@ -120,12 +120,7 @@ class Failover:
     default_max_tokens: int
 
     async def open(self, admitted: Admitted, request: EngineRequest, sent_at: float) -> EngineAnswer:
-        """Open an answer that has begun.
-
-        Args:
-            admitted: The decision and its slot.
-            request: The request to an engine.
-            sent_at: When the request was first sent, by the monotonic clock.
+        """Open an answer that has begun; ``sent_at``: when it was first sent, by the monotonic clock.
 
         Raises:
             UpstreamError: As ``Upstream.open``.

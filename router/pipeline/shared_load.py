@@ -124,13 +124,7 @@ return {tostring(now), cjson.encode({settled, told})}
 
 
 class SharedLoad:
-    """One router's side. ``run`` until cancelled, then ``aclose``.
-
-    Args:
-        redis_url: Empty: this router shares its replicas with none.
-        fleet: The replicas.
-        waiting_for: Returns the number of waiting requests that a tier could serve.
-    """
+    """One router's side. ``run`` until cancelled, then ``aclose``. Without ``redis_url`` it shares with none."""
 
     def __init__(self, redis_url: str, fleet: Fleet, waiting_for: Callable[[TierName], int] = lambda _tier: 0) -> None:
         self._fleet, self._waiting_for = fleet, waiting_for

@@ -49,15 +49,6 @@ class Server(uvicorn.Server):
         protocol: type[asyncio.Protocol],
         tls: Tls | None = None,
     ) -> None:
-        """Prepare to serve.
-
-        Args:
-            app: The application.
-            server_state: Shared with the application.
-            settings: Deadline of open answers, and timeout of idle connections.
-            protocol: Class of each connection's protocol.
-            tls: None: plain HTTP is served.
-        """
         config = uvicorn.Config(
             app,
             http=protocol,

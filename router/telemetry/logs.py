@@ -85,12 +85,7 @@ def log_request(record: RequestRecord) -> None:
 
 
 def log_failure(scope: Scope, status: int) -> None:
-    """Log a request that has failed, unless it has a line already.
-
-    Args:
-        scope: The request's.
-        status: Of its answer; 0: there was no answer.
-    """
+    """Log a request that has failed, unless it has a line already; status 0: there was no answer."""
     ids = _REQUEST.get()
     if status < _CLIENT_ERROR or ids is None or ids.recorded or scope["path"] in NOT_LOGGED:
         return

@@ -155,9 +155,7 @@ def render_listed(record: RequestRecord) -> dict[str, Any]:
 def render_trace(records: Sequence[RequestRecord], *, inside: bool) -> dict[str, Any]:
     """Return a trace with its spans in the order of their starts, as JSON values; times in milliseconds from its start.
 
-    Args:
-        records: Its requests, at least one: callers choose trace ids, and several requests may share one.
-        inside: With the attributes that are for operators alone.
+    Several requests may share a trace id, which callers choose. ``inside``: with attributes that are for operators alone.
     """
     first, ids = min(records, key=lambda record: record.at), count(1)
     spans: list[dict[str, Any]] = []

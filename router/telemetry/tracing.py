@@ -131,12 +131,7 @@ class AttemptSpan:
 
 
 class Telemetry:
-    """The router's tracer. Made once.
-
-    Args:
-        provider: Makes spans; None: there are none.
-        record_prompts: Put prompts on spans.
-    """
+    """The router's tracer. Made once. Without a provider there are no spans."""
 
     def __init__(self, provider: TracerProvider | None, *, record_prompts: bool = False) -> None:
         self._provider, self.record_prompts = provider, record_prompts

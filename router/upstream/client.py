@@ -182,12 +182,7 @@ class Upstream:
     ) -> tuple[int, str, bytes]:
         """Pass a small request on to an engine, without a lease, and return status, media type and body.
 
-        Args:
-            url: The engine's address.
-            api_key: The engine's key; empty: it has none.
-            path: At the engine.
-            body: JSON.
-            pool: An engine has at most ``PASSED_AT_ONCE`` requests of a pool; further ones wait for those, not for others'.
+        An engine has at most ``PASSED_AT_ONCE`` requests of a pool; further ones wait for those, not for others'.
 
         Raises:
             NoSlot: The engine has as many of the pool as it may have, and none ended in time.

@@ -335,14 +335,7 @@ def _numbers_of(document: JsonObject | Mapping[str, Any]) -> dict[str, float]:
 
 
 def resumption_of(document: JsonObject, priority: int, *, choices: int, chat: bool) -> Resumption | None:
-    """Return what continuing the streamed answer of a request needs; None where it must not be continued.
-
-    Args:
-        document: The request's body.
-        priority: For vLLM's scheduler.
-        choices: Answers that it asks for.
-        chat: Whether it is a chat, not a completion.
-    """
+    """Return what continuing the streamed answer of a request needs; None where it must not be continued."""
     form = document.get("response_format")
     plain = form is None or (isinstance(form, dict) and form.get("type") == "text")
     options = document.get("stream_options")

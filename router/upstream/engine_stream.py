@@ -296,11 +296,7 @@ class EngineStream(EngineAnswer):
         return chunks
 
     async def pump(self, take: TakePlain) -> None:
-        """Let ``take`` have plain events as they come; return when the answer may, or must, be read.
-
-        Args:
-            take: Gets whole events and their texts; returns whether it takes more.
-        """
+        """Let ``take`` have plain events and their texts; return when the answer may, or must, be read."""
         if self._rest is None and not self._held:
             self._take = take
             try:

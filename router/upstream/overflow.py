@@ -106,12 +106,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def body_for(request: EngineRequest, model: str) -> bytes | None:
-    """Return the body of a request to a foreign server; None where it cannot be asked there.
-
-    Args:
-        request: As an engine would be asked.
-        model: The server's name for its model.
-    """
+    """Return the body of a request to a foreign server, by its name for the model; None where it cannot be asked there."""
     if request.adapter is not None:
         return None
     if isinstance(request, ChatRequest):
@@ -266,12 +261,7 @@ class OverflowClient:
         self._replica = OverflowServer(self.name, TierSpec(TierName(OVERFLOW), 0, 0, options.max_in_flight, replicas=0))
 
     async def open(self, request: EngineRequest, sequences: int, sent_at: float) -> EngineAnswer:
-        """Return an answer that has begun.
-
-        Args:
-            request: As an engine would be asked.
-            sequences: Its answers.
-            sent_at: When the request was first sent, by the monotonic clock.
+        """Return an answer that has begun; ``sent_at``: when it was first sent, by the monotonic clock.
 
         Raises:
             Unsupported: It cannot be asked elsewhere.

@@ -202,10 +202,6 @@ class EventSource:
     """An engine's stream of events, up to its last one. Close it, unless it is read to its end.
 
     It is asked for more rather than being an asynchronous generator, which would take most of a kilobyte for each stream.
-
-    Args:
-        response: Its body has not been read.
-        answers: How it is read.
     """
 
     __slots__ = ("_buffer", "_fault", "_format", "_limit_s", "_over", "_parts", "_take", "_whole")
@@ -288,11 +284,7 @@ class EventSource:
                     return
 
     async def pump(self, take: TakePlain) -> None:
-        """Let ``take`` have plain events as they come, without waking a task for each; return when it may, or must, be read.
-
-        Args:
-            take: Gets whole events and their texts; returns whether it takes more.
-        """
+        """Let ``take`` have plain events and texts, waking no task for each; return when it may, or must, be read."""
         if self._over:
             return
         assert isinstance(self._parts, Body)

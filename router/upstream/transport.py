@@ -112,12 +112,7 @@ class Connection(asyncio.Protocol):
         return f"<Connection {self.state.value} {scheme}://{host}:{port}>"
 
     def send(self, message: bytes, *, head_only: bool, limit_s: float | None = None) -> None:
-        """Send a request on an idle connection.
-
-        Args:
-            message: Head and body.
-            head_only: Whether the answer has a head only.
-            limit_s: Time for the whole answer, or until ``Body.limit_reads``; None: any.
+        """Send a request on an idle connection; ``limit_s`` is for the whole answer, or until ``Body.limit_reads``.
 
         Raises:
             httpx.ReadError: The engine has closed it.
