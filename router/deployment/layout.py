@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from classifier import EstimatingCounter, TokenCounter, TokenizerError, extract
-from router.deployment.adapters import adapters_of, check_adapters, named_for, with_adapters
 from router.telemetry.tracing import engine_target
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike, identity
 from tiers.checkpoints.precision import checkpoint_precision, told_precision
@@ -17,12 +17,12 @@ from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
 from tiers.errors import CheckpointError, EngineError, PlanError, TokenizerMismatch
 from tiers.plan import Plan, machine_name, make_plan, model_config, read_machine
 from tiers.ranking import rising
-from tiers.spec import UNKNOWN, Draft, EngineLaunch, TierName, TierSpec
+from tiers.spec import UNKNOWN, Adapter, Adapters, Draft, EngineLaunch, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from router.settings import Settings, TierSettings
+    from router.settings import LoraSettings, Settings, TierSettings
     from tiers.cluster.runner import RayOptions
 
 HOST = "127.0.0.1"
@@ -331,3 +331,60 @@ def check_draft(spec: TierSpec) -> None:
             f"{own}; the draft ({draft}) has {its_size}, digest {its}. A draft must share the tier's tokenizer: name a "
             f"lower tier, or a folder with the same tokenizer.json"
         )
+
+
+CONFIG = "adapter_config.json"
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 reserves memory for
+
+
+def named_for(tier: TierName, lora: LoraSettings) -> tuple[str, ...]:
+    """Return the names of the adapters that a tier's engines here load, sorted."""
+    return tuple(sorted(name for name, own in lora.adapters.items() if not own.tiers or tier in own.tiers))
+
+
+def with_adapters(specs: Sequence[TierSpec], lora: LoraSettings) -> tuple[TierSpec, ...]:
+    """Return the tiers with the adapters that their engines here load at their start."""
+    return tuple(replace(spec, adapters=named_for(spec.name, lora)) if spec.replicas else spec for spec in specs)
+
+
+def adapters_of(spec: TierSpec, lora: LoraSettings) -> Adapters:
+    """Return what a tier's engines are started with for LoRA.
+
+    Raises:
+        PlanError: A folder holds no adapter.
+    """
+    named = named_for(spec.name, lora)
+    loaded = tuple(Adapter(name, str(lora.adapters[name].path.absolute())) for name in named)
+    ranks = [_rank(name, lora.adapters[name].path) for name in named]
+    highest = max([*ranks, lora.max_rank if lora.at_run_time else 1])
+    return Adapters(loaded, next(rank for rank in RANKS if rank >= highest), lora.at_run_time)
+
+
+def check_adapters(local: Sequence[TierSpec], lora: LoraSettings) -> None:
+    """Check the adapters of the settings before anything starts.
+
+    Raises:
+        PlanError: A folder holds no adapter, or one is named for a tier that has no engines here.
+    """
+    here = {spec.name for spec in local}
+    for name, own in lora.adapters.items():
+        missing = [tier for tier in own.tiers if tier not in here]
+        if missing:
+            raise PlanError(
+                f"lora.adapters.{name}.tiers names {missing[0]}, which has no engines here: engines given by URL load "
+                f"adapters where they run, and the router finds them"
+            )
+    for spec in local:
+        adapters_of(spec, lora)
+
+
+def _rank(name: str, folder: Path) -> int:
+    where = f"lora.adapters.{name}.path is {folder}"
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        kind, rank = config["peft_type"], config["r"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"{where}: {error}: a folder of PEFT with an {CONFIG} is needed") from error
+    if kind != "LORA" or not isinstance(rank, int) or not 1 <= rank <= RANKS[-1]:
+        raise PlanError(f"{where}: it is of kind {kind} and rank {rank}; LORA of rank 1 to {RANKS[-1]} is allowed")
+    return rank

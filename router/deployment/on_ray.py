@@ -9,8 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from router.deployment.adapters import adapters_of, check_adapters, with_adapters
-from router.deployment.layout import Deployment, check_draft, engine_args, make_deployment, tier_spec, with_drafts
+from router.deployment.layout import (
+    Deployment,
+    adapters_of,
+    check_adapters,
+    check_draft,
+    engine_args,
+    make_deployment,
+    tier_spec,
+    with_adapters,
+    with_drafts,
+)
 from router.settings import DiscoverySettings
 from router.telemetry.tracing import engine_target
 from tiers.checkpoints.checkpoint import check_alike

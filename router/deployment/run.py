@@ -21,7 +21,7 @@ from router.server.handover import TakenError, TakeoverError, control_path, hand
 from router.server.http_protocol import protocol_for
 from router.server.memory import set_aside
 from router.server.server import Server
-from router.server.tls import make_tls
+from router.server.tls import Tls
 from router.settings import SettingsError
 from router.telemetry.tracing import make_telemetry
 from router.upstream.transport import EngineTransport
@@ -107,7 +107,8 @@ async def run(
         StartError: An engine that was started here failed before it was ever ready.
         TierError: An engine could not be started.
     """
-    settings, tls = deployment.settings, make_tls(deployment.settings.tls)
+    settings = deployment.settings
+    tls = Tls(settings.tls) if settings.tls.certificate is not None else None
     telemetry = make_telemetry(version("qarr"), settings.telemetry)
     fleet = Fleet(deployment.specs, machine=speed_machine(settings), options=fleet_options(settings))
     supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), observer.changed, EngineTransport())

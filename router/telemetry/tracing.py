@@ -332,7 +332,7 @@ def engine_target() -> OtlpTarget | None:
 
 
 def _exporter_name() -> str:
-    if _disabled():
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return "none"
     named = os.environ.get("OTEL_TRACES_EXPORTER", "")
     configured = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -340,10 +340,6 @@ def _exporter_name() -> str:
     if name not in {"otlp", "console", "none"}:
         raise TelemetryError(f"OTEL_TRACES_EXPORTER is {name!r}: allowed are otlp, console and none")
     return name
-
-
-def _disabled() -> bool:
-    return os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
 
 
 def _exporter() -> SpanExporter | None:
