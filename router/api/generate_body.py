@@ -1,4 +1,4 @@
-"""The body of ``POST /generate`` and ``POST /route``."""
+"""The body of ``POST /generate`` and ``POST /route``, and its prompt as routing reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``GET /v1/models``, and the tiers that model names stand for."""
+"""``GET /v1/models``, the tiers that model names stand for, and what is behind them, also in OpenRouter's form."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Anthropic's ``/v1/messages`` and OpenAI's ``/v1/responses``, routed. Bodies and events pass as they are, both ways.
 
 Their streams are events with names. Half of one cannot be continued by another engine, since these endpoints of vLLM do not
-tell token ids: after the first byte a fault ends a stream with an error event.
+tell token ids: after the first byte a fault ends a stream with an error event. Malformed parts of a body read as empty.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A request's trace, made from its record when somebody opens it. Its spans are named as those that are exported."""
+"""A request's trace, made from its record when somebody opens it, and the attributes of its spans, exported or not.
+
+Names are those of OpenTelemetry's semantic conventions where it has one, else ``qarr.*``. What is not known is left out.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,10 @@
 """Requests to the overflow: a server of OpenAI's API outside of the fleet, with its own model, tokenizer and key.
 
 Nothing of the caller's headers goes there, no trace context and no id. What the server says of an error is not read.
+
+It is asked the members of a request that mean the same at any server of OpenAI's API. What is the router's own or names the
+caller is left out, and so is a parameter of vLLM's whose value changes nothing. With any other member the request cannot be
+asked elsewhere: a server may refuse it, or leave it out without a word.
 """
 
 from __future__ import annotations
