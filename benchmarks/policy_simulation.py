@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from recording import NOT_SERVED, Result, is_met, mean_loss
-from router.policy.budget import Answer, BudgetState
 
+from router.policy.budget import Answer, BudgetState
 from router.policy.decide import decide, successors
 from router.policy.decision import BY_CALLER, Refusal
 from router.policy.profiles import ProfileError
