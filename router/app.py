@@ -10,18 +10,16 @@ from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
 from router.aio import end_tasks
-from router.api.admin import Admin, ReloadEndpoint
+from router.api.admin import Admin, reload_route
 from router.api.asgi import ClientGone, context_of
-from router.api.bodies import Rules, health_of, render_fleet, render_preparing
+from router.api.bodies import Rules, health_of, json_response, render_fleet, render_preparing
 from router.api.generate import Generate, Route
-from router.api.model_endpoints import ModelEndpoints
-from router.api.models import Models
+from router.api.models import ModelEndpoints, Models
 from router.api.named_events import NamedEvents, stored_response
 from router.api.openai import Completions
 from router.api.openapi import document
@@ -114,17 +112,8 @@ def wire_router(
 ) -> Router:
     """Wire the router.
 
-    Args:
-        settings: All settings.
-        fleet: Updated by a supervisor; read and leased here.
-        counter: Counts tokens with the tiers' tokenizer.
-        telemetry: Gets the spans.
-        model: The served model's name, for people.
-        keys: Keys of those who may use the router.
-        server_state: Whether requests are taken; None: always.
-        operations: What operators may do; None: nothing.
-        reloads: What operators reload the settings with; None: they cannot.
-        tls: What the server shows; None: it serves plain HTTP.
+    Without ``server_state`` requests are always taken; without ``operations`` and ``reloads`` operators can do none of them;
+    without ``tls`` plain HTTP is served.
     """
     server_state = server_state or ServerState()
     wired = _wire(settings, fleet, counter, telemetry, model, state=server_state)
@@ -141,14 +130,11 @@ def wire_router(
         *UsageEndpoint(wired.database, pipeline.charging, keys).routes(),
     ]
     if reloads is not None:
-        routes.append(ReloadEndpoint(reloads, keys).route())
+        routes.append(reload_route(reloads, keys))
     lifespan = _lifespan(wired, streams, live, usage, keys=keys, tls=tls)
     parts = _Parts(wired, server_state, keys, streams, operations, routes, lifespan, tls)
-    served = _served(parts, settings)
-    gate = Gate(
-        served.app, keys, telemetry, server_state,
-        answered=metrics.answered, direct=served.direct, local_names=served.local_names,
-    )  # fmt: skip
+    app, direct, local_names = _served(parts, settings)
+    gate = Gate(app, keys, telemetry, server_state, answered=metrics.answered, direct=direct, local_names=local_names)
     return Router(telemetry.instrument(gate), pipeline, partial(_prepare, parts, gate))
 
 
@@ -172,22 +158,8 @@ class _Parts:
     tls: Tls | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """What answers requests as the settings say; made anew when they change.
-
-    Attributes:
-        direct: Endpoints that requests reach without the application.
-        local_names: See ``Gate``.
-    """
-
-    app: ASGIApp
-    direct: dict[str, ASGIApp]
-    local_names: tuple[str, ...] | None
-
-
-def _served(parts: _Parts, settings: Settings) -> _Served:
-    """Return what answers requests, by these settings."""
+def _served(parts: _Parts, settings: Settings) -> tuple[ASGIApp, dict[str, ASGIApp], tuple[str, ...] | None]:
+    """Return the application, what requests reach without it, and local names (see ``Gate``), by these settings."""
     wired, streams = parts.wired, parts.streams
     pipeline, rules = _pipeline(wired, settings), Rules.of(settings)
     admin = Admin(parts.operations, parts.keys, rules).routes() if parts.operations is not None else []
@@ -210,24 +182,18 @@ def _served(parts: _Parts, settings: Settings) -> _Served:
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=parts.lifespan)
     app.router.redirect_slashes = False  # a redirect would go to the host of the caller's Host header
     local_names = settings.server.allowed_hosts if is_loopback(settings.server.host) else None
-    return _Served(app, direct, local_names)
+    return app, direct, local_names
 
 
 def _prepare(parts: _Parts, gate: Gate, settings: Settings) -> Callable[[], None]:
-    """Check new settings; return what makes the router take them, without disturbing open requests.
-
-    Raises:
-        ReloadError: The key file, the issuer's keys or the certificate cannot be used, or TLS would be switched.
-    """
+    """Check new settings; return what makes the router take them, without disturbing open requests."""
     wired, tls = parts.wired, parts.tls
     if (tls is None) != (settings.tls.certificate is None):
         raise ReloadError("tls.certificate: a running router cannot switch between HTTP and HTTPS; restart it")
     try:
         keys = open_access(settings)
         pair = load_pair(settings.tls) if tls is not None else None
-    except KeysError as error:
-        raise ReloadError(str(error)) from None
-    except TlsError as error:
+    except (KeysError, TlsError) as error:
         raise ReloadError(str(error)) from None
     served = _served(parts, settings)
 
@@ -235,7 +201,7 @@ def _prepare(parts: _Parts, gate: Gate, settings: Settings) -> Callable[[], None
         parts.keys.take(keys)
         if tls is not None and pair is not None:
             tls.take(settings.tls, pair)
-        gate.take(served.app, served.direct, served.local_names)
+        gate.take(*served)
         parts.streams.bounds = settings.server
         wired.pipeline.policy.take(settings.policy)
         wired.pipeline.charging.take(settings.policy.prices, settings.budgets)
@@ -280,7 +246,6 @@ def _wire(
     *,
     state: ServerState,
 ) -> _Wired:
-    """Wire the pipeline."""
     kept = settings.telemetry
     registry = RequestRegistry(state, kept.recent_requests)
     registry.observers.extend((telemetry.record_outcome, log_request))
@@ -329,7 +294,6 @@ def _wire(
 
 
 def _pipeline(wired: _Wired, settings: Settings) -> Pipeline:
-    """Return the pipeline as the settings have it."""
     base = wired.pipeline
     attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
     failover = replace(base.failover, attempts=attempts, default_max_tokens=max_tokens)
@@ -354,7 +318,6 @@ def _lifespan(
     keys: KeyStore,
     tls: Tls | None,
 ) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
-    """Return what runs while the router serves, and is closed afterwards."""
     pipeline = wired.pipeline
 
     @asynccontextmanager
@@ -424,7 +387,7 @@ class Status:
 
     async def healthz(self, _request: Request) -> Response:
         """Answer that the router is alive."""
-        return _json({"status": "alive"})
+        return json_response({"status": "alive"})
 
     async def readyz(self, _request: Request) -> Response:
         """Answer 200 while a tier is ready, else 503, also when the router shuts down.
@@ -442,12 +405,12 @@ class Status:
                 if tier.preparing is not None and tier.preparing.failed is None
             ],
         }
-        return _json(body, 200 if ready else 503)
+        return json_response(body, 200 if ready else 503)
 
     async def health(self, _request: Request) -> Response:
         """Answer with the health of the whole, and what is wrong: 503 while no tier is ready or the router shuts down."""
         health = health_of(self._fleet.snapshot(), self._fleet.notes.values(), serves=self._server_state.open)
-        return _json(health, 503 if health["status"] == "unhealthy" else 200)
+        return json_response(health, 503 if health["status"] == "unhealthy" else 200)
 
     async def tiers(self, request: Request) -> Response:
         """Answer with the present fleet; only operators see the engines' addresses."""
@@ -455,7 +418,7 @@ class Status:
         fleet, model = self._fleet, self._about["model"]
         shown = render_fleet(fleet.snapshot(), model, fleet.machine, fleet.sources, inside=inside)
         profiling, budget = self._profiling.render(inside=inside), self._loss_budget()
-        return _json({**shown, "profiling": profiling, "loss_budget": budget})
+        return json_response({**shown, "profiling": profiling, "loss_budget": budget})
 
     async def openapi(self, _request: Request) -> Response:
         """Answer with the OpenAPI document."""
@@ -464,9 +427,4 @@ class Status:
 
 
 async def _problem(request: Request, error: Exception) -> Response:
-    """Answer an error as a problem object."""
     return response_to(error, request.scope)
-
-
-def _json(body: object, status: int = 200) -> Response:
-    return Response(to_json(body), status, media_type="application/json")

@@ -115,9 +115,7 @@ class PrivateFile(Losses, RotatingFileHandler):
 class Writer(QueueListener):
     """Hands log records to handlers in a thread of its own, so that nobody waits for a disk or a terminal.
 
-    Args:
-        handlers: Write the records.
-        what: They write, to name it in the log when lines are left out; empty: it is the log itself.
+    ``what`` names in the log what they write, when lines are left out; empty: it is the log itself.
     """
 
     def __init__(self, *handlers: logging.Handler, what: str = "") -> None:
@@ -202,14 +200,7 @@ class _Lines(PrivateFile):
 
 
 class LineWriter:
-    """Writes lines to a file in a thread of its own.
-
-    Args:
-        path: The file.
-        what: Names it in the log.
-        max_bytes: Size at which it is renamed; 0: never.
-        kept: Number of old files that are kept.
-    """
+    """Writes lines to a file (see ``PrivateFile``) in a thread of its own."""
 
     def __init__(self, path: Path, what: str, max_bytes: int = 0, kept: int = 0) -> None:
         self._file = _Lines(path, max_bytes, kept, what, delay=True)

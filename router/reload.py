@@ -28,12 +28,7 @@ class ReloadError(Exception):
 
 
 class Reloads:
-    """Takes over changed settings.
-
-    Args:
-        settings: In force.
-        read: Reads and checks the settings; called in a thread.
-    """
+    """Takes over changed settings, which ``read`` reads and checks, in a thread."""
 
     def __init__(self, settings: Settings, read: Callable[[], Settings]) -> None:
         self.settings, self._read = settings, read

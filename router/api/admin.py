@@ -54,57 +54,49 @@ class Admin:
 
     def _operate(self, kind: Kind) -> Callable[[Request], Awaitable[Response]]:
         async def operate(request: Request) -> Response:
-            self._check(request)
+            check_admin(request, self._keys)
             now = kind == "remove" and parse_remove(await _read(request)).now
             return json_response(_render(self._operations.begin(kind, request.path_params["id"], now=now)), 202)
 
         return operate
 
     async def _add(self, request: Request) -> Response:
-        self._check(request)
+        check_admin(request, self._keys)
         roster = self._operations.roster
         replica = roster.add(*parse_replica(await _read(request), roster.tiers))
         added = {"id": replica.id, "tier": replica.spec.name, "url": replica.url, "source": replica.source}
         return json_response({**added, "state": replica.state.value}, 201)
 
     async def _list(self, request: Request) -> Response:
-        self._check(request)
+        check_admin(request, self._keys)
         return json_response({"operations": [_render(operation) for operation in self._operations.records]})
 
     async def _one(self, request: Request) -> Response:
-        self._check(request)
+        check_admin(request, self._keys)
         return json_response(_render(self._operations.record(request.path_params["id"])))
 
     async def _load(self, request: Request) -> Response:
-        self._check(request)
+        check_admin(request, self._keys)
         body = parse_adapter(await _read(request), self._rules)
         adapter, tiers = Adapter(body.name, body.path), frozenset(body.tiers or self._rules.tiers)
         return json_response(_rendered(body.name, await self._operations.adapters.load(adapter, tiers)))
 
     async def _unload(self, request: Request) -> Response:
-        self._check(request)
+        check_admin(request, self._keys)
         name = request.path_params["name"]
         return json_response(_rendered(name, await self._operations.adapters.unload(name)))
 
-    def _check(self, request: Request) -> None:
-        check_admin(request, self._keys)
 
+def reload_route(reloads: Reloads, keys: KeyStore) -> Endpoint:
+    """Return the route at which the router reads its settings again."""
 
-class ReloadEndpoint:
-    """The endpoint that has the router read its settings again."""
-
-    def __init__(self, reloads: Reloads, keys: KeyStore) -> None:
-        self._reloads, self._keys = reloads, keys
-
-    def route(self) -> Endpoint:
-        """Return its route."""
-        return Endpoint(RELOAD, self._reload, methods=["POST"])
-
-    async def _reload(self, request: Request) -> Response:
-        check_admin(request, self._keys)
-        found = await self._reloads.reload()
+    async def reload(request: Request) -> Response:
+        check_admin(request, keys)
+        found = await reloads.reload()
         changed = [{"setting": change.key, "before": change.before, "after": change.after} for change in found]
         return json_response({"changed": changed})
+
+    return Endpoint(RELOAD, reload, methods=["POST"])
 
 
 def check_admin(request: Request, keys: KeyStore) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from router.lifecycle import ResponseTracker
     from router.pipeline.request import RequestContext
 
-_KEY, _TRACKER = "qarr.context", "qarr.tracker"
+CONTEXT, TRACKER = "qarr.context", "qarr.tracker"  # in a scope: what ``context_of`` and ``tracker_of`` return
 CLIENT = "qarr.client"  # in a scope: the request's ``Client``, where the server has one
 HOLD = "qarr.hold"  # in the message that starts an answer: its body follows at once
 
@@ -84,31 +84,21 @@ class NotHttp(Exception):
     """Bytes that are no request."""
 
 
-def keep(scope: Scope, context: RequestContext) -> None:
-    """Keep a request's context where its handlers, and those of its errors, find it."""
-    scope[_KEY] = context
-
-
 def context_of(scope: Scope) -> RequestContext:
     """Return a request's context."""
-    context: RequestContext = scope[_KEY]
+    context: RequestContext = scope[CONTEXT]
     return context
-
-
-def track(scope: Scope, tracker: ResponseTracker) -> None:
-    """Keep what a request's answer goes through where its handler finds it."""
-    scope[_TRACKER] = tracker
 
 
 def tracker_of(scope: Scope) -> ResponseTracker:
     """Return what a request's answer goes through."""
-    tracker: ResponseTracker = scope[_TRACKER]
+    tracker: ResponseTracker = scope[TRACKER]
     return tracker
 
 
 def forget(scope: Scope) -> None:
     """Forget what leads from a request that has ended back to it."""
-    scope.pop(_TRACKER, None)
+    scope.pop(TRACKER, None)
     client: Client | None = scope.pop(CLIENT, None)
     if client is not None:
         client.cancel_on_disconnect(None)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from router.api.provider_body import not_here
 from router.pipeline.request import NO_BOUNDS, RoutingOptions, Truncate
-from router.policy.decision import Priority, Sla
+from router.policy.decision import Priority, Sla, Sort
 from router.settings import AdapterName, EngineAddress, LimitSettings, TierPolicy
+from tiers.quantization import QUANTIZATIONS, Quantization
 from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from pydantic import ValidationInfo
     from pydantic_core import ErrorDetails
@@ -25,6 +25,62 @@ if TYPE_CHECKING:
     from router.settings import Settings
     from tiers.preparing import Preparing
     from tiers.snapshot import FleetSnapshot, ReplicaSnapshot
+
+
+# Of OpenRouter's object, what means nothing here, or cannot be promised.
+NOT_HERE = (
+    "zdr", "enforce_distillable_text", "max_price", "preferred_min_throughput", "preferred_max_latency",
+)  # fmt: skip
+
+
+class ProviderBody(BaseModel):
+    """Preferences among what may serve a request; the providers are the tiers.
+
+    ``require_parameters`` and ``data_collection`` are taken with OpenRouter's own default only, which asks for nothing.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    quantizations: list[Quantization] | None = Field(None, min_length=1, max_length=20)
+    sort: Sort | None = None
+    order: list[str] | None = Field(None, min_length=1, max_length=1)
+    only: list[str] | None = Field(None, min_length=1, max_length=100)
+    ignore: list[str] | None = Field(None, max_length=100)
+    allow_fallbacks: bool | None = None
+    require_parameters: Literal[False] | None = None
+    data_collection: Literal["allow"] | None = None
+
+    @field_validator("order", "only", "ignore")
+    @classmethod
+    def _known_tiers(cls, names: list[str] | None, info: ValidationInfo) -> list[str] | None:
+        """Check that there are such tiers, where the ``Rules`` are known."""
+        known: Sequence[TierName] | None = getattr(info.context, "tiers", None)
+        for name in names or ():
+            if known is not None and name not in known:
+                raise ValueError(f"there is no tier {name[:40]!r}")
+        return names
+
+
+def provider_allowed(tiers: Sequence[TierName]) -> dict[str, str]:
+    """Return the allowed values of each field."""
+    names = ", ".join(tiers)
+    return {
+        "provider": f"null or an object with any of {', '.join(ProviderBody.model_fields)}",
+        "provider.quantizations": f"a list of {', '.join(QUANTIZATIONS)}",
+        "provider.sort": "price, throughput or latency",
+        "provider.order": f"a list of one of {names}",
+        "provider.only": f"a list of {names}",
+        "provider.ignore": f"a list of {names}",
+        "provider.allow_fallbacks": "true or false",
+        "provider.require_parameters": "false: what vLLM makes of parameters is not known here",
+        "provider.data_collection": "allow: what engines keep is not known here",
+    }
+
+
+def not_here(location: Sequence[Any]) -> bool:
+    """Tell whether a field that there is not here is one of OpenRouter's."""
+    return len(location) > 1 and location[0] == "provider" and location[1] in NOT_HERE
+
 
 BROKEN = {ReplicaState.FAILED, ReplicaState.UNREACHABLE, ReplicaState.QUARANTINED}
 
@@ -102,12 +158,7 @@ class RoutingFields(BaseModel):
         return tier
 
     def options(self, priority: int, hint_field: str) -> RoutingOptions:
-        """Return the options as the pipeline knows them.
-
-        Args:
-            priority: In vLLM's numbers.
-            hint_field: The field or header that named the tier.
-        """
+        """Return the options as the pipeline knows them; ``hint_field`` is the field or header that named the tier."""
         sla, hint = NO_BOUNDS, None if self.tier == "auto" else TierName(self.tier)
         if self.sla.model_fields_set:
             sla = Sla(self.sla.ttft_ms, self.sla.tpot_ms, self.sla.max_quality_loss, self.sla.confidence)
@@ -149,13 +200,7 @@ def parse_adapter(body: bytes, rules: Rules) -> AdapterBody:
     Raises:
         InvalidBody: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
     """
-    try:
-        return AdapterBody.model_validate_json(body, context=rules)
-    except ValidationError as error:
-        allowed = adapter_allowed(rules)
-        found = [problem_of(e, allowed) for e in error.errors(include_url=False, include_input=False)]
-        problems = [replace(p, allowed=allowed.get(p.field.split(".")[0], p.allowed)) for p in found]
-        raise InvalidBody(tuple(problems)) from None
+    return parsed(AdapterBody, body, adapter_allowed, rules)
 
 
 class ReplicaBody(BaseModel):
@@ -185,10 +230,10 @@ def parse_replica(body: bytes, tiers: Collection[TierName]) -> tuple[TierName, s
     Raises:
         InvalidBody: The body is not UTF-8, not JSON, or a field is wrong; lists every problem.
     """
-    parsed = _parsed(ReplicaBody, body, REPLICA_ALLOWED)
+    found = parsed(ReplicaBody, body, lambda _: REPLICA_ALLOWED)
     for tier in tiers:
-        if tier == parsed.tier:
-            return tier, parsed.url
+        if tier == found.tier:
+            return tier, found.url
     raise InvalidBody((FieldProblem("tier", "there is no such tier", ", ".join(tiers)),))
 
 
@@ -198,18 +243,24 @@ def parse_remove(body: bytes) -> RemoveBody:
     Raises:
         InvalidBody: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
     """
-    return _parsed(RemoveBody, body or b"{}", REMOVE_ALLOWED)
+    return parsed(RemoveBody, body or b"{}", lambda _: REMOVE_ALLOWED)
 
 
 B = TypeVar("B", bound=BaseModel)
 
 
-def _parsed(kind: type[B], body: bytes, allowed: Mapping[str, str]) -> B:
+def parsed(
+    kind: type[B], body: bytes, allowed: Callable[[Rules], Mapping[str, str]], rules: Rules = STANDARD_RULES
+) -> B:
+    """Parse a body; ``allowed`` returns the allowed values of each field.
+
+    Raises:
+        InvalidBody: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
+    """
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(body, context=rules)
     except ValidationError as error:
-        problems = [problem_of(e, allowed) for e in error.errors(include_url=False, include_input=False)]
-        raise InvalidBody(tuple(problems)) from None
+        raise InvalidBody(problems_of(error, allowed(rules))) from None  # pydantic's own text quotes the input
 
 
 def routing_allowed(rules: Rules) -> dict[str, str]:
@@ -229,8 +280,13 @@ def routing_allowed(rules: Rules) -> dict[str, str]:
     }
 
 
-def problem_of(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem:
-    """Return an error that pydantic found, with what is allowed."""
+def problems_of(error: ValidationError, allowed: Mapping[str, str], *within: str) -> tuple[FieldProblem, ...]:
+    """Return the errors that pydantic found in a body, or in the object ``within`` it, with what is allowed."""
+    errors = error.errors(include_url=False, include_input=False)
+    return tuple(_problem_of({**each, "loc": (*within, *each["loc"])}, allowed) for each in errors)
+
+
+def _problem_of(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem:
     field = ".".join(str(part) for part in error["loc"])
     named = ".".join(part for part in error["loc"] if isinstance(part, str))  # without the places in lists
     if not field:
@@ -250,12 +306,7 @@ def render_fleet(
 ) -> dict[str, Any]:
     """Return the fleet as the answer of ``GET /tiers``.
 
-    Args:
-        fleet: The fleet's present state.
-        model: The served model's name.
-        machine: The machine that the router runs on.
-        sources: Who names each replica, by id.
-        inside: Whether to show where engines and checkpoints are, and the details that quote such addresses and paths.
+    ``sources``: who names each replica, by id. ``inside``: with addresses and paths, and details that quote them.
     """
     return {
         "model": model,
@@ -342,13 +393,7 @@ def _render_replica(replica: ReplicaSnapshot, *, inside: bool) -> dict[str, Any]
 
 
 def health_of(fleet: FleetSnapshot, notes: Iterable[str] = (), *, serves: bool) -> dict[str, Any]:
-    """Return whether requests are answered, and what an operator should look at.
-
-    Args:
-        fleet: As it is.
-        notes: What is wrong with where engines are named.
-        serves: The router takes requests.
-    """
+    """Return whether requests are answered, and what an operator should look at; ``notes``: of where engines are named."""
     tiers = [tier for tier in fleet.tiers if not tier.spec.absent]
     reasons = [f"tier {tier.spec.name} is {tier.state.value}" for tier in tiers if tier.state is not ReplicaState.READY]
     for replica in (replica for tier in tiers for replica in tier.replicas):

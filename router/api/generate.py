@@ -15,8 +15,7 @@ from starlette.responses import Response
 
 from router.api.asgi import body_message, cancel_on_disconnect, context_of, read_body, start_message, tracker_of
 from router.api.bodies import FieldProblem, InvalidBody, Rules
-from router.api.generate_body import parse_generate
-from router.api.generate_prompt import messages_of, read_messages
+from router.api.generate_body import messages_of, parse_generate, read_messages
 from router.api.models import adapter_names
 from router.api.paths import ErrorForm
 from router.api.problems import describe
@@ -25,7 +24,7 @@ from router.api.resumable import ResumableStream, ResumableStreams, ResumedElsew
 from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, send_whole, serve_stream
 from router.api.truncation import cutter_for
 from router.pipeline.pipeline import engine_request_id
-from router.pipeline.request import PromptText, RoutingOptions, class_priority, session_of
+from router.pipeline.request import ParsedRequest, class_priority, session_of
 from router.policy.render import render_decision
 from router.upstream.engine_request import ChatRequest
 from router.upstream.engine_stream import EngineStream, continued_on
@@ -51,25 +50,12 @@ if TYPE_CHECKING:
 STREAM_ID = "x-qarr-stream-id"
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest(ParsedRequest):
     """A request for ``/generate``, read."""
 
-    context: RequestContext
-    prompt: PromptText
-    options: RoutingOptions
-    max_tokens: int
     sampling: Mapping[str, Any]
     messages: tuple[Mapping[str, str], ...]
-    sequences: int = 1
-    undraftable: str = ""
-    adapter: str | None = None
-    truncated: str = ""
-
-    @property
-    def session(self) -> str:
-        """Return what its caller names its conversation by."""
-        return session_of(self.context)
 
     def engine_request(self, decision: Decision) -> ChatRequest:
         """Return what the engine is asked: the prompt goes through the model's own chat template there."""
@@ -107,17 +93,12 @@ def read_request(
         sampling=_sampling(body, limits),
         messages=tuple(messages),
         adapter=body.adapter,
+        session=session_of(context),
     )
 
 
 def fitted(request: GenerateRequest, pipeline: Pipeline, *, chat: bool) -> GenerateRequest:
-    """Return a request that fits the longest context, cut where its caller has asked for it and it can be cut so far.
-
-    Args:
-        request: The request.
-        pipeline: Knows tiers and tokens.
-        chat: It came as messages, not as one prompt.
-    """
+    """Return a request that fits the longest context, cut where its caller has asked for it and it can be cut so far."""
     cutter = cutter_for(request, pipeline)
     if cutter is None:
         return request
@@ -130,7 +111,6 @@ def fitted(request: GenerateRequest, pipeline: Pipeline, *, chat: bool) -> Gener
 
 
 def _sampling(body: GenerateBody, limits: LimitSettings) -> dict[str, Any]:
-    """Return how tokens are chosen, in the engine's fields."""
     temperature = limits.default_temperature if body.temperature is None else body.temperature
     given = {name: getattr(body, name) for name in ("top_p", "repetition_penalty", "seed", "stop")}
     return {"temperature": temperature, **{name: value for name, value in given.items() if value is not None}}
@@ -185,8 +165,6 @@ class Generate:
         await send_whole(await _collect(answer, active.context), "application/json", headers, send)
 
     async def _make(self, request: GenerateRequest, decision: Decision, stream: ResumableStream) -> None:
-        """Make a resumable stream's events."""
-
         async def begin(active: ActiveRequest, answer: EngineStream) -> tuple[Encoder, Sink]:
             context = request.context
             headers = answer_headers(active, self.settings.telemetry)
@@ -197,7 +175,6 @@ class Generate:
         await serve_stream(self.pipeline, request, decision, begin)
 
     async def _read(self, stream: ResumableStream, after: int, context: RequestContext, send: Send) -> None:
-        """Send a resumable stream from some event on."""
         started = False
 
         async def start(headers: Mapping[str, str]) -> None:
@@ -252,13 +229,7 @@ class Route:
 
 
 class TextEvents:
-    """Writes an answer as text events, then one ``done`` or one ``error`` event.
-
-    Args:
-        answer: Which.
-        context: The request's ids.
-        numbered: Each event gets its number as id; else whoever takes the events gives them ids.
-    """
+    """Writes an answer as text events, then one ``done`` or one ``error`` event; ``numbered``: their ids are numbers."""
 
     __slots__ = ("_answer", "_context", "_number")
 
@@ -310,7 +281,6 @@ def error_event(error: Exception, context: RequestContext) -> bytes:
 
 
 async def _collect(answer: EngineStream, context: RequestContext) -> bytes:
-    """Read a whole answer, and return it as one JSON object."""
     parts: list[str] = []
 
     def take(_events: bytes, texts: PlainTexts) -> bool:

@@ -1,16 +1,31 @@
-"""The body of ``POST /generate`` and ``POST /route``."""
+"""The body of ``POST /generate`` and ``POST /route``, and its prompt as routing reads it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from router.api.bodies import STANDARD_RULES, InvalidBody, RoutingFields, Rules, problem_of, routing_allowed
-from router.api.provider_body import ProviderBody, provider_allowed
+from router.api.bodies import (
+    STANDARD_RULES,
+    ProviderBody,
+    RoutingFields,
+    Rules,
+    parsed,
+    provider_allowed,
+    routing_allowed,
+)
+from router.api.openai_prompt import last_turn
+from router.pipeline.request import PromptText, chat_part
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pydantic import ValidationInfo
+
+    from classifier import TokenCounter
+
+    Messages = Sequence[dict[str, str]]
 
 MAX_MESSAGES = 1000
 MAX_STOPS, MAX_STOP_CHARS = 16, 200  # the engine holds as many characters back as the longest has
@@ -118,12 +133,7 @@ def parse_generate(body: bytes, rules: Rules) -> GenerateBody:
     Raises:
         InvalidBody: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
     """
-    try:
-        return GenerateBody.model_validate_json(body, context=rules)
-    except ValidationError as error:
-        allowed = allowed_values(rules)
-        problems = [problem_of(e, allowed) for e in error.errors(include_url=False, include_input=False)]
-        raise InvalidBody(tuple(problems)) from None  # pydantic's own text quotes the input
+    return parsed(GenerateBody, body, allowed_values, rules)
 
 
 def allowed_values(rules: Rules) -> dict[str, str]:
@@ -149,3 +159,38 @@ def allowed_values(rules: Rules) -> dict[str, str]:
         **provider_allowed(rules.tiers),
         **routing_allowed(rules),
     }
+
+
+def messages_of(body: GenerateBody) -> Messages:
+    """Return what the engine is asked: goes through the model's own chat template there."""
+    if body.messages is not None:
+        return [{"role": message.role, "content": message.content} for message in body.messages]
+    assert body.prompt is not None
+    system = [] if body.system_prompt is None else [{"role": "system", "content": body.system_prompt}]
+    return [*system, {"role": "user", "content": body.prompt}]
+
+
+def read_messages(messages: Messages, counter: TokenCounter) -> PromptText:
+    """Return what routing reads of a chat."""
+    *before, last = messages
+    if all(message["role"] == "system" for message in before):  # a prompt, which is counted when it is classified
+        tokens = sum(counter.count(message["content"]) for message in before)
+        parts = [chat_part("system", message["content"], tokens) for message in before]
+        return PromptText(
+            last["content"],
+            system_tokens=tokens,
+            messages=len(messages),
+            system=bool(before),
+            parts=(*parts, chat_part("user", last["content"], -1)),
+        )
+    texts = [message["content"] for message in messages]
+    counted = [chat_part(m["role"], text, counter.count(text)) for m, text in zip(messages, texts, strict=True)]
+    total = sum(part.tokens for part in counted)
+    return PromptText(
+        last_turn(list(messages), texts),
+        prompt_tokens=total,
+        all_tokens=total,
+        messages=len(messages),
+        system=messages[0]["role"] == "system",
+        parts=tuple(counted),
+    )

@@ -1,41 +1,136 @@
 """Anthropic's ``/v1/messages`` and OpenAI's ``/v1/responses``, routed. Bodies and events pass as they are, both ways.
 
 Their streams are events with names. Half of one cannot be continued by another engine, since these endpoints of vLLM do not
-tell token ids: after the first byte a fault ends a stream with an error event.
+tell token ids: after the first byte a fault ends a stream with an error event. Malformed parts of a body read as empty.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from router.api.bodies import FieldProblem, InvalidBody
-from router.api.conversation import Conversation, read_input, read_messages
 from router.api.models import resolve
 from router.api.openai import priority_to_send, routing_fields, undraftable_of
 from router.api.openai_events import with_member
+from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, count, last_turn, other_parts, text_of
 from router.api.paths import MESSAGES, RESPONSES, error_form
 from router.api.problems import NotStored, describe
 from router.api.provider import provider_of, with_provider
-from router.api.relayed import RelayEndpoint
+from router.api.relayed import RelayedCall, RelayEndpoint
 from router.pipeline.pipeline import engine_request_id
-from router.pipeline.request import MAX_COUNT, session_of
+from router.pipeline.request import MAX_COUNT, PromptText, chat_part, session_of
 from router.upstream.engine_request import PassedRequest
 from router.upstream.json_object import as_boolean, as_integer
 from router.upstream.named_events import MESSAGE_FORMAT, RESPONSE_FORMAT
 from router.upstream.sse import SEPARATOR
+from tiers.prefix_memory import Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from starlette.requests import Request
 
-    from router.pipeline.request import PromptText, RequestContext, RoutingOptions
+    from classifier import TokenCounter
+    from router.pipeline.request import RequestContext
     from router.policy.decision import Decision
     from router.upstream.engine_stream import EngineStream
     from router.upstream.errors import UpstreamError
     from router.upstream.json_object import JsonObject
     from router.upstream.sse import AnswerFormat, Chunk, PlainTexts
+
+
+_ASIDE = {"tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"}  # blocks that are no other part
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A conversation as a chat of texts.
+
+    Attributes:
+        turns: Messages with a role and a text, the system prompt first.
+        extras: Further texts that are read: tools, calls of them, and what these returned.
+        others: Kinds of parts that are not text.
+    """
+
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    extras: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+
+    def add(self, role: Any, text: str) -> None:
+        """Add a message."""
+        self.turns.append({"role": role, "content": text})
+
+    @property
+    def chat(self) -> Sequence[Any] | None:
+        """Return it as a chat; None where that would not say all of it."""
+        return None if self.extras or self.others else self.turns
+
+    def prompt(self, counter: TokenCounter) -> PromptText:
+        """Return what routing reads of it."""
+        texts = [turn["content"] for turn in self.turns]
+        parts = [chat_part(turn["role"], turn["content"], count(counter, turn["content"])) for turn in self.turns]
+        parts += [Part(text, count(counter, text)) for text in self.extras]
+        tokens = sum(part.tokens for part in parts) + PART_TOKENS * len(self.others)
+        return PromptText(
+            text=last_turn(self.turns, texts),
+            prompt_tokens=tokens,
+            all_tokens=tokens,
+            messages=len(self.turns),
+            system=bool(self.turns) and self.turns[0]["role"] in SYSTEM_ROLES,
+            other_parts=tuple(dict.fromkeys(self.others)),
+            parts=() if self.others else tuple(parts),
+        )
+
+
+def read_messages(document: JsonObject) -> Conversation:
+    """Read the body of a message request. What tools returned is no turn of the user, though it has the user's role."""
+    read = _begun(document, document.get("system"))
+    for message in _objects(document.get("messages")):
+        content = message.get("content")
+        text, blocks = text_of(content), _objects(content)
+        results = [block for block in blocks if block.get("type") == "tool_result"]
+        read.add("tool" if results and not text else message.get("role"), text)
+        read.extras += [text_of(block.get("content")) for block in results]
+        read.extras += [str(block.get("input")) for block in blocks if block.get("type") == "tool_use"]
+        parts = [block for block in blocks if str(block.get("type")) not in _ASIDE]
+        for some in (parts, *(block.get("content") for block in results)):
+            read.others += other_parts(some)
+    return read
+
+
+def read_input(document: JsonObject) -> Conversation:
+    """Read the body of a request for a response."""
+    read = _begun(document, document.get("instructions"))
+    given = document.get("input")
+    if isinstance(given, str):
+        read.add("user", given)
+    for item in _objects(given):
+        if "role" in item:
+            read.add(item["role"], text_of(item.get("content")))
+            read.others += other_parts(item.get("content"))
+        elif item.get("type") == "function_call":
+            read.add("assistant", "")
+            read.extras.append(str(item.get("arguments")))
+        elif item.get("type") == "function_call_output":
+            read.add("tool", "")
+            read.extras.append(text_of(item.get("output")))
+            read.others += other_parts(item.get("output"))
+    return read
+
+
+def _begun(document: JsonObject, system: Any) -> Conversation:
+    read = Conversation()
+    if text := text_of(system):
+        read.add("system", text)
+    if document.get("tools"):
+        read.extras.append(document.text_of("tools"))
+    return read
+
+
+def _objects(items: Any) -> list[dict[str, Any]]:
+    return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+
 
 _NUMBER = b'"sequence_number":'  # quotes in a JSON string are escaped, so it stands only where such a member does
 # What a body must not ask for: a response would have to be stored, and requests sent to whoever has it.
@@ -61,39 +156,17 @@ class Api:
     answers: AnswerFormat
 
 
-@dataclass(frozen=True, slots=True)
-class PassedCall:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassedCall(RelayedCall):
     """A request, read.
 
     Attributes:
         answers: How the API's answers are read.
-        priority: To send to engines; None leaves the body's own.
-        report: The answer is to say who served it.
         chat: Its messages, where the same could be asked as a chat; None where not.
-        adapter: The LoRA adapter that it names as its model; None: none.
-        session: What its caller names the conversation by.
     """
 
-    context: RequestContext
-    path: str
-    document: JsonObject
     answers: AnswerFormat
-    prompt: PromptText
-    options: RoutingOptions
-    max_tokens: int
-    streamed: bool
-    priority: int | None
-    report: bool
     chat: Sequence[Any] | None
-    adapter: str | None
-    session: str
-    sequences: int = 1
-    truncated: str = ""  # nothing is cut here
-
-    @property
-    def undraftable(self) -> str:
-        """Return its parameters that vLLM refuses with speculative decoding."""
-        return undraftable_of(self.document)
 
     def engine_request(self, decision: Decision) -> PassedRequest:
         """Return what the engine is asked."""
@@ -170,6 +243,7 @@ class NamedEvents(RelayEndpoint[PassedCall]):
             report=fields.report,
             chat=conversation.chat,
             adapter=choice.adapter,
+            undraftable=undraftable_of(document),
             session=session_of(context, *_named_sessions(document)),
         )
 
@@ -180,12 +254,7 @@ class NamedEvents(RelayEndpoint[PassedCall]):
 
 
 class PassedEvents:
-    """Passes a stream's events on as they are. Its last one waits until the answer is known to be complete.
-
-    Args:
-        context: Of the request.
-        report: A further member of the last event; None: there is none.
-    """
+    """Passes a stream's events on as they are. Its last one waits until the answer is complete, and gets the report."""
 
     __slots__ = ("_context", "_last", "_latest", "_report")
 

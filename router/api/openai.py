@@ -15,7 +15,7 @@ from router.api.openai_events import RelayedEvents
 from router.api.openai_prompt import beside, count, read_chat, read_completion
 from router.api.paths import CHAT
 from router.api.provider import provider_of, with_provider
-from router.api.relayed import RelayEndpoint
+from router.api.relayed import RelayedCall, RelayEndpoint
 from router.api.truncation import cut_prompts, cutter_for
 from router.pipeline.pipeline import engine_request_id
 from router.pipeline.request import MAX_COUNT, class_priority, priority_within, session_of
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from classifier import TokenCounter
     from router.pipeline.pipeline import Pipeline
-    from router.pipeline.request import PromptText, RequestContext, RoutingOptions
+    from router.pipeline.request import PromptText, RequestContext
     from router.policy.decision import Decision
     from router.settings import TierPolicy
     from router.upstream.engine_stream import EngineStream
@@ -55,12 +55,10 @@ class OpenAIFields(RoutingFields):
 
 @cache  # of known names only
 def _plain_fields(tier: str, policy: TierPolicy) -> OpenAIFields:
-    """Return the options of a request that says nothing about routing but a model's name."""
     return OpenAIFields.model_construct(tier=tier, tier_policy=policy)
 
 
 def _allowed(rules: Rules) -> dict[str, str]:
-    """Return the allowed values of each field."""
     return {
         **routing_allowed(rules),
         "report": "true or false",
@@ -68,45 +66,15 @@ def _allowed(rules: Rules) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """A request for a completion, read.
-
-    Attributes:
-        path: Of its endpoint.
-        priority: To send to engines; None leaves the body's own.
-        report: The answer is to say who served it.
-        adapter: The LoRA adapter that it names as its model; None: none.
-    """
-
-    context: RequestContext
-    path: str
-    document: JsonObject
-    prompt: PromptText
-    options: RoutingOptions
-    max_tokens: int
-    sequences: int
-    streamed: bool
-    priority: int | None
-    report: bool
-    adapter: str | None = None
-    truncated: str = ""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest(RelayedCall):
+    """A request for a completion, read."""
 
     @property
     def wants_usage(self) -> bool:
         """Tell whether its caller asked for the chunk with token counts at the end of a stream."""
         options = self.document.get("stream_options")
         return isinstance(options, dict) and as_boolean(options.get("include_usage"))
-
-    @property
-    def session(self) -> str:
-        """Return what its caller names its conversation by."""
-        return session_of(self.context, self.document.get("prompt_cache_key"), self.document.get("user"))
-
-    @property
-    def undraftable(self) -> str:
-        """Return its parameters that vLLM refuses with speculative decoding."""
-        return undraftable_of(self.document)
 
     def engine_request(self, decision: Decision) -> RelayRequest:
         """Return what the engine is asked."""
@@ -165,6 +133,8 @@ class Completions(RelayEndpoint[CompletionRequest]):
             priority=priority,
             report=fields.report,
             adapter=choice.adapter,
+            undraftable=undraftable_of(document),
+            session=session_of(context, document.get("prompt_cache_key"), document.get("user")),
         )
         return fitted(request, self.pipeline, read_prompt)
 
@@ -172,13 +142,7 @@ class Completions(RelayEndpoint[CompletionRequest]):
 def fitted(
     request: CompletionRequest, pipeline: Pipeline, read: Callable[[JsonObject, TokenCounter], PromptText]
 ) -> CompletionRequest:
-    """Return a request that fits the longest context, cut where its caller has asked for it and it can be cut so far.
-
-    Args:
-        request: The request.
-        pipeline: Knows tiers and tokens.
-        read: What its prompt is read by.
-    """
+    """Return a request that fits the longest context, cut where its caller has asked for it and it can be cut so far."""
     cutter = cutter_for(request, pipeline)
     if cutter is None:
         return request
@@ -220,11 +184,7 @@ def routing_fields(document: JsonObject, context: RequestContext, model: str, ru
 
 
 def _sequences(document: JsonObject, prompt: PromptText, most: int, *, chat: bool) -> int:
-    """Return the answers that a request asks for: its prompts times the choices for each.
-
-    Raises:
-        InvalidBody: They are too many.
-    """
+    """Return the answers that a request asks for: its prompts times the choices for each."""
     field, each = "n", as_integer(document.get("n")) or 1
     if not chat and (best_of := as_integer(document.get("best_of")) or 1) > each:  # what older engines compute
         field, each = "best_of", best_of
@@ -241,11 +201,7 @@ def _sequences(document: JsonObject, prompt: PromptText, most: int, *, chat: boo
 
 
 def _from_headers(context: RequestContext, rules: Rules) -> dict[str, Any]:
-    """Return the options in a request's headers, each checked by itself, so that errors name the header.
-
-    Raises:
-        InvalidBody: One is not valid.
-    """
+    """Return the options in a request's headers, each checked by itself, so that errors name the header."""
     given: dict[str, Any] = {}
     problems = []
     for name in [name for name in HEADERS if name in context.sent]:
@@ -267,11 +223,6 @@ def _from_headers(context: RequestContext, rules: Rules) -> dict[str, Any]:
 
 
 def _from_body(document: JsonObject, rules: Rules) -> dict[str, Any]:
-    """Return the options in a body's ``qarr`` object.
-
-    Raises:
-        InvalidBody: They are not valid.
-    """
     given = document.get("qarr")
     if given is None:
         return {}

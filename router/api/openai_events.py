@@ -109,7 +109,6 @@ class RelayedEvents:
         return b"data: " + to_json({**self._template, "choices": [{**choice, "token_ids": None}]})
 
     def _report_chunk(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the chunk that tells who served the answer."""
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         continued = {"continued_on": continued_on(self._answer)} if self._answer.parts else {}
         return {"id": "", "object": kind, "created": 0, "model": "", "choices": [], "qarr": {**report, **continued}}
@@ -135,7 +134,6 @@ def with_member(content: bytes, name: str, value: object) -> bytes:
 
 
 def _without_ids(event: bytes) -> bytes:
-    """Return an event with null for its token ids."""
     for name in _IDS:
         head, found, rest = event.partition(name)
         if found:

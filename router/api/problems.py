@@ -128,17 +128,10 @@ class Problem:
         return {"type": "error", "error": error, "request_id": ids["request_id"]}
 
     def _message(self) -> str:
-        """Return what is wrong, and what is allowed, in one text."""
         return "; ".join(f"{e.field}: {e.problem} (allowed: {e.allowed})" for e in self.errors) or self.detail
 
     def event(self, form: ErrorForm, ids: Mapping[str, str], number: int = 0) -> bytes:
-        """Return the event that ends a stream, without the empty line after it.
-
-        Args:
-            form: Of the endpoint.
-            ids: Of the request.
-            number: Of the event, where events have numbers.
-        """
+        """Return the event that ends a stream, without the empty line after it; ``number``: where events have numbers."""
         if form is ErrorForm.OPENAI:
             return b"data: " + to_json(self.openai_body())
         if form is ErrorForm.ANTHROPIC:
@@ -165,13 +158,11 @@ class Problem:
 
 
 def _openai_type(status: int) -> str:
-    """Return OpenAI's error type for a status."""
     names = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     return names.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
 
 
 def _anthropic_type(status: int) -> str:
-    """Return Anthropic's error type for a status."""
     names = {
         401: "authentication_error",
         403: "permission_error",
@@ -226,7 +217,6 @@ def response_to(error: Exception, scope: Scope) -> Response:
 def _plain(
     status: int, kind: str, title: str, *, retry_after_s: int | None = None, headers: Mapping[str, str] | None = None
 ) -> Callable[[Exception], Problem]:
-    """Return a function that makes a problem whose detail is the exception's text."""
     return lambda error: Problem(status, kind, title, str(error), retry_after_s=retry_after_s, headers=headers or {})
 
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from router.api.bodies import FieldProblem, InvalidBody, problem_of
-from router.api.provider_body import ProviderBody, provider_allowed
+from router.api.bodies import FieldProblem, InvalidBody, ProviderBody, problems_of, provider_allowed
 from tiers.quantization import quantizations_of
 from tiers.spec import UNKNOWN, TierName
 
@@ -34,10 +33,7 @@ def provider_of(document: JsonObject, rules: Rules) -> ProviderBody | None:
     try:
         return ProviderBody.model_validate(given, context=rules)
     except ValidationError as error:
-        allowed = provider_allowed(rules.tiers)
-        errors = error.errors(include_url=False, include_input=False)
-        problems = [problem_of({**e, "loc": ("provider", *e["loc"])}, allowed) for e in errors]
-        raise InvalidBody(tuple(problems)) from None
+        raise InvalidBody(problems_of(error, provider_allowed(rules.tiers), "provider")) from None
 
 
 def with_provider(options: RoutingOptions, provider: ProviderBody | None, fleet: Fleet) -> RoutingOptions:
@@ -68,11 +64,7 @@ def with_provider(options: RoutingOptions, provider: ProviderBody | None, fleet:
 
 
 def _only(provider: ProviderBody, specs: Sequence[TierSpec]) -> frozenset[TierName] | None:
-    """Return the tiers that ``only`` and ``ignore`` leave; None: all.
-
-    Raises:
-        InvalidBody: They leave none.
-    """
+    """Return the tiers that ``only`` and ``ignore`` leave; None: all."""
     if provider.only is None and not provider.ignore:
         return None
     named = [spec.name for spec in specs] if provider.only is None else provider.only

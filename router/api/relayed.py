@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from router.api.asgi import cancel_on_disconnect, context_of, read_body, start_message, tracker_of
 from router.api.models import read_document
@@ -27,16 +27,21 @@ if TYPE_CHECKING:
     from router.upstream.json_object import JsonObject
 
 
-class RelayedCall(ParsedRequest, Protocol):
-    """One request, parsed by such an endpoint."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayedCall(ParsedRequest):
+    """One request, parsed by such an endpoint.
 
-    @property
-    def streamed(self) -> bool:
-        """Tell whether the answer comes as events."""
+    Attributes:
+        path: Of its endpoint.
+        priority: To send to engines; None leaves the body's own.
+        report: The answer is to say who served it.
+    """
 
-    @property
-    def report(self) -> bool:
-        """Tell whether the answer is to say who served it."""
+    path: str
+    document: JsonObject
+    streamed: bool
+    priority: int | None
+    report: bool
 
 
 Call = TypeVar("Call", bound=RelayedCall)
@@ -68,13 +73,7 @@ class RelayEndpoint(ABC, Generic[Call]):
 
     @abstractmethod
     def encoder(self, request: Call, answer: EngineStream, report: dict[str, Any] | None) -> Encoder:
-        """Return what writes the events of a stream.
-
-        Args:
-            request: What is answered.
-            answer: The engine's.
-            report: Who serves it and why; None: its caller did not ask.
-        """
+        """Return what writes the events of a stream; ``report``: who serves it and why, if its caller asked."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Work stops when the client goes away."""
@@ -105,7 +104,6 @@ class RelayEndpoint(ABC, Generic[Call]):
 
 
 def _report(request: RelayedCall, active: ActiveRequest) -> dict[str, Any] | None:
-    """Return who serves the answer and why, where its caller asked for it."""
     answer = active.answer
     if not request.report or answer is None:
         return None

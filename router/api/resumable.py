@@ -92,12 +92,7 @@ class ResumableStream:
         self._news.set()
 
     async def put(self, events: Sequence[bytes], *, last: bool) -> None:
-        """Keep events; wait while that would drop one that no connection has taken.
-
-        Args:
-            events: Without their ids.
-            last: Whether these are the last.
-        """
+        """Keep events, which have no ids yet; wait while that would drop one that no connection has taken."""
         for number, bare in enumerate(events, 1):
             event = f"id: {self.id}.{self.newest + 1}\n".encode() + bare
             while self._events and self._size + len(event) > self._max_bytes:
@@ -181,11 +176,7 @@ class ResumableStream:
 
 
 class ResumableStreams:
-    """Every resumable stream: being read, waiting for a reader, or over.
-
-    Args:
-        bounds: How many, how large, how long.
-    """
+    """Every resumable stream: being read, waiting for a reader, or over."""
 
     def __init__(self, bounds: ServerSettings) -> None:
         self.bounds = bounds
@@ -196,13 +187,7 @@ class ResumableStreams:
     def open(
         self, owner: str, work: Callable[[ResumableStream], Coroutine[Any, Any, None]], request_id: str
     ) -> ResumableStream | None:
-        """Start a stream; return None if all streams, or those that the key may have, are in use.
-
-        Args:
-            owner: Id of the caller's key; only this key may resume it.
-            work: Makes the stream's events.
-            request_id: For the log.
-        """
+        """Start a stream that only its owner's key may resume; None if the key, or nobody, may have another."""
         if not self._has_capacity(owner):
             return None
         stream = ResumableStream(owner, self.bounds.resume_bytes)
@@ -239,13 +224,7 @@ class ResumableStreams:
         start: Callable[[Mapping[str, str]], Coroutine[Any, Any, None]],
         send: Send,
     ) -> None:
-        """Send a stream's events; if this ends before the last one, the stream waits to be resumed.
-
-        Args:
-            stream: To send.
-            after: Number of the last event that the caller has.
-            start: Sends the answer's head, given its headers.
-            send: To the client.
+        """Send a stream's events after number ``after``; if this ends before the last one, the stream waits to be resumed.
 
         Raises:
             ResumedElsewhere: Another connection has taken over.

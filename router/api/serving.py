@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from starlette.types import Send
 
+    from router.api.resumable import ResumableStream
+    from router.lifecycle import ResponseTracker
     from router.pipeline.pipeline import Pipeline
     from router.pipeline.registry import ActiveRequest
     from router.pipeline.request import ParsedRequest
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from router.upstream.engine_stream import EngineAnswer
     from router.upstream.sse import Chunk, PlainTexts
 
-    Begin = Callable[[ActiveRequest, EngineStream], Awaitable[tuple["Encoder", "Sink"]]]
+    Sink = ResponseTracker | ResumableStream
+    Begin = Callable[[ActiveRequest, EngineStream], Awaitable[tuple["Encoder", Sink]]]
 
 log = logging.getLogger(f"qarr.{__name__}")
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -36,12 +39,7 @@ class Encoder(Protocol):
         """Return the events for what came together; none where nothing of it is shown."""
 
     def plain(self, events: bytes, texts: PlainTexts) -> bytes:
-        """Return the events for plain ones of the engine, joined.
-
-        Args:
-            events: Whole ones, as they came.
-            texts: What they hold.
-        """
+        """Return the events for plain ones of the engine, which are whole, joined."""
 
     def end(self) -> list[bytes]:
         """Return the events that end a complete answer."""
@@ -50,30 +48,10 @@ class Encoder(Protocol):
         """Return the events that end an answer which could not be completed."""
 
 
-class Sink(Protocol):
-    """Takes a stream's events."""
-
-    @property
-    def write(self) -> Callable[[bytes], bool] | None:
-        """Return what writes events at once, and tells whether it takes more now; None: there is no such thing."""
-
-    async def put(self, events: Sequence[bytes], *, last: bool) -> None:
-        """Take some events, in order, once they can be taken.
-
-        Args:
-            events: Each without an id.
-            last: Whether no more come.
-        """
-
-
 async def serve_stream(pipeline: Pipeline, request: ParsedRequest, decision: Decision, begin: Begin) -> None:
     """Serve a streamed answer: its head, events as they come, then exactly one end or one error.
 
-    Args:
-        pipeline: Opens the answer.
-        request: What is asked.
-        decision: Where to.
-        begin: Sends the head; returns what encodes the chunks, and where the events go.
+    ``begin`` sends the head; it returns what encodes the chunks, and where the events go.
     """
 
     async def consume(active: ActiveRequest) -> None:

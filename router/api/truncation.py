@@ -51,12 +51,7 @@ class Cutter:
         return piece(_largest(lambda chars: count(self.counter, piece(chars)), len(text), most, self._tokens(text)))
 
     def chat(self, messages: Sequence[dict[str, Any]], others: int) -> list[dict[str, Any]] | None:
-        """Return a chat that fits; None: it cannot be cut so far.
-
-        Args:
-            messages: Of the chat.
-            others: Tokens that are sent besides messages: tools.
-        """
+        """Return a chat that fits beside ``others``, the tokens of tools; None: it cannot be cut so far."""
         sizes = [self._size(message) for message in messages]
         cut = self._without_oldest if self.how == "oldest" else self._shorter
         return cut(messages, sizes, others)
@@ -82,7 +77,6 @@ class Cutter:
     def _shorter(
         self, messages: Sequence[dict[str, Any]], sizes: Sequence[int], others: int
     ) -> list[dict[str, Any]] | None:
-        """Cut the longest text that is no system prompt's."""
         texts = [(self._tokens(m["content"]), n) for n, m in enumerate(messages) if _is_cuttable(m)]
         if not texts:
             return None
@@ -110,12 +104,7 @@ class Cutter:
         return count(self.counter, text)
 
     def disclosed(self, prompt: PromptText, messages: int) -> str:
-        """Return what is told of the cut.
-
-        Args:
-            prompt: That is left.
-            messages: That were dropped.
-        """
+        """Return what is told of the cut: how many tokens and messages were dropped."""
         left = prompt.tokens(prompt.classify(self.counter), self.template)
         return f"{self.how}; dropped_tokens={self.before - left}; dropped_messages={messages}"
 
@@ -146,14 +135,7 @@ def cut_prompts(given: Any, cutter: Cutter) -> Any:
 
 
 def _largest(tokens: Callable[[int], int], chars: int, most: int, all_tokens: int) -> int:
-    """Return the most characters, nearly, that have at most so many tokens.
-
-    Args:
-        tokens: Of so many characters.
-        chars: Of the whole text.
-        most: Tokens.
-        all_tokens: Of the whole text.
-    """
+    """Return the most characters, nearly, that have at most so many tokens."""
     low, high = 0, chars
     probe = chars * max(most, 0) // max(all_tokens, 1)
     while most > 0 and high > low:

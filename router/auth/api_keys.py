@@ -226,11 +226,7 @@ class KeyStore:
     """
 
     def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
-        """Read the file.
-
-        Args:
-            path: The file.
-            now: The clock by which keys expire, in seconds since 1970.
+        """Read the file; keys expire by the clock ``now``, in seconds since 1970.
 
         Raises:
             KeysError: It exists and cannot be used.
@@ -340,12 +336,7 @@ def read_key_file(path: Path) -> KeyFile:
 
 
 def add_key(path: Path, name: str, **rights: object) -> tuple[str, KeyRecord]:
-    """Make a key and add it to the file; a missing file is made.
-
-    Args:
-        path: The file.
-        name: For people; no two keys in force may share one.
-        rights: Fields of ``KeyRecord``.
+    """Make a key with rights (fields of ``KeyRecord``) and add it to the file; a missing file is made.
 
     Returns:
         The key, which is stored nowhere, and its record.
@@ -370,12 +361,7 @@ def add_key(path: Path, name: str, **rights: object) -> tuple[str, KeyRecord]:
 
 
 def set_team(path: Path, name: str, **budget: float | None) -> TeamRecord:
-    """Make a team, or replace its budgets.
-
-    Args:
-        path: The file.
-        name: Of the team.
-        budget: Fields of ``Budget``.
+    """Make a team, or replace its budgets (fields of ``Budget``).
 
     Raises:
         KeysError: A budget or the name is not valid, or the file cannot be used.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from router.auth.budgets import Bound, Hold, Span, Taken, Unit, Used, first_broken
 from router.policy.charge import Charge
@@ -26,33 +26,12 @@ SPENT_KEPT_S = 70 * 86_400  # of a period; the longest is a month
 REDIS_CONNECTIONS = 8
 
 
-class BudgetLedger(Protocol):
-    """Where charges and reservations are counted.
+class MemoryLedger:
+    """Counts in this process, on top of what is known to be used elsewhere.
 
     Attributes:
         timeout_s: For which it is waited for.
     """
-
-    timeout_s: float
-
-    async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
-        """Reserve what a hold asks for if that breaks no bound."""
-
-    async def settle(self, hold: Hold, charge: Charge) -> None:
-        """End a reservation, and count what was used instead."""
-
-    async def renew(self, holds: Iterable[Hold]) -> None:
-        """Extend the leases of reservations."""
-
-    async def used(self, accounts: Iterable[str], periods: Iterable[str]) -> Used:
-        """Return what accounts have spent and reserved."""
-
-    async def aclose(self) -> None:
-        """Close what is open."""
-
-
-class MemoryLedger:
-    """Counts in this process, on top of what is known to be used elsewhere."""
 
     timeout_s = 2.0
 
@@ -61,7 +40,7 @@ class MemoryLedger:
         self._holds: dict[str, Hold] = {}
 
     async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
-        """See ``BudgetLedger``."""
+        """Reserve what a hold asks for if that breaks no bound."""
         used = await self.used(hold.accounts, hold.periods)
         denied = first_broken(bounds, used, hold)
         if denied is None:
@@ -69,16 +48,16 @@ class MemoryLedger:
         return Taken(used, denied)
 
     async def settle(self, hold: Hold, charge: Charge) -> None:
-        """See ``BudgetLedger``."""
+        """End a reservation, and count what was used instead."""
         if self._holds.pop(hold.id, None) is not None:
             for key in _places(hold):
                 self._spent[key] = self._spent[key].plus(charge)
 
     async def renew(self, holds: Iterable[Hold]) -> None:
-        """See ``BudgetLedger``: nothing has a lease."""
+        """Extend the leases of reservations; here nothing has a lease."""
 
     async def used(self, accounts: Iterable[str], periods: Iterable[str]) -> Used:
-        """See ``BudgetLedger``."""
+        """Return what accounts have spent and reserved."""
         named = list(periods)
         used = {(account, period): self._spent[account, period] for account in accounts for period in named}
         for hold in self._holds.values():
@@ -88,16 +67,11 @@ class MemoryLedger:
         return used
 
     async def aclose(self) -> None:
-        """See ``BudgetLedger``."""
+        """Close what is open."""
 
 
 class SqliteLedger:
-    """Counts in a file, for all processes of one machine, and over restarts.
-
-    Args:
-        database: The file.
-        now: A clock that all processes share, in seconds since 1970.
-    """
+    """Counts in a file, for all processes of one machine, with one clock (seconds since 1970), and over restarts."""
 
     timeout_s = 30.0  # the machine's own disk is slow, if anything, not away
 
@@ -105,7 +79,7 @@ class SqliteLedger:
         self._database, self._now = database, now
 
     async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
-        """See ``BudgetLedger``."""
+        """See ``MemoryLedger``."""
 
         def work(sql: sqlite3.Connection) -> Taken:
             now = self._now()
@@ -119,7 +93,7 @@ class SqliteLedger:
         return await self._database.change(work)
 
     async def settle(self, hold: Hold, charge: Charge) -> None:
-        """See ``BudgetLedger``."""
+        """See ``MemoryLedger``."""
 
         def work(sql: sqlite3.Connection) -> None:
             if not sql.execute("INSERT OR IGNORE INTO settled VALUES (?, ?)", (hold.id, self._now())).rowcount:
@@ -134,7 +108,7 @@ class SqliteLedger:
         await self._database.change(work)
 
     async def renew(self, holds: Iterable[Hold]) -> None:
-        """See ``BudgetLedger``. What nobody needs any longer is removed as well."""
+        """See ``MemoryLedger``. What nobody needs any longer is removed as well."""
         rows = [(account, hold.id) for hold in holds for account in hold.accounts]
 
         def work(sql: sqlite3.Connection) -> None:
@@ -149,12 +123,12 @@ class SqliteLedger:
         await self._database.change(work)
 
     async def used(self, accounts: Iterable[str], periods: Iterable[str]) -> Used:
-        """See ``BudgetLedger``."""
+        """See ``MemoryLedger``."""
         asked = list(accounts), list(periods)
         return await self._database.change(lambda sql: _used(sql, *asked, self._now()))
 
     async def aclose(self) -> None:
-        """See ``BudgetLedger``: the file is closed by who opened it."""
+        """See ``MemoryLedger``: the file is closed by who opened it."""
 
 
 def _used(sql: sqlite3.Connection, accounts: Iterable[str], periods: Iterable[str], now: float) -> Used:
@@ -260,7 +234,7 @@ class RedisLedger:
         self._renew = self._redis.register_script(_RENEW)
 
     async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
-        """See ``BudgetLedger``."""
+        """See ``MemoryLedger``."""
         places = [(bound.account.id, bound.limit.span, bound.limit.unit) for bound in bounds]
         most = dict(zip(places, (bound.amount for bound in bounds), strict=True))
         limits = [most.get((account, *which), -1) for account in hold.accounts for which in _ORDER]
@@ -276,11 +250,11 @@ class RedisLedger:
         return Taken(used, places.index((account, *which)))
 
     async def settle(self, hold: Hold, charge: Charge) -> None:
-        """See ``BudgetLedger``."""
+        """See ``MemoryLedger``."""
         await self._settle(keys=_names(hold), args=[hold.id, *charge, SETTLED_KEPT_S, SPENT_KEPT_S])
 
     async def renew(self, holds: Iterable[Hold]) -> None:
-        """See ``BudgetLedger``."""
+        """See ``MemoryLedger``."""
         ids: dict[str, list[str]] = defaultdict(list)
         for hold in holds:
             for account in hold.accounts:
@@ -289,7 +263,7 @@ class RedisLedger:
             await self._renew(keys=[_name("ends", account)], args=[LEASE_S, *held])
 
     async def used(self, accounts: Iterable[str], periods: Iterable[str]) -> Used:
-        """See ``BudgetLedger``."""
+        """See ``MemoryLedger``."""
         used, named = Used(), list(periods)
         seconds, microseconds = await self._redis.time()
         now = seconds + microseconds / 1e6
@@ -326,3 +300,6 @@ def _names(hold: Hold) -> list[str]:
         found += [_name("spent", account, period) for period in hold.periods]
         found += [_name("held", account), _name("ends", account)]
     return found
+
+
+BudgetLedger = MemoryLedger | SqliteLedger | RedisLedger

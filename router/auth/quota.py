@@ -107,11 +107,7 @@ class Grant:
     _settled: bool = False
 
     async def settle(self, tokens: int | None) -> None:
-        """Give back what was not used.
-
-        Args:
-            tokens: Prompt and output tokens used; None: the request was not served, and does not count.
-        """
+        """Give back what was not used of the prompt and output tokens; None: it was not served, and does not count."""
         if self._settled:
             return
         self._settled = True
@@ -135,12 +131,7 @@ class Quotas:
         self._renew_at = 0.0
 
     async def enter(self, caller: Caller, tokens: int, headers: dict[str, str]) -> Grant | None:
-        """Admit a request; None for a caller without limits.
-
-        Args:
-            caller: Whose quota.
-            tokens: Prompt and highest output tokens.
-            headers: Gets the ``x-ratelimit-*`` headers, also when the request is denied.
+        """Admit a request; None for a caller without limits. ``headers`` gets ``x-ratelimit-*``, also when it is denied.
 
         Raises:
             OverQuota: The quota does not allow the request now.
@@ -227,7 +218,6 @@ class Quotas:
         self._refunds.pop(unused.slot, None)
 
     def _lose(self, error: BaseException) -> None:
-        """Count alone from now on, and let nobody wait for Redis any longer."""
         if not self._lost:
             self._lost = True
             log.warning("Redis does not serve (%s): quotas are counted by this router alone", outage(error))
@@ -305,15 +295,7 @@ class LocalLedger:
 
 
 def window_usage(quota: Quota, seconds: Mapping[int, Sequence[int]], slots: int, tokens: int, now: float) -> Usage:
-    """Tell whether one more request is within a quota, and what will be used.
-
-    Args:
-        quota: The limits.
-        seconds: Requests and tokens of the window, by second.
-        slots: That the key's requests hold.
-        tokens: Asked for.
-        now: By the ledger's clock.
-    """
+    """Tell whether one more request is within a quota, and what will be used; ``seconds``: requests and tokens by second."""
     denied: Resource
     requests_used, tokens_used = (sum(used[i] for used in seconds.values()) for i in (0, 1))
     limits = quota.limits

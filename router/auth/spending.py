@@ -54,14 +54,7 @@ class BudgetGrant:
 
 
 class Spending:
-    """Admits requests as their callers' budgets allow.
-
-    Args:
-        ledger: Where charges are counted.
-        currency: For people.
-        priced: Whether an engine-second has a price.
-        now: The clock that days and months are read from, in seconds since 1970.
-    """
+    """Admits requests as their callers' budgets allow; days and months are read from ``now``, in seconds since 1970."""
 
     def __init__(
         self, ledger: BudgetLedger, *, currency: str, priced: bool, now: Callable[[], float] = time.time
@@ -80,12 +73,7 @@ class Spending:
         self._currency, self._priced = currency, priced
 
     async def enter(self, caller: Caller, asked: Charge, times: int = 1) -> BudgetGrant:
-        """Reserve what a request may cost at most, in all of its caller's accounts or in none.
-
-        Args:
-            caller: Has accounts.
-            asked: What to reserve.
-            times: The budgets count so many times.
+        """Reserve what a request may cost at most, in all accounts or in none; budgets count ``times`` times.
 
         Raises:
             OverBudget: A budget does not allow it now.
@@ -131,7 +119,6 @@ class Spending:
         await self.ledger.aclose()
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Start work that must finish even if nobody waits for it any longer."""
         task = asyncio.ensure_future(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
@@ -178,7 +165,6 @@ class Spending:
                 del self._known[place]
 
     def _lose(self, error: BaseException) -> None:
-        """Count alone from now on."""
         self._back = False
         if self._alone is None:
             self._alone = MemoryLedger(self._known)

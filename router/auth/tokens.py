@@ -68,11 +68,7 @@ class IssuerError(Exception):
 
 
 class Tokens:
-    """Checks the tokens of one issuer. One event loop owns it.
-
-    Args:
-        settings: With an issuer.
-        now: A monotonic clock.
+    """Checks the tokens of one issuer, by a monotonic clock. One event loop owns it.
 
     Raises:
         KeysError: The keys are in a file that cannot be used.
@@ -97,10 +93,6 @@ class Tokens:
 
     def find(self, token: str, teams: Mapping[str, TeamRecord] = NO_TEAMS) -> Caller:
         """Return a token's caller.
-
-        Args:
-            token: As it was sent.
-            teams: Those that there are, by name.
 
         Raises:
             Unauthorized: The token is not valid; the text says why, without the token.
@@ -223,11 +215,7 @@ class Tokens:
             raise Unauthorized(said) from None
 
     def _signer(self, kid: str | None) -> Signer:
-        """Return the key that a token names; the only one, if it names none.
-
-        Raises:
-            UnknownSigner: It is not known.
-        """
+        """Return the key that a token names; the only one, if it names none."""
         if kid is None and len(self._signers) == 1:
             return next(iter(self._signers.values()))
         found = self._signers.get(kid)
@@ -236,11 +224,6 @@ class Tokens:
         return found
 
     def _caller(self, claims: Mapping[str, Any]) -> Caller:
-        """Return the caller that a token's claims describe, with the rights of a key's record.
-
-        Raises:
-            Unauthorized: The claims cannot be used.
-        """
         names = self.settings.claims
         subject, rights = claims[names.name], claims.get(names.rights, {})
         if not isinstance(subject, str) or not subject:

@@ -57,11 +57,6 @@ def adapters_unload(name: NameArgument, url: UrlOption = URL, key: KeyOption = "
 
 
 def _report(answer: dict[str, Any]) -> None:
-    """Say what became of an adapter at each replica.
-
-    Raises:
-        OperationError: One of them could not do it.
-    """
     for result in answer["replicas"]:
         typer.echo(f"{result['replica']}: {result['detail']}")
     left = [result["replica"] for result in answer["replicas"] if not result["done"]]

@@ -12,8 +12,7 @@ from pydantic_core import to_json
 
 from classifier import explain, extract
 from router.cli.common import ConfigOption, err, fail, tier_settings
-from router.deployment.counters import make_counter, named_counter
-from router.deployment.layout import prepare_options, tier_spec
+from router.deployment.layout import make_counter, named_counter, prepare_options, tier_spec
 from router.policy.decide import decide
 from router.policy.decision import Query
 from router.policy.render import render_features

@@ -174,11 +174,6 @@ def _budget(
     money_day: float | None,
     money_month: float | None,
 ) -> dict[str, float | None]:
-    """Return budgets by the key file's names.
-
-    Raises:
-        KeysError: Money is budgeted, and nothing has a price.
-    """
     if settings.budgets.replica_hour is None and (money_day, money_month) != (None, None):
         raise KeysError(
             "a budget of money needs a price: set budgets.replica_hour, the price of an hour of one replica"

@@ -97,7 +97,6 @@ def logs(
 
 
 def _files(folder: Path, target: str) -> list[tuple[str, list[Path]]]:
-    """Return the files of each source that is meant, the oldest first."""
     meant, found = (
         re.compile(rf"{re.escape(target)}(-\d+)?" if target else ".+"),
         defaultdict[str, list[tuple[int, Path]]](list),
@@ -156,11 +155,6 @@ def _followed(folder: Path, target: str) -> Iterator[Entry]:
 
 
 def _moment(text: str) -> float:
-    """Return the Unix seconds of an age or a date.
-
-    Raises:
-        OperationError: The text is neither.
-    """
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
         return time.time() - float(match[1]) * UNITS_S[match[2]]
     try:

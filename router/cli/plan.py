@@ -141,11 +141,6 @@ def _target(settings: Settings, model: str | None, gpus: str | None, profile: Pa
 
 
 def _same_kind(names: list[str]) -> tuple[GpuKind, int]:
-    """Return this machine's kind of GPU, and how many of it there are.
-
-    Raises:
-        PlanError: It is none of those that are known.
-    """
     kind = next((gpu for gpu in known_gpus() if gpu.is_called(names[0])), None)
     if kind is None:
         raise PlanError(f"this machine's {names[0]} is not known; give --gpus the most similar of {_known()}")
@@ -157,7 +152,6 @@ def _known() -> str:
 
 
 def _measured(profile: Path) -> tuple[Mapping[TierName, SpeedModel], str | None]:
-    """Return the speeds of a latency profile, and how to name it."""
     return {fit.tier: fit.model for fit in load_latency(profile).fits}, f"measured: {profile}"
 
 
@@ -283,7 +277,6 @@ def _notes(target: _Target, demand: Demand, made: FleetPlan, currency: str | Non
 
 
 def _needed(gpu: GpuKind, demand: Demand, made: FleetPlan, currency: str | None) -> str:
-    """Return how many GPUs are needed, and what they carry."""
     text = f"{made.gpus} x {gpu.name}"
     if made.cost_per_hour is not None:
         text += f", {made.cost_per_hour:,.2f} {currency} an hour"

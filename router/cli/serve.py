@@ -208,7 +208,6 @@ def _run(
 
 
 def _to_follow(fleet: Fleet) -> str:
-    """Return which tiers are not ready yet, and about when they are."""
     parts = []
     for tier in fleet.preparations.coming:
         left = fleet.preparations.of(tier)

@@ -19,6 +19,8 @@ from tiers.preparing import Preparing
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tiers.lifecycle.operations import Kind
 
 tiers_app = typer.Typer(help="Show the running fleet; add, remove, drain, resume, restart and recycle its replicas.")
@@ -26,6 +28,12 @@ POLL_S = 0.5
 COMING = {"starting", "warming"}
 GONE: dict[str, Any] = {"state": "gone", "detail": None}
 DETAIL_CHARS = 100
+OPERATIONS: dict[Kind, str] = {
+    "drain": "Give a replica no new requests; open ones finish. It keeps running and can be resumed.",
+    "resume": "Give a drained replica requests again; a quarantined one is warmed up and compared first.",
+    "restart": "Drain an engine, stop it and start it again; a failed one too.",
+    "recycle": "Replace an engine by a new one, started beside it so that capacity never falls.",
+}
 TargetArgument = Annotated[
     str, typer.Argument(metavar="TIER|REPLICA", help="One replica, or all of a tier, one after another.")
 ]
@@ -39,30 +47,17 @@ def tiers_list(context: typer.Context, url: UrlOption = URL, key: KeyOption = ""
         _print_fleet(RouterApiClient(url, key).ask("/tiers"))
 
 
-@tiers_app.command("drain")
-def tiers_drain(target: TargetArgument, url: UrlOption = URL, key: KeyOption = "") -> None:
-    """Give a replica no new requests; open ones finish. It keeps running and can be resumed."""
-    _operate("drain", target, url, key)
+def _operation(kind: Kind) -> Callable[..., None]:
+    def operate(target: TargetArgument, url: UrlOption = URL, key: KeyOption = "") -> None:
+        router = RouterApiClient(url, key)
+        for replica in _replicas(router.ask("/tiers"), target):
+            _follow(router, kind, replica)
+
+    return operate
 
 
-@tiers_app.command("resume")
-def tiers_resume(target: TargetArgument, url: UrlOption = URL, key: KeyOption = "") -> None:
-    """Give a drained replica requests again; a quarantined one is warmed up and compared first."""
-    _operate("resume", target, url, key)
-
-
-@tiers_app.command("restart")
-def tiers_restart(target: TargetArgument, url: UrlOption = URL, key: KeyOption = "") -> None:
-    """Drain an engine, stop it and start it again; a failed one too."""
-    _operate("restart", target, url, key)
-
-
-@tiers_app.command("recycle")
-def tiers_recycle(target: TargetArgument, url: UrlOption = URL, key: KeyOption = "") -> None:
-    """Replace an engine by a new one, started beside it so that capacity never falls."""
-    _operate("recycle", target, url, key)
-
-
+for _kind, _help in OPERATIONS.items():
+    tiers_app.command(_kind, help=_help)(_operation(_kind))
 TierArgument = Annotated[TierName, typer.Argument(parser=TierName, metavar="TIER")]
 
 
@@ -113,19 +108,8 @@ def tiers_record(tier: TierArgument, config: ConfigOption = None) -> None:
     typer.echo(f"{count} records of {tier} forgotten in {canary.path}; its next start, or resume, records new ones")
 
 
-def _operate(kind: Kind, target: str, url: str, key: str) -> None:
-    """Run an operation on each of the target's replicas, with its progress on standard error.
-
-    Raises:
-        OperationError: There is no such replica, or an operation failed.
-    """
-    router = RouterApiClient(url, key)
-    for replica in _replicas(router.ask("/tiers"), target):
-        _follow(router, kind, replica)
-
-
 def _follow(router: RouterApiClient, kind: Kind, replica: str, body: dict[str, Any] | None = None) -> None:
-    """Run an operation on one replica; see ``_operate``."""
+    """Run an operation on one replica, with its progress on standard error."""
     operation = router.ask(f"/admin/replicas/{replica}/{kind}", "POST", body)
     last, started = "", time.monotonic()
     while True:
@@ -145,11 +129,6 @@ def _follow(router: RouterApiClient, kind: Kind, replica: str, body: dict[str, A
 
 
 def _named(fleet: dict[str, Any], replica: str) -> str:
-    """Return the id of the replica that an id or an engine's URL names.
-
-    Raises:
-        OperationError: There is none.
-    """
     known = [r for tier in fleet["tiers"] for r in tier["replicas"]]
     for each in known:
         if replica == each["id"] or (each["url"] and normalised(replica) == normalised(each["url"])):

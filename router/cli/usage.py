@@ -67,7 +67,6 @@ def keys_usage(
 async def _read(
     settings: Settings, file: KeyFile, first: str, last: str
 ) -> tuple[list[dict[str, Any]], list[tuple[Row, Use]]]:
-    """Return budgets in force, and usage."""
     database, redis_url = Database(settings.budgets.file), settings.state.redis_url.get_secret_value()
     ledger: BudgetLedger = RedisLedger(redis_url) if redis_url else SqliteLedger(database)
     try:

@@ -13,14 +13,16 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from router.deployment.counters import LateCounter, make_counter
-from router.deployment.drafts import check_draft, with_drafts
 from router.deployment.layout import (
     HOST,
+    LateCounter,
+    check_draft,
     engine_args,
+    make_counter,
     make_launches,
     prepare_options,
     with_checkpoint,
+    with_drafts,
 )
 from tiers.checkpoints.checkpoint import check_alike
 from tiers.checkpoints.prepare import DEFAULT_MODEL, DEFAULT_WEIGHTS, prepare
@@ -66,11 +68,7 @@ class Steps:
 class FirstStart:
     """Makes missing checkpoints in a thread, and starts each engine in the event loop as soon as it can.
 
-    Args:
-        deployment: With tiers whose checkpoints are missing.
-        supervisor: Gets the engines.
-        on_plan: Called once, with the plan and the tiers.
-        say: Gets a line for each step.
+    ``on_plan`` is called once, with the plan and the tiers; ``say`` gets a line for each step.
     """
 
     def __init__(
@@ -125,11 +123,7 @@ class FirstStart:
             await asyncio.gather(making, return_exceptions=True)
 
     def _launches(self, made: Checkpoint) -> tuple[list[EngineLaunch], Plan | None]:
-        """Return the engines that can start now that a checkpoint is made, and the plan if it is new. In the thread.
-
-        Raises:
-            TierError: The tiers differ in tokenizer, or the machine is too small.
-        """
+        """Return the engines that can start now that a checkpoint is made, and the plan if it is new. In the thread."""
         settings, model = self._deployment.settings, self._deployment.model
         if made.tier in self._missing:
             self._missing.remove(made.tier)
@@ -155,11 +149,7 @@ class FirstStart:
         )
 
     async def _start(self, made: Checkpoint, launches: list[EngineLaunch], plan: Plan | None) -> None:
-        """Start engines. In the event loop.
-
-        Raises:
-            PortInUse: An engine's port is taken.
-        """
+        """Start engines. In the event loop."""
         if self._over:
             return
         fleet, now = self._supervisor.fleet, time.monotonic()
@@ -208,11 +198,7 @@ class FirstStart:
         self._launched.update(spec.name for spec in waiting)
 
     def _failed(self, error: Exception) -> None:
-        """Note that no more checkpoints can be made; engines that were started continue.
-
-        Raises:
-            TierError: No engine was started.
-        """
+        """Note that no more checkpoints can be made; engines that were started continue."""
         if not isinstance(error, TierError):
             log.error("making checkpoints failed", exc_info=error)
             error = CheckpointError(f"{type(error).__name__}: {error}")

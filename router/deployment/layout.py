@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from classifier import extract
-from router.deployment.adapters import adapters_of, check_adapters, named_for, with_adapters
-from router.deployment.counters import LateCounter, make_counter, named_counter
-from router.deployment.drafts import check_draft, with_drafts
+from classifier import EstimatingCounter, TokenCounter, TokenizerError, extract
 from router.telemetry.tracing import engine_target
-from tiers.checkpoints.checkpoint import Checkpoint, check_alike
+from tiers.checkpoints.checkpoint import Checkpoint, check_alike, identity
 from tiers.checkpoints.precision import checkpoint_precision, told_precision
 from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
-from tiers.errors import EngineError, PlanError
-from tiers.plan import Plan, machine_name, make_plan, read_machine
+from tiers.errors import CheckpointError, EngineError, PlanError, TokenizerMismatch
+from tiers.plan import Plan, machine_name, make_plan, model_config, read_machine
 from tiers.ranking import rising
-from tiers.spec import UNKNOWN, Draft, EngineLaunch, TierName, TierSpec
+from tiers.spec import UNKNOWN, Adapter, Adapters, Draft, EngineLaunch, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
-    from classifier import TokenCounter
-    from router.settings import Settings, TierSettings
+    from router.settings import LoraSettings, Settings, TierSettings
     from tiers.cluster.runner import RayOptions
 
 HOST = "127.0.0.1"
@@ -33,11 +31,7 @@ HOST = "127.0.0.1"
 def make_launches(specs: Sequence[TierSpec], plan: Plan, settings: Settings, model: str) -> tuple[EngineLaunch, ...]:
     """Return how the engines are started, tier by tier; they get ports in this order.
 
-    Args:
-        specs: All tiers that run here; those that wait for a checkpoint get ports, and no launch.
-        plan: How the engines share the machine.
-        settings: All settings.
-        model: The model's name.
+    ``specs``: all tiers that run here; those that wait for a checkpoint get ports, and no launch.
     """
     engines = [(spec, number) for spec in specs for number in range(spec.replicas)]
     return tuple(
@@ -196,15 +190,7 @@ def tier_spec(
     args: Sequence[str] = (),
     named_by: tuple[str, ...] = (),
 ) -> TierSpec:
-    """Return a tier's layout; its engines here have the checkpoint of the settings, else the prepared one.
-
-    Args:
-        name: The tier.
-        tier: Its settings.
-        prepared: Prepared checkpoints.
-        args: vLLM's further arguments, which may change the precision that is served.
-        named_by: See ``TierSpec``.
-    """
+    """Return a tier's layout; its engines here have the checkpoint of the settings, else the prepared one."""
     spec = TierSpec(
         name=name,
         max_model_len=tier.max_model_len,
@@ -243,3 +229,162 @@ def with_checkpoint(spec: TierSpec, made: Checkpoint, args: Sequence[str]) -> Ti
     """Return a tier's layout with a prepared checkpoint."""
     precision = checkpoint_precision(made.path, args)
     return replace(spec, checkpoint=made.path, digest=made.manifest.weights_digest, precision=precision)
+
+
+def named_counter(folder: Path) -> TokenCounter:
+    """Return a counter with the tokenizer of a model folder that the user has named.
+
+    Raises:
+        TokenizerError: The folder has no tokenizer.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        what = "has no tokenizer.json" if folder.is_dir() else "is no folder"
+        raise TokenizerError(
+            f"--tokenizer: {folder} {what}: name the model's folder, or leave the option out and tokens are estimated"
+        )
+    return make_counter(folder)
+
+
+def make_counter(folder: Path | None) -> TokenCounter:
+    """Return a counter with a model folder's tokenizer; without one, an estimating counter."""
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return EstimatingCounter()
+    return TokenCounter.from_file(folder / "tokenizer.json")
+
+
+class LateCounter(TokenCounter):
+    """Counts with a counter that is replaced when the model's tokenizer is there."""
+
+    __slots__ = ("_counter",)
+
+    def __init__(self, counter: TokenCounter) -> None:
+        self._counter = counter
+
+    def replace(self, counter: TokenCounter) -> None:
+        """Count with another counter from now on."""
+        self._counter = counter
+
+    @property
+    def exact(self) -> bool:
+        """Return whether counts are the model's own."""
+        return self._counter.exact
+
+    def count(self, text: str) -> int:
+        """Return the number of tokens of a text."""
+        return self._counter.count(text)
+
+
+def with_drafts(
+    specs: Sequence[TierSpec], settings: Settings, prepared: Mapping[TierName, Checkpoint] = MappingProxyType({})
+) -> tuple[TierSpec, ...]:
+    """Return the tiers with the folders of their drafts, as far as they are made.
+
+    Raises:
+        PlanError: A draft is no lower tier, or its checkpoint is not there, and is not made either.
+    """
+    here = {spec.name: spec for spec in specs}
+    rising = list(here)
+    found = []
+    for spec in specs:
+        draft = spec.draft
+        if draft is None or draft.startable or not spec.replicas:
+            found.append(replace(spec, draft=draft if spec.replicas else None))
+            continue
+        if draft.source not in here:
+            found.append(replace(spec, draft=replace(draft, checkpoint=Path(draft.source))))
+            continue
+        tier = TierName(draft.source)
+        if rising.index(tier) >= rising.index(spec.name):
+            raise PlanError(
+                f"tiers.{spec.name}.draft is {tier}: ngram, a tier of lower precision or a model folder is allowed"
+            )
+        made = prepared[tier].path if tier in prepared else None
+        own = settings.tiers.of(tier)
+        folder = (here[tier].checkpoint if tier in here else None) or own.checkpoint or made
+        if folder is None and not own.replicas_here:
+            raise PlanError(
+                f"tiers.{spec.name}.draft is {tier}, whose checkpoint is not made: run 'qarr model prepare', let its "
+                f"engines run here, or name a folder"
+            )
+        found.append(replace(spec, draft=replace(draft, checkpoint=folder)))
+    return tuple(found)
+
+
+def check_draft(spec: TierSpec) -> None:
+    """Check that a tier's draft model reads and writes the same tokens as the tier.
+
+    Raises:
+        TokenizerMismatch: It does not; both digests are named.
+        CheckpointError: A folder is no model folder.
+    """
+    draft = None if spec.draft is None else spec.draft.checkpoint
+    if draft is None or spec.checkpoint is None:
+        return
+    own, its = identity(spec.checkpoint).tokenizer_digest, identity(draft).tokenizer_digest
+    try:
+        size, its_size = (model_config(folder).get("vocab_size") for folder in (spec.checkpoint, draft))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"tiers.{spec.name}.draft: {error}: a folder with a config.json is needed") from error
+    if own != its or size != its_size:
+        raise TokenizerMismatch(
+            f"tiers.{spec.name}.draft has another vocabulary: {spec.name} ({spec.checkpoint}) has {size} tokens, digest "
+            f"{own}; the draft ({draft}) has {its_size}, digest {its}. A draft must share the tier's tokenizer: name a "
+            f"lower tier, or a folder with the same tokenizer.json"
+        )
+
+
+CONFIG = "adapter_config.json"
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 reserves memory for
+
+
+def named_for(tier: TierName, lora: LoraSettings) -> tuple[str, ...]:
+    """Return the names of the adapters that a tier's engines here load, sorted."""
+    return tuple(sorted(name for name, own in lora.adapters.items() if not own.tiers or tier in own.tiers))
+
+
+def with_adapters(specs: Sequence[TierSpec], lora: LoraSettings) -> tuple[TierSpec, ...]:
+    """Return the tiers with the adapters that their engines here load at their start."""
+    return tuple(replace(spec, adapters=named_for(spec.name, lora)) if spec.replicas else spec for spec in specs)
+
+
+def adapters_of(spec: TierSpec, lora: LoraSettings) -> Adapters:
+    """Return what a tier's engines are started with for LoRA.
+
+    Raises:
+        PlanError: A folder holds no adapter.
+    """
+    named = named_for(spec.name, lora)
+    loaded = tuple(Adapter(name, str(lora.adapters[name].path.absolute())) for name in named)
+    ranks = [_rank(name, lora.adapters[name].path) for name in named]
+    highest = max([*ranks, lora.max_rank if lora.at_run_time else 1])
+    return Adapters(loaded, next(rank for rank in RANKS if rank >= highest), lora.at_run_time)
+
+
+def check_adapters(local: Sequence[TierSpec], lora: LoraSettings) -> None:
+    """Check the adapters of the settings before anything starts.
+
+    Raises:
+        PlanError: A folder holds no adapter, or one is named for a tier that has no engines here.
+    """
+    here = {spec.name for spec in local}
+    for name, own in lora.adapters.items():
+        missing = [tier for tier in own.tiers if tier not in here]
+        if missing:
+            raise PlanError(
+                f"lora.adapters.{name}.tiers names {missing[0]}, which has no engines here: engines given by URL load "
+                f"adapters where they run, and the router finds them"
+            )
+    for spec in local:
+        adapters_of(spec, lora)
+
+
+def _rank(name: str, folder: Path) -> int:
+    where = f"lora.adapters.{name}.path is {folder}"
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        kind, rank = config["peft_type"], config["r"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"{where}: {error}: a folder of PEFT with an {CONFIG} is needed") from error
+    if kind != "LORA" or not isinstance(rank, int) or not 1 <= rank <= RANKS[-1]:
+        raise PlanError(f"{where}: it is of kind {kind} and rank {rank}; LORA of rank 1 to {RANKS[-1]} is allowed")
+    return rank

@@ -19,11 +19,7 @@ class ListenError(Exception):
 
 
 def open_keys(settings: Settings, host: str | None = None) -> KeyStore:
-    """Return the keys, after checking that without keys only this machine is served.
-
-    Args:
-        settings: All settings.
-        host: Address of a socket that listens already; None: that of the settings.
+    """Return the keys, after checking that without keys only this machine is served; ``host``: of a socket that listens.
 
     Raises:
         KeysError: The key file cannot be used.

@@ -9,9 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from router.deployment.adapters import adapters_of, check_adapters, with_adapters
-from router.deployment.drafts import check_draft, with_drafts
-from router.deployment.layout import Deployment, engine_args, make_deployment, tier_spec
+from router.deployment.layout import (
+    Deployment,
+    adapters_of,
+    check_adapters,
+    check_draft,
+    engine_args,
+    make_deployment,
+    tier_spec,
+    with_adapters,
+    with_drafts,
+)
 from router.settings import DiscoverySettings
 from router.telemetry.tracing import engine_target
 from tiers.checkpoints.checkpoint import check_alike
@@ -35,11 +43,7 @@ OF_THE_NODE = {"VLLM_API_KEY", "CUDA_VISIBLE_DEVICES"}  # variables that its act
 
 
 def make_ray_deployment(settings: Settings, checkpoints: Sequence[Checkpoint]) -> Deployment:
-    """Lay out a fleet on a Ray cluster.
-
-    Args:
-        settings: All settings.
-        checkpoints: Prepared checkpoints; nodes have them under the same paths.
+    """Lay out a fleet on a Ray cluster, whose nodes have the checkpoints under the same paths.
 
     Raises:
         TierError: A checkpoint is missing, tiers differ in tokenizer, or a tier's resources cannot be right.
@@ -79,11 +83,6 @@ def make_ray_deployment(settings: Settings, checkpoints: Sequence[Checkpoint]) -
 
 
 def _placed_specs(settings: Settings, prepared: Mapping[TierName, Checkpoint]) -> tuple[TierSpec, ...]:
-    """Return the tiers that are to be placed, with all that their engines are started from.
-
-    Raises:
-        TierError: As above.
-    """
     tiers = {name: settings.tiers.of(name) for name in settings.tiers.names}
     specs = tuple(tier_spec(name, tier, prepared, engine_args(settings, name)) for name, tier in tiers.items())
     specs = with_adapters(with_drafts(specs, settings, prepared), settings.lora)
@@ -173,13 +172,7 @@ def _share(spec: TierSpec, resources: Mapping[str, float], kv_cache_gib: int) ->
 
 
 class OnRay:
-    """The placement beside a running router; nothing where no engines are on Ray.
-
-    Args:
-        options: What is placed; None: nothing.
-        fleet: The router's, which follows the engines' file.
-        say: Gets a line for each change.
-    """
+    """The placement beside a running router; nothing where no engines are on Ray. ``say`` gets a line for each change."""
 
     def __init__(self, options: RayOptions | None, fleet: Fleet, say: Callable[[str], None]) -> None:
         self._engines = RayEngines(options, say) if options is not None else None

@@ -39,11 +39,7 @@ class Asked:
         return Reloads(self.settings, partial(self._read, listening.getsockname()[0]))
 
     def _read(self, host: str) -> Settings:
-        """Read the settings again, and check that the address may be served by them.
-
-        Raises:
-            ReloadError: They are not valid.
-        """
+        """Read the settings again, and check that the address may be served by them."""
         try:
             settings = self.load()
             open_keys(settings, host)
@@ -53,16 +49,7 @@ class Asked:
 
 
 class Parts:
-    """The parts of a running router.
-
-    Args:
-        deployment: As started; on Ray its settings differ from those that were read.
-        read: The settings that were read.
-        router: Takes them.
-        server: Likewise.
-        fleet: Likewise.
-        roster: Which engines elsewhere belong to the fleet.
-    """
+    """The parts of a running router. On Ray the deployment's settings differ from those that were read."""
 
     def __init__(
         self, deployment: Deployment, read: Settings, router: Router, server: Server, *, fleet: Fleet, roster: Roster
@@ -93,11 +80,6 @@ class Parts:
         return {name: self._own.tiers.of(name).urls for name in self._own.tiers.names if self._own.tiers.of(name).urls}
 
     def _check_urls(self, settings: Settings) -> None:
-        """Check that a change of URLs changes nothing of what is started here.
-
-        Raises:
-            ReloadError: It does.
-        """
         deployment, tiers = self._deployment, settings.tiers
         if deployment.local or deployment.ray is not None:
             for name in tiers.names:

@@ -21,7 +21,7 @@ from router.server.handover import TakenError, TakeoverError, control_path, hand
 from router.server.http_protocol import protocol_for
 from router.server.memory import set_aside
 from router.server.server import Server
-from router.server.tls import make_tls
+from router.server.tls import Tls
 from router.settings import SettingsError
 from router.telemetry.tracing import make_telemetry
 from router.upstream.transport import EngineTransport
@@ -101,19 +101,14 @@ async def run(
 ) -> None:
     """Start the engines and the router; return when a signal or a successor router has ended both.
 
-    Args:
-        deployment: What to run.
-        sock: The router's listening socket.
-        observer: Gets the progress.
-        keys: Of those who may use the router.
-        asked: The settings as they were read, and what reads them again.
-        predecessor: The router that is taken over; it serves until one of the engines is ready here.
+    The predecessor, which is taken over, serves until one of the engines is ready here.
 
     Raises:
         StartError: An engine that was started here failed before it was ever ready.
         TierError: An engine could not be started.
     """
-    settings, tls = deployment.settings, make_tls(deployment.settings.tls)
+    settings = deployment.settings
+    tls = Tls(settings.tls) if settings.tls.certificate is not None else None
     telemetry = make_telemetry(version("qarr"), settings.telemetry)
     fleet = Fleet(deployment.specs, machine=speed_machine(settings), options=fleet_options(settings))
     supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), observer.changed, EngineTransport())
@@ -203,12 +198,6 @@ async def _one_ready(fleet: Fleet, server: Server) -> bool:
 
 
 async def _started(deployment: Deployment, supervisor: Supervisor, observer: StartObserver, on_ray: OnRay) -> None:
-    """Make missing checkpoints, and wait until no tier is starting any more.
-
-    Raises:
-        StartError: An engine that was started here failed; while checkpoints are made, only if no other tier is ready.
-        TierError: No engine could be started here.
-    """
     fleet, making = supervisor.fleet, None
     on_ray.start()
     if deployment.missing:
@@ -229,12 +218,6 @@ async def _started(deployment: Deployment, supervisor: Supervisor, observer: Sta
 
 
 async def _settled(deployment: Deployment, fleet: Fleet, making: asyncio.Task[None] | None) -> bool:
-    """Return whether no tier is starting any more.
-
-    Raises:
-        StartError: As above.
-        TierError: As above.
-    """
     if making is not None and making.done():
         await making
     failed = [r for r in fleet.replicas if r.state is ReplicaState.FAILED and r.spec.name in deployment.local]

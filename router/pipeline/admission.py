@@ -26,6 +26,7 @@ from router.policy.charge import FREE
 from router.policy.decide import UNKNOWN_RETRY_S, decide
 from router.policy.decision import PRIORITIES, Basis, Refusal, Refused
 from router.telemetry.journey import JOURNEY
+from router.upstream.client import lease_for
 from tiers.fleet import Demand
 
 if TYPE_CHECKING:
@@ -143,12 +144,7 @@ class Admission:
             self._dispatch()
 
     async def enter(self, decision: Decision, key_id: str, priority: int) -> Admitted:
-        """Return a slot, at once or after a wait. Give it back by ``leave``.
-
-        Args:
-            decision: The policy's present decision.
-            key_id: Of the caller's key.
-            priority: In vLLM's numbers, lower first.
+        """Return a slot, at once or after a wait; give it back by ``leave``. ``priority`` is in vLLM's numbers, lower first.
 
         Raises:
             Refused: No tier serves the request, or none in time.
@@ -204,7 +200,6 @@ class Admission:
         )
 
     def _specs(self, query: Query) -> list[TierSpec]:
-        """Return the tiers that could serve a request when they are ready and free."""
         only = query.hint if query.require else None
         return [
             spec
@@ -260,7 +255,6 @@ class Admission:
             asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
-        """Admit those that fit, in order."""
         self._scheduled = False
         reserved, passed_over = set[str](), set[_Waiting]()
         while (entry := self._next(passed_over)) is not None:
@@ -312,15 +306,7 @@ class Admission:
         """Lease a slot on the decision's tier, apart from reserved replicas; None: there is none."""
         if decision.tier is None:
             return None
-        query = decision.query
-        lease = self._fleet.lease(
-            decision.tier,
-            prompt_tokens=query.tokens_to_read,
-            max_tokens=query.max_tokens,
-            sequences=query.sequences,
-            exclude=[*reserved, *query.barred(self._fleet.replicas)] if query.precisions is not None else reserved,
-            prefix=query.prefix,
-        )
+        lease = lease_for(self._fleet, decision.tier, decision.query, reserved)
         if lease is None:
             return None
         self._held[key_id] += lease.sequences

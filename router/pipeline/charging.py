@@ -83,7 +83,6 @@ class Charging:
             return grant
 
     def _tiers(self, query: Query) -> list[TierName]:
-        """Return the tiers that may serve a request."""
         only = query.hint if query.require else None
         length = query.prompt_tokens + query.max_tokens
         found = [
@@ -97,7 +96,6 @@ class Charging:
         return found or [self.tariff.highest]
 
     def _only(self, tier: TierName, query: Query) -> Decision:
-        """Decide with one tier alone."""
         query = replace(query, allowed=frozenset({tier}), over_budget=True)
         return decide(query, self.fleet.snapshot(prefix=query.prefix), self.policy.table)
 

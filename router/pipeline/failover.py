@@ -15,89 +15,33 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import to_json
 
+from router.upstream.engine_request import ContinuedRequest
 from router.upstream.engine_stream import EngineStream
 from router.upstream.errors import EngineBroke, EngineStalled, UpstreamError, without_trace
 from router.upstream.json_object import read_json
-from router.upstream.sse import COMPLETION_FORMAT, AnswerFormat, Chunk
+from router.upstream.sse import Chunk
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Collection, Sequence
 
     from router.pipeline.admission import Admitted
     from router.policy.decision import Decision
     from router.policy.table import PolicyStore
     from router.telemetry.tracing import Telemetry
     from router.upstream.client import Upstream
-    from router.upstream.engine_stream import EngineAnswer, EngineRequest
+    from router.upstream.engine_request import EngineRequest
+    from router.upstream.engine_stream import EngineAnswer
     from router.upstream.progress import Progress, Resumption
     from tiers.fleet import Fleet
     from tiers.replica import Replica
 
-COMPLETIONS, DETOKENIZE = "/v1/completions", "/detokenize"
+DETOKENIZE = "/detokenize"
 BROKEN_CHARACTER = "\ufffd"
 CONTEXT = 8  # tokens before those whose text is asked for: a token's text may depend on those before
 MOST_DROPPED = 8  # tokens at the end that may have no text yet: more than the bytes of one character
 DETOKENIZE_TIMEOUT_S = 5.0
 log = logging.getLogger(f"qarr.{__name__}")
-
-
-@dataclass(frozen=True, slots=True)
-class ContinuedRequest:
-    """The request to the next engine: complete token ids."""
-
-    origin: EngineRequest
-    asked: Resumption
-    ids: Sequence[int]  # of the prompt and of the output so far
-    done: int  # output tokens so far
-    left: int  # output tokens to come at most
-    number: int  # of the continuation, from 1
-    path: str = COMPLETIONS
-    operation: str = "text_completion"
-    answers: AnswerFormat = COMPLETION_FORMAT
-    streamed: bool = True
-    wants_usage: bool = False
-    chat: None = None
-    resumption: None = None
-
-    @property
-    def adapter(self) -> str | None:
-        """Return the LoRA adapter that began the answer."""
-        return self.origin.adapter
-
-    @property
-    def priority(self) -> int:
-        """Return a priority just above new requests of its class: its caller waits in the middle of an answer."""
-        return self.asked.priority - 1
-
-    @property
-    def request_id(self) -> str:
-        """Return an id that no other request has."""
-        return f"{self.origin.request_id}-c{self.number}"
-
-    @property
-    def parameters(self) -> Mapping[str, float]:
-        """Return its attributes in traces."""
-        return {**self.origin.parameters, "qarr.continued_tokens": self.done}
-
-    def body(self, replica: Replica) -> bytes:
-        """Return the request's body for one replica."""
-        sampling = dict(self.asked.sampling)
-        if "min_tokens" in sampling:
-            sampling["min_tokens"] = max(self.asked.min_tokens - self.done, 0)
-        priority = {"priority": self.priority} if replica.takes_priority else {}
-        return to_json(
-            {
-                **sampling,
-                **priority,
-                "model": replica.serving(self.origin.adapter),
-                "prompt": self.ids,
-                "max_tokens": self.left,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-                "return_token_ids": True,
-            }
-        )
 
 
 class StopStringJoiner:
@@ -176,12 +120,7 @@ class Failover:
     default_max_tokens: int
 
     async def open(self, admitted: Admitted, request: EngineRequest, sent_at: float) -> EngineAnswer:
-        """Open an answer that has begun.
-
-        Args:
-            admitted: The decision and its slot.
-            request: The request to an engine.
-            sent_at: When the request was first sent, by the monotonic clock.
+        """Open an answer that has begun; ``sent_at``: when it was first sent, by the monotonic clock.
 
         Raises:
             UpstreamError: As ``Upstream.open``.
@@ -382,11 +321,6 @@ class _Continuation:
         return None
 
     async def _detokenized(self, ids: Sequence[int], replica: Replica) -> str:
-        """Return one engine's text of ids.
-
-        Raises:
-            UpstreamError: The engine does not answer; ValueError, LookupError or TypeError: its answer makes no sense.
-        """
         if not ids:
             return ""
         body = to_json({"model": replica.model, "tokens": list(ids)})

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision
     from router.policy.decision_log import DecisionLog
     from router.telemetry.tracing import Telemetry
-    from router.upstream.engine_stream import EngineAnswer, EngineRequest
+    from router.upstream.engine_request import EngineRequest
+    from router.upstream.engine_stream import EngineAnswer
     from router.upstream.overflow import OverflowClient
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -65,11 +66,7 @@ class Overflow:
         )
 
     def divert(self, entered: float) -> Diverted:
-        """Return what is noted of a request that goes to the overflow now.
-
-        Args:
-            entered: When it asked for a slot, by the monotonic clock.
-        """
+        """Return what is noted of a request that goes to the overflow now; it entered at a time of the monotonic clock."""
         now = time.monotonic()
         waited_ms = (now - entered) * 1000
         return Diverted(self.client.name, waited_ms if waited_ms >= AT_ONCE_MS else 0.0, now)
@@ -77,14 +74,7 @@ class Overflow:
     async def open(
         self, active: ActiveRequest, decision: Decision, asked: EngineRequest, sent_at: float
     ) -> EngineAnswer | None:
-        """Return the overflow's answer to a diverted request, once it has begun; None: the refusal stands.
-
-        Args:
-            active: The request; what becomes of it is noted there.
-            decision: That refuses it.
-            asked: As an engine would be asked.
-            sent_at: When it was first to be sent, by the monotonic clock.
-        """
+        """Return the overflow's answer to a diverted request, once it has begun; None: the refusal stands."""
         assert decision.refusal is not None
         assert active.diverted is not None
         try:

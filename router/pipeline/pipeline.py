@@ -14,8 +14,8 @@ from router.pipeline.request import MAX_COUNT, query_of
 from router.policy.charge import Visit
 from router.policy.decide import decide
 from router.policy.decision import Refusal, Refused
-from router.telemetry.ids import random_hex
 from router.telemetry.journey import JOURNEY, Journey
+from router.telemetry.tracing import random_hex
 from router.upstream.errors import EngineTooSlow
 from tiers.spec import TierName, in_order
 
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from router.policy.decision_log import DecisionLog
     from router.policy.table import PolicyStore
     from router.telemetry.tracing import Telemetry
-    from router.upstream.engine_stream import EngineAnswer, EngineRequest
+    from router.upstream.engine_request import EngineRequest
+    from router.upstream.engine_stream import EngineAnswer
     from tiers.fleet import Fleet
 
 
@@ -139,7 +140,6 @@ class Pipeline:
                 error = None  # its trace leads here
 
     async def _open(self, active: ActiveRequest, grant: Grant, asked: EngineRequest, request: ParsedRequest) -> None:
-        """Take quota, budget and slot, and open the answer."""
         decision, caller, sent_at = active.decision, active.context.caller, time.monotonic()
         final = decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY
         if final and not self.overflow.takes(decision, request):
@@ -178,7 +178,6 @@ class Pipeline:
     async def _close(
         self, active: ActiveRequest, grant: Grant, asked: EngineRequest, error: BaseException | None
     ) -> None:
-        """Close the answer, and give back quota, budget and slot."""
         answer = active.answer
         try:
             if answer is not None:

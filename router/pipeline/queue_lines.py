@@ -66,11 +66,7 @@ class _Line(Generic[E]):
 
 
 class Lines(Generic[E]):
-    """All waiting requests.
-
-    Args:
-        held: Slots that each key holds; a change there changes the order.
-    """
+    """All waiting requests. A change of ``held``, the slots that each key holds, changes the order."""
 
     def __init__(self, held: Mapping[str, int]) -> None:
         self._held = held

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from classifier import Complexity, PromptClass, extract
 from router.auth.api_keys import ANONYMOUS, BeyondKey, Caller
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from classifier import PromptFeatures, TokenCounter
     from router.policy.decision import Decision, Priority, Sort
     from router.telemetry.journey import Journey
-    from router.upstream.engine_stream import EngineRequest
+    from router.upstream.engine_request import EngineRequest
     from tiers.snapshot import TemplateTokens
     from tiers.spec import TierName
 
@@ -145,45 +146,30 @@ class RoutingOptions:
     overflow: bool = True
 
 
-class ParsedRequest(Protocol):
-    """One request, parsed by its endpoint."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedRequest(ABC):
+    """One request, parsed by its endpoint.
 
-    @property
-    def context(self) -> RequestContext:
-        """Return its ids and caller."""
+    Attributes:
+        max_tokens: The most output tokens of each answer.
+        sequences: Answers: prompts times choices.
+        undraftable: Its parameters that engines with a draft refuse; empty: none.
+        adapter: The LoRA adapter that it names; None: none.
+        truncated: What was cut of its prompt, for people; empty: nothing.
+        session: What its caller names its conversation by; empty: nothing.
+    """
 
-    @property
-    def prompt(self) -> PromptText:
-        """Return what routing reads of it."""
+    context: RequestContext
+    prompt: PromptText
+    options: RoutingOptions
+    max_tokens: int
+    sequences: int = 1
+    undraftable: str = ""
+    adapter: str | None = None
+    truncated: str = ""
+    session: str = ""
 
-    @property
-    def options(self) -> RoutingOptions:
-        """Return what its caller says about routing."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Return the most output tokens of each answer."""
-
-    @property
-    def sequences(self) -> int:
-        """Return the number of answers: prompts times choices."""
-
-    @property
-    def undraftable(self) -> str:
-        """Return its parameters that engines with a draft refuse; empty: none."""
-
-    @property
-    def adapter(self) -> str | None:
-        """Return the LoRA adapter that it names; None: none."""
-
-    @property
-    def truncated(self) -> str:
-        """Return what was cut of its prompt, for people; empty: nothing."""
-
-    @property
-    def session(self) -> str:
-        """Return what its caller names its conversation by; empty: nothing."""
-
+    @abstractmethod
     def engine_request(self, decision: Decision) -> EngineRequest:
         """Return the request to an engine."""
 

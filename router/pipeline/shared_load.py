@@ -124,13 +124,7 @@ return {tostring(now), cjson.encode({settled, told})}
 
 
 class SharedLoad:
-    """One router's side. ``run`` until cancelled, then ``aclose``.
-
-    Args:
-        redis_url: Empty: this router shares its replicas with none.
-        fleet: The replicas.
-        waiting_for: Returns the number of waiting requests that a tier could serve.
-    """
+    """One router's side. ``run`` until cancelled, then ``aclose``. Without ``redis_url`` it shares with none."""
 
     def __init__(self, redis_url: str, fleet: Fleet, waiting_for: Callable[[TierName], int] = lambda _tier: 0) -> None:
         self._fleet, self._waiting_for = fleet, waiting_for
@@ -205,7 +199,6 @@ class SharedLoad:
         return found
 
     def _waiting(self, replica: Replica, now: float) -> int:
-        """Return the waiting requests that a replica could serve."""
         able = replica.state is ReplicaState.READY and replica.breaker.admits(now)
         return self._waiting_for(replica.spec.name) if able else 0
 
@@ -235,7 +228,6 @@ class SharedLoad:
         return fallen
 
     def _lose(self, why: str) -> None:
-        """Use this router's own view."""
         now = time.monotonic()
         if not self._lost:
             self._lost, self._rise_at = True, now + LIFE_S
@@ -257,7 +249,6 @@ class SharedLoad:
             replica.share = Share(part if routers == 1 else min(slots, part), now + LIFE_S)
 
     def _give_all(self, share: Share | None) -> None:
-        """Set this router's share of every replica, and of those to come."""
         self._fleet.first_share = share
         for replica in self._fleet.replicas:
             replica.share = share
@@ -271,6 +262,5 @@ class SharedLoad:
                 return
 
     def _needs_more(self, replica: Replica) -> bool:
-        """Tell whether requests wait for a replica that had enough at the last report."""
         beyond = replica.url in self._content and replica.limit <= replica.slots < replica.whole_limit
         return beyond and self._waiting(replica, time.monotonic()) > 0

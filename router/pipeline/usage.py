@@ -190,13 +190,7 @@ def render_row(row: Row, use: Use, names: Mapping[str, str], *, priced: bool) ->
 
 
 async def used_budgets(ledger: BudgetLedger, callers: Sequence[Caller], at: float) -> list[dict[str, Any]]:
-    """Return how far the budgets of some callers are used, as JSON values; of each team once.
-
-    Args:
-        ledger: Where charges are counted.
-        callers: Whose budgets.
-        at: The time, in seconds since 1970.
-    """
+    """Return how far callers' budgets are used at a time (seconds since 1970), as JSON values; of each team once."""
     whose = {account.id: (account, caller) for caller in callers for account in caller.accounts}
     now = periods(at)
     used = await ledger.used(list(whose), now) if whose else {}

@@ -8,7 +8,7 @@ from functools import lru_cache
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from router.api.asgi import CLIENT, ForeignHost, ForeignPage, body_message, context_of, forget, keep, track
+from router.api.asgi import CLIENT, CONTEXT, TRACKER, ForeignHost, ForeignPage, body_message, context_of, forget
 from router.api.paths import PAGE, ErrorForm, error_form
 from router.api.problems import Draining, describe, is_known, response_to
 from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized, UnknownSigner
@@ -100,8 +100,7 @@ class Gate:
         sent = dict(reversed(scope["headers"]))  # the first of those that share a name
         context = RequestContext(*self._telemetry.request_ids(sent), route=scope["path"], sent=sent)
         begin_request(context.request_id, context.trace_id)
-        keep(scope, context)
-        track(scope, tracker)
+        scope[CONTEXT], scope[TRACKER] = context, tracker
         try:
             try:
                 context.caller = self._caller(scope["method"], context)
@@ -133,9 +132,6 @@ class Gate:
 
         The owner of a name can point it at this machine, and so let a web page read a local router's answers. Names
         without a dot are no exception: they come from a network's search domain, or from its owner.
-
-        Raises:
-            ForeignHost: The name is neither localhost nor a configured one.
         """
         if not is_address_or_local(host, self._names or frozenset()):
             raise ForeignHost(
@@ -187,7 +183,6 @@ def is_address_or_local(host: str, names: frozenset[str]) -> bool:
 
 
 async def _end_with_error(scope: Scope, receive: Receive, tracker: ResponseTracker) -> None:
-    """End an unfinished answer, whose time is up, with an error."""
     form, context = error_form(scope["path"]), context_of(scope)
     problem = describe(Draining("this router has ended before the answer was complete: ask again"))
     if not tracker.begun:
@@ -201,9 +196,6 @@ def _check_origin(context: RequestContext) -> None:
 
     Browsers name the origin's relation in ``Sec-Fetch-Site``, except old ones, and except towards a plain http address
     of another machine; but all of them send ``Origin`` with every POST. Other programs send neither.
-
-    Raises:
-        ForeignPage: It comes from such a page.
     """
     site, origin = context.header(b"sec-fetch-site"), context.header(b"origin")
     if site in {"same-origin", "none"} or (site is None and origin is None):

@@ -107,11 +107,7 @@ async def handing_over(
 ) -> AsyncIterator[None]:
     """Hand over the listening socket to routers that ask, for as long as the context lasts.
 
-    Args:
-        path: Of the control socket; an existing one is replaced.
-        listening: The router's socket.
-        version: Of this router, for the new one.
-        leave: Called when another router serves.
+    An existing control socket at ``path`` is replaced; ``leave`` is called when another router serves.
     """
     with _control_socket(path) as control, listening.dup() as shared:
         handover = _Handover(control, shared, version, leave)

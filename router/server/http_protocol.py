@@ -280,7 +280,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return begun
 
     def _end(self) -> None:
-        """Close after an answer that ends the connection."""
         if self._in_body:
             self._leave(self.bounds.body_timeout_s)
         else:
@@ -309,7 +308,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._deadline = self.loop.call_at(end, self._linger, until)
 
     def _close(self) -> None:
-        """Close once the client has read what is written."""
         unread = self.transport.get_write_buffer_size()
         self.transport.close()
         if unread:

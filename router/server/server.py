@@ -31,7 +31,6 @@ CUT_S = 2  # after the deadline, for sending the error that ends unfinished answ
 
 
 def _has_terminal() -> bool:
-    """Tell whether this process has a controlling terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK))
     except OSError:
@@ -50,15 +49,6 @@ class Server(uvicorn.Server):
         protocol: type[asyncio.Protocol],
         tls: Tls | None = None,
     ) -> None:
-        """Prepare to serve.
-
-        Args:
-            app: The application.
-            server_state: Shared with the application.
-            settings: Deadline of open answers, and timeout of idle connections.
-            protocol: Class of each connection's protocol.
-            tls: None: plain HTTP is served.
-        """
         config = uvicorn.Config(
             app,
             http=protocol,

@@ -80,11 +80,7 @@ def load_pair(settings: TlsSettings) -> Pair:
 
 
 def _no_password() -> bytes:
-    """Refuse a key with a password: OpenSSL would ask for it on the terminal.
-
-    Raises:
-        ValueError: Always.
-    """
+    """Refuse a key with a password: OpenSSL would ask for it on the terminal."""
     raise ValueError("it has a password")
 
 
@@ -154,12 +150,3 @@ class Tls:
 
     def _choose(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
         connection.context = self._pair.context
-
-
-def make_tls(settings: TlsSettings) -> Tls | None:
-    """Return what serves TLS as the settings say; None: plain HTTP is served.
-
-    Raises:
-        TlsError: The files cannot be used.
-    """
-    return Tls(settings) if settings.certificate is not None else None

@@ -85,12 +85,7 @@ def log_request(record: RequestRecord) -> None:
 
 
 def log_failure(scope: Scope, status: int) -> None:
-    """Log a request that has failed, unless it has a line already.
-
-    Args:
-        scope: The request's.
-        status: Of its answer; 0: there was no answer.
-    """
+    """Log a request that has failed, unless it has a line already; status 0: there was no answer."""
     ids = _REQUEST.get()
     if status < _CLIENT_ERROR or ids is None or ids.recorded or scope["path"] in NOT_LOGGED:
         return
@@ -155,7 +150,6 @@ class Logging:
     current: ClassVar[Logging | None] = None
 
     def __init__(self, telemetry: TelemetrySettings) -> None:
-        """Take over the process's log."""
         self._telemetry = telemetry
         self._stderr = _Stream(telemetry)
         self._file: _File | None = None
@@ -231,7 +225,6 @@ def _level(telemetry: TelemetrySettings) -> int:
 
 
 def _is_request(record: logging.LogRecord) -> bool:
-    """Tell whether a record is the line of a request that has ended well."""
     return record.name == log.name and record.levelno < logging.WARNING and hasattr(record, "fields")
 
 

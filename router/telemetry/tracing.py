@@ -25,11 +25,9 @@ from opentelemetry.sdk.trace.sampling import Decision as Sampling
 from opentelemetry.trace import Status, StatusCode
 from starlette.datastructures import Headers
 
-from router.telemetry.attributes import KEY_ID, hop_attributes
-from router.telemetry.ids import random_hex
 from router.telemetry.journey import JOURNEY, Event, Hop
 from router.telemetry.record import Outcome
-from router.telemetry.request_trace import spans_of
+from router.telemetry.request_trace import KEY_ID, hop_attributes, spans_of
 from tiers.spec import OtlpTarget
 
 if TYPE_CHECKING:
@@ -44,6 +42,27 @@ if TYPE_CHECKING:
     from router.telemetry.record import RequestRecord
     from tiers.replica import Replica
     from tiers.spec import TierName
+
+
+BUFFER_BYTES = 4096  # taken from the system at a time: its call costs a twentieth of a request
+
+
+class _Buffer:
+    """Random bytes of the system that are not used yet. One event loop owns it."""
+
+    def __init__(self) -> None:
+        self._digits, self._next = "", 0
+
+    def take(self, digits: int) -> str:
+        start, end = self._next, self._next + digits
+        if end > len(self._digits):
+            self._digits, start, end = os.urandom(BUFFER_BYTES).hex(), 0, digits
+        self._next = end
+        return self._digits[start:end]
+
+
+random_hex = _Buffer().take
+
 
 SERVICE = "qarr-router"
 HTTP, GRPC = "http/protobuf", "grpc"
@@ -77,7 +96,6 @@ class _GivenIds(RandomIdGenerator):
     """Makes ids, except a trace id that was chosen beforehand."""
 
     def generate_trace_id(self) -> int:
-        """Return the next trace's id."""
         given = _TRACE_ID.get()
         _TRACE_ID.set(0)
         return given or super().generate_trace_id()
@@ -113,12 +131,7 @@ class AttemptSpan:
 
 
 class Telemetry:
-    """The router's tracer. Made once.
-
-    Args:
-        provider: Makes spans; None: there are none.
-        record_prompts: Put prompts on spans.
-    """
+    """The router's tracer. Made once. Without a provider there are no spans."""
 
     def __init__(self, provider: TracerProvider | None, *, record_prompts: bool = False) -> None:
         self._provider, self.record_prompts = provider, record_prompts
@@ -319,7 +332,7 @@ def engine_target() -> OtlpTarget | None:
 
 
 def _exporter_name() -> str:
-    if _disabled():
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return "none"
     named = os.environ.get("OTEL_TRACES_EXPORTER", "")
     configured = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -327,10 +340,6 @@ def _exporter_name() -> str:
     if name not in {"otlp", "console", "none"}:
         raise TelemetryError(f"OTEL_TRACES_EXPORTER is {name!r}: allowed are otlp, console and none")
     return name
-
-
-def _disabled() -> bool:
-    return os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
 
 
 def _exporter() -> SpanExporter | None:
@@ -373,7 +382,6 @@ def _recording() -> Span | None:
 
 
 def _note(name: str, attributes: dict[str, Any]) -> None:
-    """Note an event of the present request."""
     if (journey := JOURNEY.get()) is not None:
         journey.events.append(Event(name, time.monotonic(), attributes))
 

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import httpx
 
-from router.upstream.engine_stream import Attempt, BufferedAnswer, EngineAnswer, EngineRequest, EngineStream, end_span
+from router.upstream.engine_stream import Attempt, BufferedAnswer, EngineAnswer, EngineStream, end_span
 from router.upstream.errors import (
     EngineBroke,
     EngineFailed,
@@ -27,17 +27,17 @@ from router.upstream.errors import (
     UpstreamError,
     without_trace,
 )
-from router.upstream.http import body_of
 from router.upstream.json_object import read_json
-from router.upstream.transport import EngineTransport
+from router.upstream.transport import EngineTransport, body_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from router.policy.decision import Decision
+    from router.policy.decision import Decision, Query
     from router.policy.table import PolicyStore
     from router.settings import UpstreamSettings
     from router.telemetry.tracing import AttemptSpan, Telemetry
+    from router.upstream.engine_request import EngineRequest
     from tiers.fleet import Fleet, Lease
     from tiers.replica import Replica
     from tiers.spec import TierName
@@ -150,7 +150,9 @@ class Upstream:
         self._retries.earn()
         for tier in self._targets(decision, elsewhere=elsewhere):
             while len(tried) < self._options.attempts:
-                lease = lease or self._lease(tier, decision, {*taken, *exclude}, over_limit=over_limit or bool(tried))
+                lease = lease or lease_for(
+                    self._fleet, tier, decision.query, {*taken, *exclude}, over_limit=over_limit or bool(tried)
+                )
                 if lease is None:
                     break
                 taken.add(lease.replica.id)
@@ -175,29 +177,12 @@ class Upstream:
         if elsewhere:
             yield from self._policy.successors(decision.tier, decision.query)
 
-    def _lease(self, tier: TierName, decision: Decision, exclude: Collection[str], *, over_limit: bool) -> Lease | None:
-        query = decision.query
-        return self._fleet.lease(
-            tier,
-            prompt_tokens=query.tokens_to_read,
-            max_tokens=query.max_tokens,
-            sequences=query.sequences,
-            exclude=[*exclude, *query.barred(self._fleet.replicas)] if query.precisions is not None else exclude,
-            over_limit=over_limit,
-            prefix=query.prefix,
-        )
-
     async def pass_on(
         self, url: str, api_key: str, path: str, body: bytes, pool: Pool = "own"
     ) -> tuple[int, str, bytes]:
         """Pass a small request on to an engine, without a lease, and return status, media type and body.
 
-        Args:
-            url: The engine's address.
-            api_key: The engine's key; empty: it has none.
-            path: At the engine.
-            body: JSON.
-            pool: An engine has at most ``PASSED_AT_ONCE`` requests of a pool; further ones wait for those, not for others'.
+        An engine has at most ``PASSED_AT_ONCE`` requests of a pool; further ones wait for those, not for others'.
 
         Raises:
             NoSlot: The engine has as many of the pool as it may have, and none ended in time.
@@ -300,6 +285,21 @@ class Upstream:
         stream = httpx.ByteStream(content)
         limits = self._streamed if request.streamed else self._whole
         return httpx.Request("POST", url, headers=headers, stream=stream, extensions=limits)
+
+
+def lease_for(
+    fleet: Fleet, tier: TierName, query: Query, exclude: Collection[str], *, over_limit: bool = False
+) -> Lease | None:
+    """Return a slot for a request on a tier, apart from replicas to exclude; None: there is none."""
+    return fleet.lease(
+        tier,
+        prompt_tokens=query.tokens_to_read,
+        max_tokens=query.max_tokens,
+        sequences=query.sequences,
+        exclude=[*exclude, *query.barred(fleet.replicas)] if query.precisions is not None else exclude,
+        over_limit=over_limit,
+        prefix=query.prefix,
+    )
 
 
 @lru_cache(256)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic_core import to_json
 
+from router.telemetry.tracing import TracedRequest
 from router.upstream.json_object import JsonObject, NotJson, as_integer
 from router.upstream.progress import Resumption
 from router.upstream.sse import COMPLETION_FORMAT, AnswerFormat
@@ -76,6 +77,45 @@ _NOT_RESUMABLE = (
     "top_logprobs",
     "use_beam_search",
 )
+
+
+class EngineRequest(TracedRequest, Protocol):
+    """The request to an engine, without its replica-specific parts."""
+
+    @property
+    def path(self) -> str:
+        """Return the path at the engine."""
+
+    @property
+    def request_id(self) -> str:
+        """Return an id that no two requests share; the engine is given it with the attempt's number."""
+
+    @property
+    def streamed(self) -> bool:
+        """Tell whether the answer comes as events."""
+
+    @property
+    def wants_usage(self) -> bool:
+        """Tell whether an answer without token counts is not complete."""
+
+    @property
+    def priority(self) -> int | None:
+        """Return its priority for vLLM's scheduler, lower first; None where it has none of its own."""
+
+    @property
+    def chat(self) -> Sequence[Any] | None:
+        """Return its messages, where the same could be asked of another tier; None where not."""
+
+    @property
+    def resumption(self) -> Resumption | None:
+        """Return what another engine needs to go on with a broken answer; None where none may."""
+
+    @property
+    def answers(self) -> AnswerFormat:
+        """Return how its answers are read."""
+
+    def body(self, replica: Replica) -> bytes:
+        """Return the request's body for one replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +205,7 @@ class RelayRequest:
 
     def body(self, replica: Replica) -> bytes:
         """Return the caller's body with the replica's name for the model; all other values are the caller's bytes."""
-        changes: dict[str, Any] = {"model": replica.serving(self.adapter), "qarr": None, "provider": None}
-        if not replica.takes_priority:
-            changes["priority"] = None
-        elif self.priority is not None:
-            changes["priority"] = self.priority
+        changes = _relayed(self, replica)
         if self.streamed and (options := self._stream_options()) is not None:
             changes["stream_options"] = options
         if self.resumption is not None:
@@ -223,29 +259,83 @@ class PassedRequest:
 
     def body(self, replica: Replica) -> bytes:
         """Return the caller's body with the replica's name for the model; all other values are the caller's bytes."""
-        changes: dict[str, Any] = {"model": replica.serving(self.adapter), "qarr": None, "provider": None}
-        if not replica.takes_priority:
-            changes["priority"] = None
-        elif self.priority is not None:
-            changes["priority"] = self.priority
-        return self.document.edited(changes)
+        return self.document.edited(_relayed(self, replica))
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuedRequest:
+    """The request to the next engine: complete token ids."""
+
+    origin: EngineRequest
+    asked: Resumption
+    ids: Sequence[int]  # of the prompt and of the output so far
+    done: int  # output tokens so far
+    left: int  # output tokens to come at most
+    number: int  # of the continuation, from 1
+    path: str = "/v1/completions"
+    operation: str = "text_completion"
+    answers: AnswerFormat = COMPLETION_FORMAT
+    streamed: bool = True
+    wants_usage: bool = False
+    chat: None = None
+    resumption: None = None
+
+    @property
+    def adapter(self) -> str | None:
+        """Return the LoRA adapter that began the answer."""
+        return self.origin.adapter
+
+    @property
+    def priority(self) -> int:
+        """Return a priority just above new requests of its class: its caller waits in the middle of an answer."""
+        return self.asked.priority - 1
+
+    @property
+    def request_id(self) -> str:
+        """Return an id that no other request has."""
+        return f"{self.origin.request_id}-c{self.number}"
+
+    @property
+    def parameters(self) -> Mapping[str, float]:
+        """Return its attributes in traces."""
+        return {**self.origin.parameters, "qarr.continued_tokens": self.done}
+
+    def body(self, replica: Replica) -> bytes:
+        """Return the request's body for one replica."""
+        sampling = dict(self.asked.sampling)
+        if "min_tokens" in sampling:
+            sampling["min_tokens"] = max(self.asked.min_tokens - self.done, 0)
+        priority = {"priority": self.priority} if replica.takes_priority else {}
+        return to_json(
+            {
+                **sampling,
+                **priority,
+                "model": replica.serving(self.origin.adapter),
+                "prompt": self.ids,
+                "max_tokens": self.left,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "return_token_ids": True,
+            }
+        )
+
+
+def _relayed(request: RelayRequest | PassedRequest, replica: Replica) -> dict[str, Any]:
+    changes: dict[str, Any] = {"model": replica.serving(request.adapter), "qarr": None, "provider": None}
+    if not replica.takes_priority:
+        changes["priority"] = None
+    elif request.priority is not None:
+        changes["priority"] = request.priority
+    return changes
 
 
 def _numbers_of(document: JsonObject | Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a body that traces show, by semantic conventions' names."""
     values = ((name, document.get(field)) for field, name in _NUMBERS.items())
     return {name: value for name, value in values if isinstance(value, int | float) and abs(value) < 1 << 63}
 
 
 def resumption_of(document: JsonObject, priority: int, *, choices: int, chat: bool) -> Resumption | None:
-    """Return what continuing the streamed answer of a request needs; None where it must not be continued.
-
-    Args:
-        document: The request's body.
-        priority: For vLLM's scheduler.
-        choices: Answers that it asks for.
-        chat: Whether it is a chat, not a completion.
-    """
+    """Return what continuing the streamed answer of a request needs; None where it must not be continued."""
     form = document.get("response_format")
     plain = form is None or (isinstance(form, dict) and form.get("type") == "text")
     options = document.get("stream_options")
@@ -263,7 +353,6 @@ def resumption_of(document: JsonObject, priority: int, *, choices: int, chat: bo
 
 
 def _is_text(message: Any) -> bool:
-    """Tell whether a message holds nothing but text."""
     content = message.get("content") if isinstance(message, dict) else None
     if isinstance(content, list):
         return all(isinstance(part, dict) and part.get("type") == "text" for part in content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -16,109 +16,47 @@ from router.upstream.errors import (
     UpstreamError,
     without_trace,
 )
-from router.upstream.http import body_of
 from router.upstream.progress import Progress
 from router.upstream.sse import COMPLETION_FORMAT, USAGE, EventSource, cached_tokens_of
+from router.upstream.transport import body_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
     from router.telemetry.tracing import AttemptSpan
-    from router.upstream.progress import Resumption
+    from router.upstream.engine_request import EngineRequest
     from router.upstream.sse import AnswerFormat, Chunk, PlainTexts, TakePlain
-    from tiers.replica import Replica, Sent
+    from tiers.fleet import Lease
+    from tiers.replica import Sent
     from tiers.spec import TierName, TierSpec
 
 MAX_ANSWER_BYTES = 1 << 28  # of one that is not streamed: log-probabilities of a long prompt take many
 
 
-class EngineRequest(Protocol):
-    """The request to an engine, without its replica-specific parts."""
+@dataclass(frozen=True, slots=True)
+class OverflowServer:
+    """What an answer says of the overflow's server, in the place of a replica."""
 
-    @property
-    def path(self) -> str:
-        """Return the path at the engine."""
-
-    @property
-    def operation(self) -> str:
-        """Return the GenAI semantic conventions' name of what is done: ``chat`` or ``text_completion``."""
-
-    @property
-    def request_id(self) -> str:
-        """Return an id that no two requests share; the engine is given it with the attempt's number."""
-
-    @property
-    def streamed(self) -> bool:
-        """Tell whether the answer comes as events."""
-
-    @property
-    def wants_usage(self) -> bool:
-        """Tell whether an answer without token counts is not complete."""
-
-    @property
-    def priority(self) -> int | None:
-        """Return its priority for vLLM's scheduler, lower first; None where it has none of its own."""
-
-    @property
-    def chat(self) -> Sequence[Any] | None:
-        """Return its messages, where the same could be asked of another tier; None where not."""
-
-    @property
-    def adapter(self) -> str | None:
-        """Return the LoRA adapter that answers; None: the model itself."""
-
-    @property
-    def resumption(self) -> Resumption | None:
-        """Return what another engine needs to go on with a broken answer; None where none may."""
-
-    @property
-    def answers(self) -> AnswerFormat:
-        """Return how its answers are read."""
-
-    @property
-    def parameters(self) -> Mapping[str, float]:
-        """Return what is told of the request in traces, by semantic conventions' names."""
-
-    def body(self, replica: Replica) -> bytes:
-        """Return the request's body for one replica."""
+    id: str
+    spec: TierSpec
+    fingerprint: None = None
 
 
-class Answering(Protocol):
-    """Who answers."""
+@dataclass(slots=True)
+class OverflowHold:
+    """A request's hold on one of the places at the overflow, as a ``Lease``. Nothing is learned from its times."""
 
-    @property
-    def id(self) -> str:
-        """Return its id."""
-
-    @property
-    def spec(self) -> TierSpec:
-        """Return what it serves."""
-
-    @property
-    def fingerprint(self) -> str | None:
-        """Return what it calls itself in answers; None: nothing."""
-
-
-class Hold(Protocol):
-    """A request's hold on who answers it; a ``Lease`` is one."""
-
-    @property
-    def replica(self) -> Answering:
-        """Return who answers."""
-
-    @property
-    def sequences(self) -> int:
-        """Return the request's answers."""
-
-    @property
-    def sent(self) -> Sent | None:
-        """Return what was known of its prompt there when it was sent; None: nothing."""
+    replica: OverflowServer
+    sequences: int
+    free: Callable[[], None]
+    sent: Sent | None = None
+    _released: bool = False
 
     def first_token(self, ttft_ms: float | None = None) -> None:
         """Note the first token."""
 
     def produced(self, tokens: int = 1) -> None:
-        """Count output tokens that have arrived."""
+        """Count output tokens."""
 
     def finished(self, tpot_ms: float | None, output_tokens: int = 0, cached_tokens: int | None = None) -> None:
         """Note a complete answer."""
@@ -127,7 +65,10 @@ class Hold(Protocol):
         """Note a failure."""
 
     def release(self) -> None:
-        """End it. Only the first call counts."""
+        """Give the place back. Only the first call counts."""
+        if not self._released:
+            self._released = True
+            self.free()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +83,7 @@ class Attempt:
     """
 
     tier: TierName
-    lease: Hold
+    lease: Lease | OverflowHold
     response: httpx.Response
     span: AttemptSpan
     number: int
@@ -355,11 +296,7 @@ class EngineStream(EngineAnswer):
         return chunks
 
     async def pump(self, take: TakePlain) -> None:
-        """Let ``take`` have plain events as they come; return when the answer may, or must, be read.
-
-        Args:
-            take: Gets whole events and their texts; returns whether it takes more.
-        """
+        """Let ``take`` have plain events and their texts; return when the answer may, or must, be read."""
         if self._rest is None and not self._held:
             self._take = take
             try:
@@ -379,11 +316,6 @@ class EngineStream(EngineAnswer):
         return self._take(events, texts)
 
     async def _fail_over(self, broken: EngineBroke) -> Sequence[Chunk] | None:
-        """Read on from another engine.
-
-        Raises:
-            EngineBroke: None may go on, or none could.
-        """
         try:
             if self.resume is None or self.progress is None:
                 raise broken

@@ -158,11 +158,6 @@ class JsonObject:
 
 
 def _members_of(body: bytes) -> tuple[Member, ...]:
-    """Read an object's members.
-
-    Raises:
-        NotJson: It is not UTF-8, not JSON, nested too deep, or not an object.
-    """
     try:
         text = body.decode()
         members = tuple(_members(text))

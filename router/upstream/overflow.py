@@ -1,22 +1,34 @@
 """Requests to the overflow: a server of OpenAI's API outside of the fleet, with its own model, tokenizer and key.
 
 Nothing of the caller's headers goes there, no trace context and no id. What the server says of an error is not read.
+
+It is asked the members of a request that mean the same at any server of OpenAI's API. What is the router's own or names the
+caller is left out, and so is a parameter of vLLM's whose value changes nothing. With any other member the request cannot be
+asked elsewhere: a server may refuse it, or leave it out without a word.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from router.upstream.client import status_error, translate
-from router.upstream.engine_stream import Attempt, BufferedAnswer, EngineStream, end_span
+from router.upstream.engine_request import ChatRequest, RelayRequest
+from router.upstream.engine_stream import (
+    Attempt,
+    BufferedAnswer,
+    EngineStream,
+    OverflowHold,
+    OverflowServer,
+    end_span,
+)
 from router.upstream.errors import EngineRefused, NoSlot, UpstreamError, without_trace
-from router.upstream.overflow_body import body_for
 from router.upstream.sse import COMPLETION_FORMAT
 from router.upstream.transport import Body, EngineTransport
 from tiers.breaker import Breaker, BreakerOptions
@@ -27,9 +39,115 @@ if TYPE_CHECKING:
 
     from router.settings import OverflowSettings, UpstreamSettings
     from router.telemetry.tracing import Telemetry
-    from router.upstream.engine_stream import EngineAnswer, EngineRequest
+    from router.upstream.engine_request import EngineRequest
+    from router.upstream.engine_stream import EngineAnswer
     from router.upstream.sse import WholeAnswer
-    from tiers.replica import Sent
+
+
+_SHARED = {
+    "frequency_penalty",
+    "logprobs",
+    "max_tokens",
+    "model",
+    "n",
+    "presence_penalty",
+    "seed",
+    "stop",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_p",
+}
+_CHAT = _SHARED | {
+    "function_call",
+    "functions",
+    "max_completion_tokens",
+    "messages",
+    "parallel_tool_calls",
+    "reasoning_effort",
+    "response_format",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "verbosity",
+}
+_COMPLETION = _SHARED | {"best_of", "echo", "prompt", "suffix"}
+# Of no effect on the answer; some tell who asks, make the server keep it, or change what it costs.
+_LEFT_OUT = {
+    "cache_salt",
+    "metadata",
+    "priority",
+    "prompt_cache_key",
+    "provider",
+    "qarr",
+    "request_id",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+# Values of vLLM's parameters that change nothing (vLLM 0.32, SamplingParams and its OpenAI protocol).
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "bad_words": ([],),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "repetition_penalty": (1,),
+    "return_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "stream_options": ({},),
+    "top_k": (0, -1),
+    "use_beam_search": (False,),
+}
+
+
+def body_for(request: EngineRequest, model: str) -> bytes | None:
+    """Return the body of a request to a foreign server, by its name for the model; None where it cannot be asked there."""
+    if request.adapter is not None:
+        return None
+    if isinstance(request, ChatRequest):
+        if (sampling := _portable(request.sampling, _CHAT)) is None:
+            return None
+        whole = {"model": model, "messages": request.messages, "max_tokens": request.max_tokens, **sampling}
+        return to_json({**whole, "stream": True, "stream_options": {"include_usage": True}})
+    if not isinstance(request, RelayRequest):
+        return None
+    values, known = request.document.values, _CHAT if request.operation == "chat" else _COMPLETION
+    kept = _portable(values, known)
+    if kept is None or not _is_text(values.get("prompt")) or not _plain_options(values.get("stream_options")):
+        return None
+    changes: dict[str, Any] = {name: None for name in values if name not in kept}
+    changes |= {"model": model, "stream_options": {"include_usage": True} if request.streamed else None}
+    return request.document.edited(changes)
+
+
+def _portable(values: Mapping[str, Any], known: set[str]) -> dict[str, Any] | None:
+    """Return the members that any server knows; None where another one changes the answer."""
+    given = {name: value for name, value in values.items() if value is not None and name not in _LEFT_OUT}
+    if any(name not in known and value not in _NEUTRAL.get(name, ()) for name, value in given.items()):
+        return None
+    return {name: value for name, value in given.items() if name in known}
+
+
+def _is_text(prompt: Any) -> bool:
+    """Tell whether a completion's prompt, where there is one, is text: token ids are of the fleet's tokenizer."""
+    prompts = prompt if isinstance(prompt, list) else [prompt]
+    return all(one is None or isinstance(one, str) for one in prompts)
+
+
+def _plain_options(options: Any) -> bool:
+    return options is None or (
+        isinstance(options, dict) and all(name == "include_usage" or not on for name, on in options.items())
+    )
+
 
 CHARACTERS_PER_TOKEN = 4  # of English, about; for servers that tell no counts
 
@@ -92,44 +210,6 @@ class _WholeAnswer(BufferedAnswer):
         self._tokens = sum(-(-len(text) // CHARACTERS_PER_TOKEN) for text in texts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Replica:
-    """What an answer says of the server."""
-
-    id: str
-    spec: TierSpec
-    fingerprint: None = None
-
-
-@dataclass(slots=True)
-class _Hold:
-    """A request's hold on one of the places at the overflow. Nothing is learned from its times."""
-
-    replica: _Replica
-    sequences: int
-    _free: Callable[[], None]
-    sent: Sent | None = None
-    _released: bool = False
-
-    def first_token(self, ttft_ms: float | None = None) -> None:
-        """Note the first token."""
-
-    def produced(self, tokens: int = 1) -> None:
-        """Count output tokens."""
-
-    def finished(self, tpot_ms: float | None, output_tokens: int = 0, cached_tokens: int | None = None) -> None:
-        """Note a complete answer."""
-
-    def failed(self, error: str) -> None:
-        """Note a failure."""
-
-    def release(self) -> None:
-        """Give the place back. Only the first call counts."""
-        if not self._released:
-            self._released = True
-            self._free()
-
-
 class _LineFeeds(Body):
     """A body whose lines end with a line feed alone: servers may end those of events with a carriage return as well."""
 
@@ -139,7 +219,6 @@ class _LineFeeds(Body):
         self._inner, self._held = inner, b""
 
     def limit_reads(self, limit_s: float) -> None:
-        """See ``Body``."""
         self._inner.limit_reads(limit_s)
 
     async def __anext__(self) -> bytes:
@@ -148,11 +227,9 @@ class _LineFeeds(Body):
         return data
 
     async def pump(self, take: Callable[[bytes], bool]) -> None:
-        """See ``Body``."""
         await self._inner.pump(lambda data: not (changed := self._changed(data)) or take(changed))
 
     async def aclose(self) -> None:
-        """See ``Body``."""
         await self._inner.aclose()
 
     def _changed(self, data: bytes) -> bytes:
@@ -185,15 +262,10 @@ class OverflowClient:
                 times.breaker_longest_pause_s,
             )
         )
-        self._replica = _Replica(self.name, TierSpec(TierName(OVERFLOW), 0, 0, options.max_in_flight, replicas=0))
+        self._replica = OverflowServer(self.name, TierSpec(TierName(OVERFLOW), 0, 0, options.max_in_flight, replicas=0))
 
     async def open(self, request: EngineRequest, sequences: int, sent_at: float) -> EngineAnswer:
-        """Return an answer that has begun.
-
-        Args:
-            request: As an engine would be asked.
-            sequences: Its answers.
-            sent_at: When the request was first sent, by the monotonic clock.
+        """Return an answer that has begun; ``sent_at``: when it was first sent, by the monotonic clock.
 
         Raises:
             Unsupported: It cannot be asked elsewhere.
@@ -228,7 +300,7 @@ class OverflowClient:
     async def _begun(self, request: EngineRequest, content: bytes, sequences: int, sent_at: float) -> EngineAnswer:
         """Send a request; its place, its connection and its span end with it unless an answer is returned."""
         options, times = self._options, self._times
-        hold = _Hold(self._replica, sequences, self._freed)
+        hold = OverflowHold(self._replica, sequences, self._freed)
         span = self._telemetry.start_overflow(self.name, options.url, options.model, request)
         limit_s = options.first_token_timeout_s if request.streamed else times.answer_timeout_s
         response: httpx.Response | None = None
@@ -260,7 +332,6 @@ class OverflowClient:
         self.in_flight -= 1
 
     def _http(self, request: EngineRequest, content: bytes, limit_s: float) -> httpx.Request:
-        """Return the request as it is sent."""
         url = httpx.URL(self._options.url + request.path.removeprefix("/v1"))
         headers = [
             (b"host", url.netloc),
@@ -282,13 +353,11 @@ class OverflowClient:
 
 
 def _stream(begun: Attempt, request: EngineRequest) -> EngineStream:
-    """Return a stream that no engine can go on with."""
     answer = EngineStream(begun, request)
     answer.progress = None
     return answer
 
 
 def _readable(response: httpx.Response) -> httpx.Response:
-    """Return a response whose lines end as engines' do."""
     assert isinstance(response.stream, Body)
     return httpx.Response(response.status_code, headers=response.headers.raw, stream=_LineFeeds(response.stream))

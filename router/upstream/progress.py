@@ -105,7 +105,6 @@ class Progress:
         self._add(chunk.text, chunk.token_ids)
 
     def _add(self, text: str, token_ids: Sequence[int]) -> None:
-        """Add a text and its tokens."""
         alone = len(token_ids) == 1
         self.output_ids += token_ids
         if text:
@@ -122,11 +121,7 @@ class Progress:
             self.silent.append(len(self.output_ids) - 1)
 
     def close(self, *, counted: bool) -> None:
-        """Note that what came cannot be gone on with: it is no text, or nobody knows of which tokens it is the text.
-
-        Args:
-            counted: Whether the engine told its tokens.
-        """
+        """Note that what came cannot be continued: no text, or of unknown tokens; ``counted``: these were told."""
         self.resumable, self.counted = False, self.counted and counted
 
     def rest_at(self, tokens: int, text: str) -> None:

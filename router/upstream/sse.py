@@ -12,8 +12,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from typing_extensions import TypedDict
 
 from router.upstream.errors import EngineBroke, EngineStalled, without_trace
-from router.upstream.http import parts_of
-from router.upstream.transport import Body
+from router.upstream.transport import Body, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -203,10 +202,6 @@ class EventSource:
     """An engine's stream of events, up to its last one. Close it, unless it is read to its end.
 
     It is asked for more rather than being an asynchronous generator, which would take most of a kilobyte for each stream.
-
-    Args:
-        response: Its body has not been read.
-        answers: How it is read.
     """
 
     __slots__ = ("_buffer", "_fault", "_format", "_limit_s", "_over", "_parts", "_take", "_whole")
@@ -262,7 +257,6 @@ class EventSource:
         return found
 
     async def _more(self) -> None:
-        """Wait for more bytes."""
         data = await anext(self._parts, b"")
         if not data:
             raise EngineBroke("the engine's stream ended early")
@@ -272,7 +266,6 @@ class EventSource:
             raise EngineBroke(f"the engine's stream holds an event of over {MAX_EVENT_BYTES} bytes")
 
     def _parse(self, found: list[Chunk], *, first: bool) -> None:
-        """Parse the whole events that have come, and add them to ``found``."""
         if not self._whole:
             return
         *events, rest = bytes(self._buffer).split(SEPARATOR)
@@ -291,11 +284,7 @@ class EventSource:
                     return
 
     async def pump(self, take: TakePlain) -> None:
-        """Let ``take`` have plain events as they come, without waking a task for each; return when it may, or must, be read.
-
-        Args:
-            take: Gets whole events and their texts; returns whether it takes more.
-        """
+        """Let ``take`` have plain events and texts, waking no task for each; return when it may, or must, be read."""
         if self._over:
             return
         assert isinstance(self._parts, Body)

@@ -20,7 +20,7 @@ import httpx
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable
+    from collections.abc import AsyncGenerator, Callable
 
 READ_BUFFER_BYTES = 1 << 15  # of an answer that nobody has read yet: with more than that, the socket is not read
 MAX_HEAD_BYTES = 1 << 16  # of an answer's status line and headers, informational ones included
@@ -112,12 +112,7 @@ class Connection(asyncio.Protocol):
         return f"<Connection {self.state.value} {scheme}://{host}:{port}>"
 
     def send(self, message: bytes, *, head_only: bool, limit_s: float | None = None) -> None:
-        """Send a request on an idle connection.
-
-        Args:
-            message: Head and body.
-            head_only: Whether the answer has a head only.
-            limit_s: Time for the whole answer, or until ``Body.limit_reads``; None: any.
+        """Send a request on an idle connection; ``limit_s`` is for the whole answer, or until ``Body.limit_reads``.
 
         Raises:
             httpx.ReadError: The engine has closed it.
@@ -516,7 +511,6 @@ class EngineTransport(httpx.AsyncBaseTransport):
         return connection.rest()
 
     def _release(self, connection: Connection) -> None:
-        """Take back a connection, and the slot of its request."""
         if self._end(connection):
             if self._closed:
                 connection.close()
@@ -537,7 +531,6 @@ class EngineTransport(httpx.AsyncBaseTransport):
                 del self._idle[origin]
 
     def _lost(self, connection: Connection) -> None:
-        """Forget a connection that was closed while it was idle."""
         idle = self._idle.get(connection.origin)
         if idle is not None and connection in idle:
             idle.remove(connection)
@@ -546,11 +539,6 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
 
 async def _message(request: httpx.Request) -> bytes:
-    """Return a request as it is sent.
-
-    Raises:
-        httpx.LocalProtocolError: Its head would hold something that ends a line, or a NUL.
-    """
     content = request.read() if isinstance(request.stream, httpx.ByteStream) else await request.aread()
     lines = [b"%b %b HTTP/1.1" % (request.method.encode("ascii"), request.url.raw_path)]
     lines += [b"%b: %b" % header for header in request.headers.raw]
@@ -558,3 +546,24 @@ async def _message(request: httpx.Request) -> bytes:
     if head.count(b"\n") + head.count(b"\r") != 2 * len(lines) - 2 or b"\0" in head:
         raise httpx.LocalProtocolError("a header holds a line break or a NUL")
     return b"%b\r\n\r\n%b" % (head, content)
+
+
+def parts_of(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """Return the parts of a response's body as they come; who reads them closes them."""
+    assert isinstance(response.stream, httpx.AsyncByteStream)
+    return cast("AsyncGenerator[bytes, None]", aiter(response.stream))
+
+
+async def body_of(response: httpx.Response, limit: int | None = None) -> bytes:
+    """Read a response's body, up to about ``limit`` bytes."""
+    found: list[bytes] = []
+    size, parts = 0, parts_of(response)
+    try:
+        async for part in parts:
+            found.append(part)
+            size += len(part)
+            if limit is not None and size > limit:
+                break
+    finally:
+        await parts.aclose()
+    return b"".join(found)

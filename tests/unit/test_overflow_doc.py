@@ -12,7 +12,7 @@ from router.cli.main import make_app
 from router.pipeline.overflow import FULL
 from router.policy.decision import Refusal
 from router.settings import PROJECT, OverflowSettings, load_settings
-from router.upstream.overflow_body import _LEFT_OUT
+from router.upstream.overflow import _LEFT_OUT
 
 if TYPE_CHECKING:
     from pathlib import Path

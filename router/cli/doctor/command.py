@@ -75,14 +75,7 @@ def _print(console: Console, finding: Finding) -> None:
 
 
 def examine(config: Path | None, *, deep: bool, url: str | None, key: str) -> Iterator[Finding]:
-    """Yield the findings of every check, one after another.
-
-    Args:
-        config: The settings file.
-        deep: Also read every weight file.
-        url: URL of a running router; None: the address in the settings.
-        key: Key for that router.
-    """
+    """Yield the findings of every check, one after another; without ``url`` of the router that the settings have."""
     checks: tuple[Check, ...] = (*machine.CHECKS, *files.CHECKS, *network.CHECKS)
     try:
         settings = load_settings(config)

@@ -121,14 +121,7 @@ def checkpoints(context: CheckContext) -> Iterator[Finding]:
 
 
 def judge_checkpoint(name: TierName, folder: Path, made: Checkpoint | None, *, deep: bool) -> Finding:
-    """Return whether a checkpoint is complete and equals its manifest.
-
-    Args:
-        name: Its tier.
-        folder: Its folder.
-        made: With its manifest, if it was made here.
-        deep: Also read every weight file.
-    """
+    """Return whether a checkpoint is complete and equals its manifest, if it was made here; ``deep``: weights too."""
     check = f"checkpoint {name}"
     again = f"correct tiers.{name}.checkpoint, or copy the folder anew"
     if made is not None:
@@ -164,12 +157,7 @@ def kernels(context: CheckContext) -> Iterator[Finding]:
 
 
 def judge_kernels(chosen: dict[TierName, str], *, plugin: bool) -> Finding:
-    """Return whether the expected kernels compute the quantized layers.
-
-    Args:
-        chosen: The kernel that each engine named in its log.
-        plugin: Whether this machine needs the engine plugin's kernels: a CPU without AMX.
-    """
+    """Return whether the kernels named in engines' logs are those expected; ``plugin``: a CPU without AMX needs ours."""
     if not chosen:
         whose = "QARR's, as this CPU has no AMX" if plugin else "vLLM's own"
         return ok(f"of 4-bit and FP8 layers: {whose} (no engine's log here names any yet)")

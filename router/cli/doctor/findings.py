@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from router.deployment.drafts import with_drafts
-from router.deployment.layout import prepare_options, tier_spec
+from router.deployment.layout import prepare_options, tier_spec, with_drafts
 from tiers.checkpoints.prepare import finished
 from tiers.errors import CheckpointError, PlanError
 

@@ -123,11 +123,7 @@ def running_router(context: CheckContext) -> Iterator[Finding]:
 
 
 def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each replica of a running router, and for each tier without one.
-
-    Args:
-        fleet: As ``GET /tiers`` gives it.
-    """
+    """Yield a finding for each replica of a fleet as ``GET /tiers`` gives it, and for each tier without one."""
     for tier in fleet["tiers"]:
         name = f"tier {tier['tier']}"
         if not tier["replicas"]:
@@ -152,11 +148,7 @@ def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
 
 
 def judge_profiling(profiling: dict[str, Any]) -> Finding:
-    """Return what a router has measured of its tiers.
-
-    Args:
-        profiling: As ``GET /tiers`` gives it.
-    """
+    """Return what a router has measured of its tiers, as ``GET /tiers`` gives it."""
     check, state, measured = "measuring", profiling["state"], profiling["measured"]
     known = ", ".join(f"{name} of {' '.join(tiers)}" for name, tiers in measured.items() if tiers)
     found = f"measured: {known or 'nothing yet'}"
@@ -247,7 +239,6 @@ def _get(url: str, path: str, key: str = "") -> httpx.Response | None:
 
 
 def _running_ports(context: CheckContext) -> set[int]:
-    """Return the ports of the running router's engines."""
     fleet = _get(context.url, "/tiers", context.key)
     if fleet is None:
         return set()

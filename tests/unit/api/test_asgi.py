@@ -9,18 +9,18 @@ import pytest
 
 from router.api.asgi import (
     CLIENT,
+    CONTEXT,
     HOLD,
+    TRACKER,
     BodyTooLarge,
     ClientGone,
     body_message,
     cancel_on_disconnect,
     context_of,
     forget,
-    keep,
     no_body,
     read_body,
     start_message,
-    track,
     tracker_of,
 )
 from router.lifecycle import ResponseTracker, ServerState
@@ -37,12 +37,12 @@ def scope_with(**headers: str) -> Scope:
     """Return a request's scope as the gate leaves it."""
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope: Scope = {"type": "http", "method": "POST", "path": "/generate", "headers": raw}
-    keep(scope, RequestContext("request", "trace", sent=dict(raw)))
+    scope[CONTEXT] = RequestContext("request", "trace", sent=dict(raw))
 
     async def taken(_message: Message) -> None:
         pass
 
-    track(scope, ResponseTracker(taken, taken, ServerState()))
+    scope[TRACKER] = ResponseTracker(taken, taken, ServerState())
     return scope
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from classifier import EstimatingCounter
-from router.api.conversation import Conversation, read_input, read_messages
+from router.api.named_events import Conversation, read_input, read_messages
 from router.upstream.json_object import JsonObject
 
 TALK: list[dict[str, Any]] = [

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from router.deployment.drafts import check_draft
-from router.deployment.layout import make_deployment, speed_machine
+from router.deployment.layout import check_draft, make_deployment, speed_machine
 from router.settings import load_settings
 from tests.unit.deployment.test_layout import made, settings
 from tiers.errors import CheckpointError, PlanError, TokenizerMismatch

@@ -10,8 +10,17 @@ from typing import Any
 import pytest
 
 from classifier import EstimatingCounter, TokenCounter, TokenizerError
-from router.deployment.counters import LateCounter, make_counter, named_counter
-from router.deployment.layout import HOST, elsewhere, make_deployment, make_launches, prepare_options, tier_spec
+from router.deployment.layout import (
+    HOST,
+    LateCounter,
+    elsewhere,
+    make_counter,
+    make_deployment,
+    make_launches,
+    named_counter,
+    prepare_options,
+    tier_spec,
+)
 from router.deployment.options import fleet_options, make_canary, supervisor_options
 from router.settings import Settings, SettingsError, load_settings
 from tests.unit.cli.test_doctor import checkpoint

@@ -21,7 +21,7 @@ from router.pipeline.failover import Failover
 from router.pipeline.overflow import Overflow
 from router.pipeline.pipeline import Pipeline
 from router.pipeline.registry import RequestRegistry
-from router.pipeline.request import MAX_COUNT, PromptText, RequestContext, RoutingOptions
+from router.pipeline.request import MAX_COUNT, ParsedRequest, PromptText, RequestContext, RoutingOptions
 from router.policy.decision import Refusal, Refused
 from router.policy.decision_log import DecisionLog, read_log
 from router.telemetry.record import Outcome
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from classifier import PromptFeatures
     from router.pipeline.registry import ActiveRequest
     from router.policy.decision import Decision
-    from router.upstream.engine_stream import EngineRequest
+    from router.upstream.engine_request import EngineRequest
     from tests.unit.upstream_stack import UpstreamStack
 
 pytestmark = pytest.mark.anyio
@@ -53,19 +53,13 @@ READ = 4  # tokens of the prompt, by the estimate
 WHOLE = RelayRequest(JsonObject.parse(b'{"messages":[]}'), PATH, "chat", "w", False, None, wants_usage=False)
 
 
-@dataclass(frozen=True)
-class Asked:
+@dataclass(frozen=True, kw_only=True)
+class Asked(ParsedRequest):
     """A request for 100 tokens, as an endpoint would have parsed it."""
 
-    context: RequestContext
     options: RoutingOptions = field(default_factory=lambda: RoutingOptions(FAST, "tier"))
     prompt: PromptText = field(default_factory=lambda: PromptText("hi", READ))
     max_tokens: int = 100
-    sequences: int = 1
-    undraftable: str = ""
-    truncated: str = ""
-    adapter: str | None = None
-    session: str = ""
     asked: EngineRequest = HI
 
     def engine_request(self, _decision: Decision) -> EngineRequest:
@@ -73,7 +67,7 @@ class Asked:
 
 
 def asked(caller: Caller = LIMITED, **fields: Any) -> Asked:
-    return Asked(RequestContext("r1", "t1", caller, "/generate"), **fields)
+    return Asked(context=RequestContext("r1", "t1", caller, "/generate"), **fields)
 
 
 @dataclass

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from router.server.tls import TlsError, load_pair, make_tls
+from router.server.tls import TlsError, load_pair
 from router.settings import SettingsError, TlsSettings, load_settings
 from tests.unit.certificates import Authority
 from tests.unit.own_engines import until
@@ -182,7 +182,6 @@ def test_faults_name_the_setting(tmp_path: Path) -> None:
     ):
         with pytest.raises(TlsError, match=told):
             load_pair(given)
-    assert make_tls(TlsSettings()) is None
     with pytest.raises(SettingsError, match="given together"):
         load_settings(None, {"tls": {"key": first.key}})
 

@@ -423,7 +423,7 @@ def test_names_are_those_of_the_conventions() -> None:
     import inspect
     import re
 
-    from router.telemetry import attributes, tracing
+    from router.telemetry import request_trace, tracing
     from router.upstream import client, engine_stream
 
     known = {
@@ -432,7 +432,7 @@ def test_names_are_those_of_the_conventions() -> None:
         for name, value in vars(module).items()
         if name.isupper() and isinstance(value, str)
     }
-    source = "".join(map(inspect.getsource, (attributes, tracing, client, engine_stream)))
+    source = "".join(map(inspect.getsource, (request_trace, tracing, client, engine_stream)))
     used = set(re.findall(r'"((?:gen_ai|http|server)\.[a-z_.]+)"', source))
     assert len(used) > 10
     assert used <= known

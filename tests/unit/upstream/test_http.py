@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from router.upstream.http import body_of, parts_of
+from router.upstream.transport import body_of, parts_of
 from tests.fakes.engine import Behaviour
 from tests.unit.upstream_stack import upstream_stack
 

@@ -10,7 +10,7 @@ import pytest
 from router.upstream.engine_request import ChatRequest, PassedRequest, RelayRequest
 from router.upstream.json_object import JsonObject
 from router.upstream.named_events import MESSAGE_FORMAT
-from router.upstream.overflow_body import body_for
+from router.upstream.overflow import body_for
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
