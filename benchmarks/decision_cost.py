@@ -17,11 +17,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from classifier import EstimatingCounter, PromptClass, extract
+from classifier import EstimatingCounter, extract
 from router.policy.decide import decide
-from router.policy.decision import ExpectedLoss, PolicyParameters, Query, Sla
+from router.policy.decision import PolicyParameters, Query, Sla
 from router.policy.decision_log import DecisionLog
-from router.settings import CLASS_FLOOR
+from router.policy.losses import losses
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaState, TierName, TierSpec
@@ -36,8 +36,7 @@ PROMPT = "Can you explain how tides work, and why there are two of them a day? I
 CALLS = 1500
 OPEN = 6  # requests on each replica
 MAX_TOKENS = 1 << 20  # so that none of them is done before the measurement is
-LOSS = dict.fromkeys(PromptClass, ExpectedLoss(0.02, 0.01, 0.03))
-TABLE = PolicyParameters(CLASS_FLOOR, losses={TierName.FAST: LOSS, TierName.BALANCED: LOSS})
+TABLE = PolicyParameters({TierName.FAST: losses("awq-int4", ()), TierName.BALANCED: losses("fp8", ())})
 
 
 class Load:

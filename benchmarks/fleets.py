@@ -1,4 +1,4 @@
-"""Routers and engines for benchmarks of whole fleets: simulated ones, their profiles and losses, and each process's CPU."""
+"""Routers and engines for benchmarks of whole fleets: simulated ones, their speeds, and each process's CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import sys
 import time
 import tomllib
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -21,18 +20,8 @@ import httpx
 import psutil
 from measure import ROOT, cpu_s, free_port, wait_for
 
-from classifier import PromptClass
 from router.deployment.layout import make_deployment, prepare_options
-from router.policy.profiles import (
-    Interval,
-    LatencyProfile,
-    Loss,
-    QualityProfile,
-    latency_name,
-    load_latency,
-    load_profile,
-    profile_name,
-)
+from router.policy.profiles import LatencyProfile, latency_name, load_latency
 from router.settings import load_settings
 from tiers.checkpoints.prepare import finished
 from tiers.lifecycle.command import engine_argv, engine_environment
@@ -47,36 +36,6 @@ if TYPE_CHECKING:
 
 QARR = ROOT / ".venv/bin/qarr"
 NOTHING: dict[str, dict[str, Any]] = {}
-
-# Losses of an 8B model: assumed, from two sources. Level: how often Llama 3 8B's likeliest token differs from FP16's, in
-# 4 bits (q4_K_M, 8.1 %) and in 8 (q8_0, 2.3 %; FP8 has fewer bits of mantissa, so it loses more than that), from
-# tools/perplexity/README.md of llama.cpp. Shape over the classes: the fast tier's in results/quality_smollm2-135m.txt, to
-# its mean; long prompts were not measured there and count as the mean.
-LEVELS = {TierName.FAST: 0.081, TierName.BALANCED: 0.023, TierName.PRECISE: 0.0}
-SHAPE = {
-    "chat": 1.36, "code": 0.81, "math": 0.78, "extraction": 0.85, "writing": 1.01, "multilingual": 1.19,
-    "long_context": 1.0,
-}  # fmt: skip
-LOSS_SOURCE = "losses assumed: llama.cpp's table for Llama 3 8B, spread over classes as this project's own profile"
-
-
-def assumed_losses(identities: Mapping[TierName, str | None]) -> QualityProfile:
-    """Return the profile of the simulated engines."""
-    one = Interval(mean=1, low=1, high=1)
-    losses = []
-    for kind, shape in SHAPE.items():
-        for tier, level in LEVELS.items():
-            share = Interval(mean=level * shape, low=level * shape * 0.9, high=level * shape * 1.1)
-            losses.append(
-                Loss(
-                    prompt_class=PromptClass(kind), tier=tier, prompts=50, tokens=1000, top1_disagreement=share,
-                    kl_mean=share, kl_p95=share, perplexity_ratio=one, first_divergence=10, never_diverged=0.1,
-                )
-            )  # fmt: skip
-    return QualityProfile(
-        created=datetime.now(UTC), model="simulated", checkpoints=dict(identities), answer_tokens=32, top_k=10,
-        prompts="assumed", losses=tuple(losses),
-    )  # fmt: skip
 
 
 def toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
@@ -102,11 +61,6 @@ def given_settings(lines: Sequence[str]) -> dict[str, dict[str, Any]]:
     for section, values in tomllib.loads("\n".join(lines)).items():
         found.setdefault(section, {}).update(values)
     return found
-
-
-def half_life(seconds: float) -> dict[str, dict[str, Any]]:
-    """Return the setting of the running mean's half-life, so short that a run holds several."""
-    return {"policy": {"budget_half_life_s": seconds}}
 
 
 def merged(*parts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -232,17 +186,10 @@ def real_engines(max_num_seqs: int = 16) -> Iterator[Engines]:
         yield engines
 
 
-def kept_profiles(folder: Path, engines: Engines) -> tuple[QualityProfile, LatencyProfile | None]:
-    """Return the profiles of real engines' checkpoints from a folder; of their speed, None if there is none.
-
-    Raises:
-        SystemExit: Their loss was never measured.
-    """
-    path = folder / profile_name(engines.digests)
-    if not path.exists():
-        raise SystemExit(f"the loss of these checkpoints is not in {folder}: run 'qarr profile quality' on them first")
+def kept_speeds(folder: Path, engines: Engines) -> LatencyProfile | None:
+    """Return the latency profile of real engines' checkpoints from a folder; None: there is none."""
     speeds = folder / latency_name(engines.digests, machine_name())
-    return load_profile(path), load_latency(speeds) if speeds.exists() else None
+    return load_latency(speeds) if speeds.exists() else None
 
 
 @dataclass(slots=True)
@@ -325,35 +272,21 @@ def measure_speed(router: Router, step_s: float) -> LatencyProfile:
     return load_latency(next(router.profiles.glob("latency-*.json")))
 
 
-def give_profiles(router: Router, quality: QualityProfile | None, latency: LatencyProfile | None) -> None:
-    """Give a router profiles as those of what it serves, or take them away, and wait until it has noticed."""
+def give_speeds(router: Router, latency: LatencyProfile) -> None:
+    """Give a router a latency profile as that of what it serves, and wait until it has noticed."""
     with httpx.Client(trust_env=False, timeout=10) as client:
         found = client.get(f"{router.url}/tiers").json()
         identities = {TierName(t["tier"]): t["identity"] for t in found["tiers"]}
         served = {TierName(t["tier"]) for t in found["tiers"] if t["replicas"]}
-        for pattern in ("quality-*.json", "latency-*.json"):
-            for file in router.profiles.glob(pattern):
-                file.unlink()
-        if quality is not None:
-            own = quality.model_copy(update={"checkpoints": identities})
-            (router.profiles / profile_name(identities)).write_text(own.model_dump_json(), "utf-8")
-        if latency is not None:
-            fits = tuple(fit for fit in latency.fits if fit.tier in served)
-            update = {"checkpoints": identities, "machine": found["machine"], "fits": fits}
-            name = latency_name(identities, found["machine"])
-            (router.profiles / name).write_text(latency.model_copy(update=update).model_dump_json(), "utf-8")
-        while not _noticed(client, router.url, quality=quality is not None, latency=latency is not None):
+        fits = tuple(fit for fit in latency.fits if fit.tier in served)
+        update = {"checkpoints": identities, "machine": found["machine"], "fits": fits}
+        name = latency_name(identities, found["machine"])
+        (router.profiles / name).write_text(latency.model_copy(update=update).model_dump_json(), "utf-8")
+        while True:
+            tiers = client.get(f"{router.url}/tiers").json()["tiers"]
+            if all(r["speed_profiled"] and r["tpot_ms"] is not None for t in tiers for r in t["replicas"]):
+                return
             time.sleep(0.3)
-
-
-def _noticed(client: httpx.Client, url: str, *, quality: bool, latency: bool) -> bool:
-    tiers = [t for t in client.get(f"{url}/tiers").json()["tiers"] if t["replicas"]]
-    replicas = [r for t in tiers for r in t["replicas"]]
-    told = client.post(f"{url}/route", json={"prompt": "What is tea?"}).json()["tiers"]
-    losses = {row["tier"]: row["expected_loss"] for row in told}
-    cheap = [losses[t["tier"]] is not None for t in tiers if t["tier"] != TierName.PRECISE]
-    known = all(cheap) if quality else not any(cheap)
-    return known and all(r["speed_profiled"] is latency and r["tpot_ms"] is not None for r in replicas)
 
 
 @dataclass(slots=True)

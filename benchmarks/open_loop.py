@@ -9,20 +9,19 @@ import random
 import re
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import aiohttp
 
-from classifier import PromptClass
-from router.policy.profiles import Interval, percentile
-from router.profiling.profile_files import PROMPTS
+from router.policy.profiles import percentile
+from router.profiling.tasks import TASKS, read_tasks
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from router.policy.profiles import LatencyProfile, QualityProfile
+    from router.policy.profiles import LatencyProfile
 
 RESAMPLES = 1000
 _COMPLETION = re.compile(rb'"completion_tokens": ?(\d+)')
@@ -35,6 +34,14 @@ ANSWER_TOKENS = {
 SIGMA = 0.6  # of the logarithm of an answer's length
 
 
+class Interval(NamedTuple):
+    """An estimate and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """What is asked.
@@ -42,12 +49,10 @@ class Workload:
     Attributes:
         prompts: Class and text, all equally likely.
         tokens: Returns an answer's length, of a class.
-        mix: Weight of each class at a time in seconds; None: that of the prompts.
     """
 
     prompts: tuple[tuple[str, str], ...]
     tokens: Callable[[random.Random, str], int]
-    mix: Callable[[float], Mapping[str, float]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +100,10 @@ class Answer:
 
 
 def read_prompts(kinds: Sequence[str] | None = None) -> tuple[tuple[str, str], ...]:
-    """Return the committed prompts of some classes; None: of all."""
-    rows = [json.loads(line) for line in PROMPTS.read_text("utf-8").splitlines()]
-    return tuple((row["class"], row["text"]) for row in rows if kinds is None or row["class"] in kinds)
+    """Return the prompts of the built-in tasks of some classes; None: of all."""
+    return tuple(
+        (t.prompt_class.value, t.prompt) for t in read_tasks(TASKS) if kinds is None or t.prompt_class in kinds
+    )
 
 
 def by_class(scale: float = 1.0, most: int = 4096) -> Callable[[random.Random, str], int]:
@@ -119,16 +125,8 @@ def arrivals(workload: Workload, rate: float, seconds: float, seed: int) -> list
     """Return Poisson arrivals of mixed prompts. The same arguments return the same arrivals."""
     source = random.Random(seed)
     found, at = [], 0.0
-    by_kind: dict[str, list[str]] = {}
-    for kind, text in workload.prompts:
-        by_kind.setdefault(kind, []).append(text)
     while (at := at + source.expovariate(rate)) < seconds:
-        if workload.mix is None:
-            kind, text = source.choice(workload.prompts)
-        else:
-            weights = workload.mix(at)
-            kind = source.choices(list(weights), list(weights.values()))[0]
-            text = source.choice(by_kind[kind])
+        kind, text = source.choice(workload.prompts)
         found.append(Arrival(at, kind, f"({source.randint(100, 999)}) {text}", workload.tokens(source, kind)))
     return found
 
@@ -271,31 +269,6 @@ async def _ask(
         error=None if complete else error,
         late_ms=(sent - started - arrival.at_s) * 1000,
     )
-
-
-def with_loss(answers: Sequence[Answer], profile: QualityProfile) -> list[Answer]:
-    """Return answers with the profile's loss of their class and tier; None where there was no answer."""
-
-    def loss(answer: Answer) -> float | None:
-        if answer.tier is None or answer.error is not None:
-            return None
-        if answer.tier is TierName.PRECISE:
-            return 0.0
-        found = profile.loss(PromptClass(answer.kind), answer.tier)
-        return found.top1_disagreement.mean if found else None
-
-    return [replace(answer, loss=loss(answer)) for answer in answers]
-
-
-def token_loss(answer: Answer) -> float | None:
-    """Return the tokens of an answer that are expected to differ, so that sums of it over tokens are shares of tokens."""
-    return None if answer.loss is None else answer.loss * answer.tokens
-
-
-def mean_loss_of(answers: Sequence[Answer]) -> float:
-    """Return the share of all tokens that is expected to differ from the highest precision's."""
-    served = [a for a in answers if a.loss is not None]
-    return sum(token_loss(a) or 0.0 for a in served) / max(sum(a.tokens for a in served), 1)
 
 
 def with_engine_time(answers: Sequence[Answer], speeds: LatencyProfile, batch: int) -> list[Answer]:

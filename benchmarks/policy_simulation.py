@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from recording import NOT_SERVED, Result, is_met, mean_loss
 
-from router.policy.budget import Answer, BudgetState
 from router.policy.decide import decide, successors
-from router.policy.decision import BY_CALLER, Refusal
+from router.policy.decision import Refusal
 from router.policy.profiles import ProfileError
 from tiers.choice import Ask
 from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TierSnapshot
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
     from recording import Recording
 
-    from router.policy.decision import Decision, PolicyParameters, Query
+    from router.policy.decision import PolicyParameters, Query
     from router.policy.decision_log import DecisionRecord
     from tiers.spec import TierName, TierSpec
     from tiers.speed import SpeedModel
@@ -43,12 +42,10 @@ class Options:
     """How a router is set whose policy is simulated.
 
     Attributes:
-        half_life_s: ``policy.budget_half_life_s``; the price of loss begins anew.
         max_waiting: ``admission.max_waiting``.
         max_wait_s: ``admission.max_wait_s``, by vLLM's number of the priority.
     """
 
-    half_life_s: float = 300.0
     max_waiting: int = 256
     max_wait_s: Mapping[int, float] = field(default_factory=lambda: {-1: 10.0, 0: 30.0, 1: 120.0})
 
@@ -63,7 +60,7 @@ def simulate(
 
     Args:
         recording: Gives arrivals, fleet and answer lengths.
-        table: The policy's parameters; None: those, and the price of loss, that each decision was made by.
+        table: The policy's parameters; None: those that each decision was made by.
         speeds: By tier; a tier without one keeps the speed that was recorded.
         options: None: the defaults.
 
@@ -301,7 +298,6 @@ class _Router:
         self._recording, self._table, self._options = recording, table, options
         self._fleet = recording.decisions[0].fleet
         self._now = recording.decisions[0].at * 1000
-        self._budget = BudgetState(at=recording.decisions[0].at)
         self._queue: list[_Request] = []
         self.requests: list[_Request] = []
         self._replicas = _replicas(recording, speeds or {})
@@ -352,11 +348,12 @@ class _Router:
             alike = query.hint, query.require, query.sla, query.allowed, query.precisions, query.only
             if alike in full:
                 continue  # none of the tiers that it may take has a slot
-            table, price = self._policy(request.record)
-            decision = decide(query, fleet, table, price)
+            table = self._policy(request.record)
+            decision = decide(query, fleet, table)
             if decision.tier is not None:
                 self._queue.remove(request)
-                self._admit(request, decision.tier, decision, table)
+                request.loss = mean_loss(table, decision.tier, query)
+                self._give(request, decision.tier)
                 fleet = self._snapshot()
             elif decision.refusal is not Refusal.AT_CAPACITY:
                 self._queue.remove(request)
@@ -365,21 +362,9 @@ class _Router:
                 if not any(_is_free(tier) for tier in fleet.tiers):
                     return
 
-    def _admit(self, request: _Request, tier: TierName, decision: Decision, table: PolicyParameters) -> None:
-        """Give a request to a tier, and count its expected loss."""
-        request.loss = mean_loss(table, tier, request.query)
-        allowed = table.allowed(request.query.features)
-        self._give(request, tier)
-        if request.loss is not None and allowed is not None and decision.basis not in BY_CALLER:
-            tokens = round(request.output_tokens * request.query.sequences)
-            answer = Answer(tokens, request.loss, allowed, decision.priced)
-            self._budget = self._budget.after(answer, self._now / 1000, self._options.half_life_s)
-
-    def _policy(self, record: DecisionRecord) -> tuple[PolicyParameters, float | None]:
-        """Return the parameters and the price of loss that a request is decided by."""
-        if self._table is None:
-            return self._recording.tables[record.policy], record.price
-        return self._table, self._budget.price
+    def _policy(self, record: DecisionRecord) -> PolicyParameters:
+        """Return the parameters that a request is decided by."""
+        return self._recording.tables[record.policy] if self._table is None else self._table
 
     def _give(self, request: _Request, tier: TierName) -> None:
         """Give a request to the least loaded replica of a tier."""
@@ -400,7 +385,7 @@ class _Router:
     def _continue(self, requests: Iterable[_Request]) -> None:
         for request in requests:
             assert request.tier is not None
-            table, _ = self._policy(request.record)
+            table = self._policy(request.record)
             others = successors(request.tier, request.query, self._snapshot(), table)
             alike = any(r.spec.name is request.tier and r.seen is not None for r in self._replicas)
             if alike or others:

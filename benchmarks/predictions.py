@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from fleets import Engines, Router, beside, give_profiles, kept_profiles, measure_speed, real_engines, router
+from fleets import Engines, Router, beside, give_speeds, kept_speeds, measure_speed, real_engines, router
 from open_loop import Arrival, Workload, arrivals, read_prompts, send, write_lines
 from plots import Point, Series, chart
 from policy_simulation import simulate
@@ -87,11 +87,11 @@ def main() -> None:
     happened: list[Result] = []
     simulated: list[Result] = []
     with tempfile.TemporaryDirectory() as folder, real_engines() as engines:
-        quality, latency = kept_profiles(args.profiles, engines)
+        latency = kept_speeds(args.profiles, engines)
         for number in range(args.rounds):
             with router(Path(folder) / str(number), engines, {"profile": {"live": True}}) as running:
-                give_profiles(running, quality, latency)
                 latency = latency or measure_speed(running, args.step)
+                give_speeds(running, latency)
                 pairs += _round(running, engines, number, auto=args.auto)
                 recording = read_recording(running.decisions)
                 happened += seen(recording)

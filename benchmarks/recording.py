@@ -36,7 +36,7 @@ class Result:
     """How one request ended. Times in milliseconds; None: it was refused, or it is not known.
 
     Attributes:
-        loss: Expected share of tokens that differ from the highest precision's, 0..1.
+        loss: Probability that the answer is worse than the highest precision's, as expected.
         engine_ms: Engine time that it took, by the speed model.
         met: Whether it met its bounds on TTFT and TPOT.
     """
@@ -101,7 +101,7 @@ def differing(recording: Recording) -> list[DecisionRecord]:
         table = recording.tables.get(record.policy)
         if table is None:
             raise ProfileError(f"the policy {record.policy} of request {record.request_id} is not in the log")
-        again = decide(record.query, record.fleet, table, record.price)
+        again = decide(record.query, record.fleet, table)
         if (again.tier, again.refusal) != (record.tier, record.refusal):
             found.append(record)
     return found
@@ -121,10 +121,9 @@ def seen(recording: Recording) -> list[Result]:
     return results
 
 
-def mean_loss(table: PolicyParameters, tier: TierName, query: Query) -> float | None:
-    """Return the expected loss of a request on a tier; None: not measured."""
-    loss = table.with_adapter(query.adapter).loss(tier, query.features)
-    return None if loss is None else loss.mean
+def mean_loss(table: PolicyParameters, tier: TierName, query: Query) -> float:
+    """Return the expected loss of a request on a tier."""
+    return table.with_adapter(query.adapter).loss(tier, query.features).mean
 
 
 def summarise(results: Sequence[Result]) -> Summary:

@@ -130,34 +130,13 @@ def test_pairing_takes_what_rows_share_out_of_the_interval(benchmark: Any) -> No
     assert (difference.low, difference.mean, difference.high) == pytest.approx((1, 1, 1))
 
 
-def test_assumed_losses_have_the_published_mean(benchmark: Any) -> None:
-    """The shape over classes only spreads the level."""
-    fleets = benchmark("fleets")
-    profile = fleets.assumed_losses({FAST: "http://a"})
-    found = {loss.prompt_class.value: loss.top1_disagreement.mean for loss in profile.losses if loss.tier is FAST}
-    assert set(found) == set(fleets.SHAPE)
-    assert sum(found.values()) / len(found) == pytest.approx(0.081, rel=0.01)
-    assert found["chat"] > found["math"]
-    assert all(loss.top1_disagreement.mean == 0 for loss in profile.losses if loss.tier is PRECISE)
-
-
-def test_the_mean_loss_is_a_share_of_tokens(benchmark: Any) -> None:
-    """A long answer weighs more than a short one; what was not served counts nowhere."""
-    loop = benchmark("open_loop")
-    answers = [answer(benchmark, 0, tokens=300, loss=0.1), answer(benchmark, 0, tokens=100, loss=0.0)]
-    assert loop.mean_loss_of([*answers, answer(benchmark, 0, error="cut", loss=None)]) == pytest.approx(0.075)
-    assert loop.blocks_of([answers], 5, 5, loop.token_loss, lambda a: a.tokens).ratio() == pytest.approx(0.075)
-
-
-def test_a_budget_can_be_met_up_to_a_load(benchmark: Any) -> None:
-    """At that load the fullest use of the higher precisions loses as much as everything on balanced."""
-    goodput, fleets = benchmark("goodput"), benchmark("fleets")
-    capacity = {FAST: 18.0, BALANCED: 14.0, PRECISE: 9.0}
-    load = goodput.feasible(capacity) * sum(capacity.values())
-    fast = load - capacity[BALANCED] - capacity[PRECISE]
-    assert fast > 0
-    lost = fast * fleets.LEVELS[FAST] + capacity[BALANCED] * fleets.LEVELS[BALANCED]
-    assert lost / load == pytest.approx(fleets.LEVELS[BALANCED])
+async def test_an_answer_loses_what_is_published_for_its_kind(benchmark: Any) -> None:
+    """On the tier that gave it; one that was not given loses nothing that is known."""
+    goodput, loop = benchmark("goodput"), benchmark("open_loop")
+    asked = loop.Arrival(0.0, "math", "Prove that the square root of 2 is irrational.", 5)
+    lost = [goodput.loss_of(answer(benchmark, 0, tier=tier), asked) for tier in STANDARD_TIERS]
+    assert lost == [0.11, 0.01, 0.0]
+    assert goodput.loss_of(answer(benchmark, 0, error="cut"), asked) is None
 
 
 # Simulated engines.

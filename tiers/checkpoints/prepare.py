@@ -43,7 +43,7 @@ DEFAULT_WEIGHTS = 269_060_552  # bytes, in BF16
 DEFAULT_CALIBRATION = Path(__file__).with_name("calibration.jsonl")
 QUANTIZE = Path(__file__).with_name("quantize.py")
 MIN_PROMPTS = 128
-# AWQ needs few samples (arXiv 2306.00978); more do not lower its loss: benchmarks/results/calibration.txt.
+# AWQ needs few samples (arXiv 2306.00978).
 CALIBRATION_SAMPLES, CALIBRATION_TOKENS = 16, 256
 CODE_DOMINATES = 0.5  # share of calibration prompts with code above which groups of 64 are chosen
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
