@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,14 +52,6 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
     return json.dumps(value)
-
-
-def given_settings(lines: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return settings of the command line, each a line of TOML as ``policy.loss_budget = 0.02``, by section."""
-    found: dict[str, dict[str, Any]] = {}
-    for section, values in tomllib.loads("\n".join(lines)).items():
-        found.setdefault(section, {}).update(values)
-    return found
 
 
 def merged(*parts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
