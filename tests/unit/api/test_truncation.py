@@ -142,7 +142,6 @@ LONG = "word " * 600
 async def test_truncation_is_asked_for_and_disclosed(tmp_path: Path) -> None:
     """Without the wish it is the old error; with it a header, the record and ``/route`` say what was cut."""
     async with router_stack(tmp_path, CONTEXTS) as stack:
-        engine = stack.engines[TierName.PRECISE]
         body = {"prompt": LONG, "max_tokens": 20, "stream": False}
         assert (await stack.client.post(f"{stack.url}/generate", json=body)).status_code == 422
         for how in ("oldest", "middle"):
@@ -188,7 +187,6 @@ async def test_a_tier_that_holds_it_all_is_preferred_to_a_cut(tmp_path: Path) ->
 async def test_openais_bodies_are_cut_by_header_or_member(tmp_path: Path) -> None:
     """The rest of the body stays as it is, and nobody else's API has it."""
     async with router_stack(tmp_path, CONTEXTS) as stack:
-        engine = stack.engines[TierName.PRECISE]
         chat = [
             {"role": "system", "content": "Be short."},
             *[said(r, "word", 300) for r in ("user", "assistant")],
@@ -201,8 +199,8 @@ async def test_openais_bodies_are_cut_by_header_or_member(tmp_path: Path) -> Non
         for way in ({"extra_headers": {"x-qarr-truncate": "oldest"}}, {"extra_body": {"qarr": {"truncate": "oldest"}}}):
             raw = await client.chat.completions.with_raw_response.create(**asked, **way)
             assert raw.headers["x-qarr-truncated"].endswith("dropped_messages=2")
-            assert engine.requests[-1]["messages"] == [chat[0], chat[-1]]
-            assert engine.requests[-1]["max_tokens"] == 20
+            sent = stack.engines[TierName(raw.headers["x-qarr-tier"])].requests[-1]
+            assert (sent["messages"], sent["max_tokens"]) == ([chat[0], chat[-1]], 20)
         completion = await client.completions.with_raw_response.create(
             model="auto", prompt=LONG, max_tokens=20, extra_body={"qarr": {"truncate": "middle"}}
         )

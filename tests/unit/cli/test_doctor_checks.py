@@ -127,7 +127,9 @@ def test_engine_ports_of_the_running_router_are_no_problem() -> None:
             assert one(network.engine_ports, context(overrides, router.url))[0] is PROBLEM
 
 
-FLEET = {"tiers": [], "profiling": {"state": "off", "what": None, "total": 0, "done": 0, "detail": "", "measured": {}}}
+PROFILING = {"state": "off", "what": None, "total": 0, "done": 0, "detail": "", "measured": {}, "pointless": {}}
+FLEET = {"tiers": [], "profiling": PROFILING}
+SLOW = {"tiers": [], "profiling": PROFILING | {"pointless": {"balanced": "balanced is slower: leave it out"}}}
 
 
 @pytest.mark.parametrize(
@@ -137,6 +139,7 @@ FLEET = {"tiers": [], "profiling": {"state": "off", "what": None, "total": 0, "d
         ({"GET /healthz": (200, {}), "GET /readyz": (503, {}), "GET /tiers": (200, FLEET)}, [PROBLEM, OK]),
         ({"GET /healthz": (200, {}), "GET /readyz": (200, {}), "GET /tiers": (401, {})}, [OK, WARNING]),
         ({"GET /healthz": (200, {}), "GET /readyz": (200, {}), "GET /tiers": (200, FLEET)}, [OK, OK]),
+        ({"GET /healthz": (200, {}), "GET /readyz": (200, {}), "GET /tiers": (200, SLOW)}, [OK, OK, WARNING]),
     ],
 )
 def test_what_runs(answers: dict[str, tuple[int, Any]], healths: list[Health]) -> None:

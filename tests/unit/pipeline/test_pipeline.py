@@ -128,7 +128,7 @@ class Line:
                 consumed.set_exception(error)
             else:
                 task.cancel()
-            await asyncio.wait({task})
+            await asyncio.gather(task, return_exceptions=True)  # or its error would be told in a later test
             raise
         await task
 
@@ -193,12 +193,12 @@ async def line(
 
 
 async def test_a_decision_that_is_served_is_told_to_observers(tmp_path: Path) -> None:
-    """One that is only asked for leaves nothing: no log, no sample, no notice."""
+    """One that is only asked for leaves no log and no sample; of both, what measures is told first."""
     async with line(tmp_path / "log") as at:
         at.pipeline.decide(asked(), serve=False)
-        assert at.noted == Noted()
+        assert at.noted == Noted(requests=1)
         decision = at.pipeline.decide(asked())
-        assert (decision.tier, at.noted.prompts, at.noted.requests) == (FAST, ["hi"], 1)
+        assert (decision.tier, at.noted.prompts, at.noted.requests) == (FAST, ["hi"], 2)
     (record,) = (each for each in read_log(tmp_path / "log") if hasattr(each, "request_id"))
     assert record.request_id == "r1"
 
