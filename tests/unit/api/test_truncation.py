@@ -151,7 +151,7 @@ async def test_truncation_is_asked_for_and_disclosed(tmp_path: Path) -> None:
             told = answer.headers["x-qarr-truncated"]
             assert told.startswith(f"{how}; dropped_tokens=")
             assert told.endswith("; dropped_messages=0")
-            assert len(engine.requests[-1]["messages"][0]["content"]) < len(LONG)
+            assert len(stack.engines[TierName.PRECISE].requests[-1]["messages"][0]["content"]) < len(LONG)
             record = (await stack.client.get(f"{stack.url}/requests")).json()["requests"][0]
             assert record["truncated"] == told
             route = (await stack.client.post(f"{stack.url}/route", json=body)).json()
