@@ -93,8 +93,9 @@ def cost() -> str:
 
 
 def predictions() -> str:
-    """Return the benchmark of predictions as it was printed."""
-    return f"```text\n{(RESULTS / 'predictions.txt').read_text('utf-8')}```\n"
+    """Return the benchmark of predictions as it was printed where the router chooses the tiers."""
+    runs = (RESULTS / "predictions.txt").read_text("utf-8").split("$ ")
+    return f"```text\n$ {runs[-1]}```\n"
 
 
 def planned(command: str) -> str:
