@@ -13,7 +13,7 @@ from router.profiling.shadow_evaluation import LOOK_S, QUIET_LOOKS
 from tests.browser.made_up import speed
 from tests.deploy.services import eventually
 from tests.unit.own_engines import until
-from tests.unit.profiled_stack import profiled_stack
+from tests.unit.router_stack import router_stack
 from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
@@ -120,10 +120,7 @@ class Routers:
 
 @asynccontextmanager
 async def two_routers(tmp_path: Path) -> AsyncIterator[Routers]:
-    """Run two routers with a quality profile; the second one checks live answers.
-
-    It knows the tiers' speed as well, and has a cap.
-    """
+    """Run two routers; the second one checks live answers, knows the tiers' speed, and has a cap."""
     async with AsyncExitStack() as cleanup:
         stacks, keys = [], tmp_path / "keys.json"
         add_key(keys, "first")
@@ -132,10 +129,11 @@ async def two_routers(tmp_path: Path) -> AsyncIterator[Routers]:
         more = {"auth": {"keys_file": str(keys)}, "budgets": {"replica_hour": 3.6}}
         checked = {"live_check_share": 1.0, "max_loss": {"chat": 0.12}}
         for name, policy in (("first", {}), ("second", checked)):
-            (tmp_path / name).mkdir()
-            tiers = ADDED if name == "first" else None
-            stack = profiled_stack(tmp_path / name, policy, tiers=tiers, more=more, key=key)
-            stacks.append(await cleanup.enter_async_context(stack))
+            (profiles := tmp_path / name / "profiles").mkdir(parents=True)
+            own = {"policy": {"profiles": str(profiles), "max_slowdown": 1e9, **policy}}
+            tiers = {"tiers": ADDED} if name == "first" else {}
+            stacks.append(await cleanup.enter_async_context(router_stack(tmp_path / name, {**own, **tiers, **more})))
+            stacks[-1].client.headers["authorization"] = f"Bearer {key}"
         fleet = stacks[1].fleet
         identities = {spec.name: spec.identity for spec in fleet.specs}
         profile = tmp_path / "second/profiles" / latency_name(identities, fleet.machine)

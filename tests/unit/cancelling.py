@@ -21,10 +21,8 @@ from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from router.api.asgi import CLIENT
 from router.api.generate import Generate
 from router.auth.api_keys import add_key
-from router.policy.profiles import profile_name
 from router.upstream.client import PASSED_AT_ONCE
 from tests.fakes.engine import Behaviour, FakeEngine, serving
-from tests.unit.profiled_stack import profile
 from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import STANDARD_TIERS, TierName
 
@@ -352,24 +350,20 @@ async def cut_router(folder: Path, redis_url: str = "") -> AsyncIterator[CutRout
         spans, tracing, embeddings = OpenSpans(), TracerProvider(), Behaviour()
         tracing.add_span_processor(spans)
         url = await cleanup.enter_async_context(serving(FakeEngine(embeddings).app))
-        keys, profiles = folder / "keys.json", folder / "profiles"
-        profiles.mkdir()
+        keys = folder / "keys.json"
         key, _ = add_key(keys, "cut", concurrent_requests=1000, requests_per_minute=10**6, tokens_per_minute=10**9)
         settings = {
             "auth": {"keys_file": str(keys)},
             "openai": {"embeddings_urls": [url]},
-            "policy": {"profiles": str(profiles), "max_slowdown": 1e9},
             "server": {"resume_s": 0.05},
             "state": {"redis_url": redis_url},
             "tiers": {tier: {"max_in_flight": 4} for tier in STANDARD_TIERS},
             "upstream": {"retry_reserve": 10**6, "breaker_failures": 10**6},
         }
         stack = await cleanup.enter_async_context(router_stack(folder, settings, tracing))
-        identities = {spec.name: spec.identity for spec in stack.fleet.specs}
-        (profiles / profile_name(identities)).write_text(profile(identities).model_dump_json())
         generate = _endpoint(stack.app)
         async with asyncio.timeout(60):
-            while any(r.speed is None for r in stack.fleet.replicas) or not generate.pipeline.policy.measured:
+            while any(r.speed is None for r in stack.fleet.replicas):
                 await asyncio.sleep(0.02)
         engines: dict[TierName | str, Behaviour] = {**stack.engines, "embeddings": embeddings}
         router = CutRouter(stack, engines, spans, key, generate)

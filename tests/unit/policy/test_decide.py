@@ -25,12 +25,11 @@ def lost(mean: float) -> ExpectedLoss:
     return ExpectedLoss(mean, mean * 0.8, mean * 1.25, 40)
 
 
-def losing(fast: dict[PromptClass, float], balanced: dict[PromptClass, float]) -> dict[TierName, Any]:
-    """Return losses by tier, the same for all complexities; of other classes, as the worst of those given."""
-    each = {FAST: fast, BALANCED: balanced}
+def losing(*each: dict[PromptClass, float]) -> dict[TierName, Any]:
+    """Return losses by rising tier, the same for all complexities; of other classes, as the worst of those given."""
     return {
         tier: {kind: dict.fromkeys(Complexity, lost(given.get(kind, max(given.values())))) for kind in PromptClass}
-        for tier, given in each.items()
+        for tier, given in zip((FAST, BALANCED), each, strict=True)
     }
 
 
@@ -65,22 +64,9 @@ def fleet(
         load = (loads or {}).get(name, Load(busy))
         trend = Trend(0.0, speed.ttft_spread**2 if speed else 0.0, 0.0)
         replica = ReplicaSnapshot(
-            f"{name}-0",
-            "u",
-            None,
-            state,
-            None,
-            load.sequences,
-            load.prompt_tokens,
-            load.output_tokens,
-            0,
-            0,
-            None,
-            load,
-            speed,
-            trend,
-            trend,
-        )
+            f"{name}-0", "u", None, state, None, load.sequences, load.prompt_tokens, load.output_tokens, 0, 0, None, load,
+            speed, trend, trend,
+        )  # fmt: skip
         tiers.append(TierSnapshot(TierSpec(name, LENGTHS[name], 16, 32), (replica,)))
     return FleetSnapshot(tuple(tiers), TemplateTokens())
 
@@ -275,8 +261,8 @@ MEASURED = {
     BALANCED: SpeedModel(20, 1, 400, 1, 1, 0, 0.1, 0.1, profiled=True),
     PRECISE: SpeedModel(20, 4, 60, 2, 1, 0, 0.1, 0.1, profiled=True),
 }
-LOSING = losing({PromptClass.CHAT: 0.08, PromptClass.CODE: 0.2}, {PromptClass.CHAT: 0.02, PromptClass.CODE: 0.03})
-PROFILED = PolicyParameters(LOSING)
+CHAT, CODE = PromptClass.CHAT, PromptClass.CODE
+PROFILED = PolicyParameters(losing({CHAT: 0.08, CODE: 0.2}, {CHAT: 0.02, CODE: 0.03}))
 SCARCE = replace(PROFILED, prices={FAST: 1.0}, loss_budget=0.1)  # engine time is paid for
 
 
@@ -325,28 +311,23 @@ def test_riskier_prompts_are_never_on_a_lower_tier_than_safer_ones() -> None:
     """At any load."""
     for load in range(17):
         there = fleet(speeds=MEASURED, loads={PRECISE: Load(load)})
-        chat, code = (decide(query(kind), there, SCARCE).tier for kind in (PromptClass.CHAT, PromptClass.CODE))
-        assert STANDARD_TIERS.index(chat or FAST) <= STANDARD_TIERS.index(code or FAST)
+        chat, code = (STANDARD_TIERS.index(decide(query(kind), there, SCARCE).tier or FAST) for kind in (CHAT, CODE))
+        assert chat <= code
 
 
 def test_by_comparison_a_tier_may_lose_what_it_loses_and_lower_ones_what_it_loses_on_average() -> None:
     """So balanced answers every prompt when engine time is scarce, and fast those on which it loses no more."""
-    fast = {PromptClass.CHAT: 0.01, PromptClass.CODE: 0.2}
-    losses = losing(fast, {kind: 0.03 if kind is PromptClass.CODE else 0.015 for kind in PromptClass})
-    table = PolicyParameters(losses, prices={FAST: 1.0})
-    assert table.budget(BALANCED) == 0.03
-    assert table.budget(FAST) == pytest.approx((6 * 0.015 + 0.03) / 7)
+    balanced = {kind: 0.03 if kind is CODE else 0.015 for kind in PromptClass}
+    table = PolicyParameters(losing({CHAT: 0.01, CODE: 0.2}, balanced), prices={FAST: 1.0})
+    assert (table.budget(BALANCED), table.budget(FAST)) == (0.03, pytest.approx((6 * 0.015 + 0.03) / 7))
     speeds = {**MEASURED, BALANCED: SpeedModel(20, 1, 40, 3, 1, 0, 0.1, 0.1, profiled=True)}
-    asked = [decide(query(kind), fleet(speeds=speeds), table).tier for kind in (PromptClass.CHAT, PromptClass.CODE)]
-    assert asked == [FAST, BALANCED]
+    assert [decide(query(kind), fleet(speeds=speeds), table).tier for kind in (CHAT, CODE)] == [FAST, BALANCED]
 
 
 def test_a_class_has_a_bound_of_its_own() -> None:
     """Against the upper end of the loss, however scarce engine time is."""
-    bound = replace(SCARCE, max_loss={PromptClass.CHAT: 0.09})
-    assert decide(query(), fleet(speeds=MEASURED), bound).tier is PRECISE
-    wider = replace(SCARCE, max_loss={PromptClass.CHAT: 0.12})
-    assert decide(query(), fleet(speeds=MEASURED), wider).tier is FAST
+    assert decide(query(), fleet(speeds=MEASURED), replace(SCARCE, max_loss={CHAT: 0.09})).tier is PRECISE
+    assert decide(query(), fleet(speeds=MEASURED), replace(SCARCE, max_loss={CHAT: 0.12})).tier is FAST
 
 
 def test_cost_follows_the_load() -> None:

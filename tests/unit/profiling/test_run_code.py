@@ -36,7 +36,6 @@ TEST = "assert f(2) == 4"
 @pytest.mark.parametrize(
     ("answer", "code"),
     [
-        ("x = 1", "x = 1"),
         ("Sure:\n```python\nx = 1\n```\nThen:\n```python\nx = 2\n```", "x = 1\n"),
         ("```bash\npip\n```\nand\n```py\nx = 1\n```", "x = 1\n"),
         ("```\nx = 1\n```", "x = 1\n"),
@@ -49,12 +48,7 @@ def test_code_is_found_in_an_answer(answer: str, code: str) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "passed"),
-    [
-        (f"Here:\n```python\n{SOLVED}```", True),
-        (SOLVED.replace("2", "3"), False),
-        ("def f(x:", False),
-        (LATE, True),
-    ],
+    [(f"Here:\n```python\n{SOLVED}```", True), (SOLVED.replace("2", "3"), False), ("def f(x:", False), (LATE, True)],
 )
 def test_the_test_decides(answer: str, *, passed: bool) -> None:
     assert asyncio.run(passes(answer, TEST)) is passed
@@ -83,16 +77,10 @@ def test_code_that_ends_or_bursts_does_not_pass(code: str) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        "open('/etc/passwd')",
-        "open('new', 'w')",
-        "os.listdir('.')",
-        "os.fork()",
-        "threading.Thread(target=print).start()",
-        "os.posix_spawn('/bin/true', ['true'], {})",
-        "os.execv('/bin/true', ['true'])",
-        "os.kill(os.getpid(), 0)",
+        "open('/etc/passwd')", "open('new', 'w')", "os.listdir('.')", "os.fork()", "threading.Thread(target=print).start()",
+        "os.posix_spawn('/bin/true', ['true'], {})", "os.execv('/bin/true', ['true'])", "os.kill(os.getpid(), 0)",
     ],
-)
+)  # fmt: skip
 def test_what_could_leave_the_process_is_denied(call: str) -> None:
     assert run("import os, threading\nos.getpid()", DENIED.format(call))
 
