@@ -185,12 +185,22 @@ def kept_speeds(folder: Path, engines: Engines) -> LatencyProfile | None:
 
 @dataclass(slots=True)
 class Router:
-    """A running router. ``profiles`` is its folder of profiles, ``decisions`` its decision log."""
+    """A running router. ``profiles`` is its folder of profiles, ``decisions`` its decision log, ``qarr`` its command."""
 
     url: str
     process: psutil.Process
     profiles: Path
     decisions: Path
+    qarr: Path = QARR
+
+    def run(self, *arguments: str) -> str:
+        """Run a command against it and return what that prints."""
+        config = ["--url", self.url, "--config", str(self.profiles.parent / "qarr.toml")]
+        env = {**os.environ, "COLUMNS": "160"}
+        argv = [str(self.qarr), *arguments, *config]
+        done = subprocess.run(argv, text=True, capture_output=True, check=False, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.rstrip()
 
 
 def base_settings(port: int, folder: Path) -> dict[str, dict[str, Any]]:
@@ -205,20 +215,23 @@ def base_settings(port: int, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def router(folder: Path, engines: Engines, settings: Mapping[str, Mapping[str, Any]] = NOTHING) -> Iterator[Router]:
+def router(
+    folder: Path, engines: Engines, settings: Mapping[str, Mapping[str, Any]] = NOTHING, qarr: Path = QARR
+) -> Iterator[Router]:
     """Run a router; yield it once every engine is ready and its idle speed known.
 
     Args:
         folder: For its settings, profiles and logs.
         engines: Behind it.
         settings: More settings, by section.
+        qarr: The command, of this release or of another.
     """
     port = free_port()
     (folder / "profiles").mkdir(parents=True)
     own = merged(base_settings(port, folder), engines.settings(), settings)
     (folder / "qarr.toml").write_text(toml(own), "utf-8")
     env = {**os.environ, "QARR_CONFIG": str(folder / "qarr.toml")}
-    with running([str(QARR), "serve", *engines.serve], env, folder / "router.log") as process:
+    with running([str(qarr), "serve", *engines.serve], env, folder / "router.log") as process:
         try:
             wait_for(port, "/readyz", 600)
         except TimeoutError:
@@ -226,7 +239,7 @@ def router(folder: Path, engines: Engines, settings: Mapping[str, Mapping[str, A
             raise
         url = f"http://127.0.0.1:{port}"
         asyncio.run(until_measured(url))
-        yield Router(url, process, folder / "profiles", folder / "decisions.jsonl")
+        yield Router(url, process, folder / "profiles", folder / "decisions.jsonl", qarr)
 
 
 async def until_measured(url: str) -> None:
@@ -255,11 +268,7 @@ async def idle(url: str) -> None:
 
 def measure_speed(router: Router, step_s: float) -> LatencyProfile:
     """Run ``qarr profile latency`` and return what it found; it is in the router's folder afterwards."""
-    config = router.profiles.parent / "qarr.toml"
-    argv = [str(QARR), "profile", "latency", "--url", router.url, "--config", str(config), "--step", str(step_s)]
-    done = subprocess.run(argv, text=True, capture_output=True, check=False, env={**os.environ, "COLUMNS": "160"})
-    assert done.returncode == 0, done.stderr
-    print(done.stdout.rstrip(), flush=True)
+    print(router.run("profile", "latency", "--step", str(step_s)), flush=True)
     return load_latency(next(router.profiles.glob("latency-*.json")))
 
 
