@@ -89,7 +89,6 @@ class PolicyStore:
 
     @property
     def _files(self) -> tuple[Path, Path]:
-        """Return where the profiles of what is served are: quality, latency."""
         identities, folder = self._identities, self._settings.profiles
         return folder / profile_name(identities), folder / latency_name(identities, self._fleet.machine)
 
@@ -195,6 +194,8 @@ class PolicyStore:
             {tier: _mean(self.table.losses[tier]) for tier in measured if tier in self.table.losses}
         )
         self._set_speeds({fit.tier: fit.model for fit in latency.fits} if latency is not None else {})
+        for why in self.pointless.values():
+            log.warning("%s", why)
 
     def _profile(self, path: Path) -> QualityProfile | None:
         """Return a quality profile; None: there is none that can be used."""
@@ -249,7 +250,6 @@ def policy_table(
 
 
 def _losses(specs: Iterable[TierSpec], profile: QualityProfile | None) -> dict[TierName, Losses]:
-    """Return the expected losses of all tiers but the reference, which loses nothing."""
     return {
         spec.name: losses(_precision(spec), profile.of(spec.name) if profile is not None else ())
         for spec in specs

@@ -218,7 +218,6 @@ class AutoProfile:
         self._keep("quality", tiers, lambda: keep_quality(self._folder, profile))
 
     def _learn(self, profile: QualityProfile) -> None:
-        """Let decisions use what is known so far."""
         keep_quality(self._folder, profile)
         self._policy.take_up()
 
@@ -227,8 +226,6 @@ class AutoProfile:
         self._tried.add(self._attempt(what, tiers))
         log.info("measured %s in %.0f s: %s", what, time.time() - self._now.since, path)
         self._policy.take_up()
-        for why in self._policy.pointless.values():
-            log.warning("%s", why)
         self._now = replace(self._now, what=None)
 
     def _begin(self, what: What) -> None:
@@ -239,6 +236,5 @@ class AutoProfile:
         self._now = replace(self._now, done=done, total=total)
 
     def _idle(self, state: State, detail: str) -> None:
-        """Set the state while nothing is measured."""
         if (self._now.state, self._now.what, self._now.detail) != (state, None, detail):
             self._now = Progress(state, None, 0, 0, time.time(), detail)
