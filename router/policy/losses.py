@@ -9,7 +9,7 @@ added to each outcome (Agresti and Min 2005, "Simple improved confidence interva
 The expected loss is the mean of d and the published loss m, weighted by the inverse of their variances. That of m is m^2:
 published losses differ between models by about as much as they are. Where m lies ``CONTRADICTED`` standard deviations from
 d, the model is unlike those published, and m hardly counts (``UNLIKE``). A kind is a class and a complexity. The published
-loss of a kind is scaled by what all answers of its class say, so that kinds with few answers follow their class (empirical Bayes).
+loss of a kind is scaled by what all answers of its class say, so that kinds with few answers follow it (empirical Bayes).
 """
 
 from __future__ import annotations
