@@ -31,7 +31,6 @@ FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
 def settings(folder: Path | None = None, **values: Any) -> PolicySettings:
-    """Return the policy's settings."""
     where = {"profiles": str(folder)} if folder else {}
     return load_settings(None, {"policy": {**where, **values}}).policy
 
