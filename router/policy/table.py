@@ -68,7 +68,6 @@ class PolicyStore:
     """Holds the parameters that decisions are made by; they are a value, and replaced as a whole."""
 
     def __init__(self, settings: PolicySettings, fleet: Fleet) -> None:
-        """Read the profiles of what the fleet serves."""
         self._settings, self._fleet = settings, fleet
         self.tally = LossTally()
         self._asked: Counter[Kind] = Counter()
