@@ -208,7 +208,7 @@ def base_settings(port: int, folder: Path) -> dict[str, dict[str, Any]]:
     return {
         "server": {"port": port},
         "policy": {"profiles": str(folder / "profiles")},
-        "telemetry": {"decision_log": str(folder / "decisions.jsonl"), "decision_log_mb": 1000},
+        "telemetry": {"decision_log": str(folder / "decisions.jsonl")},
         "profile": {"auto": False, "live": False},
         "engine": {"warmup_question": "What is the capital of France?"},
     }

@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from tiers.fleet import Fleet
     from tiers.lifecycle.operations import Operations
 
+DECISION_LOG_BYTES = 100 << 20  # of that file, until it is rotated
 LEAST_REQUESTS = 64  # that engines may have at once, however few they are
 
 
@@ -249,7 +250,7 @@ def _wire(
     kept = settings.telemetry
     registry = RequestRegistry(state, kept.recent_requests)
     registry.observers.extend((telemetry.record_outcome, log_request))
-    decisions = DecisionLog(kept.decision_log, kept.decision_log_mb << 20) if kept.decision_log is not None else None
+    decisions = DecisionLog(kept.decision_log, DECISION_LOG_BYTES) if kept.decision_log is not None else None
     if decisions is not None:
         registry.observers.append(partial(log_outcome, decisions))
     redis_url, database = settings.state.redis_url.get_secret_value(), Database(settings.budgets.file)
@@ -282,7 +283,7 @@ def _wire(
         answer_observer=None,
         on_request=profiling.give_way,
     )
-    usage = UsageLog(database, pipeline.charging, settings.budgets.keep_days)
+    usage = UsageLog(database, pipeline.charging)
     registry.observers.append(usage.offer)
     shared = SharedLoad(redis_url, fleet, admission.waiting_for)
     about = {"version": version("qarr"), "model": model, "trace_url": kept.trace_url}

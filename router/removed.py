@@ -47,6 +47,24 @@ SETTINGS: dict[str, Removed] = {
     ),
     "upstream.hedge": Removed("late first tokens are no longer asked of a second tier", refused=False),
 }
+# Settings that have a fixed value now, which is what their default was.
+FIXED = Removed("it has a fixed value now, its former default", refused=False)
+SETTINGS |= dict.fromkeys(
+    (
+        *("admission.adaptive_limit", "admission.kv_close", "admission.kv_open", "admission.long_prompt_tokens"),
+        *("admission.oldest_every", "budgets.keep_days", "engine.canary_max_slowdown", "engine.min_prefix_hit_rate"),
+        *(
+            "engine.restart_window_s",
+            "engine.slow_factor",
+            "engine.slow_s",
+            "engine.stop_grace_s",
+            "engine.unreachable_s",
+        ),
+        *("jwt.keep_s", "jwt.leeway_s", "jwt.refresh_s", "server.max_headers"),
+        *("telemetry.decision_log_mb", "telemetry.log_files"),
+    ),
+    FIXED,
+)
 # By the command's name: what to use.
 COMMANDS: dict[str, str] = {
     "mirror": MIRROR,

@@ -89,6 +89,13 @@ def config_dir() -> Path:
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
+class AllBut(frozenset[str]):
+    """Every name except these."""
+
+    def __contains__(self, name: object) -> bool:
+        return not super().__contains__(name)
+
+
 class Section(BaseModel):
     """A part of the settings: unknown keys are errors, values do not change.
 
@@ -103,24 +110,7 @@ class Section(BaseModel):
 class ServerSettings(Section):
     """Where the router listens."""
 
-    reloads: ClassVar[frozenset[str]] = frozenset(
-        {
-            "page",
-            "allowed_hosts",
-            "max_body_bytes",
-            "max_header_bytes",
-            "max_headers",
-            "max_connections",
-            "header_timeout_s",
-            "keep_alive_s",
-            "body_timeout_s",
-            "write_timeout_s",
-            "resume_s",
-            "resume_streams",
-            "resume_bytes",
-            "drain_s",
-        }
-    )
+    reloads: ClassVar[frozenset[str]] = AllBut({"host", "port", "runtime_dir"})
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
@@ -132,7 +122,6 @@ class ServerSettings(Section):
     )
     max_body_bytes: int = Field(1 << 20, ge=1024, description="Request bodies over this are refused unread.")
     max_header_bytes: int = Field(32768, ge=1024, description="Requests with a longer path and headers are refused.")
-    max_headers: int = Field(100, ge=8, description="Most headers of a request.")
     max_connections: int = Field(4096, ge=1, description="Most open connections; further ones get 503.")
     header_timeout_s: PositiveFloat = Field(10, description="Time for a request's headers to arrive.")
     keep_alive_s: int = Field(
@@ -189,16 +178,7 @@ class TlsSettings(Section):
 class LimitSettings(Section):
     """What one request may ask."""
 
-    reloads: ClassVar[frozenset[str]] = frozenset(
-        {
-            "max_prompt_chars",
-            "max_prompt_words",
-            "max_tokens",
-            "default_max_tokens",
-            "default_temperature",
-            "max_sequences",
-        }
-    )
+    reloads: ClassVar[frozenset[str]] = AllBut()
 
     max_prompt_chars: int = Field(16_000, ge=1, description="Most characters in a prompt, and in a system prompt.")
     max_prompt_words: int = Field(5_000, ge=1, description="Most words in a prompt, and in a system prompt.")
@@ -499,32 +479,16 @@ class EngineSettings(Section):
     extra_args: EngineArgs = Field((), description="More vLLM arguments for every engine started here.")
     log_dir: Path = Field(default_factory=lambda: cache_dir() / "logs", description="Where engines log.")
     start_timeout_s: PositiveFloat = Field(600, description="From engine start to its first healthy answer.")
-    stop_grace_s: NonNegativeFloat = Field(10, description="From SIGTERM to kill.")
     cpu_kv_cache_gib: int = Field(1, ge=1, description="KV cache of each CPU engine.")
     max_restarts: NonNegativeInt = Field(
         5,
-        description="Restarts within `engine.restart_window_s` of an engine started here that exits, hangs or does "
+        description="Restarts within 15 minutes of an engine started here that exits, hangs or does "
         "not answer; then it stays down until `qarr tiers restart`. 0: never restarted.",
     )
-    restart_window_s: PositiveFloat = Field(900, description="Window in which restarts are counted.")
     hang_s: PositiveFloat = Field(
         120,
         description="An engine that has requests and makes no progress for this long must answer a request of one "
         "token within 30 s, or it is restarted; one given by URL is quarantined.",
-    )
-    unreachable_s: PositiveFloat = Field(
-        60, description="An engine that does not answer health checks for this long is restarted."
-    )
-    slow_factor: NonNegativeFloat = Field(
-        4,
-        description="An engine this many times slower than predicted, or than before, for `engine.slow_s` is recycled "
-        "unless the others are slow too; one given by URL is quarantined if its tier has another. 0: not checked.",
-    )
-    slow_s: PositiveFloat = Field(600, description="How long an engine may be too slow before it is recycled.")
-    min_prefix_hit_rate: Share = Field(
-        0,
-        description="An engine whose prefix cache hit rate falls below this, and stays there for `engine.slow_s`, is "
-        "recycled. Not of engines given by URL. 0: not checked.",
     )
     drain_s: NonNegativeFloat = Field(
         120,
@@ -543,11 +507,6 @@ class EngineSettings(Section):
         description="Share of greedy tokens, up to the first difference, that must equal those recorded at the "
         "checkpoint's first start on this machine, or at first from this URL (`canary.json` in `policy.profiles`). 0: not "
         "compared.",
-    )
-    canary_max_slowdown: NonNegativeFloat = Field(
-        8,
-        description="An engine this many times slower per token than its latency profile, alone on the machine, gets "
-        "no traffic. 0: not compared.",
     )
     warmup_question: str = Field("What is the capital of France?", description="Asked before an engine is ready.")
     warmup_expected: str = Field("Paris", description="Must occur in the answer; empty: any sane text.")
@@ -601,18 +560,7 @@ class LikeTier(Section):
 class PolicySettings(Section):
     """How a tier is chosen."""
 
-    reloads: ClassVar[frozenset[str]] = frozenset(
-        {
-            "loss_budget",
-            "negligible_loss",
-            "max_loss",
-            "sla_confidence",
-            "give_up",
-            "prices",
-            "max_slowdown",
-            "live_check_share",
-        }
-    )
+    reloads: ClassVar[frozenset[str]] = AllBut({"profiles"})
 
     loss_budget: Share | LikeTier = Field(
         LikeTier(),
@@ -694,7 +642,7 @@ class ProfileSettings(Section):
 class WaitSettings(Section):
     """Longest waits in the queue, by priority."""
 
-    reloads: ClassVar[frozenset[str]] = frozenset({"interactive", "standard", "batch"})
+    reloads: ClassVar[frozenset[str]] = AllBut()
 
     interactive: NonNegativeFloat = Field(10, description="Longest wait for a slot, in seconds.")
     standard: NonNegativeFloat = Field(30, description="Longest wait for a slot, in seconds.")
@@ -704,50 +652,23 @@ class WaitSettings(Section):
 class AdmissionSettings(Section):
     """Who gets the next free slot."""
 
-    reloads: ClassVar[frozenset[str]] = frozenset(
-        {"max_waiting", "oldest_every", "adaptive_limit", "affinity", "kv_open", "kv_close", "long_prompt_tokens"}
-    )
+    reloads: ClassVar[frozenset[str]] = AllBut()
 
     max_waiting: NonNegativeInt = Field(
         256, description="Most requests that wait for a slot; beyond, the least urgent is refused. 0: none waits."
     )
     max_wait_s: WaitSettings = WaitSettings()
-    oldest_every: int = Field(
-        8, ge=2, description="One slot in this many goes to the request that has waited longest, whatever its priority."
-    )
-    adaptive_limit: bool = Field(
-        True,
-        description="Admit to a profiled replica only as many requests as it starts without delay, judged by their "
-        "TTFT; at most `tiers.*.max_in_flight`.",
-    )
     affinity: bool = Field(
         True,
         description="Remember which prompts replicas hold in their prefix caches, and count it in the choice of the "
         "replica and in predictions.",
     )
-    kv_open: float = Field(0.88, gt=0, le=1, description="KV cache usage from which a replica gets no long prompts.")
-    kv_close: float = Field(0.792, gt=0, le=1, description="KV cache usage below which it gets them again.")
-    long_prompt_tokens: int = Field(512, ge=1, description="A prompt of more tokens than this is long.")
 
 
 class UpstreamSettings(Section):
     """How the router talks to engines."""
 
-    reloads: ClassVar[frozenset[str]] = frozenset(
-        {
-            "connect_timeout_s",
-            "first_token_timeout_s",
-            "token_timeout_s",
-            "answer_timeout_s",
-            "attempts",
-            "retry_share",
-            "retry_reserve",
-            "breaker_failures",
-            "breaker_failure_share",
-            "breaker_pause_s",
-            "breaker_longest_pause_s",
-        }
-    )
+    reloads: ClassVar[frozenset[str]] = AllBut()
 
     connect_timeout_s: PositiveFloat = Field(5, description="Time to open a connection.")
     first_token_timeout_s: PositiveFloat = Field(120, description="From sending a request to its first token.")
@@ -801,9 +722,7 @@ def _secret_header_value(key: SecretStr) -> SecretStr:
 class OverflowSettings(Section):
     """A server of OpenAI's API that answers what all tiers are too full for."""
 
-    reloads: ClassVar[frozenset[str]] = frozenset(
-        {"url", "api_key", "model", "name", "max_in_flight", "first_token_timeout_s"}
-    )
+    reloads: ClassVar[frozenset[str]] = AllBut()
 
     url: Annotated[str, AfterValidator(_overflow_address)] = Field(
         "",
@@ -867,7 +786,7 @@ class LoraSettings(Section):
 class OpenAISettings(Section):
     """OpenAI's API."""
 
-    reloads: ClassVar[frozenset[str]] = frozenset({"tier_policy", "aliases", "embeddings_urls"})
+    reloads: ClassVar[frozenset[str]] = AllBut()
 
     tier_policy: TierPolicy = Field("require", description="Of a tier named as `model`; `prefer` makes it a hint.")
     aliases: dict[str, Literal["auto"] | TierName] = Field({}, description='More model names, as in `gpt-4o = "auto"`.')
@@ -879,7 +798,7 @@ class OpenAISettings(Section):
 class AuthSettings(Section):
     """Who may use the router."""
 
-    reloads: ClassVar[frozenset[str]] = frozenset({"keys_file", "allow_keyless"})
+    reloads: ClassVar[frozenset[str]] = AllBut()
 
     keys_file: Path = Field(
         default_factory=lambda: config_dir() / "keys.json",
@@ -896,7 +815,7 @@ Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256
 class ClaimSettings(Section):
     """Which claims of a JWT say who it is for, and what that caller may do."""
 
-    reloads: ClassVar[frozenset[str]] = frozenset({"name", "rights"})
+    reloads: ClassVar[frozenset[str]] = AllBut()
 
     name: str = Field("sub", min_length=1, description="Claim of a token that names its caller.")
     rights: str = Field(
@@ -909,9 +828,7 @@ class ClaimSettings(Section):
 class JwtSettings(Section):
     """JWTs of an issuer, which let callers in as keys do."""
 
-    reloads: ClassVar[frozenset[str]] = frozenset(
-        {"issuer", "audience", "jwks", "algorithms", "leeway_s", "refresh_s", "keep_s"}
-    )
+    reloads: ClassVar[frozenset[str]] = AllBut()
 
     issuer: str = Field(
         "", description="Issuer of the tokens, as their claim `iss` has it; empty: tokens are not accepted."
@@ -922,13 +839,6 @@ class JwtSettings(Section):
     )
     algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)] = Field(
         ("RS256", "ES256", "EdDSA"), description="Algorithms of signatures that are accepted."
-    )
-    leeway_s: NonNegativeFloat = Field(
-        30, le=600, description="By which the issuer's clock and the router's may differ."
-    )
-    refresh_s: float = Field(300, ge=10, description="Seconds between two fetches of the keys.")
-    keep_s: PositiveFloat = Field(
-        86_400, description="For which the last keys stay in force while the issuer does not answer."
     )
     claims: ClaimSettings = ClaimSettings()
 
@@ -982,7 +892,6 @@ class BudgetSettings(Section):
         description="Usage by day, key, team and tier; without `state.redis_url` also what budgets have used. Routers of "
         "one machine may share it.",
     )
-    keep_days: int = Field(400, ge=1, le=36_500, description="Days for which usage is kept.")
     metrics_keys: int = Field(
         50, ge=0, description="Keys, in the key file's order, that have metrics of their own; the rest are `other`."
     )
@@ -1018,7 +927,6 @@ class TelemetrySettings(Section):
         None,
         description="File for every decision with all its inputs except the prompt; `benchmarks/replay.py` reads it.",
     )
-    decision_log_mb: int = Field(100, ge=1, description="Size at which that file is rotated; three old ones are kept.")
     log_format: Literal["text", "json"] = Field("text", description="Format of the router's log on standard error.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Level of that log: `info` has one line for each failure, and what `request_lines` adds."
@@ -1034,7 +942,6 @@ class TelemetrySettings(Section):
         description="The same log, `info` and up, is written as JSON to `router-PORT.log` in `engine.log_dir`, which is "
         "rotated at this size. 0: no such file.",
     )
-    log_files: int = Field(3, ge=1, description="Old files of that log that are kept.")
 
     def trace_address(self, trace_id: str) -> str | None:
         """Return the address of a trace in the viewer; None: no viewer is known."""

@@ -143,7 +143,7 @@ ENGINES: dict[str, tuple[Chart, ...]] = {
         Chart("In flight", COUNT, "Requests on each replica, added over routers, and what one router gives it at once.",
               ((f"sum by (replica) (qarr_requests_in_flight{{{J}}})", "{{replica}}"),
                (seen("qarr_requests_limit", "replica"), "{{replica}} limit"))),
-        Chart("KV cache", SHARE, "From 88 % on (admission.kv_open) a replica gets no more long prompts.",
+        Chart("KV cache", SHARE, "From 88 % on a replica gets no more long prompts.",
               ((seen("qarr_kv_cache_usage_ratio", "replica"), "{{replica}}"),), limit=0.85),
         Chart("Restarts", COUNT, "Engines started again by themselves, in half an hour.",
               ((f"sum by (tier) (increase(qarr_engine_restarts_total{{{J}}}[30m]))", "{{tier}}"),), limit=3),

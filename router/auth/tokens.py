@@ -36,6 +36,9 @@ log = logging.getLogger(f"qarr.{__name__}")
 LOOK_S = 1.0  # between two looks at whether the keys must be read again
 AGAIN_S = 10.0  # least time between two fetches
 FETCH_S = 5.0  # for which a fetch may take, and requests wait for it
+REFRESH_S = 300.0  # between two fetches
+KEEP_S = 86_400.0  # for which the last keys stay in force while the issuer does not answer
+LEEWAY_S = 30.0  # by which the issuer's clock and the router's may differ
 MOST_BYTES = 1 << 18  # of a JWKS
 MOST_TOKEN_CHARS = 8192
 MOST_REMEMBERED = 4096  # checked tokens
@@ -110,7 +113,7 @@ class Tokens:
         caller = self._caller(claims)
         if len(self._known) >= MOST_REMEMBERED:
             self._known.pop(next(iter(self._known)))
-        self._known[digest] = (claims["exp"] + self.settings.leeway_s, caller)
+        self._known[digest] = (claims["exp"] + LEEWAY_S, caller)
         return caller
 
     def holds(self, caller: Caller) -> bool:
@@ -126,7 +129,7 @@ class Tokens:
 
     def look(self) -> None:
         """Read the keys again if that is due."""
-        due = self._read_at is None or self._now() - self._read_at > self.settings.refresh_s
+        due = self._read_at is None or self._now() - self._read_at > REFRESH_S
         if self._url is None or due:
             self._begin()
 
@@ -156,7 +159,7 @@ class Tokens:
         except (IssuerError, TimeoutError) as error:
             text = str(error) or f"{self._url} does not answer within {FETCH_S:g} s"
             if text != self._wrong:
-                log.warning("jwt.jwks: %s; the keys read before stay in force for %g s", text, self.settings.keep_s)
+                log.warning("jwt.jwks: %s; the keys read before stay in force for a day", text)
             self._wrong = text
         else:
             if self._wrong:
@@ -186,10 +189,8 @@ class Tokens:
     def _check_age(self) -> None:
         if self._read_at is None:
             raise UnknownSigner("the issuer's keys are not known yet: try again")
-        if self._now() - self._read_at > self.settings.keep_s:
-            raise UnknownSigner(
-                "the issuer's keys could not be read for too long (jwt.keep_s): tokens are not accepted"
-            )
+        if self._now() - self._read_at > KEEP_S:
+            raise UnknownSigner("the issuer's keys could not be read for a day: tokens are not accepted")
 
     def _claims(self, token: str) -> Mapping[str, Any]:
         settings = self.settings
@@ -202,7 +203,7 @@ class Tokens:
                 )
             claims: dict[str, Any] = jwt.decode(
                 token, signer.key.key, algorithms=[algorithm],
-                audience=settings.audience, issuer=settings.issuer, leeway=settings.leeway_s,
+                audience=settings.audience, issuer=settings.issuer, leeway=LEEWAY_S,
                 options={"require": ["exp", "iss", "aud", settings.claims.name]},
             )  # fmt: skip
             return {**claims, "exp": float(claims["exp"])}

@@ -67,8 +67,6 @@ def make_ray_deployment(settings: Settings, checkpoints: Sequence[Checkpoint]) -
         log_dir=str(settings.engine.log_dir.absolute()),
         base_port=settings.engine.base_port,
         start_timeout_s=settings.engine.start_timeout_s,
-        unreachable_s=settings.engine.unreachable_s,
-        stop_grace_s=settings.engine.stop_grace_s,
         traced=engine_target() is not None,
     )
     follows = settings.model_copy(

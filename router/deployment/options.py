@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from tiers.spec import TierName
 
 CANARY_FILE = "canary.json"
+MAX_SLOWDOWN = 8.0  # per token, of an engine alone on the machine against its latency profile
 
 
 def fleet_options(settings: Settings) -> FleetOptions:
     """Return when replicas get fewer requests or none."""
-    admission, upstream = settings.admission, settings.upstream
+    upstream = settings.upstream
     return FleetOptions(
         breaker=BreakerOptions(
             failures=upstream.breaker_failures,
@@ -30,11 +31,7 @@ def fleet_options(settings: Settings) -> FleetOptions:
             pause_s=upstream.breaker_pause_s,
             longest_pause_s=upstream.breaker_longest_pause_s,
         ),
-        adaptive_limit=admission.adaptive_limit,
-        kv_open=admission.kv_open,
-        kv_close=admission.kv_close,
-        long_prompt_tokens=admission.long_prompt_tokens,
-        affinity=admission.affinity,
+        affinity=settings.admission.affinity,
     )
 
 
@@ -44,18 +41,9 @@ def supervisor_options(settings: Settings, machine: str) -> SupervisorOptions:
     return SupervisorOptions(
         log_dir=engine.log_dir,
         start_timeout_s=engine.start_timeout_s,
-        stop_grace_s=engine.stop_grace_s,
         external_api_key=engine.api_key,
         warmup=WarmupPlan(engine.warmup_question, engine.warmup_expected),
-        watchdog=WatchdogOptions(
-            max_restarts=engine.max_restarts,
-            restart_window_s=engine.restart_window_s,
-            hang_s=engine.hang_s,
-            unreachable_s=engine.unreachable_s,
-            slow_factor=engine.slow_factor,
-            slow_s=engine.slow_s,
-            min_hit_rate=engine.min_prefix_hit_rate,
-        ),
+        watchdog=WatchdogOptions(max_restarts=engine.max_restarts, hang_s=engine.hang_s),
         operations=OperationOptions(
             drain_s=engine.drain_s,
             beside=engine.recycle == "beside",
@@ -78,4 +66,4 @@ def dns_names(settings: Settings) -> dict[TierName, str]:
 def make_canary(settings: Settings, machine: str) -> Canary:
     """Return what engines started here are compared with."""
     engine, path = settings.engine, settings.policy.profiles / CANARY_FILE
-    return Canary(path, machine, engine.canary_min_agreement, engine.canary_max_slowdown)
+    return Canary(path, machine, engine.canary_min_agreement, MAX_SLOWDOWN)

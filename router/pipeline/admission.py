@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tiers.fleet import Fleet, Lease
     from tiers.spec import TierName, TierSpec
 
+OLDEST_EVERY = 8  # one slot in so many goes to the request that has waited longest
 TICK_S = 0.1  # slots free by time as well: engines get ready, breakers half-open
 
 
@@ -281,7 +282,7 @@ class Admission:
 
     def _for_the_oldest(self, tier: TierName) -> bool:
         """Tell whether a tier's next slot goes to the request that has waited longest; true until that takes it."""
-        return self._granted[tier] % self._options.oldest_every == self._options.oldest_every - 1
+        return self._granted[tier] % OLDEST_EVERY == OLDEST_EVERY - 1
 
     def _settle(self, entry: _Waiting, decision: Decision, reserved: Collection[str]) -> bool:
         """Admit or refuse a request as decided; return False if it has to go on waiting."""

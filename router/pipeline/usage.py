@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(f"qarr.{__name__}")
 WRITE_S = 1.0
 AT_ONCE = 100
+KEEP_DAYS = 400
 
 
 class Row(NamedTuple):
@@ -73,14 +74,11 @@ class UsageLog:
     Args:
         database: Where it is written.
         charging: What requests cost.
-        keep_days: After which days are removed.
         now: The clock, in seconds since 1970.
     """
 
-    def __init__(
-        self, database: Database, charging: Charging, keep_days: int, now: Callable[[], float] = time.time
-    ) -> None:
-        self._database, self._charging, self._keep_days, self._now = database, charging, keep_days, now
+    def __init__(self, database: Database, charging: Charging, now: Callable[[], float] = time.time) -> None:
+        self._database, self._charging, self._now = database, charging, now
         self._records: list[RequestRecord] = []
         self._unwritten: dict[Row, Use] = defaultdict(Use)
         self._removed = ""  # the day on which old days were last removed
@@ -119,7 +117,7 @@ class UsageLog:
             return
         rows, self._unwritten = self._unwritten, defaultdict(Use)
         now = self._now()
-        oldest = periods(now - self._keep_days * 86_400).day if self._removed != periods(now).day else ""
+        oldest = periods(now - KEEP_DAYS * 86_400).day if self._removed != periods(now).day else ""
         try:
             await self._database.change(partial(_add, rows, oldest))
         except (OSError, sqlite3.Error):

@@ -41,6 +41,7 @@ PIPELINED = 16  # requests that may wait on one connection
 SPARE_CONNECTIONS = 64  # beyond the bound: these get an error, further ones are dropped
 FRAMING = 8  # bytes on the wire for each byte of a body: a chunk of one byte takes six
 UNSENT_BYTES = 1 << 16  # of an answer that the kernel may hold unsent
+MAX_HEADERS = 100  # of a request
 FILES_BESIDES = 256  # open files besides connections
 
 
@@ -131,7 +132,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             else:
                 self._refuse(BodyTooLarge(self.bounds.max_body_bytes))
         elif self._fed > self.bounds.max_header_bytes:
-            self._refuse(HeadTooLarge(self.bounds.max_header_bytes, self.bounds.max_headers))
+            self._refuse(HeadTooLarge(self.bounds.max_header_bytes, MAX_HEADERS))
         elif self.cycle is None or self.cycle.response_complete:
             self._expect()
 
@@ -150,8 +151,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._part += 1
         self._settle()
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > bounds.max_header_bytes or len(self.headers) > bounds.max_headers:
-            self._fault = HeadTooLarge(bounds.max_header_bytes, bounds.max_headers)
+        if size > bounds.max_header_bytes or len(self.headers) > MAX_HEADERS:
+            self._fault = HeadTooLarge(bounds.max_header_bytes, MAX_HEADERS)
         elif self.parser.get_http_version() not in {"1.0", "1.1"}:
             self._fault = NotHttp("only HTTP/1.0 and HTTP/1.1 are spoken here")
         elif not self._names_one_host():

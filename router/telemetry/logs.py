@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from router.telemetry.record import RequestRecord
 
 ROUTER_FILE = "router-{port}.log"
+OLD_FILES = 3
 MAX_CHARS = 4_000  # of one message: an engine's error may have any length
 PATH_CHARS = 120
 NOT_LOGGED = {"/health", "/healthz", "/readyz"}  # their 503 is no failure, and load balancers ask every second
@@ -176,7 +177,7 @@ class Logging:
             return None
         path = folder / ROUTER_FILE.format(port=port)
         try:
-            self._file = file = _File(path, self._telemetry.log_file_mb << 20, self._telemetry.log_files, "the log")
+            self._file = file = _File(path, self._telemetry.log_file_mb << 20, OLD_FILES, "the log")
         except OSError as error:
             logging.getLogger("qarr.router").warning("no log is kept in %s: %s", path, error.strerror)
             return None

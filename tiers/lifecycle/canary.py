@@ -158,7 +158,7 @@ class Canary:
         if ratio > self.max_slowdown:
             raise CanaryRefused(
                 f"it takes {measured.step_ms(1):.1f} ms for a token while idle, {ratio:.1f} times the profile's "
-                f"{profiled.step_ms(1):.1f} ms; {self.max_slowdown:g} times are allowed (engine.canary_max_slowdown): a "
+                f"{profiled.step_ms(1):.1f} ms; {self.max_slowdown:g} times are allowed: a "
                 f"kernel is missing, or something else uses the machine. If tier {spec.name} is meant to be so slow, "
                 f"measure it again: qarr profile latency"
             )

@@ -271,10 +271,7 @@ class Supervisor:
             api_key=launch.api_key if launch else self._options.external_api_key,
             model=launch.served_model if launch else "",
         )
-        watchdog = self._options.watchdog
-        if launch is None:  # others' prompts tell nothing of an engine's prefix cache
-            watchdog = replace(watchdog, min_hit_rate=0.0)
-        engine = Engine(self.fleet.add(replica), launch, watchdog, note=note)
+        engine = Engine(self.fleet.add(replica), launch, self._options.watchdog, note=note)
         self._made[spec.name] += 1
         self._engines[replica.id] = engine
         life = partial(self._run_here, engine, launch) if launch else partial(self._run_elsewhere, engine)

@@ -23,7 +23,6 @@ STEADY_S = 180.0  # an engine that was ready this long starts at the first backo
 HANG_PROOF_S = 30.0  # time for an engine that seems to hang to answer
 CALM_SEQUENCES = 2  # up to this many requests, an engine's TTFT does not depend on its queue
 WINDOW_ANSWERS = 10  # first tokens per mean of an engine's own TTFT
-WINDOW_QUERIES = 2000  # prompt tokens per prefix-cache hit rate
 FIXED_TOKENS = 64  # added to a prompt's tokens, because the TTFT of an empty prompt is not 0
 
 
@@ -38,7 +37,6 @@ class WatchdogOptions:
         unreachable_s: Without an answer to health checks; then it is killed.
         slow_factor: Too slow: by this factor slower than predicted, or than it was itself. 0: not checked.
         slow_s: An engine is recycled after being too slow for this long.
-        min_hit_rate: Of the prefix cache, 0..1. Below it for ``slow_s``, having been above: recycled. 0: not checked.
     """
 
     max_restarts: int = 5
@@ -47,7 +45,6 @@ class WatchdogOptions:
     unreachable_s: float = 60.0
     slow_factor: float = 4.0
     slow_s: float = 600.0
-    min_hit_rate: float = 0.0
 
 
 class Restarts:
@@ -82,18 +79,16 @@ class Restarts:
 class Wear:
     """Whether an engine has been so slow for so long since its start that it is to be recycled.
 
-    There are three signs: live answers are slower than the speed model predicts for their load; the engine's own mean
-    TTFT per computed prompt token, with next to no load, is worse than its best; the hit rate of its prefix cache has
-    fallen. The last one is only checked on request, because traffic without common prefixes has no hits.
+    There are two signs: live answers are slower than the speed model predicts for their load; the engine's own mean TTFT
+    per computed prompt token, with next to no load, is worse than its best.
     """
 
     def __init__(self, options: WatchdogOptions) -> None:
         self._options = options
         self._last: Counters | None = None
-        self._calm = self._queries = Counters()
+        self._calm = Counters()
         self._best_pace = math.inf
-        self._had_rate = False
-        self._off, self._own, self._missing = _Spell(), _Spell(), _Spell()
+        self._off, self._own = _Spell(), _Spell()
 
     def note(self, now: float, off: float, counters: Counters, *, sequences: int) -> str | None:
         """Take in one reading; return why the engine is to be recycled, or None.
@@ -106,8 +101,7 @@ class Wear:
         """
         news, self._last = counters.since(self._last or counters), counters
         self._calm = self._calm.plus(news) if sequences <= CALM_SEQUENCES else Counters()
-        self._queries = self._queries.plus(news)
-        for sign in (self._slow_answers(now, off), self._slow_itself(now), self._forgetful(now)):
+        for sign in (self._slow_answers(now, off), self._slow_itself(now)):
             if sign is not None:
                 return f"{sign}, for {self._options.slow_s:g} s"
         return None
@@ -129,17 +123,6 @@ class Wear:
         lasted_s = self._own.note(now, bad=pace > factor * self._best_pace > 0)
         ratio = pace / max(self._best_pace, 1e-9)
         return f"its own time to first token is {ratio:.1f} times its best" if self._long(lasted_s) else None
-
-    def _forgetful(self, now: float) -> str | None:
-        """Check the prompt tokens that were looked up in the prefix cache, once there are enough of them."""
-        queries, least = self._queries, self._options.min_hit_rate
-        if queries.cache_queries < WINDOW_QUERIES:
-            return None
-        self._queries = Counters()
-        rate = queries.cache_hits / queries.cache_queries
-        self._had_rate = self._had_rate or rate >= least
-        lasted_s = self._missing.note(now, bad=self._had_rate and rate < least)
-        return f"its prefix cache answers only {rate:.0%}" if self._long(lasted_s) else None
 
     def _long(self, lasted_s: float | None) -> bool:
         return lasted_s is not None and lasted_s >= self._options.slow_s

@@ -262,13 +262,12 @@ def test_supervision_follows_the_settings(tmp_path: Path) -> None:
             "warmup_expected": "42",
         },
         upstream={"breaker_failures": 9, "breaker_pause_s": 4},
-        admission={"kv_open": 0.5, "kv_close": 0.4, "adaptive_limit": False, "long_prompt_tokens": 11},
+        admission={"affinity": False},
         policy={"profiles": tmp_path},
         profile={"live": False},
     )
     fleet, supervised = fleet_options(given), supervisor_options(given, "a machine")
-    assert (fleet.breaker.failures, fleet.breaker.pause_s) == (9, 4)
-    assert (fleet.kv_open, fleet.kv_close, fleet.adaptive_limit, fleet.long_prompt_tokens) == (0.5, 0.4, False, 11)
+    assert (fleet.breaker.failures, fleet.breaker.pause_s, fleet.affinity) == (9, 4, False)
     assert (supervised.watchdog.hang_s, supervised.watchdog.max_restarts) == (7, 2)
     assert (supervised.operations.beside, supervised.operations.drain_s) == (False, 3)
     assert (supervised.external_api_key, supervised.warmup.expected, supervised.live_speed) == ("k", "42", False)

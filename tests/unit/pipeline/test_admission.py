@@ -175,9 +175,10 @@ async def test_long_prompts_that_wait_for_a_cache_do_not_stop_short_ones(tmp_pat
     long.cancel()
 
 
-async def test_who_has_waited_longest_gets_every_nth_place(tmp_path: Path) -> None:
+async def test_who_has_waited_longest_gets_every_nth_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request of the lowest class is served though more urgent ones never stop coming."""
-    at = door(tmp_path, {FAST: 1}, oldest_every=4)
+    monkeypatch.setattr("router.pipeline.admission.OLDEST_EVERY", 4)
+    at = door(tmp_path, {FAST: 1})
     held = await at.hold(FAST)
     patient = at.ask(priority=PRIORITIES["batch"])
     await at.seen()
@@ -195,9 +196,10 @@ async def test_who_has_waited_longest_gets_every_nth_place(tmp_path: Path) -> No
         task.cancel()
 
 
-async def test_the_oldest_keeps_its_turn_until_it_fits(tmp_path: Path) -> None:
+async def test_the_oldest_keeps_its_turn_until_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With two replicas, the places that others get meanwhile do not take its turn away."""
-    at = door(tmp_path, {FAST: 2}, replicas=2, oldest_every=2)
+    monkeypatch.setattr("router.pipeline.admission.OLDEST_EVERY", 2)
+    at = door(tmp_path, {FAST: 2}, replicas=2)
     held = [await at.hold(FAST) for _ in range(4)]
     patient = at.ask(sequences=2, priority=PRIORITIES["batch"])
     await at.seen()

@@ -120,7 +120,7 @@ def test_few_keys_have_labels(tmp_path: Path) -> None:
 async def test_old_days_are_removed(tmp_path: Path) -> None:
     """Once a day, what is older than the days that are kept; the rest outlives the process."""
     database, row = Database(tmp_path / "usage.sqlite"), Row("2026-01-01", "k", "", "fast")
-    log = UsageLog(database, None, keep_days=10, now=lambda: 1_767_225_600.0 + 10 * 86_400)  # type: ignore[arg-type]
+    log = UsageLog(database, None, now=lambda: 1_767_225_600.0 + 400 * 86_400)  # type: ignore[arg-type]
     for day in ("2025-12-31", "2026-01-01", "2026-01-01"):
         log._unwritten[row._replace(day=day)] = Use(1, 2, 3, 4, 5, 6, 7, 8)
         await log.write()
@@ -136,7 +136,7 @@ async def test_usage_that_cannot_be_written_is_kept(tmp_path: Path) -> None:
     folder, row = tmp_path / "usage", Row("2026-01-01", "k", "", "fast")
     folder.write_text("in the way")
     database = Database(folder / "usage.sqlite")
-    log = UsageLog(database, None, keep_days=10, now=lambda: 1_767_225_600.0)  # type: ignore[arg-type]
+    log = UsageLog(database, None, now=lambda: 1_767_225_600.0)  # type: ignore[arg-type]
     log._unwritten[row] = Use(1)
     with pytest.raises(OSError, match="exists"):
         await log.write()

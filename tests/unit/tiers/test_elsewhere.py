@@ -301,13 +301,6 @@ async def test_the_last_engine_of_a_tier_serves_on_however_slow(
         assert caplog.text.count("serves on") == 1
 
 
-async def test_a_prefix_cache_that_others_use_tells_nothing(tmp_path: Path) -> None:
-    """Their prompts decide on its hit rate."""
-    async with elsewhere(tmp_path, Behaviour(), watchdog=WatchdogOptions(min_hit_rate=0.9)) as watched:
-        (engine,) = watched.engines
-        assert engine.options.min_hit_rate == 0.0
-
-
 async def test_a_wait_behind_others_is_no_wear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine's own times to a first token count only while nobody else has requests on it."""
     seen: list[int] = []
