@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
@@ -135,8 +136,14 @@ def wire_router(
     lifespan = _lifespan(wired, streams, live, usage, keys=keys, tls=tls)
     parts = _Parts(wired, server_state, keys, streams, operations, routes, lifespan, tls)
     app, direct, local_names = _served(parts, settings)
-    gate = Gate(app, keys, telemetry, server_state, answered=metrics.answered, direct=direct, local_names=local_names)
-    return Router(telemetry.instrument(gate), pipeline, partial(_prepare, parts, gate))
+    origins, answered = settings.server.cors_origins, metrics.answered
+    gate = Gate(
+        app, keys, telemetry, server_state, answered=answered, direct=direct, local_names=local_names, origins=origins
+    )
+    outer: ASGIApp = gate if not origins else CORSMiddleware(
+        gate, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
+    )  # fmt: skip
+    return Router(telemetry.instrument(outer), pipeline, partial(_prepare, parts, gate))
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,11 @@ def config_dir() -> Path:
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
+Origin = Annotated[
+    str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[a-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:]+\](:[0-9]{1,5})?)$")
+]
+
+
 class AllBut(frozenset[str]):
     """Every name except these."""
 
@@ -110,7 +115,7 @@ class Section(BaseModel):
 class ServerSettings(Section):
     """Where the router listens."""
 
-    reloads: ClassVar[frozenset[str]] = AllBut({"host", "port", "runtime_dir"})
+    reloads: ClassVar[frozenset[str]] = AllBut({"cors_origins", "host", "port", "runtime_dir"})
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
@@ -119,6 +124,10 @@ class ServerSettings(Section):
     )
     allowed_hosts: tuple[str, ...] = Field(
         (), description="Host names besides addresses and localhost to which a keyless router on loopback answers."
+    )
+    cors_origins: tuple[Origin, ...] = Field(
+        (),
+        description="Origins whose web pages may send requests, as in `https://chat.example.com`; `*`: all, with a key.",
     )
     max_body_bytes: int = Field(1 << 20, ge=1024, description="Request bodies over this are refused unread.")
     max_header_bytes: int = Field(32768, ge=1024, description="Requests with a longer path and headers are refused.")

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import time
+import zlib
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, Protocol
+
+import zstandard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -16,6 +21,8 @@ if TYPE_CHECKING:
 
 CONTEXT, TRACKER = "qarr.context", "qarr.tracker"  # in a scope: what ``context_of`` and ``tracker_of`` return
 CLIENT = "qarr.client"  # in a scope: the request's ``Client``, where the server has one
+CODINGS = ("gzip", "deflate", "zstd")  # of a request's body
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 HOLD = "qarr.hold"  # in the message that starts an answer: its body follows at once
 
 
@@ -47,6 +54,10 @@ class BodyTooLarge(Exception):
     def __init__(self, limit: int) -> None:
         super().__init__(f"the request body is larger than {limit} bytes")
         self.limit = limit
+
+
+class UnknownCoding(Exception):
+    """A request body in a coding that is not known here, or not in the one that its head says."""
 
 
 class ForeignHost(Exception):
@@ -105,9 +116,10 @@ def forget(scope: Scope) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """Read a request's body, up to ``limit`` bytes.
+    """Read a request's body, up to ``limit`` bytes, these also without its coding; a byte order mark is left out.
 
     Raises:
+        UnknownCoding: It is coded in a way that is not known here, or not as its head says.
         BodyTooLarge: It is announced or found to be larger; the rest is left unread.
         ClientGone: The client went away before it was complete.
     """
@@ -128,7 +140,51 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         parts.append(part)
         if not message.get("more_body", False):
             context.arrived = time.monotonic()
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+            body = parts[0] if len(parts) == 1 else b"".join(parts)
+            if b"content-encoding" in context.sent:
+                body = _decoded(body, context.header(b"content-encoding") or "", limit)
+            return body.removeprefix(BYTE_ORDER_MARK)
+
+
+def _decoded(body: bytes, codings: str, limit: int) -> bytes:
+    for coding in reversed([name.strip().lower().removeprefix("x-") for name in codings.split(",") if name.strip()]):
+        try:
+            if coding == "gzip":
+                body = gzip.GzipFile(fileobj=BytesIO(body)).read(limit + 1)
+            elif coding == "deflate":
+                body = _inflated(body, limit)
+            elif coding == "zstd":
+                body = _zstd(body, limit)
+            elif coding != "identity":
+                known = ", ".join(CODINGS)
+                raise UnknownCoding(f"a body in the coding {coding[:40]!r} cannot be read: {known} are known")
+        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+            raise UnknownCoding(f"the body is not {coding}, as its Content-Encoding says: {error}") from None
+        if len(body) > limit:
+            raise BodyTooLarge(limit)
+    return body
+
+
+def _inflated(body: bytes, limit: int) -> bytes:
+    headed = len(body) > 1 and body[0] & 15 == zlib.DEFLATED and not int.from_bytes(body[:2]) % 31  # RFC 1950
+    reader = zlib.decompressobj(zlib.MAX_WBITS if headed else -zlib.MAX_WBITS)  # some send it without zlib's header
+    found = reader.decompress(body, limit + 1)
+    if not reader.eof and len(found) <= limit:
+        raise EOFError("it ends too early")
+    return found
+
+
+def _zstd(body: bytes, limit: int) -> bytes:
+    decoder = zstandard.ZstdDecompressor(max_window_size=1 << 23)  # what RFC 8878 asks decoders for, and no more
+    found = decoder.stream_reader(body).read(limit + 1)
+    if (
+        len(found) <= limit
+    ):  # so that it is safe to read it without a bound: the bounded reader does not tell of its end
+        frame = decoder.decompressobj()
+        frame.decompress(body)
+        if not frame.eof or frame.unused_data:
+            raise EOFError("it is not one whole frame")
+    return found
 
 
 def cancel_on_disconnect(scope: Scope) -> None:

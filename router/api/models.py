@@ -143,7 +143,7 @@ def resolve(document: JsonObject, settings: OpenAISettings, fleet: Fleet) -> Cho
         UnknownModel: The name is not known.
     """
     name = document.get("model")
-    if name is None:
+    if name is None or name == "":
         return _CHOICES["auto"]
     if isinstance(name, str) and name in _CHOICES and name not in settings.aliases:
         return _CHOICES[name]

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from router.api.asgi import (
+    CODINGS,
     BodyTooLarge,
     ClientGone,
     ForeignHost,
@@ -20,6 +21,7 @@ from router.api.asgi import (
     NotHttp,
     TooManyConnections,
     TooSlow,
+    UnknownCoding,
     context_of,
 )
 from router.api.bodies import FieldProblem, InvalidBody, json_response
@@ -310,6 +312,9 @@ def _http(error: HTTPException) -> Problem:
 PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
     InvalidBody: _invalid_body,
     BodyTooLarge: _body_too_large,
+    UnknownCoding: _plain(
+        415, "unknown-coding", "The request body cannot be decoded", headers={"accept-encoding": ", ".join(CODINGS)}
+    ),
     Unauthorized: _unauthorized,
     BeyondKey: _beyond_key,
     OverQuota: _over_quota,

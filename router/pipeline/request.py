@@ -64,7 +64,8 @@ class RequestContext:
     @property
     def headers(self) -> dict[str, str]:
         """Return the headers of every response."""
-        return {"x-request-id": self.request_id, "x-qarr-trace-id": self.trace_id, **self.limits}
+        anthropic = {"request-id": self.request_id} if self.route.startswith("/v1/messages") else {}
+        return {"x-request-id": self.request_id, "x-qarr-trace-id": self.trace_id, **anthropic, **self.limits}
 
 
 @dataclass(frozen=True, slots=True)

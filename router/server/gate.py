@@ -9,7 +9,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from router.api.asgi import CLIENT, CONTEXT, TRACKER, ForeignHost, ForeignPage, body_message, context_of, forget
-from router.api.paths import PAGE, ErrorForm, error_form
+from router.api.paths import PAGE, error_form
 from router.api.problems import Draining, describe, is_known, response_to
 from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized, UnknownSigner
 from router.lifecycle import ResponseTracker, ServerPhase
@@ -44,6 +44,7 @@ class Gate:
         direct: Applications that answer POST requests, by path, without passing the router's middleware and routing.
         local_names: Names besides localhost under which a router on loopback serves; None: it does not listen on
             loopback, and serves under any name.
+        origins: Whose pages may send requests without a key.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class Gate:
         answered: Callable[[str, str, int], None],
         direct: Mapping[str, ASGIApp],
         local_names: Collection[str] | None = None,
+        origins: Collection[str] = (),
     ) -> None:
+        self._origins = origins
         self._keys, self._telemetry, self._server_state, self._answered = keys, telemetry, server_state, answered
         self.take(app, direct, local_names)
 
@@ -149,24 +152,27 @@ class Gate:
             if self._names is not None and path not in OPEN_PATHS:
                 self._check_host(context.header(b"host") or "")
             if method not in SAFE_METHODS:
-                _check_origin(context)
+                _check_origin(context, self._origins)
             return ANONYMOUS
         return self._keys.find(_sent_key(context))
 
 
 def _sent_key(context: RequestContext) -> str:
-    """Return the key that a request carries, which Anthropic's clients send in a header of their own.
+    """Return the key that a request carries: as most clients send it, as Anthropic's do (x-api-key) or Azure's (api-key).
 
     Raises:
-        Unauthorized: It carries none.
+        Unauthorized: It carries none, or several.
     """
-    scheme, _, key = (context.header(b"authorization") or "").partition(" ")
-    if scheme.lower() == "bearer" and key.strip():
-        return key.strip()
-    anthropic = error_form(context.route) is ErrorForm.ANTHROPIC
-    if anthropic and (key := (context.header(b"x-api-key") or "").strip()):
-        return key
-    raise Unauthorized(f"send a key as 'Authorization: Bearer KEY'{' or as x-api-key' if anthropic else ''}")
+    scheme, _, bearer = (context.header(b"authorization") or "").partition(" ")
+    sent = (bearer if scheme.lower() == "bearer" else "", context.header(b"x-api-key"), context.header(b"api-key"))
+    keys = {key.strip() for key in sent if key and key.strip()}
+    if len(keys) == 1:
+        return keys.pop()
+    raise Unauthorized(
+        "the request carries several keys: send one"
+        if keys
+        else "send a key as 'Authorization: Bearer KEY' or x-api-key"
+    )
 
 
 @lru_cache(1024)
@@ -191,14 +197,14 @@ async def _end_with_error(scope: Scope, receive: Receive, tracker: ResponseTrack
         await tracker.send(body_message(problem.event(form, context.ids) + b"\n\n", more=False))
 
 
-def _check_origin(context: RequestContext) -> None:
+def _check_origin(context: RequestContext, allowed: Collection[str]) -> None:
     """Refuse a request that a web page of another origin makes a browser send, if no key shows who sends it.
 
     Browsers name the origin's relation in ``Sec-Fetch-Site``, except old ones, and except towards a plain http address
     of another machine; but all of them send ``Origin`` with every POST. Other programs send neither.
     """
     site, origin = context.header(b"sec-fetch-site"), context.header(b"origin")
-    if site in {"same-origin", "none"} or (site is None and origin is None):
+    if site in {"same-origin", "none"} or (site is None and origin is None) or origin in allowed:
         return
     if site is None and origin is not None:
         scheme, _, authority = origin.lower().partition("://")
@@ -207,8 +213,8 @@ def _check_origin(context: RequestContext) -> None:
             return
     raise ForeignPage(
         "without keys this router takes requests from programs and from its own page, and a browser says (Sec-Fetch-Site, "
-        "Origin) that a page of another origin sent this one: serve that page and the router at one address, or make keys "
-        "('qarr keys add')"
+        "Origin) that a page of another origin sent this one: name that origin in server.cors_origins, or make "
+        "keys ('qarr keys add')"
     )
 
 

@@ -13,6 +13,7 @@ import secrets
 import socket
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.aio import Signal
@@ -120,7 +121,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 self.transport.abort()
             return
         part = self._part
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._leaving or self.transport.is_closing():
             return
         self._fed = self._fed + len(data) if part == self._part else 0
@@ -136,6 +138,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         elif self.cycle is None or self.cycle.response_complete:
             self._expect()
 
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._upgrades():  # it is ignored (RFC 9110, section 7.8), but the parser has skipped the request's body
+                lines = [self.parser.get_method() + b" " + self.url + b" HTTP/1.1"]
+                lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+                self._parse(b"\r\n".join(lines) + b"\r\n\r\n" + data[upgrade.args[0] :])
+
+    def _upgrades(self) -> bool:
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header; ignore the trailers of a chunked body."""
         if not self._in_body:
@@ -147,6 +165,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         Raises:
             Exception: It is not; ``send_400_response`` then answers why.
         """
+        if self._upgrades():
+            return
         bounds = self.bounds
         self._part += 1
         self._settle()
@@ -167,10 +187,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.cycle.transport = cast("asyncio.Transport", _Exit(self.transport, self._end))
         self.cycle.message_event = cast("asyncio.Event", Signal())
         if self.parser.should_upgrade():
-            self.cycle.keep_alive = False  # nothing after it could be read
+            self.cycle.keep_alive = False  # CONNECT: nothing after it could be read
 
     def on_message_complete(self) -> None:
         """Note the end of a request."""
+        if self._upgrades():
+            return
         super().on_message_complete()
         self._part += 1
         self._settle()
@@ -207,9 +229,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._client = HttpClient(app, cycle)
         super()._start_asgi_task(cycle, self._client)
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Log nothing: a request for another protocol may be answered in this one."""
 
     def _names_one_host(self) -> bool:
         """Tell whether a request names exactly one host; a host in its path replaces the header."""
