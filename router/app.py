@@ -356,7 +356,6 @@ def _lifespan(
 
 
 def _routes(wired: _Wired, pipeline: Pipeline, settings: Settings, status: Status) -> list[Endpoint]:
-    """Return the routes of what is asked more seldom."""
     models = Models(pipeline.fleet, settings.openai, pipeline.telemetry, wired.about["model"], int(time.time()))
     small = Passthrough(wired.upstream, pipeline.quotas, pipeline.fleet, pipeline.telemetry, settings)
     return [

@@ -53,7 +53,6 @@ class ProviderBody(BaseModel):
     @field_validator("order", "only", "ignore")
     @classmethod
     def _known_tiers(cls, names: list[str] | None, info: ValidationInfo) -> list[str] | None:
-        """Check that there are such tiers, where the ``Rules`` are known."""
         known: Sequence[TierName] | None = getattr(info.context, "tiers", None)
         for name in names or ():
             if known is not None and name not in known:
@@ -151,7 +150,6 @@ class RoutingFields(BaseModel):
     @field_validator("tier")
     @classmethod
     def _known_tier(cls, tier: str, info: ValidationInfo) -> str:
-        """Check that there is such a tier; ``Rules`` are the validation context."""
         rules: Rules = info.context or STANDARD_RULES
         if tier != "auto" and tier not in rules.tiers:
             raise ValueError(f"there is no tier {tier[:40]!r}")

@@ -286,7 +286,6 @@ class ResumableStreams:
 async def _made(
     stream: ResumableStream, work: Callable[[ResumableStream], Coroutine[Any, Any, None]], request_id: str
 ) -> None:
-    """Make a stream's events; its reader gets an error."""
     try:
         await work(stream)
     except Exception as error:

@@ -223,7 +223,6 @@ class Live:
         }
 
     def _forget(self, now: float) -> None:
-        """Drop records older than the window."""
         window, since = self._window, now - WINDOW_S
         while window and window[0][0] < since:
             window.popleft()
@@ -246,7 +245,6 @@ class Live:
 
 
 def _summary(ended: Sequence[Ended]) -> dict[str, Any]:
-    """Return a tier's figures over the window."""
     kept = [e.sla_met for e in ended if e.sla_met is not None]
     return {
         "requests": len(ended),
@@ -313,7 +311,6 @@ class LiveEndpoints:
         ]
 
     async def _requests(self, request: Request) -> Response:
-        """Answer with the last finished requests that the caller may see, newest first."""
         limit, caller = _limit(request), context_of(request.scope).caller
         seen = (record for record in reversed(self._pipeline.registry.kept()) if caller.sees(record.key_id))
         shown = [render_record(record) for record in islice(seen, limit)]
@@ -340,7 +337,6 @@ class LiveEndpoints:
         return _json({**rendered, "trace_url": self._settings.trace_address(rendered["trace_id"])})
 
     async def _policy(self, _request: Request) -> Response:
-        """Answer with the parameters of decisions."""
         table = self._pipeline.policy.table
         return _json(
             {

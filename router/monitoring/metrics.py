@@ -137,7 +137,6 @@ class RequestMetrics:
             self._continuations.of(before, after).value += 1
 
     def _counts(self, kind: str, tier: str, outcome: str, decided: str, basis: str) -> tuple[Count, Count]:
-        """Return the counts of requests and of decisions."""
         key = kind, tier, outcome, decided, basis
         found = self._counted.get(key)
         if found is None:
@@ -146,7 +145,6 @@ class RequestMetrics:
         return found
 
     def _measure(self, record: RequestRecord, kind: str, tier: str, cost: float) -> None:
-        """Count the tokens, cost and times of a request that a tier served."""
         of = self._measured.get((kind, tier))
         if of is None:
             counts = self._prompt_tokens.of(kind, tier), self._output_tokens.of(kind, tier), self._cost.of(kind, tier)

@@ -314,7 +314,6 @@ class Admission:
 
 
 def _refused(entry: _Waiting, why: str, wait_s: float) -> Refused:
-    """Return the refusal of a request that the policy would have served, had there been a slot."""
     decision = entry.decision
     reason = why if decision.tier is not None else f"{why}; {decision.reason}"
     return Refused(

@@ -272,7 +272,6 @@ class _Case:
         return f"over budget, so only {chosen.name} may serve; {reason}" if query.over_budget else reason
 
     def _why(self, chosen: _TierEstimate) -> str:
-        """Return why a tier was chosen."""
         query_sort = self.query.sort
         if not self.within:
             given_up = " and ".join([what for what in self.given_up if what != "unmeasured"])
@@ -287,7 +286,6 @@ class _Case:
         return f"{self.need.who}: {self._chosen_text(chosen)}"
 
     def _chosen_text(self, chosen: _TierEstimate) -> str:
-        """Return why a tier was chosen, by what it and the others lose."""
         highest, loss, name = self.fleet.tiers[-1].spec.name, chosen.loss, chosen.name
         if self.basis is Basis.BUDGET:
             wrong = f"{name} would get {one_in(loss.mean)} answers wrong that {highest} gets right ({loss.basis})"
@@ -363,7 +361,6 @@ class _Case:
         return f"would do; {chosen.name} was taken"
 
     def _against(self, estimate: _TierEstimate) -> str:
-        """Return the first of what speaks against a tier."""
         if estimate.obstacle is not None:
             return _obstacle_text(estimate, self.query)
         if estimate.lossy:
@@ -373,7 +370,6 @@ class _Case:
         return self._unfit(estimate)
 
     def _unfit(self, estimate: _TierEstimate) -> str:
-        """Return why a tier is below what the prompt needs."""
         need, name = self.need, estimate.name
         if need.asks_more(name):
             return f"hint {need.at_least} wants {need.at_least} or higher"
@@ -385,7 +381,6 @@ class _Case:
 
 
 def _obstacle(tier: TierSnapshot, query: Query, *, free: bool) -> Refusal | None:
-    """Return why a tier cannot serve the request now, or None."""
     spec = tier.spec
     if not query.allows(spec.name):
         return Refusal.NOT_ALLOWED
@@ -403,7 +398,6 @@ def _may_turn_out(tier: TierSnapshot, query: Query) -> bool:
 
 
 def _unable(spec: TierSpec, query: Query) -> Refusal | None:
-    """Return why a tier can never serve the request, or None."""
     if not query.takes(spec):
         return Refusal.EXCLUDED
     if query.adapter is not None and query.adapter not in spec.adapters:
@@ -416,7 +410,6 @@ def _unable(spec: TierSpec, query: Query) -> Refusal | None:
 
 
 def _obstacle_text(estimate: _TierEstimate, query: Query) -> str:
-    """Return why a tier cannot serve the request now."""
     if estimate.obstacle is Refusal.NOT_ALLOWED:
         return "is not allowed for this key" + (" over its budget" if query.over_budget else "")
     if estimate.obstacle is Refusal.EXCLUDED:
@@ -452,14 +445,12 @@ def longest_context(query: Query, fleet: FleetSnapshot) -> int:
 
 
 def _excluded_text(spec: TierSpec, query: Query) -> str:
-    """Return why the request itself excludes a tier."""
     if query.only is not None and spec.name not in query.only:
         return "is not among the tiers that the request allows"
     return f"serves {spec.precision}, and the request allows {', '.join(sorted(query.precisions or ()))} only"
 
 
 def _not_ready(tier: TierSnapshot) -> str:
-    """Return the state of a tier that is not ready, and about when it will be ready."""
     preparing = tier.preparing
     if preparing is None:
         return f"is {tier.state.value}"
@@ -470,7 +461,6 @@ def _not_ready(tier: TierSnapshot) -> str:
 
 
 def _full(tier: TierSnapshot, sequences: int) -> str:
-    """Return why no ready replica of a tier takes the request now."""
     ready = tier.views
     admitting = [r for r in ready if r.admits]
     if not admitting:
@@ -527,7 +517,6 @@ def _slow_text(estimate: _TierEstimate, query: Query, z: float) -> str:
 
 
 def _lossy_text(estimate: _TierEstimate, query: Query) -> str:
-    """Return how a tier breaks the bound on loss with the confidence asked for."""
     loss, bound = estimate.loss, query.sla.max_quality_loss
     return f"it may get {estimate.worst:.3f} of answers wrong (expected {loss.mean:.3f}, {loss.basis}), {bound:g} asked"
 
@@ -613,7 +602,6 @@ def _cost(estimate: _TierEstimate) -> float:
 
 
 def _wrong_text(lower: Sequence[_TierEstimate], highest: TierName) -> str:
-    """Return what lower precisions would get wrong: the reason for a higher one."""
     first, *others = lower
     wrong = f"{one_in(first.loss.mean)} answers wrong that {highest} gets right ({first.loss.basis})"
     return "; ".join([f"{first.name} would get about {wrong}", *(f"{o.name} {one_in(o.loss.mean)}" for o in others)])
@@ -731,7 +719,6 @@ def _possible_in_s(estimate: _TierEstimate, query: Query, output_share: float, z
 
 
 def _ready_in_s(tier: TierSnapshot) -> float | None:
-    """Return about when a tier is ready; None: not by itself."""
     if tier.preparing is None or tier.preparing.remaining_s is None:
         return STARTING_RETRY_S if tier.preparing is None or tier.preparing.failed is None else None
     return tier.preparing.remaining_s

@@ -89,7 +89,6 @@ class PolicyStore:
 
     @property
     def _files(self) -> tuple[Path, Path]:
-        """Return where the profiles of what is served are: quality, latency."""
         identities, folder = self._identities, self._settings.profiles
         return folder / profile_name(identities), folder / latency_name(identities, self._fleet.machine)
 
@@ -249,7 +248,6 @@ def policy_table(
 
 
 def _losses(specs: Iterable[TierSpec], profile: QualityProfile | None) -> dict[TierName, Losses]:
-    """Return the expected losses of all tiers but the reference, which loses nothing."""
     return {
         spec.name: losses(_precision(spec), profile.of(spec.name) if profile is not None else ())
         for spec in specs

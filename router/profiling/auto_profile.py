@@ -218,7 +218,6 @@ class AutoProfile:
         self._keep("quality", tiers, lambda: keep_quality(self._folder, profile))
 
     def _learn(self, profile: QualityProfile) -> None:
-        """Let decisions use what is known so far."""
         keep_quality(self._folder, profile)
         self._policy.take_up()
 
@@ -239,6 +238,5 @@ class AutoProfile:
         self._now = replace(self._now, done=done, total=total)
 
     def _idle(self, state: State, detail: str) -> None:
-        """Set the state while nothing is measured."""
         if (self._now.state, self._now.what, self._now.detail) != (state, None, detail):
             self._now = Progress(state, None, 0, 0, time.time(), detail)

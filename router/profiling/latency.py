@@ -145,6 +145,5 @@ def _error(pairs: Sequence[tuple[float, float]]) -> FitError:
 
 
 def _spread(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return the root mean square of log(seen / predicted)."""
     logs = [math.log(seen / max(predicted, 1e-3)) for predicted, seen in pairs]
     return round(math.hypot(pstdev(logs), fmean(logs)), 4) if logs else 0.0

@@ -140,7 +140,6 @@ def read_classes(path: Path) -> dict[str, Known]:
 
 
 def _newest(runs: Sequence[Run]) -> Iterator[tuple[TierName, Path]]:
-    """Return the newest samples of each tier and task."""
     found: dict[tuple[TierName, str], tuple[str, Path]] = {}
     for given, folder in runs:
         logs = [(match, path) for path in folder.rglob("*.jsonl") if (match := SAMPLES.fullmatch(path.name))]
@@ -155,7 +154,6 @@ def _newest(runs: Sequence[Run]) -> Iterator[tuple[TierName, Path]]:
 
 
 def _tier(results: Path) -> TierName:
-    """Return the tier that a run's model names."""
     try:
         return TierName(json.loads(results.read_text("utf-8"))["model_name"])
     except (OSError, ValueError, KeyError, TypeError) as error:

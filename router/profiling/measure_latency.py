@@ -212,7 +212,6 @@ class _Run:
             self.samples += await self._alone_there(f"all tiers together, {batch} at a time each", step)
 
     async def _all_busy(self, batch: int, length_s: float) -> list[Sample]:
-        """Keep a batch on every tier; return the samples that count."""
         benches = [_Bench(self._client, tier, self._source) for tier in self._tiers]
         until, others = time.monotonic() + length_s, len(self._tiers) - 1
         async with asyncio.TaskGroup() as group:
@@ -246,7 +245,6 @@ class _Run:
         return [s for s in self.samples if s.tier is tier]
 
     async def _arrival(self, bench: _Bench) -> None:
-        """Time prompts that arrive while four others are decoded."""
         background = min(4, self._fleet.max_num_seqs[bench.tier])
         lengths = (PROMPT_TOKENS, 4 * PROMPT_TOKENS)
         single = self._single_step(bench.tier)
@@ -263,7 +261,6 @@ class _Run:
         bench.found = [(s, t) for s, t in bench.found if s.batch == 0]
 
     def _tokens(self, step_ms: float) -> int:
-        """Return the answer length that takes about ``step_s``."""
         return min(max(int(self._plan.step_s * 1000 / step_ms), 6), 64)
 
     async def _undisturbed(self, what: str, tier: TierName, step: Step, *, keep: bool = True) -> Timed:
@@ -317,7 +314,6 @@ class _Run:
 
 
 def _single(prompt_tokens: int) -> Step:
-    """Return the step that computes one prompt."""
 
     async def step(bench: _Bench) -> None:
         await bench.request(prompt_tokens, 1, 0)

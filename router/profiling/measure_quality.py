@@ -190,7 +190,6 @@ class _Run:
                     group.create_task(self._judge(task, tier))
 
     async def _judge(self, task: Task, tier: TierName) -> None:
-        """Have a tier answer a task, unless it has, and judge the answer."""
         if (task.digest, tier) in self._answers:
             return
         diagnosed = tier is not REFERENCE and self._scored[tier, task.kind] < self._plan.diagnosed
@@ -216,7 +215,6 @@ class _Run:
         return await asyncio.to_thread(check.passes, text)
 
     async def _score(self, answer: Mapping[str, Any]) -> Scores | None:
-        """Return the reference's scores of an answer, from one prefill."""
         greedy = read_greedy(answer)
         if not greedy.ids:
             return None

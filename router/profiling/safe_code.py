@@ -44,7 +44,6 @@ class _Jump(Exception):
 
 
 def _few(function: Callable[..., Any], most: int = MAX_SIZE) -> Callable[..., Any]:
-    """Return a function that refuses numbers beyond a size."""
 
     def limited(*args: Any) -> Any:
         if any(isinstance(arg, int | float) and abs(arg) > most for arg in args):
@@ -204,7 +203,6 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
                 yield from self._loops(loops[1:])
 
     def _enter(self, node: ast.FunctionDef | ast.Lambda, around: dict[str, Any], *args: Any, **named: Any) -> Any:
-        """Call a function that the text defines."""
         names = [arg.arg for arg in node.args.args]
         late = dict(zip(reversed(names), reversed(node.args.defaults), strict=False))
         given = {**dict(zip(names, args, strict=False)), **named}

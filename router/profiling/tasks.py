@@ -102,7 +102,6 @@ def _judged(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fault(error: ErrorDetails) -> str:
-    """Say which field is wrong, and what is allowed."""
     checks = {get_args(each.model_fields["type"].annotation)[0]: each for each in get_args(get_args(Check)[0])}
     where = error["loc"]
     message = error["msg"].removeprefix("Value error, ").split("\n")[0]

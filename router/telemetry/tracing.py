@@ -374,7 +374,6 @@ def _endpoint() -> str:
 
 
 def _recording() -> Span | None:
-    """Return the current span if it records; attributes for others are not computed."""
     if _PARENT.get():  # it has no spans, which OpenTelemetry takes longer to tell
         return None
     span = trace.get_current_span()

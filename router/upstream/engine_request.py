@@ -213,7 +213,6 @@ class RelayRequest:
         return self.document.edited(changes)
 
     def _stream_options(self) -> bytes | None:
-        """Return the caller's options, asking for token counts; None leaves options that are no object to the engine."""
         options = self.document.get("stream_options")
         if options is None or options == {"include_usage": True}:
             return b'{"include_usage":true}'

@@ -199,7 +199,6 @@ class Connection(asyncio.Protocol):
             del fault  # its trace leads here
 
     def _failed(self, fault: httpx.TransportError) -> None:
-        """Note why no more comes; what has come can still be read."""
         if self.fault is None and not self.complete:
             self.fault = fault
         self.reusable = False
