@@ -50,7 +50,17 @@ if TYPE_CHECKING:
 
 PREFIX = "QARR_"
 MOST_REPLICAS = 64  # of a tier on one machine
-PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR", "QARR_KEY"}  # variables with the prefix that are not settings
+PLAIN_VARIABLES = {
+    "QARR_CONFIG",
+    "QARR_CACHE_DIR",
+    "QARR_KEY",
+    "QARR_URL",
+}  # variables with the prefix that are not settings
+# What Kubernetes sets in pods for a Service that is named qarr or qarr-something, as NAME=VALUE.
+_SERVICE_LINK = re.compile(
+    r"QARR_(\w+_)?(SERVICE_HOST=[\da-f.:]+|SERVICE_PORT(_\w+)?=\d+|PORT(_\d+_[A-Z]+)?=[a-z]+://\S+"
+    r"|PORT_\d+_[A-Z]+_(PROTO=[a-z]+|PORT=\d+|ADDR=[\da-f.:]+))"
+)
 TRACE_ID = "{trace_id}"  # placeholder in the address of a trace viewer
 _SECRET = re.compile(
     r"state\.redis_url|(engine|overflow)\.api_key|tiers\.[^.]+\.env(\..*)?"
@@ -1240,8 +1250,8 @@ def _check_variables() -> None:
     Raises:
         SettingsError: A variable sets nothing.
     """
-    for name in os.environ:
-        if not name.startswith(PREFIX) or name in PLAIN_VARIABLES:
+    for name, value in os.environ.items():
+        if not name.startswith(PREFIX) or name in PLAIN_VARIABLES or _SERVICE_LINK.fullmatch(f"{name}={value}"):
             continue
         parts = name.removeprefix(PREFIX).lower().split("__")
         key = ".".join(parts)

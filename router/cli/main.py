@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "logs": ("logs", "logs"),
     "top": ("top", "top"),
     "doctor": ("doctor.command", "doctor"),
+    "health": ("health", "health"),
     "classify": ("classify", "classify"),
     "plan": ("plan", "plan"),
     "settings": ("settings", "show_settings"),
@@ -38,7 +39,6 @@ HIDDEN = {"router"}
 EXPECTED = (
     ("router.settings", "SettingsError"),
     ("tiers.errors", "TierError"),
-    ("router.telemetry.tracing", "TelemetryError"),
     ("classifier", "TokenizerError"),
     ("router.deployment.listening", "ListenError"),
     ("router.deployment.run", "StartError"),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -13,8 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from router.cli.client import KEY_NEEDED, authorization, trusted
-from router.cli.common import http_url
+from router.cli.client import KEY_NEEDED, authorization, own_url, trusted
 from router.cli.doctor.findings import Check, Finding, local_engines, ok, problem, warning
 from tiers.checkpoints.precision import root_precision, told_precision
 from tiers.errors import PortInUse, ProbeError
@@ -27,19 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from router.cli.doctor.findings import CheckContext
-    from router.settings import Settings
     from tiers.spec import TierName
 
 GROUP, RUNNING = "network", "running"
 TIMEOUT_S = 3.0
 DETAIL_CHARS = 200
 TRANSIENT = {"starting", "warming", "draining"}
-
-
-def own_url(settings: Settings) -> str:
-    """Return the URL at which a router with these settings answers on this machine."""
-    host, scheme = settings.server.host, "http" if settings.tls.certificate is None else "https"
-    return http_url("127.0.0.1" if host in {"0.0.0.0", "::"} else host, settings.server.port, scheme)
 
 
 def router_port(context: CheckContext) -> Iterator[Finding]:
@@ -53,7 +46,7 @@ def router_port(context: CheckContext) -> Iterator[Finding]:
         with socket.create_server((host, port), family=family):
             yield ok(f"{port} on {host} is free")
     except OSError as error:
-        answer = _get(own_url(context.settings), "/healthz")
+        answer = _get(replace(context, url="", key=""), "/healthz")
         if answer is not None and answer.is_success and answer.text == '{"status":"alive"}':
             yield ok(f"{port} on {host}: a router listens ({holder(port)})")
         else:
@@ -96,21 +89,21 @@ def holder(port: int) -> str:
 
 def running_router(context: CheckContext) -> Iterator[Finding]:
     """Check a running router's health, its replicas and its measurements."""
-    alive = _get(context.url, "/healthz", context.key)
+    alive, url = _get(context, "/healthz"), context.url or own_url(context.settings)
     if alive is None:
-        yield ok(f"none answers at {context.url} ('make up' starts one)")
+        yield ok(f"none answers at {url} ('make up' starts one)")
         return
     if alive.status_code != httpx.codes.OK:
-        found = f"{context.url} is no router: HTTP {alive.status_code}"
+        found = f"{url} is no router: HTTP {alive.status_code}"
         yield problem(found, "give the router's address with --url")
         return
-    ready = _get(context.url, "/readyz", context.key)
+    ready = _get(context, "/readyz")
     if ready is None or ready.status_code != httpx.codes.OK:
         then = "'qarr tiers' shows why; 'qarr logs --level warning' has what happened"
-        yield problem(f"{context.url} is alive, but not ready", then)
+        yield problem(f"{url} is alive, but not ready", then)
     else:
-        yield ok(f"{context.url} is ready")
-    fleet = _get(context.url, "/tiers", context.key)
+        yield ok(f"{url} is ready")
+    fleet = _get(context, "/tiers")
     if fleet is None or fleet.status_code == httpx.codes.UNAUTHORIZED:
         yield warning("not checked", KEY_NEEDED, "tiers")
         return
@@ -229,17 +222,17 @@ async def _engine(context: CheckContext, name: TierName, probe: EngineProbe) -> 
     return finding, digest
 
 
-def _get(url: str, path: str, key: str = "") -> httpx.Response | None:
+def _get(context: CheckContext, path: str) -> httpx.Response | None:
+    url, headers = (context.url or own_url(context.settings)) + path, authorization(context.key)
+    verify = trusted(context.settings, context.url)
     try:
-        return httpx.get(
-            url + path, headers=authorization(key), timeout=TIMEOUT_S, trust_env=False, verify=trusted(url)
-        )
+        return httpx.get(url, headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=verify)
     except (httpx.HTTPError, httpx.InvalidURL):
         return None
 
 
 def _running_ports(context: CheckContext) -> set[int]:
-    fleet = _get(context.url, "/tiers", context.key)
+    fleet = _get(context, "/tiers")
     if fleet is None:
         return set()
     with contextlib.suppress(ValueError, KeyError, TypeError):  # not a router's answer

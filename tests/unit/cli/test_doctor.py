@@ -45,7 +45,7 @@ def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QARR_ENGINE__BASE_PORT", str(reserved_ports()[0]))
 
 
-def found(check: str, *, deep: bool = False, url: str | None = None) -> list[Finding]:
+def found(check: str, *, deep: bool = False, url: str = "") -> list[Finding]:
     """Return what a check finds."""
     return [f for f in examine(None, deep=deep, url=url, key="") if f.check == check]
 
@@ -72,7 +72,7 @@ def checkpoint(folder: Path, tier: TierName = TierName.FAST) -> Path:
 
 def test_a_machine_without_anything(tmp_path: Path) -> None:
     """Every check tells something, none fails, and what is missing has its command."""
-    findings = list(examine(None, deep=False, url=None, key=""))
+    findings = list(examine(None, deep=False, url="", key=""))
     assert len(findings) > 9
     assert not [f for f in findings if "could not be checked" in f.found]
     assert all(f.then for f in findings if f.health is not OK)
@@ -262,7 +262,7 @@ async def doctor(*args: str, env: dict[str, str] | None = None) -> subprocess.Co
 async def test_the_command_and_a_running_router(tmp_path: Path) -> None:
     """Its port, its health and its replicas; 1 only where there is a problem; text for people, JSON for programs."""
     async with own_router(tmp_path) as router:
-        env = {**router.env, "QARR_SERVER__PORT": str(router.port)}
+        env = dict(router.env)
         for tier, url in zip(STANDARD_TIERS, router.engines, strict=True):
             env[f"QARR_TIERS__{tier.upper()}__URLS"] = json.dumps([url])
         done = await doctor(env=env)
