@@ -76,8 +76,8 @@ class SettingsError(Exception):
 def cache_dir() -> Path:
     """Return the folder for checkpoints, profiles and logs: ``QARR_CACHE_DIR``, else in the user's cache folder."""
     if named := os.environ.get("QARR_CACHE_DIR"):
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qarr"
+        return Path(os.path.expanduser(named))  # noqa: PTH111  pathlib's fails without a home folder
+    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "qarr"
 
 
 def runtime_dir() -> Path:
@@ -88,12 +88,28 @@ def runtime_dir() -> Path:
 
 def state_dir() -> Path:
     """Return the folder for what must outlive a restart and can not be made again."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "qarr"
+    return Path(os.environ.get("XDG_STATE_HOME") or _home() / ".local/state") / "qarr"
 
 
 def config_dir() -> Path:
     """Return the folder for what a user configures."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "qarr"
+    return Path(os.environ.get("XDG_CONFIG_HOME") or _home() / ".config") / "qarr"
+
+
+def _home() -> Path:
+    """Return the user's home folder; ``QARR_CACHE_DIR`` for a user without one, as containers have with any user id.
+
+    Raises:
+        SettingsError: There is neither.
+    """
+    with suppress(RuntimeError):
+        return Path.home()
+    if os.environ.get("QARR_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME"):
+        return cache_dir()
+    raise SettingsError(
+        "this user has no home folder: set QARR_CACHE_DIR to a folder for checkpoints, profiles and logs, and perhaps "
+        "XDG_CONFIG_HOME for keys and XDG_STATE_HOME for usage, which are kept there else; or set HOME"
+    )
 
 
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -126,7 +126,7 @@ def request_line(record: Mapping[str, Any]) -> str:
         parts.append("continued_on=" + ",".join(record["continued_on"]))
     if record["key"]:
         parts.append(f"key={record['key']}")
-    if record["outcome"] == Outcome.REFUSED:
+    if record["outcome"] == Outcome.REFUSED or record["outcome"] == Outcome.ERROR:
         parts.append(f"why: {record['reason']}")
     return " ".join(parts)
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 GROUP, RUNNING = "network", "running"
 TIMEOUT_S = 3.0
 DETAIL_CHARS = 200
+GUARD = "tiers/lifecycle/guard.py"
 TRANSIENT = {"starting", "warming", "draining"}
 
 
@@ -66,10 +67,14 @@ def engine_ports(context: CheckContext) -> Iterator[Finding]:
         except PortInUse:
             taken[port] = holder(port)
     running = _running_ports(context) if taken else set()
-    foreign = ", ".join(f"{port} by {by}" for port, by in taken.items() if port not in running)
+    others = {port for port in taken if port not in running and _of_a_router(port)}
+    foreign = ", ".join(f"{port} by {by}" for port, by in taken.items() if port not in running | others)
     shown = f"{base} to {base + count - 1}" if count > 1 else str(base)
     if foreign:
         yield problem(f"held: {foreign}", "end what holds them, or set engine.base_port")
+    elif others:
+        found = f"{', '.join(map(str, sorted(others)))}: engines of another router of this machine have them"
+        yield warning(found, "name that router with --url; for a second one beside it set engine.base_port")
     else:
         yield ok(f"{shown}: the running router's engines have them" if taken else f"{shown} are free")
 
@@ -77,14 +82,25 @@ def engine_ports(context: CheckContext) -> Iterator[Finding]:
 def holder(port: int) -> str:
     """Return which process listens on a port, as far as this user may know."""
     with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-                if connection.pid is None:
-                    break
-                process = psutil.Process(connection.pid)
-                script = next((Path(part).name for part in process.cmdline()[1:2] if part.endswith(".py")), "")
-                return f"{process.name()} {script}".rstrip() + f", pid {connection.pid}"
+        if process := _listener(port):
+            script = next((Path(part).name for part in process.cmdline()[1:2] if part.endswith(".py")), "")
+            return f"{process.name()} {script}".rstrip() + f", pid {process.pid}"
     return "a process that this user may not see" if os.geteuid() else "a process outside of this container"
+
+
+def _listener(port: int) -> psutil.Process | None:
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
+            return psutil.Process(connection.pid) if connection.pid is not None else None
+    return None
+
+
+def _of_a_router(port: int) -> bool:
+    """Tell whether an engine that a router has started listens on a port: its guard stands above it."""
+    with contextlib.suppress(psutil.Error, OSError):
+        if process := _listener(port):
+            return any(part.endswith(GUARD) for each in process.parents() for part in each.cmdline())
+    return False
 
 
 def running_router(context: CheckContext) -> Iterator[Finding]:
