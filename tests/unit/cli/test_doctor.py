@@ -25,6 +25,7 @@ from tests.ports import reserved_ports, reserved_range
 from tests.unit.own_router import QARR, own_router
 from tiers.checkpoints.checkpoint import check_whole, read_checkpoint, seal
 from tiers.errors import CheckpointError
+from tiers.lifecycle.process import GUARD
 from tiers.plan import read_machine
 from tiers.spec import STANDARD_TIERS, TierName
 
@@ -103,6 +104,20 @@ def test_taken_ports(monkeypatch: pytest.MonkeyPatch) -> None:
             assert findings[check].health is PROBLEM
             assert f"pid {os.getpid()}" in findings[check].found
             assert "set " in findings[check].then
+
+
+def test_another_routers_engines_are_no_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They are told by the guard above them, and what to do if they are to be checked, or a second router is to start."""
+    listens = "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); s.accept()"
+    argv = [sys.executable, "-I", "-S", GUARD, tmp_path / "log", sys.executable, "-c", listens]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as guard:
+        while not (tmp_path / "log").exists() or not (said := (tmp_path / "log").read_text()).endswith("\n"):
+            assert guard.poll() is None
+        monkeypatch.setenv("QARR_ENGINE__BASE_PORT", said.strip())
+        health, text, then = one("engine ports")
+        assert (health, text.partition(":")[0], "engines of another router" in text) == (WARNING, said.strip(), True)
+        assert "--url" in then
+        guard.stdin.close()
 
 
 def test_engine_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
