@@ -50,12 +50,7 @@ if TYPE_CHECKING:
 
 PREFIX = "QARR_"
 MOST_REPLICAS = 64  # of a tier on one machine
-PLAIN_VARIABLES = {
-    "QARR_CONFIG",
-    "QARR_CACHE_DIR",
-    "QARR_KEY",
-    "QARR_URL",
-}  # variables with the prefix that are not settings
+PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR", "QARR_KEY", "QARR_URL"}  # with the prefix, but no settings
 # What Kubernetes sets in pods for a Service that is named qarr or qarr-something, as NAME=VALUE.
 _SERVICE_LINK = re.compile(
     r"QARR_(\w+_)?(SERVICE_HOST=[\da-f.:]+|SERVICE_PORT(_\w+)?=\d+|PORT(_\d+_[A-Z]+)?=[a-z]+://\S+"

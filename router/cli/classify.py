@@ -18,7 +18,7 @@ from router.policy.decide import decide
 from router.policy.decision import Query
 from router.policy.render import render_features
 from router.policy.table import policy_table
-from router.settings import load_settings
+from router.settings import SettingsError, load_settings
 from tiers.checkpoints.prepare import finished
 from tiers.errors import OperationError
 from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
@@ -49,10 +49,11 @@ def classify(
     counter = named_counter(tokenizer) if tokenizer is not None else make_counter(_prepared_folder(settings))
     if not counter.exact:
         err.print("no tokenizer yet ('qarr model prepare' makes one): tokens are estimated")
-    router, alone = RouterApiClient(url, key, config), ""
+    alone = ""
     try:
+        router = RouterApiClient(url, key, config)
         router.ask("/tiers")
-    except OperationError as error:
+    except (OperationError, SettingsError) as error:
         alone = str(error)
     fleet = idle_fleet(settings)
     policy = policy_table(settings.policy, [tier.spec for tier in fleet.tiers])

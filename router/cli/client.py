@@ -105,7 +105,9 @@ def trusted(settings: Settings, url: str = "") -> ssl.SSLContext | bool:
         SettingsError: The file of authorities cannot be used.
     """
     tls = settings.tls
-    if not url and tls.certificate is not None:
+    if (url or own_url(settings)).startswith("http:"):
+        return True
+    if not url:
         with suppress(OSError, ValueError):  # this user may not read it
             return _only_own(tls)
     try:

@@ -194,7 +194,7 @@ class RequestRegistry:
             overflow=answer.overflow if answer is not None else None,
             overflow_failure=diverted.failure if diverted is not None else None,
             journey=context.journey,
-            why_not=_why_not(failure),
+            why_not="" if outcome is Outcome.CLIENT_GONE else _why_not(failure),
         )
 
     def _outcome(self, failure: BaseException | None) -> tuple[Outcome, str | None]:
