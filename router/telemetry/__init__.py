@@ -13,7 +13,9 @@ def leave_out_unknown(variable: str, group: str) -> None:
         if unknown := [name for name in named if name not in known]:
             os.environ[variable] = ",".join(name for name in named if name in known)
             message = "%s=%s: %s is not installed and left out; installed: %s"
-            logging.getLogger(f"qarr.{__name__}").warning(message, variable, given, ", ".join(unknown), ", ".join(sorted(known)))
+            logging.getLogger(f"qarr.{__name__}").warning(
+                message, variable, given, ", ".join(unknown), ", ".join(sorted(known))
+            )
 
 
 leave_out_unknown("OTEL_PROPAGATORS", "opentelemetry_propagator")

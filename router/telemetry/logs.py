@@ -235,9 +235,9 @@ class _Queued(QueueHandler):
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         """Format the message now: its arguments may change. The record is not copied: no other handler gets it."""
-        text = record.getMessage()
-        if record.exc_info and record.exc_info[1] and record.name.startswith("opentelemetry"):
-            record.exc_info, text = None, f"{text} ({record.exc_info[1]!r})"  # as for a variable that is not valid
+        text, error = record.getMessage(), (record.exc_info or (None, None, None))[1]
+        if error is not None and record.name.startswith("opentelemetry"):
+            record.exc_info, text = None, f"{text} ({error!r})"  # as for a variable that is not valid
         record.msg = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... ({len(text)} characters)"
         record.args = None
         ids = _REQUEST.get()

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from router.settings import (
     PROJECT,
     LikeTier,
+    ServerSettings,
     SettingsError,
     TelemetrySettings,
     cache_dir,
@@ -164,7 +165,9 @@ def test_mistyped_variable_is_an_error(monkeypatch: pytest.MonkeyPatch, given: s
 
 @pytest.mark.parametrize("service", ["QARR", "QARR_ROUTER", "QARR_SERVER", "QARR_SERVICE_PORT", "QARR_2_TIERS"])
 @pytest.mark.parametrize("ip", ["10.0.3.7", "fd00::a:7"])
-def test_what_kubernetes_sets_for_a_service_is_no_setting(monkeypatch: pytest.MonkeyPatch, service: str, ip: str) -> None:
+def test_what_kubernetes_sets_for_a_service_is_no_setting(
+    monkeypatch: pytest.MonkeyPatch, service: str, ip: str
+) -> None:
     """Every pod gets variables of each Service of its namespace, whose name may begin like ours."""
     address = f"tcp://[{ip}]:8080" if ":" in ip else f"tcp://{ip}:8080"
     set_by_it = {"SERVICE_HOST": ip, "SERVICE_PORT": "8080", "SERVICE_PORT_HTTP_2": "8080", "PORT": address}

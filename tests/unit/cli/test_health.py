@@ -11,7 +11,7 @@ from tests.unit.cli.stub_router import qarr, stub_router
 @pytest.mark.parametrize("status", [200, 503])
 def test_the_exit_status_is_the_routers_health(args: tuple[str, ...], path: str, status: int) -> None:
     """The settings say where the router is; no proxy of the environment is asked; without an answer it is 1 too."""
-    proxies = {name: "http://127.0.0.1:9" for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy")}
+    proxies = dict.fromkeys(("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
     with stub_router(**{path: (status, {"status": "said"})}) as router:
         port = {"QARR_SERVER__PORT": router.url.rpartition(":")[2]}
         done = qarr("health", *args, **port, **proxies)

@@ -77,7 +77,9 @@ def test_variables_of_opentelemetry_that_cannot_be_used_are_told() -> None:
         ({"XDG_CACHE_HOME": "{0}"}, 0, "`<cache>/models`"),
     ],
 )
-def test_a_user_without_a_home_is_told_what_to_set(given: dict[str, str], status: int, said: str, tmp_path: Path) -> None:
+def test_a_user_without_a_home_is_told_what_to_set(
+    given: dict[str, str], status: int, said: str, tmp_path: Path
+) -> None:
     """As in containers with any user id: no HOME, no entry among the users. ``QARR_CACHE_DIR`` is enough."""
     nobody = ["unshare", "--user", "--map-user=12345", "--map-group=12345", QARR, "settings"]
     env = {"PATH": os.environ["PATH"], **{name: value.format(tmp_path) for name, value in given.items()}}
