@@ -122,6 +122,8 @@ def _only_own(tls: TlsSettings) -> ssl.SSLContext:
     assert tls.certificate is not None
     own, end, _ = tls.certificate.read_text("ascii").partition(END_OF_FIRST)
     context = ssl.create_default_context(cadata=own + end)
+    if tls.ca is not None:  # the settings may name another certificate than the one that is still in use
+        context.load_verify_locations(tls.ca)
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.check_hostname = False
     load_own(context, tls)

@@ -132,7 +132,7 @@ async def test_a_fault_leaves_everything_as_it_was(tmp_path: Path, text: str, to
     """Settings that are not valid, or need a restart, are refused as a whole, by command and in the log."""
     async with configured(tmp_path) as (router, file):
         file.write_text(text.replace("FOLDER", str(tmp_path)))
-        done = await router.qarr("reload")
+        done = await router.qarr("reload", "--url", router.url)
         assert done.returncode == 2
         assert told in done.stderr
         assert not await refused(router)

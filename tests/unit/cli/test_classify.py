@@ -42,7 +42,7 @@ def test_the_running_router_is_asked() -> None:
         assert (found["tier"], found["reason"], found["class"]) == (None, "too long", "math")
     found = json.loads(qarr("classify", "What is 17 * 23?", "--url", router.url).stdout)
     assert found["reason"].startswith(f"no router answers at {router.url}")
-    assert "an idle fleet without measurements: class math" in found["reason"]
+    assert "an idle fleet without measurements: math" in found["reason"]
 
 
 def test_what_weighed_most_is_told() -> None:

@@ -34,7 +34,7 @@ def test_it_sends_the_key_and_returns_the_object() -> None:
         (("--url", "http://127.0.0.1:{0}"), {"QARR_URL": "http://127.0.0.1:{1}", "QARR_SERVER__PORT": "1"}, 0),
     ],
 )
-@pytest.mark.parametrize("command", [("reload",), ("adapters", "unload", "x"), ("tiers", "drain", "x"), ("top",)])
+@pytest.mark.parametrize("command", [("reload",), ("adapters",), ("tiers", "drain", "x"), ("top",)])
 def test_the_router_of_the_settings_is_asked(
     command: tuple[str, ...], args: tuple[str, ...], variables: dict[str, str], asked: int, tmp_path: Path
 ) -> None:
